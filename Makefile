@@ -1,0 +1,43 @@
+# Every target creates the environment it needs; `make setup` only does that.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint format bench docs clean
+
+help:  ## list what can be done
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
+
+setup: $(READY)  ## create .venv with everything for development
+
+$(READY): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	@touch $(READY)
+
+demo: $(READY)  ## logistic regression with and without a validation set: a table and a figure
+	$(BIN)/python examples/demo.py
+
+test: $(READY)  ## lint, types and all tests (what CI runs)
+	@$(MAKE) --no-print-directory lint
+	$(BIN)/python -m pytest
+
+lint: $(READY)  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)  ## let ruff rewrite what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY)  ## what observing costs, as multiples of a plain step
+	$(BIN)/python -m benchmarks.cost
+
+docs: $(READY)  ## build the documentation
+	@echo "The documentation is README.md and docs/ for now; there is nothing to build."
+
+clean:  ## remove the environment and caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis out

@@ -1,0 +1,110 @@
+"""The evidence-based criterion (Eq. 5, Eq. 10 and Sec. 3.3 of the paper)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from ._errors import HeldinError
+from ._moments import Moments
+
+__all__ = ["Evidence", "Groups", "evidence", "grouping"]
+
+Groups = Literal["tensor", "all"] | Mapping[str, str] | Callable[[str], str]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """The criterion of one step.
+
+    Attributes:
+        criterion: mean over groups of 1 - mean_k f_k. Above 0: the gradient is no larger than its
+            own error, stop. nan if there is no evidence (a single sample, no live coordinate).
+        groups: the same per group; groups without a live coordinate are absent.
+        count: number of samples.
+        live: number of coordinates per group that carry evidence.
+        nonfinite: parameters with an inf or nan contribution; they are left out.
+    """
+
+    criterion: float
+    groups: dict[str, float]
+    count: int
+    live: dict[str, int] = field(default_factory=dict)
+    nonfinite: tuple[str, ...] = ()
+
+
+def grouping(groups: Groups) -> Callable[[str], str]:
+    """The function from a parameter's name to its group's."""
+    if groups == "tensor":
+        return lambda name: name
+    if groups == "all":
+        return lambda name: "all"
+    if isinstance(groups, Mapping):
+        table = dict(groups)
+
+        def look_up(name: str) -> str:
+            if name not in table:
+                raise HeldinError(
+                    f"groups: parameter {name!r} has no entry; the mapping must name a group for "
+                    f"every trainable parameter (it has {', '.join(sorted(table)) or 'none'})"
+                )
+            return table[name]
+
+        return look_up
+    if callable(groups):
+        return groups
+    raise HeldinError(
+        f"groups: expected 'tensor', 'all', a mapping or a function from parameter names to group "
+        f"names, got {groups!r}"
+    )
+
+
+def evidence(seen: Mapping[str, Moments], groups: Groups = "tensor") -> Evidence:
+    """The criterion from observed moments.
+
+    Args:
+        seen: moments by parameter name, as `heldin.observe` gives them.
+        groups: "tensor" (each parameter is a group), "all" (one group), or a mapping or function
+            from parameter names to group names.
+
+    >>> import heldin, torch
+    >>> model = torch.nn.Linear(1, 1, bias=False)
+    >>> x = torch.tensor([[1.0], [2.0]])
+    >>> with heldin.observe(model) as seen:
+    ...     model(x).sum().backward()              # contributions 1 and 2
+    >>> e = heldin.evidence(seen)
+    >>> e.criterion                                # f = 1 * 3^2 / (2 * 5 - 3^2) = 9
+    -8.0
+    >>> e.groups
+    {'weight': -8.0}
+    """
+    return _gathered(((name, moments) for name, moments in seen.items()), grouping(groups))
+
+
+def _gathered(items: Iterable[tuple[str, Moments]], group_of: Callable[[str], str]) -> Evidence:
+    sums: dict[str, float] = {}
+    live: dict[str, int] = {}
+    nonfinite: list[str] = []
+    spoilt: set[str] = set()
+    count = 0
+    for name, moments in items:
+        group = group_of(name)
+        count = max(count, moments.count)
+        if not moments.finite:
+            nonfinite.append(name)
+            spoilt.add(group)
+            continue
+        f = moments.snr
+        alive = ~f.isnan()
+        number = int(alive.sum())
+        if number:
+            sums[group] = sums.get(group, 0.0) + float(torch.nansum(f, dtype=torch.float64))
+            live[group] = live.get(group, 0) + number
+    values = {g: 1.0 - total / live[g] for g, total in sums.items() if g not in spoilt}
+    criterion = math.fsum(values.values()) / len(values) if values else math.nan
+    kept = {g: n for g, n in live.items() if g in values}
+    return Evidence(criterion, values, count, kept, tuple(nonfinite))

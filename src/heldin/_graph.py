@@ -1,0 +1,378 @@
+"""The autograd graph of one backward pass, and the plan by which it is observed.
+
+`walk` lists the nodes between a loss and its leaves. `make_plan` finds, with the owners that a
+followed forward pass established, where each parameter meets the data (its uses), where the rows of
+each sample lie there, and how the contributions get from there to the parameter. A plan holds
+positions in the list of nodes, so it also fits the next graph with the same signature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._errors import NotObservable
+from ._layout import Layout
+from ._owners import Key, is_mixed, is_nobody
+
+__all__ = ["Graph", "Plan", "Sink", "make_plan", "walk"]
+
+LEAF = "torch::autograd::AccumulateGrad"
+# The dispatch mode turns some aliases into plain views; they are the same to us.
+_SYNONYMS = {"ReshapeAliasBackward0": "ViewBackward0", "UnsafeViewBackward0": "ViewBackward0"}
+# Nodes behind which parameters are hidden from a walk, and what to do instead.
+_HIDING = {
+    "CheckpointFunctionBackward": "call torch.utils.checkpoint.checkpoint with use_reentrant=False",
+    "CompiledFunctionBackward": "observe the model before torch.compile (or its _orig_mod)",
+}
+# Nodes that put every element of their input in one place: squares move as the elements do.
+_MOVING = {
+    "TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "SqueezeBackward0",
+    "SqueezeBackward1", "UnsqueezeBackward0", "ToCopyBackward0", "CloneBackward0", "AliasBackward0",
+    "SplitBackward0", "SplitWithSizesBackward0", "SliceBackward0", "SelectBackward0",
+    "UnbindBackward0", "UnsafeSplitBackward0",
+}  # fmt: skip
+
+
+@dataclass(eq=False)
+class Graph:
+    """The nodes reachable from some roots, in a fixed order."""
+
+    nodes: list[Any]
+    index: dict[Any, int]
+    names: list[str]
+    children: list[tuple[tuple[int, int], ...]]  # per node and input: (position or -1, output)
+    leaves: dict[int, Tensor]  # position -> leaf tensor
+
+    def parents(self) -> list[list[tuple[int, int, int]]]:
+        """Per node: (position, input, own output) of every node that it feeds."""
+        result: list[list[tuple[int, int, int]]] = [[] for _ in self.nodes]
+        for position, inputs in enumerate(self.children):
+            for argument, (child, output) in enumerate(inputs):
+                if child >= 0:
+                    result[child].append((position, argument, output))
+        return result
+
+
+def walk(roots: Sequence[Any]) -> Graph:
+    """All nodes between the roots and the leaves, depth first."""
+    nodes: list[Any] = []
+    names: list[str] = []
+    inputs: list[Any] = []
+    index: dict[Any, int] = {}
+    stack = list(reversed(roots))
+    while stack:
+        node = stack.pop()
+        if node in index:
+            continue
+        index[node] = len(nodes)
+        nodes.append(node)
+        name = node.name()
+        names.append(_SYNONYMS.get(name, name))
+        following = node.next_functions
+        inputs.append(following)
+        stack.extend([child for child, _ in following if child is not None])
+    children = [
+        tuple([(-1 if child is None else index[child], output) for child, output in each])
+        for each in inputs
+    ]
+    leaves = {i: nodes[i].variable for i, name in enumerate(names) if name == LEAF}
+    return Graph(nodes, index, names, children, leaves)
+
+
+@dataclass(frozen=True)
+class Sink:
+    """An output of the topmost node (or leaf) of the data-free way down to parameters."""
+
+    node: int
+    output: int
+    shape: tuple[int, ...]
+    params: tuple[str, ...]
+    chain: tuple[tuple[int, int, int], ...] | None  # moving nodes: (position, output, input)
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.node, self.output
+
+
+@dataclass
+class Plan:
+    """How to observe graphs of one signature."""
+
+    m: int
+    layouts: dict[int, list[Layout | None]] = field(default_factory=dict)  # per use: its outputs
+    uses: dict[int, list[tuple[int, Sink]]] = field(default_factory=dict)  # node -> inputs
+    sinks: dict[str, list[Sink]] = field(default_factory=dict)  # parameter -> its sinks
+    shared: set[str] = field(default_factory=set)  # parameters with a penalty in the loss
+    leaves: dict[str, int] = field(default_factory=dict)
+    expected: dict[tuple[int, int], int] = field(default_factory=dict)  # sink -> number of uses
+    readings: int = 0
+
+    def alone(self, name: str) -> bool:
+        """Whether a parameter has one use only."""
+        sinks = self.sinks.get(name, [])
+        return len(sinks) == 1 and self.expected[sinks[0].key] == 1
+
+
+DATA, FREE, OUTSIDE = "data", "free", "outside"
+
+
+def make_plan(
+    graph: Graph,
+    names: Mapping[int, str],
+    owners: Mapping[Key, Tensor | None],
+    slots: Mapping[Key, Tensor | None],
+    m: int,
+    cause: str | None,
+) -> Plan:
+    """Find the uses of every observed parameter; raise NotObservable where that cannot be done."""
+    some = next((p for p in owners.values() if p is not None), None)
+    readings = 1 if some is None else some.shape[0] // 2
+    error: NotObservable | None = None
+    for reading in range(readings):
+        try:
+            return _make_plan(graph, names, owners, slots, m, cause, reading)
+        except NotObservable as failure:
+            error = error or failure
+    assert error is not None
+    raise error
+
+
+def _make_plan(
+    graph: Graph,
+    names: Mapping[int, str],
+    owners: Mapping[Key, Tensor | None],
+    slots: Mapping[Key, Tensor | None],
+    m: int,
+    cause: str | None,
+    reading: int,
+) -> Plan:
+    outputs: dict[int, dict[int, Tensor | None]] = {}
+    for (node, number), planes in owners.items():
+        position = graph.index.get(node)
+        if position is not None:
+            outputs.setdefault(position, {})[number] = planes
+    kinds = _kinds(graph, outputs)
+    parents = graph.parents()
+    cuts = _cuts(graph, slots, kinds, parents)
+    plan = Plan(m)
+    named = {i: names[id(leaf)] for i, leaf in graph.leaves.items() if id(leaf) in names}
+    plan.leaves = {name: i for i, name in named.items()}
+    below = _below(graph, kinds, cuts, named)
+    for position, kind in enumerate(kinds):
+        reached = [
+            (argument, child, output)
+            for argument, (child, output) in enumerate(graph.children[position])
+            if child >= 0 and kinds[child] != DATA and below[child] and child not in cuts
+        ]
+        if not reached or (kind == FREE and position not in cuts):
+            continue
+        if kind == OUTSIDE:
+            _outside(graph, plan, position, reached, kinds, below)
+            continue
+        known = cuts[position] if position in cuts else outputs[position]
+        params = sorted({name for _, child, _ in reached for name in below[child]})
+        plan.layouts[position] = _layouts(graph, position, known, m, reading, params, cause)
+        for argument, child, output in reached:
+            sink = _sink(graph, child, output, below, named)
+            plan.uses.setdefault(position, []).append((argument, sink))
+            plan.expected[sink.key] = plan.expected.get(sink.key, 0) + 1
+            for name in sink.params:
+                if sink not in plan.sinks.setdefault(name, []):
+                    plan.sinks[name].append(sink)
+    return plan
+
+
+def _kinds(graph: Graph, outputs: Mapping[int, Mapping[int, Tensor | None]]) -> list[str]:
+    """Which nodes hold data, which depend on parameters alone, which were not followed."""
+    kinds = [""] * len(graph.nodes)
+    order = _children_first(graph)
+    for i in order:
+        if i in outputs:
+            holds = any(planes is not None for planes in outputs[i].values())
+            kinds[i] = DATA if holds else FREE
+        elif i in graph.leaves:
+            kinds[i] = FREE
+        else:
+            below = {kinds[child] for child, _ in graph.children[i] if child >= 0}
+            kinds[i] = OUTSIDE if below & {DATA, OUTSIDE} else FREE
+    return kinds
+
+
+def _children_first(graph: Graph) -> list[int]:
+    order: list[int] = []
+    state = [0] * len(graph.nodes)
+    for start in range(len(graph.nodes)):
+        stack = [start]
+        while stack:
+            i = stack[-1]
+            if state[i] == 0:
+                state[i] = 1
+                stack.extend(c for c, _ in graph.children[i] if c >= 0 and state[c] == 0)
+            else:
+                stack.pop()
+                if state[i] == 1:
+                    state[i] = 2
+                    order.append(i)
+    return order
+
+
+def _cuts(
+    graph: Graph,
+    slots: Mapping[Key, Tensor | None],
+    kinds: Sequence[str],
+    parents: Sequence[Sequence[tuple[int, int, int]]],
+) -> dict[int, dict[int, Tensor | None]]:
+    """Data-free nodes whose every output element is put into one sample's place, and into whose."""
+    cuts: dict[int, dict[int, Tensor | None]] = {}
+    for (node, number), planes in slots.items():
+        i = graph.index.get(node)
+        if i is None or planes is None or len(node._input_metadata) != 1:
+            continue
+        if kinds[i] == FREE and all(kinds[p] == DATA for p, _, _ in parents[i]):
+            cuts[i] = {number: planes}
+    return cuts
+
+
+def _below(
+    graph: Graph, kinds: Sequence[str], cuts: Mapping[int, Any], named: Mapping[int, str]
+) -> list[frozenset[str]]:
+    """The observed parameters that a data-free node depends on."""
+    below: list[frozenset[str]] = [frozenset()] * len(graph.nodes)
+    for i in _children_first(graph):
+        if i in named:
+            below[i] = frozenset([named[i]])
+        elif kinds[i] == FREE:
+            children = [c for c, _ in graph.children[i] if c >= 0]
+            below[i] = frozenset().union(*(below[c] for c in children))
+    return below
+
+
+def _outside(
+    graph: Graph,
+    plan: Plan,
+    position: int,
+    reached: Sequence[tuple[int, int, int]],
+    kinds: Sequence[str],
+    below: Sequence[frozenset[str]],
+) -> None:
+    """A parameter that enters the loss outside the model: fine if it is a penalty, added on."""
+    params = sorted({name for _, child, _ in reached for name in below[child]})
+    node = graph.nodes[position]
+    scalar = all(size == 1 for size in node._input_metadata[0].shape)
+    if graph.names[position] in ("AddBackward0", "SubBackward0", "StackBackward0") and scalar:
+        plan.shared.update(params)
+        return
+    raise NotObservable(
+        f"parameter {params[0]!r} is used in {graph.names[position]} outside the model's forward "
+        "pass, together with data; which sample is which is not known there. Move that computation "
+        "into forward(), or run it through the observation's call() method"
+    )
+
+
+def _layouts(
+    graph: Graph,
+    position: int,
+    known: Mapping[int, Tensor | None],
+    m: int,
+    reading: int,
+    params: Sequence[str],
+    cause: str | None,
+) -> list[Layout | None]:
+    node = graph.nodes[position]
+    result: list[Layout | None] = []
+    for number, meta in enumerate(node._input_metadata):
+        planes = known.get(number)
+        if planes is None:
+            result.append(None)
+            continue
+        mine = planes[2 * reading : 2 * reading + 2]
+        if bool(is_mixed(mine).any()):
+            where = f" by {cause}" if cause else ""
+            raise NotObservable(
+                f"parameter {params[0]!r} (in {graph.names[position]}) meets the data after "
+                f"samples were mixed{where}; it has no per-sample gradient there. If an argument "
+                "of the model only looks like a batch, pass batch_dim={name: None} for it; "
+                "otherwise leave the parameter out with parameters=..."
+            )
+        if bool(is_nobody(mine).any()):
+            raise NotObservable(
+                f"parameter {params[0]!r} (in {graph.names[position]}) meets a tensor some of "
+                "whose elements belong to no sample; which sample they serve is not established. "
+                "Leave the parameter out with parameters=..."
+            )
+        result.append(Layout.of(mine[0], tuple(meta.shape), m))
+    return result
+
+
+def _sink(
+    graph: Graph,
+    child: int,
+    output: int,
+    below: Sequence[frozenset[str]],
+    named: Mapping[int, str],
+) -> Sink:
+    if child in named:
+        shape = tuple(graph.leaves[child].shape)
+        return Sink(child, output, shape, (named[child],), ())
+    chain: list[tuple[int, int, int]] | None = []
+    at, number = child, output
+    while at not in named:
+        inputs = [(j, c, o) for j, (c, o) in enumerate(graph.children[at]) if c >= 0]
+        if graph.names[at] not in _MOVING or len(inputs) != 1:
+            chain = None
+            break
+        argument, following, following_output = inputs[0]
+        chain.append((at, number, argument))
+        at, number = following, following_output
+    shape = tuple(graph.nodes[child]._input_metadata[output].shape)
+    params = tuple(sorted(below[child]))
+    return Sink(child, output, shape, params, tuple(chain) if chain is not None else None)
+
+
+def hidden(graph: Graph) -> tuple[str, str] | None:
+    """A node that hides parameters from the walk, and the way out."""
+    for name in graph.names:
+        if name in _HIDING:
+            return name, _HIDING[name]
+    return None
+
+
+def move(graph: Graph, sink: Sink, value: Tensor) -> Tensor:
+    """Bring a tensor of the sink's shape into the parameter's shape."""
+    assert sink.chain is not None
+    for position, output, argument in sink.chain:
+        node = graph.nodes[position]
+        if graph.names[position] == "TBackward0":
+            value = value.t()
+            continue
+        grads: list[Tensor | None] = [None] * len(node._input_metadata)
+        grads[output] = value
+        if graph.names[position] == "ToCopyBackward0":
+            continue  # a cast: statistics keep their own precision
+        result = node(*grads)
+        value = result[argument] if isinstance(result, (tuple, list)) else result
+    return value
+
+
+def pull_back(graph: Graph, sink: Sink, value: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
+    """Per-sample contributions (n, *sink.shape) to the parameters below, (n, *shape) each."""
+    edge = torch.autograd.graph.GradientEdge(graph.nodes[sink.node], sink.output)
+    dtype = graph.nodes[sink.node]._input_metadata[sink.output].dtype
+    hooks = [(leaf._backward_hooks, dict(leaf._backward_hooks or {})) for leaf in leaves]
+    for live, _ in hooks:
+        if live:
+            live.clear()  # the user's hooks are for the user's own backward pass
+    try:
+        grads = torch.autograd.grad(
+            [edge], list(leaves), [value.to(dtype)], retain_graph=True, is_grads_batched=True
+        )
+    finally:
+        for live, saved in hooks:
+            if saved:
+                live.update(saved)
+    return [grad.to(value.dtype) for grad in grads]

@@ -1,0 +1,58 @@
+"""Sums and sums of squares of per-sample contributions, and the signal-to-noise ratio they give."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+__all__ = ["Moments", "snr"]
+
+
+def snr(total: Tensor, squares: Tensor, count: int) -> Tensor:
+    r"""The paper's \(f_k = m\,g_k^2 / \hat\Sigma_k\), from sums over m samples.
+
+    With g = total / m and the unbiased variance of the contributions, f = (m-1) total^2 / (m squares
+    - total^2). It is computed through q = total^2 / squares, as f = q (m-1) / (m-q): no sum of
+    squares is subtracted, and where rounding hides the variance (q >= m) f is large, not negative.
+    Coordinates to which no sample contributed, and all of them if m < 2, are nan.
+
+    >>> snr(torch.tensor([3.0, 0.0]), torch.tensor([5.0, 0.0]), 3)
+    tensor([3., nan])
+    """
+    if count < 2:
+        return torch.full_like(total, torch.nan)
+    q = total.square().div_(squares)
+    room = (count - q).clamp_(min=4 * torch.finfo(q.dtype).eps * count)
+    return q.mul_(count - 1).div_(room)
+
+
+@dataclass(frozen=True, eq=False)
+class Moments:
+    """What is known about the contributions of `count` samples to one parameter's gradient.
+
+    Attributes:
+        total: sum of the contributions, on the loss's own scale; the parameter's shape.
+        squares: sum of their squares.
+        count: number of samples.
+
+    >>> m = Moments(torch.tensor([2.0]), torch.tensor([4.0]), 2)     # contributions 0 and 2
+    >>> m.snr
+    tensor([1.])
+    """
+
+    total: Tensor
+    squares: Tensor
+    count: int
+
+    @cached_property
+    def snr(self) -> Tensor:
+        """f_k, elementwise; nan where no sample contributed."""
+        return snr(self.total, self.squares, self.count)
+
+    @cached_property
+    def finite(self) -> bool:
+        """Whether no contribution was inf or nan."""
+        return bool(torch.isfinite(self.squares.sum()) & torch.isfinite(self.total.sum()))

@@ -1,0 +1,596 @@
+"""Observing training steps: `observe`, and the backward pass it looks into."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ._errors import HeldinError, MixedSamplesWarning, NotObservable
+from ._graph import Graph, Plan, Sink, hidden, make_plan, move, pull_back, walk
+from ._moments import Moments
+from ._owners import Tracker, tensors_in
+from ._parts import Lazy, Moved, Part, Rows, moments, wide
+from ._rules import Use, contributions
+
+__all__ = ["BatchDim", "Observation", "observe"]
+
+BatchDim = int | Mapping[str | int, int | None]
+T = TypeVar("T")
+
+
+# --- the one hook into PyTorch ---------------------------------------------------------------
+
+_live: list[Observation] = []
+_lock = threading.Lock()
+_plain_backward = torch.autograd.backward
+
+
+def _observed_backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+    """torch.autograd.backward while something is observed: the graph is looked at before it runs."""
+    watching = list(_live)
+    if not watching:
+        return _plain_backward(tensors, *args, **kwargs)
+    roots = [tensors] if not isinstance(tensors, Sequence) else list(tensors)
+    nodes = [
+        t.grad_fn if isinstance(t, Tensor) else t.node
+        for t in roots
+        if not isinstance(t, Tensor) or t.grad_fn is not None
+    ]
+    graph = walk(nodes)
+    passes = []
+    try:
+        for observation in watching:
+            passes.append(Pass(observation, graph))
+            passes[-1].start()
+        _plain_backward(tensors, *args, **kwargs)
+        for each in passes:
+            each.finish()
+    finally:
+        for each in passes:
+            each.close()
+
+
+def _attach(observation: Observation) -> None:
+    with _lock:
+        _live.append(observation)
+        torch.autograd.backward = _observed_backward
+
+
+def _detach(observation: Observation) -> None:
+    with _lock:
+        if observation in _live:
+            _live.remove(observation)
+        if not _live and torch.autograd.backward is _observed_backward:
+            torch.autograd.backward = _plain_backward
+
+
+# --- one call of the model -------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Call:
+    """A forward pass under observation."""
+
+    key: Any
+    m: int
+    tracker: Tracker | None
+    marks: set[int] = field(default_factory=set)  # sequence numbers of the outputs' nodes
+
+
+class Observation(Mapping[str, Moments]):
+    """What `heldin.observe` yields: the moments of every parameter seen, by name.
+
+    The moments of all backward passes in the block add up. Parameters that are frozen or were not
+    used are absent.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch_dim: BatchDim = 0,
+        parameters: Callable[[str], bool] | None = None,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise HeldinError(f"heldin.observe: expected a torch.nn.Module, got {type(model)}")
+        if not any(p.requires_grad for p in model.parameters()):
+            raise HeldinError(
+                "heldin.observe: the model has no parameter that requires a gradient; unfreeze at "
+                "least one"
+            )
+        self.count = 0
+        self._model: nn.Module | None = model
+        self._batch_dim = batch_dim
+        self._chosen = parameters
+        self._names: dict[int, str] = {}
+        self._sums: dict[str, tuple[Tensor, Tensor, Tensor | None]] = {}
+        self._plans: dict[Any, Plan] = {}
+        self._known: dict[Any, bool] = {}  # call signature -> may its plans be used again?
+        self._pending: list[Call] = []
+        self._depth = 0
+        self._warned: set[str] = set()
+        self._handles: list[Any] = []
+        self._open: Any = None
+        self._find_names()
+
+    # -- the mapping
+
+    def __getitem__(self, name: str) -> Moments:
+        total, squares, shared = self._sums[name]
+        if shared is not None and self.count:
+            squares = squares + (2 * total + shared) * shared / self.count
+            total = total + shared
+        return Moments(total, squares, self.count)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sums)
+
+    def __len__(self) -> int:
+        return len(self._sums)
+
+    def __repr__(self) -> str:
+        return f"<heldin.Observation of {len(self)} parameters, {self.count} samples>"
+
+    def clear(self) -> None:
+        """Forget the sums; what was learnt about the model is kept."""
+        self._sums = {}
+        self.count = 0
+
+    # -- opening and closing
+
+    def __enter__(self) -> Observation:
+        model = self._model
+        if model is None or self._handles:
+            raise HeldinError("heldin.observe: a block can be entered only once; call it again")
+        self._handles = [
+            model.register_forward_pre_hook(self._before_forward, with_kwargs=True, prepend=True),
+            model.register_forward_hook(self._after_forward, always_call=True),
+        ]
+        _attach(self)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop observing and let go of the model."""
+        _detach(self)
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._drop_calls()
+        self._model = None
+        self._names = {}
+
+    def _drop_calls(self) -> None:
+        for call in self._pending:
+            if call.tracker is not None:
+                call.tracker.release()
+        self._pending = []
+
+    # -- the model's forward pass
+
+    def call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Run a function as if it were the model's forward pass, and return its result.
+
+        For training steps that do not go through the model's own `forward`: the tensors among the
+        arguments count the samples.
+        """
+        self._before_forward(self._model, args, kwargs)
+        result: Any = None
+        try:
+            result = function(*args, **kwargs)
+        finally:
+            self._after_forward(self._model, args, result)
+        return result
+
+    def _before_forward(self, module: Any, args: Any, kwargs: Any) -> None:
+        self._depth += 1
+        if self._depth > 1 or not torch.is_grad_enabled():
+            return
+        inputs = _batched_inputs(self._batch_dim, args, kwargs)
+        if inputs is None:
+            raise NotObservable(
+                "heldin.observe: no argument of the model is a tensor with a batch dimension, so "
+                "samples cannot be counted; pass batch_dim=..., or run the step through call()"
+            )
+        m, owned, signature = inputs
+        key = (signature, m, self._state())
+        call = Call(key, m, None)
+        if m > 1 and not self._known.get(key, False):
+            call.tracker = tracker = Tracker(m, self._model)
+            for tensor, planes in owned:
+                tracker.own(tensor, self._earlier(tensor, planes))
+            self._open = tracker.following()
+            self._open.__enter__()
+        self._pending.append(call)
+
+    def _after_forward(self, module: Any, args: Any, output: Any) -> None:
+        self._depth -= 1
+        if self._depth > 0 or not torch.is_grad_enabled():
+            return
+        if self._open is not None:
+            self._open.__exit__(None, None, None)
+            self._open = None
+        call = self._pending[-1]
+        for tensor in tensors_in(output):
+            if tensor.grad_fn is not None:
+                call.marks.add(tensor.grad_fn._sequence_nr())
+                if call.tracker is not None:
+                    call.tracker.record_use(tensor, call.tracker.owners(tensor))
+        if call.tracker is not None:
+            self._warn_mixed(call.tracker)
+
+    def _earlier(self, tensor: Tensor, planes: Tensor) -> Tensor:
+        """Owners that an earlier call of the same step has established for an input."""
+        for call in self._pending:
+            if call.tracker is not None and tensor.grad_fn is not None:
+                known = call.tracker.nodes.get((tensor.grad_fn, tensor.output_nr))
+                if known is not None and known.shape[0] == planes.shape[0]:
+                    return known
+        return planes
+
+    def _state(self) -> Any:
+        """What besides the inputs decides which graph a forward pass builds."""
+        model = self._model
+        assert model is not None
+        return (
+            model.training,
+            torch.is_autocast_enabled("cpu"),
+            torch.is_autocast_enabled("cuda"),
+            tuple([p.requires_grad for p in model.parameters()]),
+        )
+
+    def _warn_mixed(self, tracker: Tracker) -> None:
+        for place, why in tracker.mixers.items():
+            if place not in self._warned:
+                self._warned.add(place)
+                warnings.warn(
+                    f"{place} mixes the samples of a batch ({why}): there is no per-sample gradient "
+                    "as such. The contributions of each sample's rows are taken instead",
+                    MixedSamplesWarning,
+                    stacklevel=2,
+                )
+
+    def _find_names(self) -> None:
+        assert self._model is not None
+        self._names = {
+            id(p): name
+            for name, p in self._model.named_parameters()
+            if self._chosen is None or self._chosen(name)
+        }
+
+    def _add(self, name: str, total: Tensor, squares: Tensor, shared: Tensor | None) -> None:
+        if name not in self._sums:
+            self._sums[name] = (total, squares, shared)
+            return
+        first, second, third = self._sums[name]
+        both = shared if third is None else (third if shared is None else third + shared)
+        self._sums[name] = (first + total, second + squares, both)
+
+
+def _batched_inputs(
+    batch_dim: BatchDim, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[int, list[tuple[Tensor, Tensor]], Any] | None:
+    """Number of samples, the owners of the inputs, and a signature of the whole call."""
+    found: list[tuple[Tensor, int | None]] = []
+    signature: list[Any] = []
+    for place, value in [*enumerate(args), *kwargs.items()]:
+        dim = batch_dim if isinstance(batch_dim, int) else batch_dim.get(place, 0)
+        tensors = tensors_in(value)
+        for tensor in tensors:
+            fits = dim is not None and -tensor.dim() <= dim < tensor.dim()
+            found.append((tensor, dim % tensor.dim() if dim is not None and fits else None))
+            signature.append((place, tuple(tensor.shape), tensor.dtype, tensor.requires_grad))
+        if not tensors:
+            plain = isinstance(value, (int, float, str, bool, type(None)))
+            signature.append((place, value if plain else type(value)))
+    sizes = [tensor.shape[dim] for tensor, dim in found if dim is not None]
+    if not sizes:
+        return None
+    m = next((size for size in sizes if size != 1), 1)
+    batched = [(t, dim) for t, dim in found if dim is not None and t.shape[dim] == m]
+    # Readings: all of them count samples, or all but one, or only the first.
+    readings = [set(range(len(batched)))]
+    if len(batched) > 1:
+        readings += [set(range(len(batched))) - {i} for i in range(1, len(batched))]
+        readings += [{0}] if len(batched) > 2 else []
+    line = torch.arange(m, dtype=torch.float32)
+    owned = []
+    for i, (tensor, dim) in enumerate(batched):
+        shape = [1] * tensor.dim()
+        shape[dim] = m
+        rows = []
+        for reading in readings:
+            inside = i in reading
+            rows.append((line if inside else torch.full((m,), -1.0)).reshape(shape))
+            rows.append((-line if inside else torch.full((m,), -float(m))).reshape(shape))
+        owned.append((tensor, torch.stack(rows)))
+    return m, owned, tuple(signature)
+
+
+# --- one backward pass -----------------------------------------------------------------------
+
+
+class Pass:
+    """One observation during one backward pass."""
+
+    def __init__(self, observation: Observation, graph: Graph) -> None:
+        self.seen = observation
+        self.graph = graph
+        self.plan: Plan | None = None
+        self.calls: list[Call] = []
+        self.handles: list[Any] = []
+        self.parts: dict[tuple[int, int], list[Part]] = {}
+        self.done: dict[str, tuple[Tensor, Tensor, Tensor | None]] = {}
+        self.written: dict[str, list[Part]] = {}
+        self.busy = False
+
+    def start(self) -> None:
+        seen, graph = self.seen, self.graph
+        if any(id(leaf) not in seen._names for leaf in graph.leaves.values()):
+            seen._find_names()
+        reached = [seen._names[id(p)] for p in graph.leaves.values() if id(p) in seen._names]
+        trap = hidden(graph)
+        self.calls = self._calls()
+        if trap is not None and (reached or self.calls):
+            raise NotObservable(f"{trap[0]} hides parameters from observation: {trap[1]}")
+        if not reached:
+            return
+        if not self.calls:
+            raise NotObservable(
+                f"a backward pass reached parameter {reached[0]!r}, but the model was not called "
+                "inside the observed block since the last one. Call the model, run the step "
+                "through call(), or add a penalty to the loss before backward()"
+            )
+        counts = sorted({call.m for call in self.calls})
+        if len(counts) > 1:
+            raise NotObservable(
+                f"one backward pass through calls of the model with {counts} samples: which of "
+                "them belong together is not known. Call backward() once for each"
+            )
+        self.plan = self._plan(counts[0])
+        self._hook()
+
+    def _calls(self) -> list[Call]:
+        """The calls of the model that this pass goes back through."""
+        pending = self.seen._pending
+        if len(pending) < 2:
+            return list(pending)
+        numbers = {node._sequence_nr() for node in self.graph.nodes}
+        return [call for call in pending if call.marks & numbers]
+
+    def _plan(self, m: int) -> Plan:
+        seen, graph = self.seen, self.graph
+        if m == 1:
+            plan = Plan(1)
+            plan.leaves = {
+                seen._names[id(p)]: i for i, p in graph.leaves.items() if id(p) in seen._names
+            }
+            return plan
+        leaves = tuple(seen._names.get(id(p)) for p in graph.leaves.values())
+        key = (tuple(c.key for c in self.calls), tuple(graph.names), tuple(graph.children), leaves)
+        plan = seen._plans.get(key)
+        if plan is not None:
+            return plan
+        trackers = [c.tracker for c in self.calls if c.tracker is not None]
+        if len(trackers) < len(self.calls):
+            raise NotObservable("graph not seen before")  # replaced below by a slow exact path
+        owners = {k: v for tracker in trackers for k, v in tracker.nodes.items()}
+        slots = {k: v for tracker in trackers for k, v in tracker.slots.items()}
+        cause = next((t.first_mixed for t in trackers if t.first_mixed), None)
+        plan = make_plan(graph, seen._names, owners, slots, m, cause)
+        if not any(tracker.volatile for tracker in trackers):
+            seen._plans[key] = plan
+            for call in self.calls:
+                seen._known[call.key] = True
+        return plan
+
+    # -- hooks
+
+    def _hook(self) -> None:
+        plan, nodes = self.plan, self.graph.nodes
+        assert plan is not None
+        for position in plan.uses:
+            self.handles.append(nodes[position].register_prehook(self._use_hook(position)))
+        general = {s.node for sinks in plan.sinks.values() for s in sinks if s.chain is None}
+        for position in general:
+            self.handles.append(nodes[position].register_prehook(self._sink_hook(position)))
+        for name, position in plan.leaves.items():
+            if name in plan.sinks or name in plan.shared or plan.m == 1:
+                self.handles.append(nodes[position].register_prehook(self._leaf_hook(name)))
+
+    def _use_hook(self, position: int) -> Callable[[Any], None]:
+        def fired(grads: Sequence[Tensor | None]) -> None:
+            if not self.busy and any(g is not None for g in grads):
+                with torch.no_grad():
+                    self._used(position, [None if g is None else g.detach() for g in grads])
+
+        return fired
+
+    def _sink_hook(self, position: int) -> Callable[[Any], None]:
+        def fired(grads: Any) -> None:
+            if not self.busy:
+                self.busy = True
+                try:
+                    self._pulled(position)
+                finally:
+                    self.busy = False
+
+        return fired
+
+    def _leaf_hook(self, name: str) -> Callable[[Any], None]:
+        def fired(grads: Sequence[Tensor | None]) -> None:
+            if not self.busy and grads[0] is not None:
+                with torch.no_grad():
+                    self._arrived(name, grads[0].detach())
+
+        return fired
+
+    # -- what happens in them
+
+    def _used(self, position: int, grads: Sequence[Tensor | None]) -> None:
+        plan = self.plan
+        assert plan is not None
+        for argument, sink in plan.uses[position]:
+            use = Use(
+                self.graph.nodes[position], grads, plan.layouts[position], argument, sink.shape
+            )
+            part = contributions(use)
+            if isinstance(part, Lazy):  # what it reads will be gone when the node has run
+                alone = len(sink.params) == 1 and plan.alone(sink.params[0])
+                if alone and sink.chain is not None and not plan.shared:
+                    name = sink.params[0]
+                    first, second = self._in_place(sink, part).moments(None)
+                    self.done[name] = (first, second, None)
+                    continue
+                part = part.written_out()
+            self.parts.setdefault(sink.key, []).append(part)
+
+    def _in_place(self, sink: Sink, part: Part) -> Part:
+        """The part in the shape of its parameter."""
+        if not sink.chain:
+            return part
+        if len(sink.chain) == 1 and self.graph.names[sink.chain[0][0]] == "TBackward0":
+            if hasattr(part, "t"):
+                swapped: Part = part.t()
+                return swapped
+        position = self.plan.leaves[sink.params[0]]  # type: ignore[union-attr]
+        shape = self.graph.leaves[position].shape
+        return Moved(part, lambda value: move(self.graph, sink, value), shape)
+
+    def _pulled(self, position: int) -> None:
+        """All uses of a data-free tensor are known and it is about to pass its gradient down."""
+        plan = self.plan
+        assert plan is not None
+        for sink in {s for sinks in plan.sinks.values() for s in sinks}:
+            parts = self.parts.pop(sink.key, None) if sink.node == position else None
+            if parts is None or sink.chain is not None:
+                continue
+            leaves = [self.graph.leaves[plan.leaves[name]] for name in sink.params]
+
+            def take(lo: int, hi: int, parts: list[Part] = parts) -> Tensor:
+                with torch.no_grad():
+                    value = parts[0].take(lo, hi)
+                    for part in parts[1:]:
+                        value = value + part.take(lo, hi)
+                return value
+
+            sizes = sum(leaf.numel() for leaf in leaves) + _numel(sink.shape)
+            step = max(1, min(plan.m, (1 << 22) // max(1, sizes)))
+            single = all(len(plan.sinks[name]) == 1 for name in sink.params)
+            chunks = []
+            for lo in range(0, plan.m, step):
+                grads = pull_back(self.graph, sink, take(lo, min(plan.m, lo + step)), leaves)
+                wider = [wide(grad) for grad in grads]
+                if single and not plan.shared:
+                    for name, grad in zip(sink.params, wider, strict=True):
+                        first, second = grad.sum(0), grad.square().sum(0)
+                        if name in self.done:
+                            first = self.done[name][0] + first
+                            second = self.done[name][1] + second
+                        self.done[name] = (first, second, None)
+                else:
+                    chunks.append(wider)
+            if chunks:
+                for name, *pieces in zip(sink.params, *chunks, strict=True):
+                    self.written.setdefault(name, []).append(Rows(torch.cat(pieces)))
+
+    def _arrived(self, name: str, grad: Tensor) -> None:
+        """The gradient of a parameter is complete."""
+        plan = self.plan
+        assert plan is not None
+        if plan.m == 1:
+            dense = wide(grad.to_dense() if grad.is_sparse else grad)
+            self.done[name] = (dense.clone(), dense.square(), None)
+            return
+        if name in self.done:
+            return
+        parts = list(self.written.pop(name, []))
+        leaf = self.graph.leaves[plan.leaves[name]]
+        for sink in plan.sinks.get(name, []):
+            if sink.chain is not None:
+                parts += [self._in_place(sink, p) for p in self.parts.pop(sink.key, [])]
+        penalised = name in plan.shared
+        if parts:
+            usable = (
+                not penalised
+                and not leaf._backward_hooks
+                and not grad.is_sparse
+                and wide(grad) is grad
+            )
+            first, second = moments(parts, grad.clone() if usable else None)
+        else:
+            first, second = torch.zeros_like(wide(grad)), torch.zeros_like(wide(grad))
+        shared = wide(grad) - first if penalised else None
+        self.done[name] = (first, second, shared)
+
+    def finish(self) -> None:
+        """The pass went through: add what it showed."""
+        plan = self.plan
+        if plan is None:
+            return
+        with torch.no_grad():
+            for name, (first, second, shared) in self.done.items():
+                self.seen._add(name, first, second, shared)
+        self.seen.count += plan.m
+        for call in self.calls:
+            if call in self.seen._pending:
+                self.seen._pending.remove(call)
+
+    def close(self) -> None:
+        """Let go of the graph, also after an error."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles = []
+        for call in self.calls:
+            if call.tracker is not None:
+                call.tracker.release()
+        self.parts, self.done, self.written = {}, {}, {}
+        self.graph = Graph([], {}, [], [], {})
+
+
+def _numel(shape: Sequence[int]) -> int:
+    size = 1
+    for extent in shape:
+        size *= extent
+    return size
+
+
+def observe(
+    model: nn.Module,
+    *,
+    batch_dim: BatchDim = 0,
+    parameters: Callable[[str], bool] | None = None,
+) -> Observation:
+    """Observe the per-sample gradient contributions of a model's parameters in a `with` block.
+
+    Args:
+        model: any eager PyTorch model. It is neither wrapped nor changed.
+        batch_dim: the dimension of the model's inputs that counts samples; or, for inputs that
+            differ, a mapping from argument names or positions to it (None: not a batch; the others
+            have 0).
+        parameters: which parameters to observe, by name (default: all).
+
+    >>> import heldin, torch
+    >>> model = torch.nn.Linear(3, 1)
+    >>> x, y = torch.randn(8, 3), torch.randn(8, 1)
+    >>> with heldin.observe(model) as seen:
+    ...     torch.nn.functional.mse_loss(model(x), y).backward()
+    >>> seen
+    <heldin.Observation of 2 parameters, 8 samples>
+    >>> torch.allclose(seen["weight"].total, model.weight.grad)
+    True
+    """
+    return Observation(model, batch_dim, parameters)

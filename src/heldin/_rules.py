@@ -1,0 +1,372 @@
+"""How each autograd node's per-sample contributions are computed.
+
+`generic` is right for every op: it calls the node once per sample, on the incoming gradient with
+the other samples blanked. The rules below it say the same for common ops at a fraction of the cost.
+A rule is a function of a `Use` that returns a part (see `_parts`), or None where it does not fit;
+the decorator line registers it for a node name. Nothing else has to be told about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._layout import Layout
+from ._parts import Lazy, Outer, Owned, Part, Rows, Scattered, wide
+
+__all__ = ["RULES", "Use", "contributions", "generic", "rule"]
+
+
+@dataclass(frozen=True)
+class Use:
+    """A parameter meets data: an autograd node about to run, seen from one of its inputs.
+
+    Attributes:
+        node: the autograd node; `saved` and `option` read what it has kept.
+        grads: the incoming gradients, one per output of the op (None where there is none).
+        layouts: where each sample's rows lie in them.
+        argument: number of the op's differentiable input that the parameter reaches.
+        shape: shape of that input.
+    """
+
+    node: Any
+    grads: Sequence[Tensor | None]
+    layouts: Sequence[Layout | None]
+    argument: int
+    shape: tuple[int, ...]
+
+    @property
+    def grad(self) -> Tensor:
+        """The gradient of the first output."""
+        assert self.grads[0] is not None
+        return self.grads[0]
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the first output."""
+        assert self.layouts[0] is not None
+        return self.layouts[0]
+
+    @property
+    def m(self) -> int:
+        return next(layout.m for layout in self.layouts if layout is not None)
+
+    def saved(self, name: str) -> Tensor:
+        """A tensor that the op saved for its backward pass."""
+        keep_readable(getattr(self.node, f"_raw_saved_{name}", None))
+        tensor: Tensor = getattr(self.node, f"_saved_{name}")
+        return tensor.detach()
+
+    def option(self, name: str) -> Any:
+        """A number, flag or list that the op saved."""
+        return getattr(self.node, f"_saved_{name}")
+
+    def per_sample_sum(self, values: Tensor, axis: int | None = None) -> Part:
+        """Sum values of the output's shape over all that the argument is broadcast over, per sample.
+
+        `axis` is the dimension of the output where the argument's shape begins (default: as in
+        broadcasting, aligned at the end).
+        """
+        layout, values = self.layout, wide(values)
+        assert layout.dim is not None
+        start = values.dim() - len(self.shape) if axis is None else axis
+        shape = [1] * values.dim()
+        shape[start : start + len(self.shape)] = self.shape
+        if shape[layout.dim] != 1:  # the argument has its own entry for each row
+            over = [d for d in range(values.dim()) if shape[d] == 1 and values.shape[d] > 1]
+            whole = values.sum(over, keepdim=True) if over else values
+            ones = [d for d in range(values.dim()) if not start <= d < start + len(self.shape)]
+            owner = layout.owner.to(values.device)
+            for d in reversed(ones):
+                owner = owner.squeeze(d)
+            return Owned(whole.reshape(self.shape), owner, layout.m)
+        rows = layout.split(values)  # (m, r, the other dimensions)
+        kept = [d for d in range(values.dim()) if d != layout.dim]
+        over = [1] if rows.shape[1] > 1 else []
+        over += [i + 2 for i, d in enumerate(kept) if shape[d] == 1 and values.shape[d] > 1]
+        if over:
+            summed = rows.sum(over)
+            size = rows.abs().sum(over)
+            # sums that are nothing but rounding noise carry no evidence (key biases of attention, ...)
+            summed = summed.masked_fill(summed.abs() <= noise(self.grad.dtype) * size, 0.0)
+        else:
+            summed = rows
+        return Rows(summed.reshape(layout.m, *self.shape))
+
+
+Rule = Callable[[Use], Part | None]
+RULES: dict[str, Rule] = {}
+
+
+def rule(*nodes: str) -> Callable[[Rule], Rule]:
+    """Register a fast rule for autograd nodes with these names.
+
+    The rule gets a `heldin.Use` and returns the per-sample contributions to its argument: a tensor
+    (m, *shape), or None to leave this case to the generic path. It must agree with the generic
+    path; `heldin.verify` on a model that uses the op shows whether it does.
+
+    >>> import heldin, torch
+    >>> @heldin.rule("SinBackward0")
+    ... def sine(use):
+    ...     values = use.grad * use.saved("self").cos()      # the shape of the output
+    ...     return use.per_sample_sum(values)                # (m, *use.shape), or None
+    """
+
+    def register(function: Rule) -> Rule:
+        RULES.update(dict.fromkeys(nodes, function))
+        return function
+
+    return register
+
+
+def contributions(use: Use) -> Part:
+    """The per-sample contributions to the argument of a use, the fastest way that is known."""
+    function = RULES.get(use.node.name())
+    layout = use.layouts[0]
+    if function is not None and layout is not None and layout.dim is not None:
+        if use.grads[0] is not None:
+            part = function(use)
+            if isinstance(part, Tensor):
+                part = Rows(wide(part))
+            if part is not None:
+                return part
+    return generic(use)
+
+
+# --- the generic path ------------------------------------------------------------------------
+
+
+def generic(use: Use) -> Part:
+    """Call the node with all samples but one blanked: slow, and right for any op."""
+    for name in dir(use.node):
+        if name.startswith("_raw_saved_"):
+            keep_readable(getattr(use.node, name))
+    given = [i for i, grad in enumerate(use.grads) if grad is not None]
+
+    def one(*grads: Tensor) -> Tensor:
+        full: list[Tensor | None] = [None] * len(use.grads)
+        for i, grad in zip(given, grads, strict=True):
+            full[i] = grad
+        out = use.node(*full)
+        result = out[use.argument] if isinstance(out, (tuple, list)) else out
+        assert isinstance(result, Tensor)
+        if result.is_sparse:
+            result = result.to_dense()
+        return result.sum_to_size(use.shape) if tuple(result.shape) != use.shape else result
+
+    def compute(lo: int, hi: int) -> Tensor:
+        masked = []
+        for i in given:
+            grad, layout = use.grads[i], use.layouts[i]
+            assert grad is not None
+            if layout is None:  # nothing of this output is owned: it must not carry a gradient
+                masked.append(torch.zeros_like(grad).expand(hi - lo, *grad.shape))
+            else:
+                masked.append(grad * layout.mask(lo, hi, grad.device))
+        with torch.no_grad():
+            if use.node.name() not in _NOT_BATCHED:
+                try:
+                    return wide(torch.vmap(one, randomness="same")(*masked))
+                except (RuntimeError, ValueError, AssertionError):
+                    pass  # the op's backward has no batched form: one sample at a time
+            return wide(torch.stack([one(*each) for each in zip(*masked, strict=True)]))
+
+    return Lazy(compute, use.m, use.shape)
+
+
+_NOT_BATCHED = ("MkldnnRnnLayerBackward0", "CudnnRnnBackward0")
+
+
+class _Sticky(dict[int, Any]):
+    """A checkpointed tensor's handles, which a first read would otherwise use up."""
+
+    def __setitem__(self, key: int, value: Any) -> None:
+        if value is not None:
+            super().__setitem__(key, value)
+
+
+def keep_readable(raw: Any) -> None:
+    """Let a tensor saved under non-reentrant activation checkpointing be read more than once."""
+    holder = getattr(raw, "data", None)
+    handles = getattr(holder, "handles", None)
+    if isinstance(handles, dict) and not isinstance(handles, _Sticky):
+        holder.handles = _Sticky(handles)  # type: ignore[union-attr]
+
+
+def noise(dtype: torch.dtype) -> float:
+    """Relative size below which a sum that should vanish is taken for rounding error."""
+    return 8 * torch.finfo(dtype).eps
+
+
+# --- matrices --------------------------------------------------------------------------------
+
+
+def _matrix(use: Use, left: str, right: str, argument: int, scale: float = 1.0) -> Part | None:
+    """out = left @ right: contributions to one of the two, whose rows or columns are samples."""
+    if use.layout.dim == 0 and argument == 1:
+        x, delta = use.layout.split(use.saved(left)), use.layout.split(use.grad)
+        return Outer(x if scale == 1 else x * scale, delta)
+    if use.layout.dim == 1 and argument == 0:
+        x, delta = use.layout.split(use.saved(right), 1), use.layout.split(use.grad)
+        return Outer(delta, x if scale == 1 else x * scale)
+    return None
+
+
+@rule("MmBackward0")
+def _mm(use: Use) -> Part | None:
+    return _matrix(use, "self", "mat2", use.argument)
+
+
+@rule("AddmmBackward0")
+def _addmm(use: Use) -> Part | None:
+    if use.argument == 0:
+        beta = use.option("beta")
+        return use.per_sample_sum(use.grad if beta == 1 else use.grad * beta)
+    return _matrix(use, "mat1", "mat2", use.argument - 1, use.option("alpha"))
+
+
+@rule("BmmBackward0")
+def _bmm(use: Use) -> Part | None:
+    """(b, n, k) @ (b, k, p): samples are the rows of every product, or the products themselves."""
+    if use.argument == 1 and use.layout.dim == 1:
+        x = use.layout.split(use.saved("self"), 1)  # (m, r, b, k)
+        delta = use.layout.split(use.grad)  # (m, r, b, p)
+    elif use.argument == 0 and use.layout.dim == 2:
+        x = use.layout.split(use.grad)  # (m, r, b, n)
+        delta = use.layout.split(use.saved("mat2"), 2)  # (m, r, b, k)
+    elif use.layout.dim == 0:
+        grad = wide(use.grad)
+        other = wide(use.saved("mat2" if use.argument == 0 else "self")).mT
+        values = grad @ other if use.argument == 0 else other @ grad
+        return Owned(values, use.layout.owner.to(values.device), use.m)
+    else:
+        return None
+    x, delta = wide(x), wide(delta)
+
+    def compute(lo: int, hi: int) -> Tensor:
+        return torch.einsum("irbk,irbp->ibkp", x[lo:hi], delta[lo:hi])
+
+    return Lazy(compute, use.m, use.shape)
+
+
+# --- elementwise -----------------------------------------------------------------------------
+
+
+@rule("AddBackward0")
+def _add(use: Use) -> Part | None:
+    alpha = use.option("alpha") if use.argument == 1 else 1
+    return use.per_sample_sum(use.grad if alpha == 1 else use.grad * alpha)
+
+
+@rule("SubBackward0")
+def _sub(use: Use) -> Part | None:
+    return use.per_sample_sum(use.grad if use.argument == 0 else use.grad * -use.option("alpha"))
+
+
+@rule("ExpandBackward0")
+def _expand(use: Use) -> Part | None:
+    return use.per_sample_sum(use.grad)
+
+
+@rule("MulBackward0")
+def _mul(use: Use) -> Part | None:
+    other = use.saved("other" if use.argument == 0 else "self")
+    return use.per_sample_sum(wide(use.grad) * other)
+
+
+@rule("DivBackward0")
+def _div(use: Use) -> Part | None:
+    return use.per_sample_sum(wide(use.grad) / use.saved("other")) if use.argument == 0 else None
+
+
+@rule("PreluKernelBackward0")
+def _prelu(use: Use) -> Part | None:
+    if use.argument != 1:
+        return None
+    x = use.saved("self")
+    return use.per_sample_sum(torch.where(x > 0, 0.0, wide(use.grad) * x))
+
+
+# --- normalisation ---------------------------------------------------------------------------
+
+
+@rule("NativeLayerNormBackward0")
+def _layer_norm(use: Use) -> Part | None:
+    if use.argument == 2:
+        return use.per_sample_sum(use.grad)
+    x = wide(use.saved("input"))
+    return use.per_sample_sum(wide(use.grad) * ((x - use.saved("result1")) * use.saved("result2")))
+
+
+@rule("NativeGroupNormBackward0")
+def _group_norm(use: Use) -> Part | None:
+    if use.argument == 2:
+        return use.per_sample_sum(use.grad, axis=1)
+    x = wide(use.saved("input"))
+    n, groups = x.shape[0], use.option("group")
+    mean, rstd = (wide(use.saved(name)).reshape(n, groups, 1) for name in ("result1", "result2"))
+    centred = ((x.reshape(n, groups, -1) - mean) * rstd).reshape(x.shape)
+    return use.per_sample_sum(wide(use.grad) * centred, axis=1)
+
+
+@rule("NativeBatchNormBackward0")
+def _batch_norm(use: Use) -> Part | None:
+    if use.argument == 2:
+        return use.per_sample_sum(use.grad, axis=1)
+    x = wide(use.saved("input"))
+    if use.option("training"):
+        mean, rstd = use.saved("result1"), use.saved("result2")
+    else:
+        mean = use.saved("running_mean")
+        rstd = (use.saved("running_var") + use.option("eps")).rsqrt()
+    column = (1, -1, *[1] * (x.dim() - 2))
+    centred = (x - mean.reshape(column)) * rstd.reshape(column)
+    return use.per_sample_sum(wide(use.grad) * centred, axis=1)
+
+
+# --- convolution, embedding ------------------------------------------------------------------
+
+
+@rule("ConvolutionBackward0")
+def _convolution(use: Use) -> Part | None:
+    if use.layout.dim != 0:
+        return None
+    if use.argument == 2:
+        return use.per_sample_sum(use.grad, axis=1)
+    if use.argument != 1:
+        return None
+    x, grad = use.layout.split(use.saved("input")), use.layout.split(use.grad)
+    weight = use.saved("weight")
+    settings = [list(use.option(name)) for name in ("stride", "padding", "dilation")]
+    tail = [use.option("transposed"), list(use.option("output_padding")), use.option("groups")]
+
+    def compute(lo: int, hi: int) -> Tensor:
+        each = [
+            torch.ops.aten.convolution_backward(
+                grad[i], x[i], weight, None, *settings, *tail, [False, True, False]
+            )[1]
+            for i in range(lo, hi)
+        ]
+        return wide(torch.stack(each))
+
+    return Lazy(compute, use.m, use.shape)
+
+
+@rule("EmbeddingBackward0")
+def _embedding(use: Use) -> Part | None:
+    index = use.saved("indices")
+    if use.option("scale_grad_by_freq") or use.layout.dim == use.grad.dim() - 1:
+        return None
+    size = use.shape[0]
+    padding = use.option("padding_idx")  # -1 (none) may read as 2^64 - 1
+    if 0 <= padding < size:
+        index = torch.where(index == padding, size, index)
+    return Scattered(
+        use.layout.split(index).flatten(1),
+        use.layout.split(use.grad).flatten(1, -2),
+        size,
+    )
