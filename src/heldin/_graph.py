@@ -110,7 +110,7 @@ class Plan:
     shared: set[str] = field(default_factory=set)  # parameters with a penalty in the loss
     leaves: dict[str, int] = field(default_factory=dict)
     expected: dict[tuple[int, int], int] = field(default_factory=dict)  # sink -> number of uses
-    readings: int = 0
+    replayed: bool = False  # the contributions are known already; only the leaves are checked
 
     def alone(self, name: str) -> bool:
         """Whether a parameter has one use only."""
@@ -319,19 +319,17 @@ def _sink(
     if child in named:
         shape = tuple(graph.leaves[child].shape)
         return Sink(child, output, shape, (named[child],), ())
-    chain: list[tuple[int, int, int]] | None = []
-    at, number = child, output
-    while at not in named:
+    chain: list[tuple[int, int, int]] = []
+    at, number, moving = child, output, True
+    while moving and at not in named:
         inputs = [(j, c, o) for j, (c, o) in enumerate(graph.children[at]) if c >= 0]
-        if graph.names[at] not in _MOVING or len(inputs) != 1:
-            chain = None
-            break
+        moving = graph.names[at] in _MOVING and len(inputs) == 1
         argument, following, following_output = inputs[0]
         chain.append((at, number, argument))
         at, number = following, following_output
     shape = tuple(graph.nodes[child]._input_metadata[output].shape)
     params = tuple(sorted(below[child]))
-    return Sink(child, output, shape, params, tuple(chain) if chain is not None else None)
+    return Sink(child, output, shape, params, tuple(chain) if moving else None)
 
 
 def hidden(graph: Graph) -> tuple[str, str] | None:
@@ -363,16 +361,14 @@ def pull_back(graph: Graph, sink: Sink, value: Tensor, leaves: Sequence[Tensor])
     """Per-sample contributions (n, *sink.shape) to the parameters below, (n, *shape) each."""
     edge = torch.autograd.graph.GradientEdge(graph.nodes[sink.node], sink.output)
     dtype = graph.nodes[sink.node]._input_metadata[sink.output].dtype
-    hooks = [(leaf._backward_hooks, dict(leaf._backward_hooks or {})) for leaf in leaves]
+    hooks = [(live, dict(live)) for leaf in leaves if (live := leaf._backward_hooks)]
     for live, _ in hooks:
-        if live:
-            live.clear()  # the user's hooks are for the user's own backward pass
+        live.clear()  # the user's hooks are for the user's own backward pass
     try:
         grads = torch.autograd.grad(
             [edge], list(leaves), [value.to(dtype)], retain_graph=True, is_grads_batched=True
         )
     finally:
         for live, saved in hooks:
-            if saved:
-                live.update(saved)
+            live.update(saved)
     return [grad.to(value.dtype) for grad in grads]

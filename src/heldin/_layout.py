@@ -66,7 +66,9 @@ class Layout:
         if size == self.m:
             return tensor.movedim(dim, 0).unsqueeze(1)
         outer = size // (self.m * self.inner)
-        parts = tensor.unflatten(dim, (outer, self.m, self.inner))
+        parts = tensor.reshape(
+            *tensor.shape[:dim], outer, self.m, self.inner, *tensor.shape[dim + 1 :]
+        )
         return parts.movedim((dim + 1, dim, dim + 2), (0, 1, 2)).flatten(1, 2)
 
     def mask(self, lo: int, hi: int, device: torch.device) -> Tensor:

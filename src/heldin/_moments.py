@@ -14,10 +14,10 @@ __all__ = ["Moments", "snr"]
 def snr(total: Tensor, squares: Tensor, count: int) -> Tensor:
     r"""The paper's \(f_k = m\,g_k^2 / \hat\Sigma_k\), from sums over m samples.
 
-    With g = total / m and the unbiased variance of the contributions, f = (m-1) total^2 / (m squares
-    - total^2). It is computed through q = total^2 / squares, as f = q (m-1) / (m-q): no sum of
-    squares is subtracted, and where rounding hides the variance (q >= m) f is large, not negative.
-    Coordinates to which no sample contributed, and all of them if m < 2, are nan.
+    With g = total / m and the unbiased variance, f = (m-1) total^2 / (m squares - total^2). It is
+    computed through q = total^2 / squares, as f = q (m-1) / (m-q): no sum of squares is subtracted,
+    and where rounding hides the variance (q >= m) f is large, not negative. Coordinates to which no
+    sample contributed, and all of them if m < 2, are nan.
 
     >>> snr(torch.tensor([3.0, 0.0]), torch.tensor([5.0, 0.0]), 3)
     tensor([3., nan])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -11,12 +12,15 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ._errors import HeldinError, MixedSamplesWarning, NotObservable
 from ._graph import Graph, Plan, Sink, hidden, make_plan, move, pull_back, walk
+from ._layout import Layout
 from ._moments import Moments
-from ._owners import Tracker, tensors_in
+from ._owners import Tracker, is_mixed, is_nobody, tensors_in
 from ._parts import Lazy, Moved, Part, Rows, moments, wide
+from ._replay import Output, mixes_samples, replay, topmost
 from ._rules import Use, contributions
 
 __all__ = ["BatchDim", "Observation", "observe"]
@@ -33,7 +37,7 @@ _plain_backward = torch.autograd.backward
 
 
 def _observed_backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-    """torch.autograd.backward while something is observed: the graph is looked at before it runs."""
+    """torch.autograd.backward while something is observed: look at the graph, then run it."""
     watching = list(_live)
     if not watching:
         return _plain_backward(tensors, *args, **kwargs)
@@ -44,10 +48,12 @@ def _observed_backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
         if not isinstance(t, Tensor) or t.grad_fn is not None
     ]
     graph = walk(nodes)
+    seeds = args[0] if args else kwargs.get("grad_tensors")
+    seeds = None if seeds is None else [seeds] if isinstance(seeds, Tensor) else list(seeds)
     passes = []
     try:
         for observation in watching:
-            passes.append(Pass(observation, graph))
+            passes.append(Pass(observation, graph, roots, seeds))
             passes[-1].start()
         _plain_backward(tensors, *args, **kwargs)
         for each in passes:
@@ -81,7 +87,12 @@ class Call:
     key: Any
     m: int
     tracker: Tracker | None
-    marks: set[int] = field(default_factory=set)  # sequence numbers of the outputs' nodes
+    edges: list[GradientEdge | None] = field(default_factory=list)  # its outputs, in order
+
+    def outputs(self, layouts: Sequence[Layout | None]) -> list[Output]:
+        """The outputs whose rows have known owners."""
+        pairs = zip(self.edges, layouts, strict=False)
+        return [(edge, layout) for edge, layout in pairs if edge is not None and layout is not None]
 
 
 class Observation(Mapping[str, Moments]):
@@ -111,7 +122,9 @@ class Observation(Mapping[str, Moments]):
         self._names: dict[int, str] = {}
         self._sums: dict[str, tuple[Tensor, Tensor, Tensor | None]] = {}
         self._plans: dict[Any, Plan] = {}
-        self._known: dict[Any, bool] = {}  # call signature -> may its plans be used again?
+        self._known: set[Any] = set()  # signatures of calls that need not be followed again
+        self._misses: Counter[Any] = Counter()  # graphs that came as a surprise, by call signature
+        self._results: dict[Any, list[Layout | None]] = {}  # layouts of the outputs, by signature
         self._pending: list[Call] = []
         self._depth = 0
         self._warned: set[str] = set()
@@ -188,12 +201,12 @@ class Observation(Mapping[str, Moments]):
         arguments count the samples.
         """
         self._before_forward(self._model, args, kwargs)
-        result: Any = None
+        result = None
         try:
             result = function(*args, **kwargs)
+            return result
         finally:
             self._after_forward(self._model, args, result)
-        return result
 
     def _before_forward(self, module: Any, args: Any, kwargs: Any) -> None:
         self._depth += 1
@@ -208,7 +221,7 @@ class Observation(Mapping[str, Moments]):
         m, owned, signature = inputs
         key = (signature, m, self._state())
         call = Call(key, m, None)
-        if m > 1 and not self._known.get(key, False):
+        if m > 1 and key not in self._known:
             call.tracker = tracker = Tracker(m, self._model)
             for tensor, planes in owned:
                 tracker.own(tensor, self._earlier(tensor, planes))
@@ -224,13 +237,20 @@ class Observation(Mapping[str, Moments]):
             self._open.__exit__(None, None, None)
             self._open = None
         call = self._pending[-1]
-        for tensor in tensors_in(output):
-            if tensor.grad_fn is not None:
-                call.marks.add(tensor.grad_fn._sequence_nr())
-                if call.tracker is not None:
-                    call.tracker.record_use(tensor, call.tracker.owners(tensor))
+        outputs = tensors_in(output)
+        call.edges = [None if t.grad_fn is None else get_gradient_edge(t) for t in outputs]
         if call.tracker is not None:
-            self._warn_mixed(call.tracker)
+            self._results[call.key] = [self._result(call.tracker, t) for t in outputs]
+            self._warn_mixed(call.tracker.mixers)
+
+    @staticmethod
+    def _result(tracker: Tracker, tensor: Tensor) -> Layout | None:
+        """The layout of an output, if each of its elements has one owner."""
+        planes = tracker.owners(tensor)
+        tracker.record_use(tensor, planes)
+        if planes is None or bool((is_mixed(planes[:2]) | is_nobody(planes[:2])).any()):
+            return None
+        return Layout.of(planes[0], tensor.shape, tracker.m)
 
     def _earlier(self, tensor: Tensor, planes: Tensor) -> Tensor:
         """Owners that an earlier call of the same step has established for an input."""
@@ -252,13 +272,13 @@ class Observation(Mapping[str, Moments]):
             tuple([p.requires_grad for p in model.parameters()]),
         )
 
-    def _warn_mixed(self, tracker: Tracker) -> None:
-        for place, why in tracker.mixers.items():
+    def _warn_mixed(self, mixers: Mapping[str, str]) -> None:
+        for place, why in mixers.items():
             if place not in self._warned:
                 self._warned.add(place)
                 warnings.warn(
-                    f"{place} mixes the samples of a batch ({why}): there is no per-sample gradient "
-                    "as such. The contributions of each sample's rows are taken instead",
+                    f"{place} mixes the samples of a batch ({why}): there is no per-sample "
+                    "gradient as such. The contributions of each sample's rows are taken instead",
                     MixedSamplesWarning,
                     stacklevel=2,
                 )
@@ -286,7 +306,8 @@ def _batched_inputs(
     """Number of samples, the owners of the inputs, and a signature of the whole call."""
     found: list[tuple[Tensor, int | None]] = []
     signature: list[Any] = []
-    for place, value in [*enumerate(args), *kwargs.items()]:
+    places: list[tuple[str | int, Any]] = [*enumerate(args), *kwargs.items()]
+    for place, value in places:
         dim = batch_dim if isinstance(batch_dim, int) else batch_dim.get(place, 0)
         tensors = tensors_in(value)
         for tensor in tensors:
@@ -326,9 +347,12 @@ def _batched_inputs(
 class Pass:
     """One observation during one backward pass."""
 
-    def __init__(self, observation: Observation, graph: Graph) -> None:
+    def __init__(
+        self, observation: Observation, graph: Graph, roots: Sequence[Any], seeds: Any
+    ) -> None:
         self.seen = observation
         self.graph = graph
+        self.roots, self.seeds = roots, seeds
         self.plan: Plan | None = None
         self.calls: list[Call] = []
         self.handles: list[Any] = []
@@ -365,20 +389,17 @@ class Pass:
 
     def _calls(self) -> list[Call]:
         """The calls of the model that this pass goes back through."""
-        pending = self.seen._pending
-        if len(pending) < 2:
-            return list(pending)
-        numbers = {node._sequence_nr() for node in self.graph.nodes}
-        return [call for call in pending if call.marks & numbers]
+        index = self.graph.index
+        return [
+            call
+            for call in self.seen._pending
+            if any(edge is not None and edge.node in index for edge in call.edges)
+        ]
 
     def _plan(self, m: int) -> Plan:
         seen, graph = self.seen, self.graph
         if m == 1:
-            plan = Plan(1)
-            plan.leaves = {
-                seen._names[id(p)]: i for i, p in graph.leaves.items() if id(p) in seen._names
-            }
-            return plan
+            return self._leaves_only(1)
         leaves = tuple(seen._names.get(id(p)) for p in graph.leaves.values())
         key = (tuple(c.key for c in self.calls), tuple(graph.names), tuple(graph.children), leaves)
         plan = seen._plans.get(key)
@@ -386,16 +407,45 @@ class Pass:
             return plan
         trackers = [c.tracker for c in self.calls if c.tracker is not None]
         if len(trackers) < len(self.calls):
-            raise NotObservable("graph not seen before")  # replaced below by a slow exact path
+            return self._replay(m)
+        self._look_at_loss()
         owners = {k: v for tracker in trackers for k, v in tracker.nodes.items()}
         slots = {k: v for tracker in trackers for k, v in tracker.slots.items()}
         cause = next((t.first_mixed for t in trackers if t.first_mixed), None)
         plan = make_plan(graph, seen._names, owners, slots, m, cause)
         if not any(tracker.volatile for tracker in trackers):
             seen._plans[key] = plan
-            for call in self.calls:
-                seen._known[call.key] = True
+            seen._known.update(c.key for c in self.calls if seen._misses[c.key] < 3)
         return plan
+
+    def _outputs(self) -> list[Output]:
+        known = self.seen._results
+        pairs = [pair for c in self.calls for pair in c.outputs(known.get(c.key, []))]
+        return topmost(self.graph, pairs)
+
+    def _look_at_loss(self) -> None:
+        outputs = self._outputs()
+        if outputs and mixes_samples(self.roots, outputs):
+            self.seen._warn_mixed({"the loss": "it depends on several samples jointly"})
+
+    def _replay(self, m: int) -> Plan:
+        """A graph whose forward pass was not followed: one backward pass per sample, this once."""
+        seen = self.seen
+        for call in self.calls:
+            seen._misses[call.key] += 1
+            seen._known.discard(call.key)
+        plan = self._leaves_only(m)
+        outputs = self._outputs()
+        params = {name: self.graph.leaves[i] for name, i in plan.leaves.items()}
+        found = replay(self.roots, self.seeds, outputs, params, m) if outputs else {}
+        self.done = {name: (first, second, None) for name, (first, second) in found.items()}
+        plan.replayed = True
+        return plan
+
+    def _leaves_only(self, m: int) -> Plan:
+        names = self.seen._names
+        leaves = {names[id(p)]: i for i, p in self.graph.leaves.items() if id(p) in names}
+        return Plan(m, leaves=leaves)
 
     # -- hooks
 
@@ -408,7 +458,7 @@ class Pass:
         for position in general:
             self.handles.append(nodes[position].register_prehook(self._sink_hook(position)))
         for name, position in plan.leaves.items():
-            if name in plan.sinks or name in plan.shared or plan.m == 1:
+            if name in plan.sinks or name in plan.shared or plan.m == 1 or plan.replayed:
                 self.handles.append(nodes[position].register_prehook(self._leaf_hook(name)))
 
     def _use_hook(self, position: int) -> Callable[[Any], None]:
@@ -467,7 +517,7 @@ class Pass:
                 swapped: Part = part.t()
                 return swapped
         position = self.plan.leaves[sink.params[0]]  # type: ignore[union-attr]
-        shape = self.graph.leaves[position].shape
+        shape = tuple(self.graph.leaves[position].shape)
         return Moved(part, lambda value: move(self.graph, sink, value), shape)
 
     def _pulled(self, position: int) -> None:
@@ -515,6 +565,8 @@ class Pass:
             dense = wide(grad.to_dense() if grad.is_sparse else grad)
             self.done[name] = (dense.clone(), dense.square(), None)
             return
+        if plan.replayed:
+            self._check_replayed(name, wide(grad.to_dense() if grad.is_sparse else grad))
         if name in self.done:
             return
         parts = list(self.written.pop(name, []))
@@ -535,6 +587,20 @@ class Pass:
             first, second = torch.zeros_like(wide(grad)), torch.zeros_like(wide(grad))
         shared = wide(grad) - first if penalised else None
         self.done[name] = (first, second, shared)
+
+    def _check_replayed(self, name: str, grad: Tensor) -> None:
+        found = self.done.get(name)
+        leaf = self.graph.leaves[self.plan.leaves[name]]  # type: ignore[union-attr]
+        if found is None or leaf._backward_hooks:
+            missing = float(grad.abs().max()) if found is None else 0.0
+        else:
+            missing = float((grad - found[0]).abs().max())
+        if missing > 0.01 * float(grad.abs().max()):
+            raise NotObservable(
+                f"parameter {name!r}: the graph of this step differs from those seen so far, and "
+                "part of its gradient does not come through the model's outputs. The next steps "
+                "will be followed from their forward pass on"
+            )
 
     def finish(self) -> None:
         """The pass went through: add what it showed."""
@@ -558,7 +624,9 @@ class Pass:
             if call.tracker is not None:
                 call.tracker.release()
         self.parts, self.done, self.written = {}, {}, {}
-        self.graph = Graph([], {}, [], [], {})
+        for call in self.calls:
+            call.edges = []
+        self.graph, self.roots, self.seeds = Graph([], {}, [], [], {}), [], None
 
 
 def _numel(shape: Sequence[int]) -> int:

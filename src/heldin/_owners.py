@@ -17,7 +17,7 @@ the guess is wrong, another sample's data meets it further down, and the result 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, reduce
 from math import prod
@@ -29,7 +29,17 @@ from torch.nn.modules import module as module_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["Tracker", "align", "canonical", "is_mixed", "merge", "nobody", "reshape", "tensors_in"]
+__all__ = [
+    "Tracker",
+    "align",
+    "canonical",
+    "is_mixed",
+    "is_nobody",
+    "merge",
+    "nobody",
+    "reshape",
+    "tensors_in",
+]
 
 Key = tuple[Any, int]  # an autograd node and the number of one of its outputs
 
@@ -49,7 +59,7 @@ def is_nobody(planes: Tensor) -> Tensor:
 
 def nobody(shape: Sequence[int], like: Tensor, m: int) -> Tensor:
     """Planes of a tensor that holds no data."""
-    column = torch.tensor([-1.0, -float(m)]).repeat(like.shape[0] // 2)
+    column = torch.tensor([-1.0, -float(m)], dtype=like.dtype).repeat(like.shape[0] // 2)
     return column.reshape(-1, *[1] * len(shape)).expand(-1, *shape)
 
 
@@ -148,16 +158,16 @@ class Tracker(TorchDispatchMode):
     """
 
     def __init__(self, m: int, model: nn.Module | None = None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.m = m
         self.nodes: dict[Key, Tensor | None] = {}
         self.slots: dict[Key, Tensor | None] = {}
         self.mixers: dict[str, str] = {}  # where samples were mixed though rows kept their owner
         self.volatile: str | None = None  # why owners may differ on the next batch
         self.first_mixed: str | None = None  # the op after which an element has several owners
-        self._planes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self._stamps: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self._fickle: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._planes: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
+        self._stamps: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
+        self._fickle: MutableMapping[Tensor, bool] = WeakTensorKeyDictionary()
         self._whole: dict[int, tuple[Tensor, int]] = {}  # storage -> planes of all its elements
         self._names = {id(sub): name for name, sub in model.named_modules()} if model else {}
         self._stack: list[nn.Module] = []
@@ -231,7 +241,7 @@ class Tracker(TorchDispatchMode):
 
     def record_use(self, tensor: Tensor, planes: Tensor | None) -> None:
         node = tensor.grad_fn
-        if node is not None:
+        if node is not None and (tensor.is_floating_point() or tensor.is_complex()):
             self.nodes[node, tensor.output_nr] = planes
 
     # -- the dispatch

@@ -28,7 +28,7 @@ class Part(Protocol):
     """The contributions of m samples to one tensor of the given shape."""
 
     m: int
-    shape: Sequence[int]
+    shape: tuple[int, ...]
 
     def take(self, lo: int, hi: int) -> Tensor:
         """Contributions of samples lo..hi-1, (hi - lo, *shape)."""
@@ -54,7 +54,8 @@ def _chunked(
         else:
             total += part.sum(0)
             squares += part.square().sum(0)
-    assert total is not None and squares is not None
+    assert total is not None
+    assert squares is not None
     return total, squares
 
 
@@ -85,7 +86,7 @@ class Rows:
     values: Tensor
 
     def __post_init__(self) -> None:
-        self.m, self.shape = self.values.shape[0], self.values.shape[1:]
+        self.m, self.shape = self.values.shape[0], tuple(self.values.shape[1:])
 
     def take(self, lo: int, hi: int) -> Tensor:
         return self.values[lo:hi]
@@ -103,7 +104,7 @@ class Outer:
 
     def __post_init__(self) -> None:
         self.m = self.left.shape[0]
-        self.shape = (self.left.shape[2], self.right.shape[2])
+        self.shape: tuple[int, ...] = (self.left.shape[2], self.right.shape[2])
 
     def t(self) -> Outer:
         return Outer(self.right, self.left)
@@ -138,7 +139,7 @@ class Scattered:
 
     def __post_init__(self) -> None:
         self.m = self.index.shape[0]
-        self.shape = (self.size, self.values.shape[2])
+        self.shape: tuple[int, ...] = (self.size, self.values.shape[2])
 
     def take(self, lo: int, hi: int) -> Tensor:
         values = wide(self.values[lo:hi])
@@ -168,7 +169,7 @@ class Owned:
     m: int
 
     def __post_init__(self) -> None:
-        self.shape = self.values.shape
+        self.shape = tuple(self.values.shape)
 
     def take(self, lo: int, hi: int) -> Tensor:
         samples = torch.arange(lo, hi, device=self.values.device)
@@ -185,7 +186,7 @@ class Lazy:
 
     compute: Callable[[int, int], Tensor]
     m: int
-    shape: Sequence[int]
+    shape: tuple[int, ...]
 
     def take(self, lo: int, hi: int) -> Tensor:
         return self.compute(lo, hi)
@@ -203,7 +204,7 @@ class Moved:
 
     inner: Part
     move: Callable[[Tensor], Tensor]
-    shape: Sequence[int]
+    shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
         self.m = self.inner.m

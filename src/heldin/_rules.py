@@ -8,6 +8,7 @@ the decorator line registers it for a node name. Nothing else has to be told abo
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -66,7 +67,7 @@ class Use:
         return getattr(self.node, f"_saved_{name}")
 
     def per_sample_sum(self, values: Tensor, axis: int | None = None) -> Part:
-        """Sum values of the output's shape over all that the argument is broadcast over, per sample.
+        """Sum values of the output's shape over all that the argument is broadcast over.
 
         `axis` is the dimension of the output where the argument's shape begins (default: as in
         broadcasting, aligned at the end).
@@ -91,14 +92,14 @@ class Use:
         if over:
             summed = rows.sum(over)
             size = rows.abs().sum(over)
-            # sums that are nothing but rounding noise carry no evidence (key biases of attention, ...)
+            # nothing but rounding noise is no evidence (the key biases of attention, ...)
             summed = summed.masked_fill(summed.abs() <= noise(self.grad.dtype) * size, 0.0)
         else:
             summed = rows
         return Rows(summed.reshape(layout.m, *self.shape))
 
 
-Rule = Callable[[Use], Part | None]
+Rule = Callable[[Use], Part | Tensor | None]
 RULES: dict[str, Rule] = {}
 
 
@@ -146,12 +147,13 @@ def generic(use: Use) -> Part:
         if name.startswith("_raw_saved_"):
             keep_readable(getattr(use.node, name))
     given = [i for i, grad in enumerate(use.grads) if grad is not None]
+    call = use.node if callable(use.node) else use.node.apply  # torch.autograd.Function
 
     def one(*grads: Tensor) -> Tensor:
         full: list[Tensor | None] = [None] * len(use.grads)
         for i, grad in zip(given, grads, strict=True):
             full[i] = grad
-        out = use.node(*full)
+        out = call(*full)
         result = out[use.argument] if isinstance(out, (tuple, list)) else out
         assert isinstance(result, Tensor)
         if result.is_sparse:
@@ -170,7 +172,9 @@ def generic(use: Use) -> Part:
         with torch.no_grad():
             if use.node.name() not in _NOT_BATCHED:
                 try:
-                    return wide(torch.vmap(one, randomness="same")(*masked))
+                    with warnings.catch_warnings():  # an op without a batched form is only slower
+                        warnings.simplefilter("ignore")
+                        return wide(torch.vmap(one, randomness="same")(*masked))
                 except (RuntimeError, ValueError, AssertionError):
                     pass  # the op's backward has no batched form: one sample at a time
             return wide(torch.stack([one(*each) for each in zip(*masked, strict=True)]))
