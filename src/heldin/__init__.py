@@ -5,6 +5,7 @@ from ._evidence import Evidence, evidence
 from ._moments import Moments
 from ._observe import Observation, observe
 from ._rules import Use, rule
+from ._verify import Verification, verify
 
 __all__ = [
     "Evidence",
@@ -15,7 +16,9 @@ __all__ = [
     "NotObservable",
     "Observation",
     "Use",
+    "Verification",
     "evidence",
     "observe",
     "rule",
+    "verify",
 ]
