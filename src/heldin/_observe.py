@@ -165,15 +165,29 @@ class Observation(Mapping[str, Moments]):
     # -- opening and closing
 
     def __enter__(self) -> Observation:
+        if self._model is None or self._handles:
+            raise HeldinError("heldin.observe: a block can be entered only once; call it again")
+        self.resume()
+        return self
+
+    def resume(self) -> None:
+        """Go on observing after `pause`."""
         model = self._model
         if model is None or self._handles:
-            raise HeldinError("heldin.observe: a block can be entered only once; call it again")
+            return
         self._handles = [  # entered last, left first: several observations of a model nest
             model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
             model.register_forward_hook(self._after_forward, prepend=True, always_call=True),
         ]
         _attach(self)
-        return self
+
+    def pause(self) -> None:
+        """Observe nothing, at no cost, until `resume`; sums and what was learnt are kept."""
+        _detach(self)
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._drop_calls()
 
     def __exit__(
         self,
@@ -185,11 +199,7 @@ class Observation(Mapping[str, Moments]):
 
     def close(self) -> None:
         """Stop observing and let go of the model."""
-        _detach(self)
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-        self._drop_calls()
+        self.pause()
         self._model = None
         self._names = {}
 
