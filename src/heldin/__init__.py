@@ -2,18 +2,23 @@
 
 from ._errors import HeldinError, HeldinWarning, MixedSamplesWarning, NotObservable
 from ._evidence import Evidence, evidence
+from ._history import History, Record
 from ._moments import Moments
 from ._observe import Observation, observe
 from ._rules import Use, rule
+from ._stopping import EvidenceStopping
 
 __all__ = [
     "Evidence",
+    "EvidenceStopping",
     "HeldinError",
     "HeldinWarning",
+    "History",
     "MixedSamplesWarning",
     "Moments",
     "NotObservable",
     "Observation",
+    "Record",
     "Use",
     "evidence",
     "observe",
