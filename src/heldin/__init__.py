@@ -7,6 +7,7 @@ from ._moments import Moments
 from ._observe import Observation, observe
 from ._rules import Use, rule
 from ._stopping import EvidenceStopping
+from ._verify import Verification, verify
 
 __all__ = [
     "Evidence",
@@ -20,7 +21,9 @@ __all__ = [
     "Observation",
     "Record",
     "Use",
+    "Verification",
     "evidence",
     "observe",
     "rule",
+    "verify",
 ]

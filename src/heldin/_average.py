@@ -19,7 +19,7 @@ def weight(count: int, correction: Correction) -> float:
     counts for nothing beside full ones. (q, which "symmetric" uses, has a bounded variance.)
 
     >>> round(weight(64, None) / weight(128, None), 3)
-    0.454
+    0.472
     >>> weight(3, None) / weight(128, None) < 1e-9
     True
     """

@@ -171,11 +171,15 @@ def _make_plan(
         ]
         if not reached or (kind == FREE and position not in cuts):
             continue
-        if kind == OUTSIDE:
-            _outside(graph, plan, position, reached, kinds, below)
+        if _is_added_on(graph, position, outputs.get(position, {}), kind):
+            for _, child, _ in reached:
+                _check_penalty(graph, child, outputs, below, m)
+                plan.shared |= below[child]
             continue
-        known = cuts[position] if position in cuts else outputs[position]
         params = sorted({name for _, child, _ in reached for name in below[child]})
+        if kind == OUTSIDE:
+            _refuse_outside(graph, position, params)
+        known = cuts[position] if position in cuts else outputs[position]
         plan.layouts[position] = _layouts(graph, position, known, m, reading, params, cause)
         for argument, child, output in reached:
             sink = _sink(graph, child, output, below, named)
@@ -252,21 +256,40 @@ def _below(
     return below
 
 
-def _outside(
-    graph: Graph,
-    plan: Plan,
-    position: int,
-    reached: Sequence[tuple[int, int, int]],
-    kinds: Sequence[str],
-    below: Sequence[frozenset[str]],
-) -> None:
-    """A parameter that enters the loss outside the model: fine if it is a penalty, added on."""
-    params = sorted({name for _, child, _ in reached for name in below[child]})
+def _is_added_on(
+    graph: Graph, position: int, known: Mapping[int, Tensor | None], kind: str
+) -> bool:
+    """Whether a parameter enters the loss here as a penalty: in a sum, after the samples met."""
     node = graph.nodes[position]
+    if kind == DATA and not all(p is not None and bool(is_mixed(p).all()) for p in known.values()):
+        return False
     scalar = all(size == 1 for size in node._input_metadata[0].shape)
-    if graph.names[position] in ("AddBackward0", "SubBackward0", "StackBackward0") and scalar:
-        plan.shared.update(params)
-        return
+    return scalar and graph.names[position] in ("AddBackward0", "SubBackward0", "StackBackward0")
+
+
+def _check_penalty(
+    graph: Graph,
+    start: int,
+    outputs: Mapping[int, Any],
+    below: Sequence[frozenset[str]],
+    m: int,
+) -> None:
+    """A penalty holds no data. Outside the model nobody has followed it, so look at its tensors."""
+    stack, visited = [start], {start}
+    while stack:
+        i = stack.pop()
+        node, inputs = graph.nodes[i], graph.children[i]
+        if i not in outputs and i not in graph.leaves and any(c < 0 for c, _ in inputs):
+            for name in dir(node):
+                value = getattr(node, name) if name.startswith("_saved_") else None
+                if isinstance(value, Tensor) and m in value.shape and not value.requires_grad:
+                    _refuse_outside(graph, i, sorted(below[start]))
+        fresh = [c for c, _ in inputs if c >= 0 and c not in visited]
+        visited.update(fresh)
+        stack.extend(fresh)
+
+
+def _refuse_outside(graph: Graph, position: int, params: Sequence[str]) -> None:
     raise NotObservable(
         f"parameter {params[0]!r} is used in {graph.names[position]} outside the model's forward "
         "pass, together with data; which sample is which is not known there. Move that computation "

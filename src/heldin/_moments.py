@@ -19,8 +19,8 @@ def snr(total: Tensor, squares: Tensor, count: int) -> Tensor:
     and where rounding hides the variance (q >= m) f is large, not negative. Coordinates to which no
     sample contributed, and all of them if m < 2, are nan.
 
-    >>> snr(torch.tensor([3.0, 0.0]), torch.tensor([5.0, 0.0]), 3)
-    tensor([3., nan])
+    >>> snr(torch.tensor([2.0, 0.0]), torch.tensor([4.0, 0.0]), 2)      # contributions 0 and 2
+    tensor([1., nan])
     """
     if count < 2:
         return torch.full_like(total, torch.nan)

@@ -6,6 +6,7 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, TypeVar
@@ -54,7 +55,9 @@ def _observed_backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
     try:
         for observation in watching:
             passes.append(Pass(observation, graph, roots, seeds))
-            passes[-1].start()
+            passes[-1].prepare()
+        for each in passes:  # only now: preparing may run other backward passes
+            each.hook()
         _plain_backward(tensors, *args, **kwargs)
         for each in passes:
             each.finish()
@@ -116,6 +119,7 @@ class Observation(Mapping[str, Moments]):
                 "least one"
             )
         self.count = 0
+        self.truth: dict[str, tuple[Tensor, Tensor]] | None = None  # filled in if it is a dict
         self._model: nn.Module | None = model
         self._batch_dim = batch_dim
         self._chosen = parameters
@@ -127,8 +131,10 @@ class Observation(Mapping[str, Moments]):
         self._results: dict[Any, list[Layout | None]] = {}  # layouts of the outputs, by signature
         self._pending: list[Call] = []
         self._depth = 0
+        self._passing = 0  # backward passes under way, in which checkpoints call forward again
         self._warned: set[str] = set()
         self._handles: list[Any] = []
+        self._current: Call | None = None  # under way
         self._open: Any = None
         self._find_names()
 
@@ -151,22 +157,37 @@ class Observation(Mapping[str, Moments]):
         return f"<heldin.Observation of {len(self)} parameters, {self.count} samples>"
 
     def clear(self) -> None:
-        """Forget the sums; what was learnt about the model is kept."""
+        """Forget the sums, and calls not followed by a backward pass; what was learnt is kept."""
         self._sums = {}
         self.count = 0
+        self._drop_calls()
 
     # -- opening and closing
 
     def __enter__(self) -> Observation:
+        if self._model is None or self._handles:
+            raise HeldinError("heldin.observe: a block can be entered only once; call it again")
+        self.resume()
+        return self
+
+    def resume(self) -> None:
+        """Go on observing after `pause`."""
         model = self._model
         if model is None or self._handles:
-            raise HeldinError("heldin.observe: a block can be entered only once; call it again")
-        self._handles = [
-            model.register_forward_pre_hook(self._before_forward, with_kwargs=True, prepend=True),
-            model.register_forward_hook(self._after_forward, always_call=True),
+            return
+        self._handles = [  # entered last, left first: several observations of a model nest
+            model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
+            model.register_forward_hook(self._after_forward, prepend=True, always_call=True),
         ]
         _attach(self)
-        return self
+
+    def pause(self) -> None:
+        """Observe nothing, at no cost, until `resume`; sums and what was learnt are kept."""
+        _detach(self)
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._drop_calls()
 
     def __exit__(
         self,
@@ -178,11 +199,7 @@ class Observation(Mapping[str, Moments]):
 
     def close(self) -> None:
         """Stop observing and let go of the model."""
-        _detach(self)
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-        self._drop_calls()
+        self.pause()
         self._model = None
         self._names = {}
 
@@ -210,7 +227,7 @@ class Observation(Mapping[str, Moments]):
 
     def _before_forward(self, module: Any, args: Any, kwargs: Any) -> None:
         self._depth += 1
-        if self._depth > 1 or not torch.is_grad_enabled():
+        if self._depth > 1 or self._passing or not torch.is_grad_enabled():
             return
         inputs = _batched_inputs(self._batch_dim, args, kwargs)
         if inputs is None:
@@ -220,23 +237,25 @@ class Observation(Mapping[str, Moments]):
             )
         m, owned, signature = inputs
         key = (signature, m, self._state())
-        call = Call(key, m, None)
+        self._current = call = Call(key, m, None)
         if m > 1 and key not in self._known:
             call.tracker = tracker = Tracker(m, self._model)
             for tensor, planes in owned:
                 tracker.own(tensor, self._earlier(tensor, planes))
             self._open = tracker.following()
             self._open.__enter__()
-        self._pending.append(call)
 
     def _after_forward(self, module: Any, args: Any, output: Any) -> None:
         self._depth -= 1
-        if self._depth > 0 or not torch.is_grad_enabled():
+        if self._depth > 0 or self._passing or not torch.is_grad_enabled():
             return
         if self._open is not None:
             self._open.__exit__(None, None, None)
             self._open = None
-        call = self._pending[-1]
+        call, self._current = self._current, None
+        if call is None or output is None:  # an error was raised
+            return
+        self._pending.append(call)
         outputs = tensors_in(output)
         call.edges = [None if t.grad_fn is None else get_gradient_edge(t) for t in outputs]
         if call.tracker is not None:
@@ -344,6 +363,22 @@ def _batched_inputs(
 # --- one backward pass -----------------------------------------------------------------------
 
 
+@contextmanager
+def _no_autocast() -> Iterator[None]:
+    """Statistics keep their precision where the user runs backward() under autocast."""
+    on = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    with ExitStack() as stack:
+        for kind in on:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+@contextmanager
+def _apart() -> Iterator[None]:
+    with torch.no_grad(), _no_autocast():
+        yield
+
+
 class Pass:
     """One observation during one backward pass."""
 
@@ -360,8 +395,10 @@ class Pass:
         self.done: dict[str, tuple[Tensor, Tensor, Tensor | None]] = {}
         self.written: dict[str, list[Part]] = {}
         self.busy = False
+        self.started = False
 
-    def start(self) -> None:
+    def prepare(self) -> None:
+        """Find out how to observe this pass, or refuse to."""
         seen, graph = self.seen, self.graph
         if any(id(leaf) not in seen._names for leaf in graph.leaves.values()):
             seen._find_names()
@@ -374,9 +411,10 @@ class Pass:
             return
         if not self.calls:
             raise NotObservable(
-                f"a backward pass reached parameter {reached[0]!r}, but the model was not called "
-                "inside the observed block since the last one. Call the model, run the step "
-                "through call(), or add a penalty to the loss before backward()"
+                f"a backward pass reached parameter {reached[0]!r}, but not through a call of the "
+                "model inside the observed block that was still to be followed back. Call the "
+                "model (or run the step through call()), and add up losses and penalties before "
+                "one backward()"
             )
         counts = sorted({call.m for call in self.calls})
         if len(counts) > 1:
@@ -384,8 +422,14 @@ class Pass:
                 f"one backward pass through calls of the model with {counts} samples: which of "
                 "them belong together is not known. Call backward() once for each"
             )
+        seen._passing += 1
+        self.started = True
         self.plan = self._plan(counts[0])
-        self._hook()
+        if seen.truth is not None:
+            params = {name: graph.leaves[i] for name, i in self.plan.leaves.items()}
+            outputs = self._outputs()
+            found = replay(self.roots, self.seeds, outputs, params, counts[0]) if outputs else {}
+            seen.truth.update(found)
 
     def _calls(self) -> list[Call]:
         """The calls of the model that this pass goes back through."""
@@ -449,9 +493,11 @@ class Pass:
 
     # -- hooks
 
-    def _hook(self) -> None:
+    def hook(self) -> None:
+        """Listen at the nodes of the plan."""
         plan, nodes = self.plan, self.graph.nodes
-        assert plan is not None
+        if plan is None:
+            return
         for position in plan.uses:
             self.handles.append(nodes[position].register_prehook(self._use_hook(position)))
         general = {s.node for sinks in plan.sinks.values() for s in sinks if s.chain is None}
@@ -464,7 +510,7 @@ class Pass:
     def _use_hook(self, position: int) -> Callable[[Any], None]:
         def fired(grads: Sequence[Tensor | None]) -> None:
             if not self.busy and any(g is not None for g in grads):
-                with torch.no_grad():
+                with _apart():
                     self._used(position, [None if g is None else g.detach() for g in grads])
 
         return fired
@@ -474,7 +520,8 @@ class Pass:
             if not self.busy:
                 self.busy = True
                 try:
-                    self._pulled(position)
+                    with _no_autocast():
+                        self._pulled(position)
                 finally:
                     self.busy = False
 
@@ -483,7 +530,7 @@ class Pass:
     def _leaf_hook(self, name: str) -> Callable[[Any], None]:
         def fired(grads: Sequence[Tensor | None]) -> None:
             if not self.busy and grads[0] is not None:
-                with torch.no_grad():
+                with _apart():
                     self._arrived(name, grads[0].detach())
 
         return fired
@@ -617,6 +664,9 @@ class Pass:
 
     def close(self) -> None:
         """Let go of the graph, also after an error."""
+        if self.started:
+            self.started = False
+            self.seen._passing -= 1
         for handle in self.handles:
             handle.remove()
         self.handles = []

@@ -17,6 +17,7 @@ from torch import Tensor
 __all__ = ["Lazy", "Moved", "Outer", "Owned", "Part", "Rows", "Scattered", "moments", "wide"]
 
 CHUNK = 1 << 22  # elements of per-sample gradients held at a time
+CACHE = 1 << 16  # elements of one sample's gradient worked on at a time
 
 
 def wide(tensor: Tensor) -> Tensor:
@@ -119,13 +120,13 @@ class Outer:
         if left.shape[1] == 1:
             return total, left[:, 0].square().mT @ right[:, 0].square()
         squares = torch.zeros_like(total)
-        step = max(1, min(self.m, CHUNK // total.numel()))
-        for lo in range(0, self.m, step):
-            each = left[lo : lo + step].mT @ right[lo : lo + step]
-            if len(each) == 1:
-                squares.addcmul_(each[0], each[0])
-            else:
-                squares += each.square_().sum(0)
+        height = max(1, CACHE // right.shape[2])  # rows of the matrix at a time, to stay in cache
+        for top in range(0, left.shape[2], height):
+            piece, rows = squares[top : top + height], left[:, :, top : top + height].mT
+            each = torch.empty_like(piece)
+            for i in range(self.m):
+                torch.mm(rows[i], right[i], out=each)
+                piece.addcmul_(each, each)
         return total, squares
 
 
