@@ -64,15 +64,6 @@ class Average:
         self.value = value if gain == 1.0 else self.value + gain * (value - self.value)
         return self.value
 
-    @property
-    def cautious(self) -> float:
-        """The average as if it had started at zero: a single first value says little."""
-        if self.count == 0:
-            return 0.0
-        if self.start is not None:
-            return self.value
-        return self.value * (1.0 - self.smoothing**self.count)
-
     def state_dict(self) -> dict[str, Any]:
         """Numbers only."""
         return {"value": self.value, "count": self.count, "total": self._total}

@@ -184,7 +184,7 @@ class History(Sequence[Record]):
             "kept": len(self._kept),
             "stopped": self.stopped is not None,
             "groups": names,
-            "integers": torch.tensor([[r.step, r.count] for r in records]).reshape(-1, 2),
+            "integers": torch.tensor([[r.step, r.count] for r in records], dtype=torch.int64),
             "values": torch.tensor(values, dtype=torch.float64).reshape(-1, 2 + len(names)),
             "nonfinite": [[i, list(r.nonfinite)] for i, r in enumerate(records) if r.nonfinite],
         }

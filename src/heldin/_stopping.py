@@ -12,7 +12,7 @@ from typing import Any, Literal
 from torch import nn
 
 from ._average import Average, weight
-from ._checks import same_settings, share, state_of, whole
+from ._checks import all_or_nothing, same_settings, share, state_of, whole
 from ._errors import HeldinError
 from ._evidence import Correction, Dead, Evidence, Groups, evidence, grouping
 from ._history import History, Record
@@ -47,9 +47,10 @@ class EvidenceStopping:
         warmup: number of first steps at which training is never stopped.
         every: observe every so many steps only; the others cost nothing.
 
-        arming: the rule may stop only after a signal was seen, which keeps it from stopping on a
-            plateau at the start: the average, taken as if it had started at zero, must have been
-            below minus this number once. None: armed from the start.
+        arming: the rule may stop only after the criterion has clearly left zero, where a plateau at
+            the start keeps it: an average over the last ten checks or so, started at zero, must
+            have been this far from zero once. Below: a signal was seen. Above: noise was fitted
+            already. None: armed from the start.
         weighted: a value counts in the average by the size of its batch.
         start: None for a bias-corrected average. A number lets the plain recursion
             c = b c + (1-b) x start there, without weights.
@@ -118,6 +119,7 @@ class EvidenceStopping:
         self.history = History(whole(name, "history", history, 2))
         self.armed = arming is None
         self._average = Average(self.smoothing, start)
+        self._recent = Average(min(self.smoothing, 0.9), start=0.0)
         self._window = Window(mean=reduction == "mean")
         self._streak = 0
         self._step = 0
@@ -215,12 +217,13 @@ class EvidenceStopping:
     def _check(self, found: Evidence, skipped: tuple[str, ...] = ()) -> None:
         self.evidence = found
         bad = found.nonfinite or skipped
-        if found.nonfinite or math.isnan(found.criterion):
+        if found.nonfinite or not math.isfinite(found.criterion):
             self.reason = f"step {self._step}: no value, {_why_none(found, bad)}"
             raw = math.nan
         else:
             raw = found.criterion
             self._average.add(raw, weight(found.count, self.correction) if self.weighted else 1.0)
+            self._recent.add(raw)
             self._decide()
         now_stopped = self.should_stop and self.stopped_step == self._step
         self.history.append(
@@ -229,7 +232,7 @@ class EvidenceStopping:
 
     def _decide(self) -> None:
         value = self.criterion
-        if self.arming is not None and self._average.cautious < -self.arming:
+        if self.arming is not None and abs(self._recent.value) > self.arming:
             self.armed = True
         if self.should_stop:
             return
@@ -238,7 +241,7 @@ class EvidenceStopping:
             self._streak = 0
             self.reason = f"{asks}, not above 0"
         elif not self.armed:
-            self.reason = f"{asks} > 0, but no signal was seen yet (arming={self.arming})"
+            self.reason = f"{asks} > 0, but it has not left zero yet (arming={self.arming})"
         elif self._step <= self.warmup:
             self.reason = f"{asks} > 0, but in the warm-up of {self.warmup} steps"
         else:
@@ -286,18 +289,23 @@ class EvidenceStopping:
             "reason": self.reason,
             "evidence": {**found, "nonfinite": list(found["nonfinite"])},
             "average": self._average.state_dict(),
+            "recent": self._recent.state_dict(),
             "window": self._window.state_dict(),
             "history": self.history.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken: all later values are the same to the last bit."""
-        state = state_of("EvidenceStopping", state, 1)
+        name = "EvidenceStopping"
+        all_or_nothing(name, self._take, state_of(name, state, 1), self.state_dict())
+
+    def _take(self, state: Mapping[str, Any]) -> None:
         same_settings("EvidenceStopping", state["settings"], self._settings())
         if self._model is None:
             raise HeldinError("EvidenceStopping.load_state_dict: called after remove()")
         self._window.load_state_dict(state["window"], self._model)
         self._average.load_state_dict(state["average"])
+        self._recent.load_state_dict(state["recent"])
         self.history.load_state_dict(state["history"])
         found = state["evidence"]
         self.evidence = Evidence(**{**found, "nonfinite": tuple(found["nonfinite"])})
