@@ -521,6 +521,20 @@ def test_two_models_and_nested_observation() -> None:
     agree(other, b, b(a(x)).sin().sum(1))
 
 
+def test_closing_one_observation_leaves_the_others() -> None:
+    a, b, x = net(3, 2), net(3, 2), torch.randn(5, 3)
+    with heldin.observe(a) as first:
+        other = heldin.observe(b)
+        other.__enter__()
+        other.pause()
+        a(x).sum().backward()
+        b(x).sum().backward()
+        other.close()
+        a(x).sum().backward()
+    assert first.count == 10
+    assert other.count == 0
+
+
 def test_threads() -> None:
     failures: list[BaseException] = []
 

@@ -138,7 +138,10 @@ class Observation(Mapping[str, Moments]):
         self._open: Any = None
         self._find_names()
 
-    # -- the mapping
+    # -- the mapping; two observations are never the same
+
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
 
     def __getitem__(self, name: str) -> Moments:
         total, squares, shared = self._sums[name]

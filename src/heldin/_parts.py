@@ -119,6 +119,8 @@ class Outer:
             total = left.flatten(0, 1).mT @ right.flatten(0, 1)
         if left.shape[1] == 1:
             return total, left[:, 0].square().mT @ right[:, 0].square()
+        if self.m * total.numel() <= CHUNK // 8:
+            return total, (left.mT @ right).square_().sum(0)
         squares = torch.zeros_like(total)
         height = max(1, CACHE // right.shape[2])  # rows of the matrix at a time, to stay in cache
         for top in range(0, left.shape[2], height):
