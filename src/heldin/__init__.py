@@ -2,19 +2,24 @@
 
 from ._errors import HeldinError, HeldinWarning, MixedSamplesWarning, NotObservable
 from ._evidence import Evidence, evidence
+from ._history import History, Record
 from ._moments import Moments
 from ._observe import Observation, observe
 from ._rules import Use, rule
+from ._stopping import EvidenceStopping
 from ._verify import Verification, verify
 
 __all__ = [
     "Evidence",
+    "EvidenceStopping",
     "HeldinError",
     "HeldinWarning",
+    "History",
     "MixedSamplesWarning",
     "Moments",
     "NotObservable",
     "Observation",
+    "Record",
     "Use",
     "Verification",
     "evidence",

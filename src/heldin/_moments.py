@@ -55,6 +55,20 @@ class Moments:
         return snr(self.total, self.squares, self.count)
 
     @cached_property
+    def q(self) -> Tensor:
+        r"""\(q_k = (\sum c)^2 / \sum c^2\), elementwise; nan where no sample contributed.
+
+        q = f m / (m - 1 + f): equal to f where that is 1, never above m, and of mean exactly 1 for
+        contributions that are symmetric about zero, however few they are.
+
+        >>> Moments(torch.tensor([3.0]), torch.tensor([5.0]), 2).q
+        tensor([1.8000])
+        """
+        if self.count < 2:
+            return torch.full_like(self.total, torch.nan)
+        return self.total.square().div_(self.squares)
+
+    @cached_property
     def finite(self) -> bool:
         """Whether no contribution was inf or nan."""
         return bool(torch.isfinite(self.squares.sum()) & torch.isfinite(self.total.sum()))
