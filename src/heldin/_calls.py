@@ -83,6 +83,7 @@ class Calls:
     """Watches the forward passes of a model, and follows those that are not familiar."""
 
     def __init__(self, model: nn.Module, batch_dim: BatchDim, knowledge: Knowledge) -> None:
+        self.parameters = list(model.parameters())
         self.passing = 0  # backward passes under way, in which checkpoints call forward again
         self._model: nn.Module | None = model
         self._batch_dim = batch_dim
@@ -118,6 +119,7 @@ class Calls:
         """Let go of the model."""
         self.detach()
         self._model = None
+        self.parameters = []
 
     def drop(self) -> None:
         """Forget calls that no backward pass went through."""
@@ -200,13 +202,12 @@ class Calls:
 
     def _state(self) -> Any:
         """What besides the inputs decides which graph a forward pass builds."""
-        model = self._model
-        assert model is not None
+        assert self._model is not None
         return (
-            model.training,
+            self._model.training,
             torch.is_autocast_enabled("cpu"),
             torch.is_autocast_enabled("cuda"),
-            tuple([p.requires_grad for p in model.parameters()]),
+            tuple([p.requires_grad for p in self.parameters]),
         )
 
 

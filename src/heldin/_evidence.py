@@ -7,10 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-import torch
-
 from ._errors import HeldinError
-from ._moments import Moments
+from ._moments import Moments, ratio_sums
 
 __all__ = ["Correction", "Dead", "Evidence", "Groups", "evidence", "grouping"]
 
@@ -113,29 +111,31 @@ def _gathered(
 ) -> Evidence:
     sums: dict[str, float] = {}
     live: dict[str, int] = {}
-    sizes: dict[str, int] = {}
+    sizes: dict[str, float] = {}
     nonfinite: list[str] = []
     spoilt: set[str] = set()
-    count = 0
-    for name, moments in items:
+    pairs = list(items)
+    count = max((moments.count for _, moments in pairs), default=0)
+    enough = count >= (4 if correction == "gaussian" else 2)
+    ratios = ratio_sums(
+        [moments.total for _, moments in pairs],
+        [moments.squares for _, moments in pairs],
+        count,
+        symmetric=correction == "symmetric",
+    )
+    for (name, moments), (total, number, squares) in zip(pairs, ratios, strict=True):
         group = group_of(name)
-        count = max(count, moments.count)
-        if not moments.finite:
+        if not math.isfinite(squares):
             nonfinite.append(name)
             spoilt.add(group)
             continue
-        if moments.count < 2 or (correction == "gaussian" and moments.count < 4):
-            continue
-        f = moments.q if correction == "symmetric" else moments.snr
-        number = int((~f.isnan()).sum())
-        size = f.numel() if dead == "zero" else number
-        if size:
-            total = float(torch.nansum(f, dtype=torch.float64))
+        size = moments.total.numel() if dead == "zero" else number
+        if size and enough:
             if correction == "gaussian":
-                total *= (moments.count - 3) / (moments.count - 1)
-            sums[group] = sums.get(group, 0.0) + total
-            live[group] = live.get(group, 0) + number
-            sizes[group] = sizes.get(group, 0) + size
+                total *= (count - 3) / (count - 1)
+            sums[group] = sums.get(group, 0.0) + total * moments.weight
+            sizes[group] = sizes.get(group, 0.0) + size * moments.weight
+            live[group] = live.get(group, 0) + int(number)
     values = {g: 1.0 - total / sizes[g] for g, total in sums.items() if g not in spoilt}
     criterion = math.fsum(values.values()) / len(values) if values else math.nan
     kept = {g: n for g, n in live.items() if g in values}

@@ -139,6 +139,16 @@ class Plan:
         sinks = self.sinks.get(name, [])
         return len(sinks) == 1 and self.expected[sinks[0].key] == 1
 
+    @cached_property
+    def watched(self) -> list[tuple[str, int]]:
+        """The leaves whose gradient is waited for."""
+        every = self.m == 1 or self.replayed
+        return [
+            (name, position)
+            for name, position in self.leaves.items()
+            if every or name in self.sinks or name in self.shared
+        ]
+
 
 DATA, FREE, OUTSIDE = "data", "free", "outside"
 

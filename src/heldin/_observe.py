@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, TypeVar
@@ -115,6 +116,7 @@ class Observation(Mapping[str, Moments]):
         self._chosen = parameters
         self._sums: dict[str, Sums] = {}
         self.names: dict[int, str] = {}  # by id of the parameter
+        self._alive: dict[int, weakref.ref[Tensor]] = {}
         self._find_names()
 
     # -- the mapping; two observations are never the same
@@ -197,7 +199,7 @@ class Observation(Mapping[str, Moments]):
         self.pause()
         self.calls.close()
         self._model = None
-        self.names = {}
+        self.names, self._alive = {}, {}
 
     def call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run a function as if it were the model's forward pass, and return its result.
@@ -211,17 +213,19 @@ class Observation(Mapping[str, Moments]):
 
     def names_of(self, leaves: Iterable[Tensor]) -> dict[int, str]:
         """Names of the observed parameters by id, looked up again if there are new ones."""
-        if any(id(leaf) not in self.names for leaf in leaves):
-            self._find_names()
+        known = self._alive
+        for leaf in leaves:
+            if id(leaf) not in known or known[id(leaf)]() is not leaf:
+                self._find_names()
+                break
         return self.names
 
     def _find_names(self) -> None:
         assert self._model is not None
-        self.names = {
-            id(p): name
-            for name, p in self._model.named_parameters()
-            if self._chosen is None or self._chosen(name)
-        }
+        named = list(self._model.named_parameters())
+        self.calls.parameters = [p for _, p in named]
+        self._alive = {id(p): weakref.ref(p) for _, p in named}  # an id may be used again
+        self.names = {id(p): n for n, p in named if self._chosen is None or self._chosen(n)}
 
 
 def observe(

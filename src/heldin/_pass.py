@@ -58,13 +58,25 @@ class Pass:
         """Find out how to observe this pass, or refuse to."""
         seen, graph = self.seen, self.graph
         names = seen.names_of(graph.leaves.values())
-        reached = [names[id(p)] for p in graph.leaves.values() if id(p) in names]
-        self.calls = seen.calls.within(graph)
         if seen.estimator == "microbatch":
-            if reached:
+            if any(id(leaf) in names for leaf in graph.leaves.values()):
                 self.plan = self._leaves_only(1)
             return
-        trap = hidden(graph)
+        self.calls = seen.calls.within(graph)
+        leaves = tuple([names.get(id(leaf)) for leaf in graph.leaves.values()])
+        key = (*[call.key for call in self.calls], leaves, *graph.signature)
+        self.plan = seen.knowledge.plans.get(key)
+        if self.plan is None:
+            self._inspect([name for name in leaves if name is not None], key)
+        if self.plan is not None:
+            seen.calls.passing += 1
+            self._started = True
+            if seen.truth is not None:
+                seen.truth.update(self._replayed(self.plan))
+
+    def _inspect(self, reached: Sequence[str], key: Any) -> None:
+        """A graph that was not seen before."""
+        trap = hidden(self.graph)
         if trap is not None and (reached or self.calls):
             raise NotObservable(
                 f"{trap[0]} hides parameters from observation: {trap[1]}; or pass "
@@ -85,22 +97,11 @@ class Pass:
                 f"one backward pass through calls of the model with {sorted(counts)} samples: "
                 "which of them belong together is not known. Call backward() once for each"
             )
-        seen.calls.passing += 1
-        self._started = True
         (m,) = counts
-        self.plan = self._plan(m)
-        if seen.truth is not None:
-            seen.truth.update(self._replayed(self.plan))
+        self.plan = self._leaves_only(1) if m == 1 else self._plan(m, key)
 
-    def _plan(self, m: int) -> Plan:
-        seen, graph = self.seen, self.graph
-        if m == 1:
-            return self._leaves_only(1)
-        leaves = tuple([seen.names.get(id(p)) for p in graph.leaves.values()])
-        key = (*[call.key for call in self.calls], leaves, graph.signature)
-        plan = seen.knowledge.plans.get(key)
-        if plan is not None:
-            return plan
+    def _plan(self, m: int, key: Any) -> Plan:
+        seen = self.seen
         trackers = [call.tracker for call in self.calls if call.tracker is not None]
         if len(trackers) < len(self.calls):
             return self._surprise(m)
@@ -110,7 +111,7 @@ class Pass:
         owners = {k: v for tracker in trackers for k, v in tracker.nodes.items()}
         slots = {k: v for tracker in trackers for k, v in tracker.slots.items()}
         cause = next((t.first_mixed for t in trackers if t.first_mixed), None)
-        plan = make_plan(graph, seen.names, owners, slots, m, cause)
+        plan = make_plan(self.graph, seen.names, owners, slots, m, cause)
         if not any(tracker.volatile for tracker in trackers):
             seen.knowledge.remember(key, plan, self.calls)
         return plan
@@ -146,14 +147,13 @@ class Pass:
         plan, nodes = self.plan, self.graph.nodes
         if plan is None:
             return
-        add = self._handles.append
+        add, listen = self._handles.append, self._listener
         for position in plan.uses:
-            add(nodes[position].register_prehook(self._listener(self._used, position)))
+            add(nodes[position].register_prehook(listen(self._used, position)))
         for position in plan.general:
-            add(nodes[position].register_prehook(self._listener(self._pulled, position)))
-        for name, position in plan.leaves.items():
-            if name in plan.sinks or name in plan.shared or plan.m == 1 or plan.replayed:
-                add(nodes[position].register_prehook(self._listener(self._arrived, name)))
+            add(nodes[position].register_prehook(listen(self._pulled, position)))
+        for name, position in plan.watched:
+            add(nodes[position].register_prehook(listen(self._arrived, name)))
 
     def _listener(self, respond: Callable[[Any, Any], None], what: Any) -> Callable[[Any], None]:
         def fired(grads: Sequence[Tensor | None]) -> None:
@@ -161,8 +161,8 @@ class Pass:
                 return
             self._busy = True
             try:
-                if self._autocast:
-                    with _no_autocast():
+                if torch.is_grad_enabled() or self._autocast:
+                    with torch.no_grad(), _no_autocast():
                         respond(what, grads)
                 else:
                     respond(what, grads)
@@ -176,10 +176,8 @@ class Pass:
         plan = self.plan
         assert plan is not None
         node, layouts = self.graph.nodes[position], plan.layouts[position]
-        with torch.no_grad():
-            for argument, sink in plan.uses[position]:
-                use = Use(node, grads, layouts, argument, sink.shape)
-                self._take(use, sink, plan)
+        for argument, sink in plan.uses[position]:
+            self._take(Use(node, grads, layouts, argument, sink.shape), sink, plan)
 
     def _take(self, use: Use, sink: Sink, plan: Plan) -> None:
         sampler = self.seen.sampler
@@ -225,10 +223,9 @@ class Pass:
         single = not plan.shared and all(len(plan.sinks[name]) == 1 for name in sink.params)
         chunks = []
         for lo in range(0, plan.m, step):
-            with torch.no_grad():
-                value = parts[0].take(lo, min(plan.m, lo + step))
-                for part in parts[1:]:
-                    value = value + part.take(lo, min(plan.m, lo + step))
+            value = parts[0].take(lo, min(plan.m, lo + step))
+            for part in parts[1:]:
+                value = value + part.take(lo, min(plan.m, lo + step))
             pulled = [wide(grad) for grad in pull_back(self.graph, sink, value, leaves)]
             if single:
                 for name, grad in zip(sink.params, pulled, strict=True):
@@ -249,14 +246,13 @@ class Pass:
         assert plan is not None
         if grad is None:
             return
-        with torch.no_grad():
-            if plan.m == 1:
-                dense = wide(grad.to_dense() if grad.is_sparse else grad)
-                self.done[name] = (dense.clone(), dense.square(), None, 1.0)
-            elif plan.replayed:
-                self._check_replayed(plan, name, grad)
-            elif name not in self.done:
-                self._settle(plan, name, grad)
+        if plan.m == 1:
+            dense = wide(grad.to_dense() if grad.is_sparse else grad)
+            self.done[name] = (dense.clone(), dense.square(), None, 1.0)
+        elif plan.replayed:
+            self._check_replayed(plan, name, grad)
+        elif name not in self.done:
+            self._settle(plan, name, grad)
 
     def _settle(self, plan: Plan, name: str, grad: Tensor) -> None:
         parts = list(self._written.pop(name, []))

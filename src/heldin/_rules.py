@@ -23,7 +23,7 @@ from ._sampling import Sampler
 __all__ = ["RULES", "Use", "contributions", "generic", "narrowed", "rule"]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Use:
     """A parameter meets data: an autograd node about to run, seen from one of its inputs.
 
@@ -61,7 +61,7 @@ class Use:
         """A tensor that the op saved for its backward pass."""
         keep_readable(getattr(self.node, f"_raw_saved_{name}", None))
         tensor: Tensor = getattr(self.node, f"_saved_{name}")
-        return tensor.detach()
+        return tensor
 
     def option(self, name: str) -> Any:
         """A number, flag or list that the op saved."""
@@ -149,7 +149,7 @@ _ALONG_LAST = {
 _ALONG_CHANNELS = {"ConvolutionBackward0", "NativeBatchNormBackward0"}
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Narrow(Use):
     """A use of which only some entries along one dimension are looked at."""
 
