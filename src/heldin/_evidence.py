@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from ._errors import HeldinError
 from ._moments import Moments, ratio_sums
+from ._observe import Observation
 
 __all__ = ["Correction", "Dead", "Evidence", "Groups", "evidence", "grouping"]
 
@@ -100,11 +101,11 @@ def evidence(
         )
     if dead not in ("out", "zero"):
         raise HeldinError(f"dead: expected 'out' or 'zero', got {dead!r}")
-    return _gathered(seen.items(), grouping(groups), correction, dead)
+    return _gathered(seen, grouping(groups), correction, dead)
 
 
 def _gathered(
-    items: Iterable[tuple[str, Moments]],
+    seen: Mapping[str, Moments],
     group_of: Callable[[str], str],
     correction: Correction,
     dead: Dead,
@@ -114,27 +115,30 @@ def _gathered(
     sizes: dict[str, float] = {}
     nonfinite: list[str] = []
     spoilt: set[str] = set()
-    pairs = list(items)
+    pairs = list(seen.items())
     count = max((moments.count for _, moments in pairs), default=0)
+    symmetric = correction == "symmetric"
+    formed = ratio_sums([(m.total, m.squares) for _, m in pairs], count, symmetric)
+    found = [(n, f, m.total.numel(), m.weight) for (n, m), f in zip(pairs, formed, strict=True)]
+    if isinstance(seen, Observation) and seen.reduced:
+        count = seen.count
+        if seen.passes == 1 and seen.reducing == symmetric:
+            found += [(name, sums, size, 1.0) for name, (sums, size) in seen.reduced.items()]
+        else:  # ratios of several passes do not add up
+            return Evidence(math.nan, {}, count)
     enough = count >= (4 if correction == "gaussian" else 2)
-    ratios = ratio_sums(
-        [moments.total for _, moments in pairs],
-        [moments.squares for _, moments in pairs],
-        count,
-        symmetric=correction == "symmetric",
-    )
-    for (name, moments), (total, number, squares) in zip(pairs, ratios, strict=True):
+    for name, (total, number, finite), whole, weight in found:
         group = group_of(name)
-        if not math.isfinite(squares):
+        if not finite:
             nonfinite.append(name)
             spoilt.add(group)
             continue
-        size = moments.total.numel() if dead == "zero" else number
+        size = whole if dead == "zero" else number
         if size and enough:
             if correction == "gaussian":
                 total *= (count - 3) / (count - 1)
-            sums[group] = sums.get(group, 0.0) + total * moments.weight
-            sizes[group] = sizes.get(group, 0.0) + size * moments.weight
+            sums[group] = sums.get(group, 0.0) + total * weight
+            sizes[group] = sizes.get(group, 0.0) + size * weight
             live[group] = live.get(group, 0) + int(number)
     values = {g: 1.0 - total / sizes[g] for g, total in sums.items() if g not in spoilt}
     criterion = math.fsum(values.values()) / len(values) if values else math.nan

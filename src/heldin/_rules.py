@@ -159,8 +159,9 @@ class _Narrow(Use):
 
     def saved(self, name: str) -> Tensor:
         tensor = super().saved(name)
-        if tensor.dim() >= -self.at and tensor.shape[self.at] == self.whole:
-            return tensor.narrow(self.at, self.start, self.shape[0])
+        at = 0 if tensor.dim() == 1 else self.at  # statistics of channels are vectors
+        if tensor.dim() >= -at and tensor.shape[at] == self.whole:
+            return tensor.narrow(at, self.start, self.shape[0])
         return tensor
 
 
