@@ -216,24 +216,31 @@ class Filters(Part):
 
     def take(self, lo: int, hi: int) -> Tensor:
         x, grad = wide(self.x[lo:hi]), wide(self.grad[lo:hi])
+        if self.place is None:
+            patches = F.unfold(x.flatten(0, 1), self.kernel, **self.settings)  # type: ignore[arg-type]
+        else:
+            (up, down), (left, right) = (self._overlap(axis) for axis in (0, 1))
+            grad, patches = grad[..., up, left], x[..., down, right]
         delta = grad.flatten(3)  # (n, r, O, L)
-        patches = self._patches(x.flatten(0, 1)).reshape(*delta.shape[:2], -1, delta.shape[3])
+        patches = patches.reshape(*delta.shape[:2], prod(self.shape[1:]), delta.shape[3])
         if delta.shape[1] == 1:
             each = delta[:, 0] @ patches[:, 0].mT
         else:
             each = torch.einsum("irol,irkl->iok", delta, patches)
         return each.reshape(hi - lo, *self.shape)
 
-    def _patches(self, x: Tensor) -> Tensor:
-        """What each entry of the filters is multiplied with: (n, C * places, positions)."""
-        if self.place is None:
-            return F.unfold(x, self.kernel, **self.settings)  # type: ignore[arg-type]
-        (a, b), (c, d), (e, f) = (self.settings[k] for k in ("padding", "stride", "dilation"))
-        if a or b:
-            x = F.pad(x, (b, b, a, a))
-        top, left = self.place[0] * e, self.place[1] * f
-        height, width = self.grad.shape[3:]
-        return x[:, :, top::c, left::d][:, :, :height, :width].flatten(2)
+    def _overlap(self, axis: int) -> tuple[slice, slice]:
+        """Where outputs and inputs meet at the one place in the kernel; the rest is padding."""
+        assert self.place is not None
+        stride = self.settings["stride"][axis]
+        shift = self.place[axis] * self.settings["dilation"][axis] - self.settings["padding"][axis]
+        size, outputs = self.x.shape[3 + axis], self.grad.shape[3 + axis]
+        first = max(0, -(shift // stride))
+        last = min(outputs, (size - 1 - shift) // stride + 1)
+        if last <= first:
+            return slice(0, 0), slice(0, 0)
+        start = first * stride + shift
+        return slice(first, last), slice(start, start + (last - first - 1) * stride + 1, stride)
 
     def moments(self, total: Tensor | None) -> tuple[Tensor, Tensor]:
         work = self.reads * prod(self.shape[1:]) // self.m + self.numel
