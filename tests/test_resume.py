@@ -6,6 +6,7 @@ import copy
 import csv
 import io
 import math
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -162,9 +163,10 @@ def test_the_window_of_another_model_is_refused() -> None:
     run = Run(window=3)
     run.step()
     other = nn.Linear(5, 3)
-    with heldin.EvidenceStopping(other, window=3) as stopping:
-        with pytest.raises(heldin.HeldinError, match="which this model has not"):
-            stopping.load_state_dict(run.stopping.state_dict())
+    stopping = heldin.EvidenceStopping(other, window=3)
+    with pytest.raises(heldin.HeldinError, match="which this model has not"):
+        stopping.load_state_dict(run.stopping.state_dict())
+    stopping.remove()
     run.stopping.remove()
 
 
@@ -190,7 +192,7 @@ def test_history_is_bounded_even_and_complete_at_its_ends(
     assert steps[-1] == checks == history.checks
     assert (stop in steps) or stop > checks
     even = [s for s in steps if s not in (stop, checks)]
-    gaps = {b - a for a, b in zip(even, even[1:], strict=False)}
+    gaps = {b - a for a, b in pairwise(even)}
     assert not gaps or max(gaps) <= 2 * min(gaps)
     if checks <= limit:
         assert steps == list(range(1, checks + 1))

@@ -1,5 +1,6 @@
 """Early stopping without a validation set."""
 
+from ._elementwise import ElementwiseStopping
 from ._errors import HeldinError, HeldinWarning, MixedSamplesWarning, NotObservable
 from ._evidence import Evidence, evidence
 from ._history import History, Record
@@ -10,6 +11,7 @@ from ._stopping import EvidenceStopping
 from ._verify import Verification, verify
 
 __all__ = [
+    "ElementwiseStopping",
     "Evidence",
     "EvidenceStopping",
     "HeldinError",
