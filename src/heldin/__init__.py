@@ -1,5 +1,6 @@
 """Early stopping without a validation set."""
 
+from ._damping import fraction_below, rmsprop_factors
 from ._elementwise import ElementwiseStopping
 from ._errors import HeldinError, HeldinWarning, MixedSamplesWarning, NotObservable
 from ._evidence import Evidence, evidence
@@ -8,6 +9,7 @@ from ._moments import Moments
 from ._observe import Observation, observe
 from ._rules import Use, rule
 from ._stopping import EvidenceStopping
+from ._validation import ValidationStopping
 from ._verify import Verification, verify
 
 __all__ = [
@@ -23,9 +25,12 @@ __all__ = [
     "Observation",
     "Record",
     "Use",
+    "ValidationStopping",
     "Verification",
     "evidence",
+    "fraction_below",
     "observe",
+    "rmsprop_factors",
     "rule",
     "verify",
 ]
