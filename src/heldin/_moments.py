@@ -37,6 +37,7 @@ class Moments:
         total: sum of the contributions, on the loss's own scale; the parameter's shape.
         squares: sum of their squares.
         count: number of samples.
+        weight: how many coordinates of the parameter each one here stands for (1: all are here).
 
     >>> m = Moments(torch.tensor([2.0]), torch.tensor([4.0]), 2)     # contributions 0 and 2
     >>> m.snr
@@ -46,6 +47,7 @@ class Moments:
     total: Tensor
     squares: Tensor
     count: int
+    weight: float = 1.0
 
     @cached_property
     def snr(self) -> Tensor:

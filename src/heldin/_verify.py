@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ._calls import BatchDim
 from ._errors import HeldinError
-from ._observe import BatchDim, observe
+from ._observe import observe
 from ._owners import tensors_in
 from ._parts import wide
 
