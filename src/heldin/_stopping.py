@@ -199,7 +199,7 @@ class EvidenceStopping:
                 if self._window.steps == self.window:
                     self._check(self._form(self._window.moments()), tuple(self._window.nonfinite))
                     self._window.clear()
-            self._seen.clear()
+            self._seen.clear(redraw=self._window.steps == 0)  # the same coordinates all through
         self._prepare()
         return self.should_stop
 
