@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import heldin
+from heldin._switch import keep
 from loops import data, net
 
 PLAIN_BACKWARD = torch.autograd.backward
@@ -70,7 +73,7 @@ def stop_some(optimizer: heldin.ElementwiseStopping, share: float = 0.5) -> dict
     generator = torch.Generator().manual_seed(7)
     for name, average in optimizer._averages.items():
         low = torch.rand(average.shape, generator=generator) < share
-        optimizer._averages[name] = torch.where(low, 0.5, average)
+        optimizer._averages[name] = torch.where(low, 0.5, average).contiguous()
     optimizer._updates = 10**6
     return optimizer.masks()
 
@@ -242,6 +245,70 @@ def test_all_implementations_of_adam(options: dict[str, bool]) -> None:
         assert torch.equal(p[masks[name]], before[name][masks[name]])
         assert not torch.equal(p, before[name])
     optimizer.remove()
+
+
+class Large(nn.Module):
+    """More weights than are worked on at a time, and a weight that is not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(300, 500)
+        self.second = nn.Linear(500, 3)
+        self.second.weight = nn.Parameter(torch.randn(500, 3).T / 20)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.second(self.first(x).relu())
+        return out
+
+
+def test_tensors_of_any_size_and_memory_layout() -> None:
+    model = Large().double()
+    assert not model.second.weight.is_contiguous()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=0.1)
+    wrapper = heldin.ElementwiseStopping(optimizer, model, smoothing=0.5, start=2.0)
+    x = torch.randn(10, 300).double()
+    for step in range(8):
+        before, masks = values(model), wrapper.masks()
+        averages = {n: a.clone() for n, a in wrapper._averages.items()}
+        with heldin.observe(model) as seen:
+            model(x).square().sum().backward()
+        wrapper.step()
+        wrapper.zero_grad()
+        for name, p in model.named_parameters():
+            old = averages.get(name, torch.full_like(seen[name].total, 2.0))
+            f = seen[name].snr
+            expected = torch.where((old < 1) | f.isnan(), old, 0.5 * old + 0.5 * f)
+            assert torch.allclose(wrapper._averages[name], expected), (step, name)
+            off = wrapper.masks()[name]
+            assert bool((off | ~masks[name]).all())
+            assert torch.equal(p[off], before[name][off])
+    assert 0 < wrapper.stopped_fraction() < 1
+    wrapper.remove()
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16]),
+    st.lists(
+        st.tuples(
+            st.floats(width=16),
+            st.floats(width=16),
+            st.sampled_from([0.0, 0.5, math.nextafter(1.0, 0.0), 1.0, 1.5, 1e30, math.inf]),
+        ),
+        min_size=1,
+        max_size=30,
+    ),
+)
+def test_putting_back_is_bit_by_bit(
+    dtype: torch.dtype, rows: list[tuple[float, float, float]]
+) -> None:
+    now, before, average = (torch.tensor(column) for column in zip(*rows, strict=True))
+    now, before = now.to(dtype), before.to(dtype)
+    average = average.to(torch.float64 if dtype == torch.float64 else torch.float32)
+    expected = torch.where(average < 1, before, now)
+    keep(now, before, average)
+    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    assert torch.equal(now.view(integer), expected.view(integer))
 
 
 # --- a torch.optim.Optimizer -----------------------------------------------------------------
@@ -431,7 +498,7 @@ def test_nan_gradients_neither_stop_nor_start_a_weight() -> None:
     backward(model)
     optimizer.step()
     masks, before = stop_some(optimizer), values(model)
-    averages = dict(optimizer._averages)
+    averages = {name: average.clone() for name, average in optimizer._averages.items()}
     optimizer.zero_grad()
     x, y = data()
     (F.cross_entropy(model(x), y) * math.nan).backward()

@@ -16,30 +16,9 @@ from ._errors import HeldinError
 from ._evidence import Correction, Dead, evidence
 from ._moments import Moments
 from ._observe import BatchDim, observe
+from ._switch import keep, pieces, smoothed
 
-__all__ = ["ElementwiseStopping", "smoothed"]
-
-
-def smoothed(
-    average: Tensor, moments: Moments, smoothing: float, greedy: bool, dead: Dead, correction: Any
-) -> Tensor:
-    """The next smoothed f_k, elementwise: b a + (1-b) f. Weights with a value below 1 are stopped.
-
-    In terms of Eq. 15, c = 1 - a. Greedy: a stopped weight's average stays, and so does the stop.
-
-    >>> m = Moments(torch.tensor([3.0, 1.0]), torch.tensor([5.0, 1.0]), 2)          # f = 9, 1
-    >>> smoothed(torch.tensor([0.9, 2.0]), m, 0.5, True, "out", None)
-    tensor([0.9000, 1.5000])
-    """
-    f = moments.q if correction == "symmetric" else moments.snr
-    if correction == "gaussian":
-        f = f * ((moments.count - 3) / (moments.count - 1))
-    if dead == "zero":
-        f = f.masked_fill(f.isnan(), 0.0)
-    moves = f.isfinite()
-    if greedy:
-        moves &= average >= 1.0
-    return torch.where(moves, average.lerp(f, 1.0 - smoothing), average)
+__all__ = ["ElementwiseStopping"]
 
 
 class ElementwiseStopping(Optimizer):
@@ -240,15 +219,17 @@ class ElementwiseStopping(Optimizer):
             self._check_unseen()
         if seen.count < (4 if self.correction == "gaussian" else 2):
             return
+        how = (self.smoothing, self.greedy, self.dead, self.correction)
         for name, moments in seen.items():
             if name not in self._named or not moments.finite:
                 continue
+            total, squares, m = moments.total, moments.squares, moments.count
             average = self._averages.get(name)
             if average is None:
-                average = torch.full_like(moments.total, self.start)
-            average = average.to(moments.total.device)
-            how = (self.smoothing, self.greedy, self.dead, self.correction)
-            self._averages[name] = smoothed(average, moments, *how)
+                average = torch.full(total.shape, self.start, dtype=total.dtype)
+            self._averages[name] = average = average.to(total.device)
+            for a, first, second in pieces(average, total, squares):
+                a.copy_(smoothed(a, Moments(first, second, m), *how))
         self._updates += 1
 
     def _check_unseen(self) -> None:
@@ -272,8 +253,12 @@ class ElementwiseStopping(Optimizer):
     def _put_back(self, held: Mapping[str, Tensor]) -> None:
         for name, old in held.items():
             if name in self._averages:
-                p = self._named[name]
-                p.copy_(torch.where(self._averages[name] < 1.0, old, p))
+                p, average = self._named[name], self._averages[name]
+                if not p.is_contiguous():
+                    p.copy_(torch.where(average < 1.0, old, p))
+                    continue
+                for now, before, a in pieces(p, old, average):
+                    keep(now, before, a)
 
     # -- reports
 
@@ -322,7 +307,7 @@ class ElementwiseStopping(Optimizer):
             "settings": self._settings(),
             "step": self._step,
             "updates": self._updates,
-            "averages": dict(self._averages),
+            "averages": {name: average.clone() for name, average in self._averages.items()},
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -352,7 +337,7 @@ class ElementwiseStopping(Optimizer):
                     f"shape {tuple(average.shape)}, which this optimiser has not; load the state "
                     "of a run with the same model"
                 )
-            averages[name] = average.to(named[name].device)
+            averages[name] = average.to(named[name].device, copy=True).contiguous()
         self._step, self._updates, self._averages = state["step"], state["updates"], averages
         self._seen.clear()
         self._prepare()
