@@ -163,10 +163,12 @@ def test_the_window_of_another_model_is_refused() -> None:
     run = Run(window=3)
     run.step()
     other = nn.Linear(5, 3)
-    stopping = heldin.EvidenceStopping(other, window=3)
-    with pytest.raises(heldin.HeldinError, match="which this model has not"):
-        stopping.load_state_dict(run.stopping.state_dict())
-    stopping.remove()
+    state = run.stopping.state_dict()
+    with (
+        heldin.EvidenceStopping(other, window=3) as stopping,
+        pytest.raises(heldin.HeldinError, match="which this model has not"),
+    ):
+        stopping.load_state_dict(state)
     run.stopping.remove()
 
 

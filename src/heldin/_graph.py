@@ -132,12 +132,39 @@ class Plan:
     leaves: dict[str, int] = field(default_factory=dict)
     expected: dict[tuple[int, int], int] = field(default_factory=dict)  # sink -> number of uses
     general: dict[int, list[Sink]] = field(default_factory=dict)  # node -> sinks that are no views
+    _watched: dict[bool, list[tuple[str, int]]] = field(default_factory=dict)
     replayed: bool = False  # the contributions are known already; only the leaves are checked
 
     def alone(self, name: str) -> bool:
         """Whether a parameter has one use only."""
         sinks = self.sinks.get(name, [])
         return len(sinks) == 1 and self.expected[sinks[0].key] == 1
+
+    def watched(self, early: bool) -> list[tuple[str, int]]:
+        """The leaves whose gradient is waited for; with `early`, only where there is no other way.
+
+        A parameter whose uses all lead straight to it is complete with the last of them.
+        """
+        known = self._watched.get(early)
+        if known is None:
+            every = self.m == 1 or self.replayed
+            known = self._watched[early] = [
+                (name, position)
+                for name, position in self.leaves.items()
+                if every
+                or name in self.shared
+                or (name in self.sinks and not (early and name in self.direct))
+            ]
+        return known
+
+    @cached_property
+    def direct(self) -> dict[str, int]:
+        """The number of uses of every parameter that all its uses lead straight to."""
+        return {
+            name: sum(self.expected[sink.key] for sink in sinks)
+            for name, sinks in self.sinks.items()
+            if name not in self.shared and all(sink.chain is not None for sink in sinks)
+        }
 
 
 DATA, FREE, OUTSIDE = "data", "free", "outside"

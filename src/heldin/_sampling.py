@@ -12,8 +12,9 @@ from zlib import crc32
 
 __all__ = ["Block", "Sampler"]
 
-ROWS = 64  # rows of a block of a matrix
-READS = 1 << 17  # elements of an activation that are read for a vector (a bias, a norm's scale)
+ROWS = 32  # rows of a block of a matrix
+READS = 1 << 15  # elements of an activation that are read for a vector (a bias, a norm's scale)
+PATCHES = 1 << 18  # elements of image patches that are read for the filters of a convolution
 
 Block = tuple[slice, ...]
 
@@ -63,7 +64,8 @@ class Sampler:
         Args:
             name: the parameter's.
             shape: its shape; blocks are cut along the first two dimensions.
-            reads: how many elements have to be read for each entry of a vector.
+            reads: how many elements have to be read for each entry of a vector, or for each input
+                channel of filters.
             spread: whether coordinates may lie apart (cheap if each sample has one row).
         """
         known = self._blocks.get(name)
@@ -77,10 +79,14 @@ class Sampler:
         size = 1
         for extent in shape:
             size *= extent
-        width = self.budget
-        if len(shape) == 1 and reads:
+        if size == 1:
+            return None, 1.0
+        width, across = self.budget, size
+        if reads and len(shape) == 1:
             width = min(width, max(16, READS // reads))
-        if size <= width:
+        elif reads:
+            across = max(1, PATCHES // reads)
+        if size <= width and across >= shape[-1 if len(shape) == 1 else 1]:
             return None, 1.0
         key = self._keys.get(name)
         if key is None:
@@ -92,6 +98,6 @@ class Sampler:
         kernel = size // (shape[0] * shape[1])
         height = min(shape[0], ROWS, max(1, width // kernel))
         rows, above = _piece(number & 0xFFFFFFFF, shape[0], height, spread)
-        across = max(1, width // (height * kernel))
+        across = min(across, max(1, width // (height * kernel)))
         columns, beside = _piece(number >> 32, shape[1], across, spread)
         return (rows, columns), above * beside

@@ -123,6 +123,7 @@ class EvidenceStopping:
         self._window = Window(mean=reduction == "mean")
         self._streak = 0
         self._step = 0
+        self._single = 0  # steps of one backward pass in a row
 
         # Everything that decides what is observed, and how, is said here.
         self._seen = observe(model, batch_dim=batch_dim, parameters=parameters)
@@ -193,6 +194,7 @@ class EvidenceStopping:
                 )
             if self.window == 1:
                 self._check(self._form(self._seen))
+                self._choose_way()
             else:
                 trainable = [n for n, p in model.named_parameters() if p.requires_grad]
                 self._window.add(self._seen, trainable, scale)
@@ -211,6 +213,14 @@ class EvidenceStopping:
             else:
                 self._seen.pause()
 
+    def _choose_way(self) -> None:
+        """Steps of one backward pass, one after the other: ratios may be formed on the way."""
+        self._single = self._single + 1 if self._seen.passes == 1 else 0
+        if self._seen.reducing is None and self._single >= 2:
+            self._seen.reducing = self.correction == "symmetric"
+        elif self._single == 0:
+            self._seen.reducing = None
+
     def _form(self, moments: Mapping[str, Any]) -> Evidence:
         return evidence(moments, self._groups, correction=self.correction, dead=self.dead)
 
@@ -218,7 +228,8 @@ class EvidenceStopping:
         self.evidence = found
         bad = found.nonfinite or skipped
         if found.nonfinite or not math.isfinite(found.criterion):
-            self.reason = f"step {self._step}: no value, {_why_none(found, bad)}"
+            several = bool(self._seen.reduced) and self._seen.passes > 1
+            self.reason = f"step {self._step}: no value, {_why_none(found, bad, several)}"
             raw = math.nan
         else:
             raw = found.criterion
@@ -290,6 +301,7 @@ class EvidenceStopping:
             "evidence": {**found, "nonfinite": list(found["nonfinite"])},
             "average": self._average.state_dict(),
             "recent": self._recent.state_dict(),
+            "single": self._single,
             "window": self._window.state_dict(),
             "history": self.history.state_dict(),
         }
@@ -310,6 +322,9 @@ class EvidenceStopping:
         found = state["evidence"]
         self.evidence = Evidence(**{**found, "nonfinite": tuple(found["nonfinite"])})
         self._step, self._streak = state["step"], state["streak"]
+        self._single = state["single"]
+        ways = {True: self.correction == "symmetric", False: None}
+        self._seen.reducing = ways[self._single >= 2]
         self.armed, self.reason = state["armed"], state["reason"]
         self.should_stop, self.stopped_step = state["should_stop"], state["stopped_step"]
         self._seen.clear()
@@ -332,11 +347,13 @@ class EvidenceStopping:
         self.remove()
 
 
-def _why_none(found: Evidence, bad: tuple[str, ...]) -> str:
+def _why_none(found: Evidence, bad: tuple[str, ...], several: bool) -> str:
     if bad:
         return f"inf or nan in the contributions to {', '.join(map(repr, bad[:3]))}" + (
             f" and {len(bad) - 3} more" if len(bad) > 3 else ""
         )
+    if several:
+        return "several backward passes after steps of one; the next steps will count"
     if found.count == 0:
         return "no backward pass was seen"
     if found.count == 1:
