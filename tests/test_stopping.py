@@ -143,7 +143,7 @@ def test_stops_at_the_first_crossing_and_keeps_it() -> None:
     dial = Dial()
     stopping = heldin.EvidenceStopping(dial, smoothing=0)
     flags = []
-    for value in (-5.0, -1.0, 0.25, -9.0, 0.9):
+    for value in (-9.0, -1.0, 0.25, -9.0, 0.9):
         dial.show(value)
         flags.append(stopping.step())
     assert flags == [False, False, True, True, True]
@@ -154,23 +154,23 @@ def test_stops_at_the_first_crossing_and_keeps_it() -> None:
 
 
 def test_patience_counts_consecutive_checks() -> None:
-    values = [-5, 0.1, 0.1, -0.1, 0.1, 0.1, 0.1, 0.1]
+    values = [-9, 0.1, 0.1, -0.1, 0.1, 0.1, 0.1, 0.1]
     dial = Dial()
     assert watch(heldin.EvidenceStopping(dial, smoothing=0, patience=3), dial, values) == 7
 
 
 def test_a_check_without_a_value_neither_counts_nor_breaks_patience() -> None:
-    values = [-5, 0.1, math.nan, 0.1]
+    values = [-9, 0.1, math.nan, 0.1]
     dial = Dial()
     assert watch(heldin.EvidenceStopping(dial, smoothing=0, patience=2), dial, values) == 4
 
 
 def test_warmup_is_in_steps() -> None:
     dial = Dial()
-    values = [-5.0, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1]
+    values = [-9.0, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1]
     assert watch(heldin.EvidenceStopping(dial, smoothing=0, warmup=4), dial, values) == 5
     stopping = heldin.EvidenceStopping(dial, smoothing=0, warmup=5, every=2)
-    assert watch(stopping, dial, [-5.0, *values]) == 6
+    assert watch(stopping, dial, [-9.0, *values]) == 6
 
 
 def test_every_observes_every_so_many_steps_and_the_others_not_at_all() -> None:

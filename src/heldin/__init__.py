@@ -1,5 +1,7 @@
 """Early stopping without a validation set."""
 
+from ._damping import fraction_below, rmsprop_factors
+from ._elementwise import ElementwiseStopping
 from ._errors import HeldinError, HeldinWarning, MixedSamplesWarning, NotObservable
 from ._evidence import Evidence, evidence
 from ._history import History, Record
@@ -7,9 +9,11 @@ from ._moments import Moments
 from ._observe import Observation, observe
 from ._rules import Use, rule
 from ._stopping import EvidenceStopping
+from ._validation import ValidationStopping
 from ._verify import Verification, verify
 
 __all__ = [
+    "ElementwiseStopping",
     "Evidence",
     "EvidenceStopping",
     "HeldinError",
@@ -21,9 +25,12 @@ __all__ = [
     "Observation",
     "Record",
     "Use",
+    "ValidationStopping",
     "Verification",
     "evidence",
+    "fraction_below",
     "observe",
+    "rmsprop_factors",
     "rule",
     "verify",
 ]

@@ -129,25 +129,29 @@ def _gathered(
     pairs = list(seen.items())
     count = max((moments.count for _, moments in pairs), default=0)
     symmetric = correction == "symmetric"
-    formed = ratio_sums([(m.total, m.squares) for _, m in pairs], count, symmetric)
-    found = [(n, f, m.total.numel(), m.weight) for (n, m), f in zip(pairs, formed, strict=True)]
+    found = []
+    for m in {moments.count for _, moments in pairs}:  # one, but for a window with thawed weights
+        part = [(name, moments) for name, moments in pairs if moments.count == m]
+        formed = ratio_sums([(each.total, each.squares) for _, each in part], m, symmetric)
+        for (name, each), ratios in zip(part, formed, strict=True):
+            found.append((name, ratios, each.total.numel(), each.weight, m))
     if isinstance(seen, Observation) and seen.reduced:
         count = seen.count
         if seen.passes == 1 and seen.reducing == symmetric:
-            found += [(name, sums, size, 1.0) for name, (sums, size) in seen.reduced.items()]
+            found += [(name, sums, size, 1.0, count) for name, (sums, size) in seen.reduced.items()]
         else:  # ratios of several passes do not add up
             return Evidence(math.nan, {}, count)
-    enough = count >= (4 if correction == "gaussian" else 2)
-    for name, (total, number, finite), whole, weight in found:
+    fewest = 4 if correction == "gaussian" else 2
+    for name, (total, number, finite), whole, weight, m in found:
         group = group_of(name)
         if not finite:
             nonfinite.append(name)
             spoilt.add(group)
             continue
         size = whole if dead == "zero" else number
-        if size and enough:
+        if size and m >= fewest:
             if correction == "gaussian":
-                total *= (count - 3) / (count - 1)
+                total *= (m - 3) / (m - 1)
             sums[group] = sums.get(group, 0.0) + total * weight
             sizes[group] = sizes.get(group, 0.0) + size * weight
             live[group] = live.get(group, 0) + int(number)

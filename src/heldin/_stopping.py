@@ -48,9 +48,9 @@ class EvidenceStopping:
         every: observe every so many steps only; the others cost nothing.
 
         arming: the rule may stop only after the criterion has clearly left zero, where a plateau at
-            the start keeps it: an average over the last ten checks or so, started at zero, must
-            have been this far from zero once. Below: a signal was seen. Above: noise was fitted
-            already. None: armed from the start.
+            the start keeps it: an average over the last ten checks or so (decay 0.9, started
+            at zero) must have been this far from zero once. Below: a signal was seen. Above: noise
+            was fitted already. None: armed from the start.
         weighted: a value counts in the average by the size of its batch.
         start: None for a bias-corrected average. A number lets the plain recursion
             c = b c + (1-b) x start there, without weights.
@@ -125,7 +125,7 @@ class EvidenceStopping:
         self.history = History(whole(name, "history", history, 2))
         self.armed = arming is None
         self._average = Average(self.smoothing, start)
-        self._recent = Average(min(self.smoothing, 0.9), start=0.0)
+        self._recent = Average(0.9, start=0.0)
         self._window = Window(mean=reduction == "mean")
         self._streak = 0
         self._step = 0
