@@ -292,10 +292,10 @@ class Pass:
         penalised = name in plan.shared
         leaf = self.graph.leaves[plan.leaves[name]]
         if not parts:
-            if not penalised or grad is None:
-                return
-            zero = torch.zeros_like(wide(grad))
-            self.done[name] = (zero, zero.clone(), wide(grad).clone(), 1.0)
+            if grad is not None and (penalised or name in plan.silent):
+                zero = torch.zeros_like(wide(grad))
+                shared = wide(grad).clone() if penalised else None
+                self.done[name] = (zero, zero.clone(), shared, 1.0)
             return
         sampler = self.seen.sampler
         if sampler is not None and not penalised:
