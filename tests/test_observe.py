@@ -427,6 +427,32 @@ def test_no_batch_among_the_arguments() -> None:
         seen._model(3)
 
 
+def test_an_unknown_graph_without_outputs_is_let_go_once() -> None:
+    """The model branches on something that cannot be known beforehand, and returns only a loss."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.other = nn.Linear(3, 2), nn.Linear(3, 2), False
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.b(x).tanh() if self.other else self.a(x)).square().sum()
+
+    model, x = Model(), torch.randn(4, 3)
+    with heldin.observe(model) as seen:
+        model(x).backward()
+        seen.clear()
+        model.other = True
+        with pytest.warns(heldin.HeldinWarning, match="not observed"):
+            model(x).backward()
+        assert len(seen) == 0
+        assert seen.count == 0
+        for _ in range(2):
+            seen.clear()
+            model(x).backward()
+            agree(seen, model, model.b(x).tanh().square().sum(1))
+
+
 # --- nothing is disturbed --------------------------------------------------------------------
 
 

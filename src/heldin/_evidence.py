@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ._errors import HeldinError
@@ -29,6 +29,8 @@ class Evidence:
         count: number of samples.
         live: number of coordinates per group that carry evidence.
         nonfinite: parameters with an inf or nan contribution; they are left out.
+        estimator: how the moments were observed: "exact", "sampled" (from a block of coordinates
+            of each parameter) or "microbatch" (approximate; `count` is the number of groups).
     """
 
     criterion: float
@@ -36,6 +38,12 @@ class Evidence:
     count: int
     live: dict[str, int] = field(default_factory=dict)
     nonfinite: tuple[str, ...] = ()
+    estimator: str = "exact"
+
+    @property
+    def approximate(self) -> bool:
+        """Whether groups were taken for samples."""
+        return self.estimator == "microbatch"
 
 
 def grouping(groups: Groups) -> Callable[[str], str]:
@@ -101,7 +109,10 @@ def evidence(
         )
     if dead not in ("out", "zero"):
         raise HeldinError(f"dead: expected 'out' or 'zero', got {dead!r}")
-    return _gathered(seen, grouping(groups), correction, dead)
+    estimator = seen.estimator if isinstance(seen, Observation) else "exact"
+    if estimator == "microbatch" and correction is None:
+        correction = "gaussian"  # few groups: the ratio of Gaussian means is too large otherwise
+    return replace(_gathered(seen, grouping(groups), correction, dead), estimator=estimator)
 
 
 def _gathered(

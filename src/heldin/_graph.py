@@ -133,7 +133,6 @@ class Plan:
     expected: dict[tuple[int, int], int] = field(default_factory=dict)  # sink -> number of uses
     general: dict[int, list[Sink]] = field(default_factory=dict)  # node -> sinks that are no views
     _watched: dict[bool, list[tuple[str, int]]] = field(default_factory=dict)
-    replayed: bool = False  # the contributions are known already; only the leaves are checked
 
     def alone(self, name: str) -> bool:
         """Whether a parameter has one use only."""
@@ -147,7 +146,7 @@ class Plan:
         """
         known = self._watched.get(early)
         if known is None:
-            every = self.m == 1 or self.replayed
+            every = self.m == 1
             known = self._watched[early] = [
                 (name, position)
                 for name, position in self.leaves.items()

@@ -191,46 +191,69 @@ def _strip_squares(left: Tensor, right: Tensor, out: Tensor) -> None:
 
 
 class Filters(Part):
-    """Convolution filters (O, C, k, k): each sample's rows are images, of which patches are taken.
-
-    Only plain two-dimensional convolutions; others are `Lazy`.
-    """
+    """Filters (O, C, k, k) of a plain convolution: patches of each sample's images are taken."""
 
     def __init__(
-        self, grad: Tensor, x: Tensor, kernel: Sequence[int], settings: Mapping[str, Sequence[int]]
+        self,
+        grad: Tensor,
+        x: Tensor,
+        kernel: Sequence[int],
+        settings: Mapping[str, Sequence[int]],
+        place: tuple[int, int] | None = None,
     ) -> None:
         self.grad, self.x = grad, x  # (m, r, O, H, W), (m, r, C, H, W)
         self.kernel, self.settings = tuple(kernel), settings
+        self.place = place  # the one place in the kernel that is looked at
         self.m = grad.shape[0]
-        self.shape = (grad.shape[2], x.shape[2], *self.kernel)
-        positions = grad.shape[1] * grad.shape[3] * grad.shape[4]
-        self.reads = self.m * positions * prod(self.kernel)
+        self.shape = (grad.shape[2], x.shape[2], *((1, 1) if place else self.kernel))
+        self.reads = self.m * grad.shape[1] * grad.shape[3] * grad.shape[4]
 
     def cut(self, block: Block) -> Part:
-        rows, columns = block
-        return Filters(self.grad[:, :, rows], self.x[:, :, columns], self.kernel, self.settings)
+        rows, columns, *place = block
+        grad, x = self.grad[:, :, rows], self.x[:, :, columns]
+        at = (place[0].start, place[1].start) if place else None
+        return Filters(grad, x, self.kernel, self.settings, at)
 
     def take(self, lo: int, hi: int) -> Tensor:
         x, grad = wide(self.x[lo:hi]), wide(self.grad[lo:hi])
-        n, r = x.shape[:2]
-        patches = F.unfold(x.flatten(0, 1), self.kernel, **self.settings)  # type: ignore[arg-type]
-        delta = grad.flatten(3)  # (n, r, O, L)
-        if r == 1:
-            each = delta[:, 0] @ patches.mT
+        if self.place is None:
+            patches = F.unfold(x.flatten(0, 1), self.kernel, **self.settings)  # type: ignore[arg-type]
         else:
-            each = torch.einsum("irol,irkl->iok", delta, patches.unflatten(0, (n, r)))
-        return each.reshape(n, *self.shape)
+            (up, down), (left, right) = (self._overlap(axis) for axis in (0, 1))
+            grad, patches = grad[..., up, left], x[..., down, right]
+        delta = grad.flatten(3)  # (n, r, O, L)
+        patches = patches.reshape(*delta.shape[:2], prod(self.shape[1:]), delta.shape[3])
+        if delta.shape[1] == 1:
+            each = delta[:, 0] @ patches[:, 0].mT
+        else:
+            each = torch.einsum("irol,irkl->iok", delta, patches)
+        return each.reshape(hi - lo, *self.shape)
+
+    def _overlap(self, axis: int) -> tuple[slice, slice]:
+        """Where outputs and inputs meet at the one place in the kernel; the rest is padding."""
+        assert self.place is not None
+        stride = self.settings["stride"][axis]
+        shift = self.place[axis] * self.settings["dilation"][axis] - self.settings["padding"][axis]
+        size, outputs = self.x.shape[3 + axis], self.grad.shape[3 + axis]
+        first = max(0, -(shift // stride))
+        last = min(outputs, (size - 1 - shift) // stride + 1)
+        if last <= first:
+            return slice(0, 0), slice(0, 0)
+        start = first * stride + shift
+        return slice(first, last), slice(start, start + (last - first - 1) * stride + 1, stride)
 
     def moments(self, total: Tensor | None) -> tuple[Tensor, Tensor]:
-        step = max(1, min(self.m, CHUNK * self.m // (self.reads * self.shape[1] + self.numel)))
-        first = torch.zeros(()) if total is None else total
-        second: Tensor | None = None
+        work = self.reads * prod(self.shape[1:]) // self.m + self.numel
+        step = max(1, min(self.m, CHUNK // max(1, work)))
+        first, second = total, None
         for lo in range(0, self.m, step):
             each = self.take(lo, min(self.m, lo + step))
             if total is None:
-                first = first.to(each) + each.sum(0)
+                sums = each.sum(0)
+                first = sums if first is None else first.add_(sums)
             squares = each.square_().sum(0)
             second = squares if second is None else second.add_(squares)
+        assert first is not None
         assert second is not None
         return first, second
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import TracebackType
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ from ._checks import all_or_nothing, same_settings, share, state_of, whole
 from ._errors import HeldinError
 from ._evidence import Correction, Dead, Evidence, Groups, evidence, grouping
 from ._history import History, Record
-from ._observe import BatchDim, observe
+from ._observe import BUDGET, BatchDim, Estimator, observe
 from ._window import Window
 
 __all__ = ["EvidenceStopping"]
@@ -58,6 +58,9 @@ class EvidenceStopping:
         dead: "out" or "zero": see `heldin.evidence`.
         reduction: whether the loss is a "mean" or a "sum" over the samples of a step. Matters only
             for windows over batches of different sizes.
+        estimator, budget, seed: "sampled" looks at a random block of coordinates of each parameter,
+            new at every check; see `heldin.observe`, where also "exact" and "microbatch" are
+            explained.
         batch_dim, parameters: see `heldin.observe`.
         history: how many records to keep, see `heldin.History`.
 
@@ -94,6 +97,9 @@ class EvidenceStopping:
         correction: Correction = None,
         dead: Dead = "out",
         reduction: Literal["mean", "sum"] = "mean",
+        estimator: Estimator = "sampled",
+        budget: int = BUDGET,
+        seed: int = 0,
         batch_dim: BatchDim = 0,
         parameters: Callable[[str], bool] | None = None,
         history: int = 4096,
@@ -126,9 +132,20 @@ class EvidenceStopping:
         self._single = 0  # steps of one backward pass in a row
 
         # Everything that decides what is observed, and how, is said here.
-        self._seen = observe(model, batch_dim=batch_dim, parameters=parameters)
+        self._seen = observe(
+            model,
+            batch_dim=batch_dim,
+            parameters=parameters,
+            estimator=estimator,
+            budget=budget,
+            seed=seed,
+        )
         self._model: nn.Module | None = model
         self._groups = grouping(groups)
+        # a few groups in the place of samples: the ratio of Gaussian means is known to be too large
+        self._correction: Correction = correction
+        if estimator == "microbatch" and correction is None:
+            self._correction = "gaussian"
         for each, parameter in model.named_parameters():
             if parameter.requires_grad and (parameters is None or parameters(each)):
                 self._groups(each)  # a mapping without an entry is refused now, not in a step
@@ -148,10 +165,11 @@ class EvidenceStopping:
     ) -> EvidenceStopping:
         """The paper's rule: stop at the first step at which the smoothed criterion is above zero.
 
-        No arming, no weights, no correction, the plain recursion c = b c + (1-b) x. The paper
-        leaves b, the start value and the meaning of 0/0 open: b = 0.9, a start at zero (which
-        stops at the same step as a bias-corrected average does) and dead coordinates left out
-        (counted as zeros, they would stop the paper's own MNIST runs at the first step).
+        Every coordinate, no arming, no weights, no correction, the plain recursion
+        c = b c + (1-b) x. The paper leaves b, the start value and the meaning of 0/0 open: b = 0.9,
+        a start at zero (which stops at the same step as a bias-corrected average does) and dead
+        coordinates left out (counted as zeros, they would stop the paper's own MNIST runs at the
+        first step).
 
         Args:
             model, groups, smoothing: as for the class.
@@ -164,7 +182,9 @@ class EvidenceStopping:
         (True, 0.0)
         >>> stopping.remove()
         """
-        settings: dict[str, Any] = {"arming": None, "weighted": False, **options}
+        settings: dict[str, Any] = {
+            "arming": None, "weighted": False, "estimator": "exact", **options
+        }  # fmt: skip
         return cls(model, groups, smoothing=smoothing, start=start, **settings)
 
     # -- the loop
@@ -201,7 +221,7 @@ class EvidenceStopping:
                 if self._window.steps == self.window:
                     self._check(self._form(self._window.moments()), tuple(self._window.nonfinite))
                     self._window.clear()
-            self._seen.clear(redraw=self._window.steps == 0)  # the same coordinates all through
+            self._seen.clear(redraw=self._window.steps == 0)  # one block for a whole window
         self._prepare()
         return self.should_stop
 
@@ -217,12 +237,13 @@ class EvidenceStopping:
         """Steps of one backward pass, one after the other: ratios may be formed on the way."""
         self._single = self._single + 1 if self._seen.passes == 1 else 0
         if self._seen.reducing is None and self._single >= 2:
-            self._seen.reducing = self.correction == "symmetric"
+            self._seen.reducing = self._correction == "symmetric"
         elif self._single == 0:
             self._seen.reducing = None
 
     def _form(self, moments: Mapping[str, Any]) -> Evidence:
-        return evidence(moments, self._groups, correction=self.correction, dead=self.dead)
+        found = evidence(moments, self._groups, correction=self._correction, dead=self.dead)
+        return replace(found, estimator=self._seen.estimator)
 
     def _check(self, found: Evidence, skipped: tuple[str, ...] = ()) -> None:
         self.evidence = found
@@ -233,7 +254,7 @@ class EvidenceStopping:
             raw = math.nan
         else:
             raw = found.criterion
-            self._average.add(raw, weight(found.count, self.correction) if self.weighted else 1.0)
+            self._average.add(raw, weight(found.count, self._correction) if self.weighted else 1.0)
             self._recent.add(raw)
             self._decide()
         now_stopped = self.should_stop and self.stopped_step == self._step
@@ -283,7 +304,10 @@ class EvidenceStopping:
     def _settings(self) -> dict[str, Any]:
         """What decides how values are formed; a resumed run must have the same."""
         names = ("smoothing", "window", "every", "weighted", "start")
-        return {n: getattr(self, n) for n in (*names, "correction", "dead", "reduction")}
+        values = {n: getattr(self, n) for n in (*names, "correction", "dead", "reduction")}
+        sampler = self._seen.sampler
+        how = {"budget": sampler.budget, "seed": sampler.seed} if sampler is not None else {}
+        return {**values, "estimator": self._seen.estimator, **how}
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs; loads with `torch.load(..., weights_only=True)`."""
@@ -302,6 +326,7 @@ class EvidenceStopping:
             "average": self._average.state_dict(),
             "recent": self._recent.state_dict(),
             "single": self._single,
+            "draws": 0 if self._seen.sampler is None else self._seen.sampler.draws,
             "window": self._window.state_dict(),
             "history": self.history.state_dict(),
         }
@@ -323,11 +348,13 @@ class EvidenceStopping:
         self.evidence = Evidence(**{**found, "nonfinite": tuple(found["nonfinite"])})
         self._step, self._streak = state["step"], state["streak"]
         self._single = state["single"]
-        ways = {True: self.correction == "symmetric", False: None}
+        ways = {True: self._correction == "symmetric", False: None}
         self._seen.reducing = ways[self._single >= 2]
         self.armed, self.reason = state["armed"], state["reason"]
         self.should_stop, self.stopped_step = state["should_stop"], state["stopped_step"]
         self._seen.clear()
+        if self._seen.sampler is not None:
+            self._seen.sampler.draws = state["draws"]
         self._prepare()
 
     def remove(self) -> None:
