@@ -87,6 +87,10 @@ def equal(a: Any, b: Any) -> bool:
         {"window": 3},
         {"every": 2, "window": 2, "correction": "symmetric"},
         {"history": 4, "start": 0.0, "weighted": False},
+        {"estimator": "exact"},
+        {"budget": 8},
+        {"budget": 8, "window": 3},
+        {"estimator": "microbatch", "window": 2},
     ],
     ids=str,
 )

@@ -359,6 +359,16 @@ def test_step_before_any_backward_is_an_error_but_a_skipped_batch_is_not() -> No
         stopping.step()
 
 
+def test_a_skipped_batch_in_the_first_window_is_no_error() -> None:
+    dial = Dial()
+    with heldin.EvidenceStopping(dial, window=2, smoothing=0) as stopping:
+        dial.show(-1.0)
+        stopping.step()
+        stopping.step()
+    assert stopping.criterion == pytest.approx(-1.0)
+    assert stopping.history[0].count == 2
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
