@@ -375,10 +375,11 @@ def test_closed_slopes_are_those_of_autograd(seed: int, k: int, b: int, c: int) 
     ):
         fast = RowLoss.of(loss_fn, some, targets[:5])
         assert fast.slope is not None
-        slow = RowLoss(fast.whole, fast.apart, fast.kind, None, True)
+        slow = RowLoss(fast.whole, fast.apart, fast.kind, None, True, lambda t: t)
         for w in (None, weights):
+            ready = fast.ready(targets[5:])
             torch.testing.assert_close(
-                fast.gradient(o, targets[5:], keep, w), slow.gradient(o, targets[5:], keep, w)
+                fast.gradient(o, ready, keep, w), slow.gradient(o, targets[5:], keep, w)
             )
 
 
@@ -467,6 +468,44 @@ def test_one_shadow() -> None:
         start, make(start.parameters()), F.mse_loss, rows, fraction=chosen
     )
     assert torch.equal(stopping._label == 0, chosen)
+
+
+@pytest.mark.parametrize("name", ["relu", "layernorm", "batchnorm"])
+def test_train_takes_the_steps_of_the_loop(name: str) -> None:
+    torch.manual_seed(16)
+    start = MODELS[name]().double()
+    x, y = rows = data()
+    looped, trained = copy.deepcopy(start), copy.deepcopy(start)
+    make = OPTIMIZERS["adam"]
+    optimizer = make(looped.parameters())
+    first = heldin.FoldStopping(looped, optimizer, F.mse_loss, rows, 3)
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(5):
+        for a, b in first.batches(12, generator=generator):
+            F.mse_loss(looped(a), b).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            first.step()
+    second = heldin.FoldStopping(trained, make(trained.parameters()), F.mse_loss, rows, 3)
+    second.train(12, max_steps=11, generator=torch.Generator().manual_seed(2))
+    saved = copy.deepcopy(second.state_dict())
+    second.train(12, max_steps=11)  # nothing left to do
+    assert [r.step for r in second.history] == [0, 1, 2, 3, 4, 5, 6, 8, 10]
+    second = heldin.FoldStopping(trained, make(trained.parameters()), F.mse_loss, rows, 3)
+    with pytest.raises(heldin.HeldinError, match="follows a loop of yours"):
+        first.train(12)
+    third = copy.deepcopy(start)
+    whole = heldin.FoldStopping(third, make(third.parameters()), F.mse_loss, rows, 3)
+    whole.train(12, max_steps=15, generator=torch.Generator().manual_seed(2))
+    for a, b in zip(whole.history, first.history, strict=True):
+        for key in ("step", "estimate", "standard_error", "training_loss"):
+            assert math.isclose(getattr(a, key), getattr(b, key), rel_tol=1e-9)
+    for a, b in zip(looped.state_dict().values(), third.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b)
+    second.load_state_dict(saved)
+    assert list(second.history) == list(whole.history)[: len(second.history)]
+    with pytest.raises(heldin.HeldinError, match="one or the other"):
+        train_once(second, trained, second._optimizer, x, y)
 
 
 # -- which rows

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ._checks import whole
-from ._curves import Patience
+from ._curves import Patience, next_check
 from ._errors import HeldinError, HeldinWarning
 from ._losses import LossFunction
 from ._path import CHUNK, Average, PathStopping, Taken
 from ._rows import WAY_OUT, Finder
-from ._stack import Engine, Stack
+from ._stack import Engine, Stack, hyperparameters
 
 __all__ = ["FoldStopping", "ShadowStopping"]
 
@@ -40,6 +40,9 @@ class _Shadows(PathStopping):
         super().__init__(model, optimizer, loss_fn, data, **options)
         self._label = self._labels().to(self._rows.targets.device)
         self._copies = int(self._label.max()) + 1
+        self._targets = self._loss.ready(self._rows.targets)
+        self._optimizer, self._engine = optimizer, engine
+        self._inside = False  # whether the model itself is trained in the stack
         self._stack = Stack(model, optimizer, self._copies, self._rows.inputs, engine)
         self._twin: Stack | None = None
         if not any(isinstance(m, nn.modules.dropout._DropoutNd) for m in model.modules()):
@@ -54,12 +57,13 @@ class _Shadows(PathStopping):
 
     def _place(self) -> None:
         """Where the held-out rows of every shadow lie: (K, r) row numbers, padded with row 0."""
-        own = [(self._label == k).nonzero().flatten() for k in range(self._copies)]
+        own = [(self._label == k).nonzero().flatten() for k in range(self._stack.copies)]
         width = max(len(rows) for rows in own)
         self._held = torch.stack([torch.cat([r, r.new_zeros(width - len(r))]) for r in own])
         self._real = torch.stack(
             [torch.arange(width, device=self._label.device) < len(r) for r in own]
         )
+        self._numbers_of_copies = torch.arange(len(own), device=self._label.device).unsqueeze(1)
 
     @property
     def engine(self) -> str:
@@ -92,6 +96,8 @@ class _Shadows(PathStopping):
             yield batch
 
     def _follow(self, taken: Taken, index: Tensor | None, now: bool) -> None:
+        if self._inside:
+            raise HeldinError("step: train() takes the steps itself; it is one or the other")
         queued, self._queue = self._queue, []
         inputs = tuple(torch.cat(parts) for parts in zip(*taken.calls, strict=True))
         device = self._label.device
@@ -117,23 +123,106 @@ class _Shadows(PathStopping):
                 "step: the optimiser has got another parameter group, which the shadows do not "
                 "have; make a new stopping object when the parameters change"
             )
-        keep = self._label[index] != torch.arange(self._copies, device=device).unsqueeze(1)
-        self._advance(self._stack, inputs, index, keep, taken)
+        self._advance(self._stack, inputs, index, self._keep(index), taken.settings)
         if self._twin is not None:
             twin, self._twin = self._twin, None
             if now:
                 self._compare(twin, inputs, index, taken)
 
+    def _keep(self, index: Tensor) -> Tensor:
+        """(copies, b): which copy may see which row of the minibatch."""
+        return self._label[index] != self._numbers_of_copies
+
     def _advance(
-        self, stack: Stack, inputs: Sequence[Tensor], index: Tensor, keep: Tensor, taken: Taken
+        self,
+        stack: Stack,
+        inputs: Sequence[Tensor],
+        index: Tensor,
+        keep: Tensor,
+        settings: Sequence[Mapping[str, Any]],
     ) -> None:
         weights = None if self._weights is None else self._weights[index]
-        stack.advance(inputs, self._rows.targets[index], keep, self._loss, taken.settings, weights)
+        stack.advance(inputs, self._targets[index], keep, self._loss, settings, weights)
+
+    def train(
+        self,
+        batch_size: int | None = None,
+        *,
+        max_steps: int = 10_000,
+        shuffle: bool = True,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        """Train the model in the same stack as its shadows, until it should stop.
+
+        In place of a loop, where the loop would do nothing else. The model is one more copy in the
+        stack, so that small networks train with five folds in little more time than alone. The
+        optimiser gives its kind and its settings; its own state is left as it is.
+
+        Args:
+            batch_size: rows in a minibatch (default: all; for a DataLoader: its own batches).
+            max_steps: number of steps after which to end even if no stop was found.
+            shuffle: whether each epoch has a new random order.
+            generator: of the order.
+
+        >>> import heldin, torch
+        >>> _ = torch.manual_seed(0)
+        >>> x = torch.randn(60, 20)
+        >>> y = x[:, :1] + torch.randn(60, 1)
+        >>> model = torch.nn.Linear(20, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+        >>> with heldin.FoldStopping(model, optimizer, torch.nn.MSELoss(), (x, y)) as stopping:
+        ...     stopping.train(batch_size=16)
+        >>> stopping.should_stop
+        True
+        """
+        name = type(self).__name__
+        if self._model is None:
+            raise HeldinError(f"{name}.train: called after remove(); make a new one")
+        if self._step and not self._inside:
+            raise HeldinError(
+                f"{name}.train: this object already follows a loop of yours through step(); make a "
+                "new one"
+            )
+        whole(name, "max_steps", max_steps, 0)
+        if not self._inside:
+            self._take_in()
+        settings = hyperparameters(self._optimizer)
+        while self._step < max_steps and not self.should_stop:
+            for index, batch in self._rows.batches(batch_size, shuffle, generator):
+                index = index.to(self._label.device)
+                inputs = [x.to(self._label.device) for x in batch[:-1]]
+                self._advance(self._stack, inputs, index, self._keep(index), settings)
+                self._step += 1
+                if self._step >= next_check(self.history.last().step, self.grid):
+                    self._give_back()
+                    self._check()
+                if self._step >= max_steps or self.should_stop:
+                    break
+        self._give_back()
+
+    def _take_in(self) -> None:
+        """Make the model one more copy, which misses no row."""
+        assert self._model is not None
+        self._inside, self._twin = True, None
+        self._stack = Stack(
+            self._model, self._optimizer, self._copies + 1, self._rows.inputs, self._engine
+        )
+        self._place()
+
+    def _give_back(self) -> None:
+        """Put the weights and buffers of the last copy into the model."""
+        assert self._model is not None
+        own = self._stack.copy_of(self._copies)
+        with torch.no_grad():
+            for name, value in self._state():
+                if name in own:
+                    value.copy_(own[name])
 
     def _compare(self, twin: Stack, inputs: Sequence[Tensor], index: Tensor, taken: Taken) -> None:
         """Did the model take the step that the loss and the optimiser give? Else say so, once."""
         before = {name: block.detach().clone() for name, block in twin.blocks.items()}
-        self._advance(twin, inputs, index, torch.ones_like(index, dtype=torch.bool)[None], taken)
+        everything = torch.ones_like(index, dtype=torch.bool)[None]
+        self._advance(twin, inputs, index, everything, taken.settings)
         off = size = 0.0
         assert self._model is not None
         params = dict(self._model.named_parameters())
@@ -169,12 +258,15 @@ class _Shadows(PathStopping):
     def _own_state(self) -> dict[str, Any]:
         return {
             "label": self._label.clone(),
+            "inside": self._inside,
             "stack": self._stack.state_dict(),
             "turns": dict(self._find.turns),
         }
 
     def _load_own_state(self, state: Mapping[str, Any]) -> None:
         self._label = state["label"].to(self._label.device)
+        if state["inside"] and not self._inside:
+            self._take_in()
         self._place()
         self._stack.load_state_dict(state["stack"])
         self._find.turns = dict(state["turns"])

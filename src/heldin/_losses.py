@@ -30,6 +30,7 @@ class RowLoss:
             weights, for instance, make a mean with its own denominator).
         slope: derivative of `apart` by the outputs in closed form, where there is one.
         cheap: whether `apart` is one call, not one for each row.
+        ready: brings targets into the form that `gradient` takes; to be done once for all rows.
     """
 
     whole: LossFunction
@@ -37,6 +38,7 @@ class RowLoss:
     kind: Literal["mean", "sum", "other"]
     slope: LossFunction | None
     cheap: bool
+    ready: Callable[[Tensor], Tensor]
 
     @classmethod
     def of(cls, loss_fn: LossFunction, outputs: Tensor, targets: Tensor) -> RowLoss:
@@ -74,7 +76,12 @@ class RowLoss:
             return rows.flatten(1).sum(1) if kind == "sum" else rows.flatten(1).mean(1)
 
         slope = _slope(loss_fn, outputs, targets, kind) if kind != "other" else None
-        return cls(loss_fn, apart, kind, slope, separate is not None)
+        classes, dtype = outputs.shape[-1] if outputs.dim() > 1 else 1, outputs.dtype
+
+        def ready(t: Tensor) -> Tensor:
+            return F.one_hot(t, classes).to(dtype) if slope is _softmax_slope else t
+
+        return cls(loss_fn, apart, kind, slope, separate is not None, ready)
 
     def rows(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """(K, b) losses of stacked outputs (K, b, ...) and targets (K, b, ...)."""
@@ -88,7 +95,7 @@ class RowLoss:
 
         Args:
             outputs: (K, b, ...) of the stacked models.
-            targets: (b, ...).
+            targets: (b, ...), made `ready`.
             keep: (K, b), true for the rows that a model may see. One that sees none has gradient 0.
             weights: (b,) of the rows; a model's loss is then the mean (or sum) of weight x loss.
         """
@@ -194,5 +201,5 @@ def _slope(
     return None
 
 
-def _softmax_slope(outputs: Tensor, targets: Tensor) -> Tensor:
-    return outputs.softmax(-1).sub_(F.one_hot(targets, outputs.shape[-1]))
+def _softmax_slope(outputs: Tensor, one_hot: Tensor) -> Tensor:
+    return outputs.softmax(-1).sub_(one_hot)

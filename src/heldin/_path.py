@@ -228,7 +228,8 @@ class PathStopping(ABC):
         index = torch.as_tensor(indices, device=self._rows.targets.device).flatten()
         if index.dtype == torch.bool or index.is_floating_point():
             raise HeldinError(f"step: indices must be whole numbers, got {index.dtype}")
-        if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < len(self._rows):
+        low, high = index.aminmax() if index.numel() else (0, 0)
+        if not 0 <= int(low) <= int(high) < len(self._rows):
             raise HeldinError(f"step: indices must lie in 0 ... {len(self._rows) - 1}")
         return index.long()
 

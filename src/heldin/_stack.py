@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
@@ -107,7 +106,8 @@ class Stack:
         self.blocks: dict[str, Tensor] = {}  # (K, ...) leaves that share the flat vectors' memory
         self.grads: dict[str, Tensor] = {}
         self.idle: set[str] = set()  # parameters that have no part in the outputs
-        self.flats: list[tuple[nn.Parameter, int]] = []  # with their group's number
+        self.flats: list[tuple[nn.Parameter, int]] = []  # with the number of blocks in them
+        self.members: list[list[nn.Parameter]] = []  # the flat vectors of each group
         self._gather(optimizer, names)
         if not self.blocks:
             raise HeldinError(
@@ -119,7 +119,8 @@ class Stack:
         self.engine, self.forward = _engine(model, self, inputs, engine)
 
     def _gather(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
-        for number, group in enumerate(optimizer.param_groups):
+        for group in optimizer.param_groups:
+            self.members.append([])
             alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
             for p in group["params"]:
                 if id(p) in names:
@@ -137,14 +138,15 @@ class Stack:
                     self.blocks[names[id(p)]] = block.requires_grad_()
                     self.grads[names[id(p)]] = flat.grad[start:end].view(shape)
                     start = end
-                self.flats.append((flat, number))
+                self.flats.append((flat, len(params)))
+                self.members[-1].append(flat)
 
     def _optimizers(self, optimizer: Optimizer, names: Mapping[int, str]) -> list[Optimizer]:
         settings = hyperparameters(optimizer)
         if self.elementwise:
             groups = [
-                {"params": [flat for flat, number in self.flats if number == g], **setting}
-                for g, setting in enumerate(settings)
+                {"params": flats, **setting}
+                for flats, setting in zip(self.members, settings, strict=True)
             ]
             made = [_again(optimizer, groups)]
         else:
@@ -240,6 +242,13 @@ class Stack:
         with torch.no_grad():
             return self.forward(inputs, None, train=False)
 
+    def copy_of(self, number: int) -> dict[str, Tensor]:
+        """Weights of one copy, and its buffers if they are its own."""
+        found = {name: block.detach()[number] for name, block in self.blocks.items()}
+        if isinstance(self.forward, _Loop):
+            found |= self.forward.buffers[number]
+        return found
+
     def state_dict(self) -> dict[str, Any]:
         """Weights, buffers and optimiser states."""
         return {
@@ -296,7 +305,7 @@ def _engine(
         )
     if engine == "loop":
         return "loop", _Loop(stack, model)
-    mapped = _Vmap(stack, model)
+    mapped = _Vmap(stack, model, len(inputs))
     problem = _why_not_mapped(model, mapped, inputs)
     if problem is None:
         return "vmap", mapped
@@ -318,26 +327,25 @@ def _why_not_mapped(model: nn.Module, mapped: _Vmap, inputs: Sequence[Tensor]) -
     return None
 
 
-@contextmanager
-def _mode(model: nn.Module, train: bool) -> Iterator[None]:
-    """Evaluation mode for a while; in training every module keeps the mode it has."""
-    if train:
-        yield
-        return
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
+class _Modes:
+    """Keeps a copy of a model in its mode: evaluation, or in training whatever each module has."""
+
+    def __init__(self, original: nn.Module, copied: nn.Module) -> None:
+        self.pairs = list(zip(original.modules(), copied.modules(), strict=True))
+
+    def follow(self, train: bool) -> None:
+        for theirs, mine in self.pairs:
+            mode = train and theirs.training
+            if mine.training != mode:
+                mine.training = mode
 
 
 class _Loop:
     """One `functional_call` for each copy, with nothing but its own rows: works for any model."""
 
     def __init__(self, stack: Stack, model: nn.Module) -> None:
-        self.stack, self.original, self.model = stack, model, skeleton(model)
+        self.stack, self.model = stack, skeleton(model)
+        self.modes = _Modes(model, self.model)
         self.buffers = [
             {name: b.detach().clone() for name, b in model.named_buffers()}
             for _ in range(stack.copies)
@@ -345,8 +353,8 @@ class _Loop:
         self.outputs: Tensor | None = None
 
     def __call__(self, inputs: Sequence[Tensor], keep: Tensor | None, train: bool) -> Tensor:
-        _same_modes(self.original, self.model)
-        with torch.set_grad_enabled(train), _mode(self.model, train):
+        self.modes.follow(train)
+        with torch.set_grad_enabled(train):
             outputs = torch.stack([self._one(k, inputs, keep) for k in range(self.stack.copies)])
         self.outputs = outputs if train else None
         return outputs.detach()
@@ -359,8 +367,10 @@ class _Loop:
             return result
         kept = keep[k].nonzero().flatten()
         if not len(kept):  # what it gives has no weight, and must leave no trace in buffers
-            with torch.no_grad(), _mode(self.model, train=False):
+            self.modes.follow(train=False)
+            with torch.no_grad():
                 blank: Tensor = functional_call(self.model, weights, tuple(inputs))
+            self.modes.follow(train=True)
             return blank
         some: Tensor = functional_call(self.model, weights, tuple(x[kept] for x in inputs))
         return some.new_zeros(keep.shape[1], *some.shape[1:]).index_copy(0, kept, some)
@@ -374,20 +384,39 @@ class _Loop:
 class _Vmap:
     """All copies in one call of `torch.func.vmap`; the rows that one must not see weigh nothing."""
 
-    def __init__(self, stack: Stack, model: nn.Module) -> None:
-        self.stack, self.original, self.model = stack, model, skeleton(model)
+    def __init__(self, stack: Stack, model: nn.Module, arguments: int) -> None:
+        self.stack, self.model = stack, skeleton(model)
+        self.modes = _Modes(model, self.model)
         self.outputs: Tensor | None = None
+        # `functional_call` would look these places up in every step, at the price of a small
+        # network's forward pass. The skeleton is ours, so nothing has to be put back either.
+        numbers = {id(p): i for i, p in enumerate(_named(model, stack.blocks))}
+        self.places = [
+            (module._parameters, name, numbers[id(p)])
+            for module in self.model.modules()
+            for name, p in module._parameters.items()
+            if id(p) in numbers
+        ]
+        weights = (0,) * len(stack.blocks)
+        self.together, self.apart = (
+            torch.func.vmap(
+                self._one, in_dims=(*weights, *(rows,) * arguments), randomness="different"
+            )
+            for rows in (None, 0)
+        )
+
+    def _one(self, *tensors: Tensor) -> Tensor:
+        for table, name, number in self.places:
+            table[name] = tensors[number]  # type: ignore[assignment]
+        result: Tensor = self.model(*tensors[len(self.stack.blocks) :])
+        return result
 
     def __call__(self, inputs: Sequence[Tensor], keep: Tensor | None, train: bool) -> Tensor:
-        def one(weights: dict[str, Tensor], *rows: Tensor) -> Tensor:
-            result: Tensor = functional_call(self.model, weights, rows)
-            return result
-
-        _same_modes(self.original, self.model)
-        places = (0, *[None if keep is not None else 0 for _ in inputs])
-        mapped = torch.func.vmap(one, in_dims=places, randomness="different")
-        with torch.set_grad_enabled(train), _mode(self.model, train):
-            outputs: Tensor = mapped(self.stack.blocks, *inputs)
+        self.modes.follow(train)
+        blocks = self.stack.blocks.values()
+        mapped = self.together if keep is not None else self.apart
+        with torch.set_grad_enabled(train):
+            outputs: Tensor = mapped(*blocks, *inputs)
         self.outputs = outputs if train else None
         return outputs.detach()
 
@@ -397,23 +426,24 @@ class _Vmap:
         self.outputs = None
 
 
-def _same_modes(original: nn.Module, copied: nn.Module) -> None:
-    for theirs, mine in zip(original.modules(), copied.modules(), strict=True):
-        mine.training = theirs.training
+def _named(model: nn.Module, names: Iterable[str]) -> list[nn.Parameter]:
+    known = dict(model.named_parameters())
+    return [known[name] for name in names]
 
 
 def _write(stack: Stack, outputs: Tensor, gradient: Tensor) -> None:
-    found: Sequence[Tensor | None] = [None] * len(stack.grads)
+    """Put the gradients into the flat vectors, whose tensors have the order of the blocks."""
+    blocks = list(stack.blocks.values())
+    found: list[Tensor | None] = [None] * len(blocks)
     if outputs.requires_grad:
-        found = torch.autograd.grad(
-            outputs, list(stack.blocks.values()), gradient, allow_unused=True
-        )
-    for (name, place), value in zip(stack.grads.items(), found, strict=True):
-        if value is None:
-            stack.idle.add(name)
-            place.zero_()
-        else:
-            place.copy_(value)
+        found = list(torch.autograd.grad(outputs, blocks, gradient, allow_unused=True))
+        stack.idle = {n for n, value in zip(stack.blocks, found, strict=True) if value is None}
+    full = [torch.zeros_like(b) if v is None else v for b, v in zip(blocks, found, strict=True)]
+    start = 0
+    for flat, number in stack.flats:
+        assert flat.grad is not None
+        torch.cat([value.flatten() for value in full[start : start + number]], out=flat.grad)
+        start += number
 
 
 Slope = Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]  # module, gradient, input, output
