@@ -5,6 +5,7 @@ from ._errors import HeldinError, HeldinWarning, MixedSamplesWarning, NotObserva
 from ._estimates import Estimate, EstimateHistory
 from ._evidence import Evidence, evidence
 from ._folds import FoldStopping, ShadowStopping
+from ._leaveoneout import LeaveOneOutStopping
 from ._moments import Moments
 from ._observe import Observation, observe
 from ._rules import Use, rule
@@ -16,6 +17,7 @@ __all__ = [
     "FoldStopping",
     "HeldinError",
     "HeldinWarning",
+    "LeaveOneOutStopping",
     "MixedSamplesWarning",
     "Moments",
     "NotObservable",
