@@ -103,7 +103,7 @@ def test_the_whole_rule_against_dense_matrices(classes: int, decay: float) -> No
     stopping = heldin.LeaveOneOutStopping(model, optimizer, loss_fn, (x, y), patience=None)
     width = sum(p.numel() for p in model.parameters())
     moved = torch.zeros(n, width, dtype=torch.float64)
-    estimates, since, velocity = [float(losses(model(x), y).mean())], 0.0, 0.0
+    estimates, since, velocity = [float(losses(model(x), y).detach().mean())], 0.0, 0.0
     for step in range(1, 12):
         loss_fn(model(x), y).backward()
         optimizer.step()

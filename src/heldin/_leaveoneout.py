@@ -131,7 +131,8 @@ def _second_moment(optimizer: Optimizer, p: Tensor, setting: Mapping[str, Any]) 
             v = v - state["grad_avg"].square()
         return v
     v = state.get("max_exp_avg_sq", state["exp_avg_sq"]).detach()
-    return v / (1 - float(setting["betas"][1]) ** float(state["step"]))
+    v = v / (1 - float(setting["betas"][1]) ** float(state["step"]))
+    return v
 
 
 KNOWN = (torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adam, torch.optim.AdamW)
