@@ -964,6 +964,11 @@ def test_a_resumed_run_goes_on_bit_for_bit(name: str) -> None:
         stopping.restore()
     for a, b in zip(whole[0].parameters(), second[0].parameters(), strict=True):
         assert torch.equal(a, b)
+    damaged = first[2].state_dict() | {"curves": None}
+    before = second[2].state_dict()["curves"]
+    with pytest.raises(heldin.HeldinError, match="incomplete or damaged"):
+        second[2].load_state_dict(damaged)
+    assert torch.equal(second[2].state_dict()["curves"], before)
     other = heldin.FoldStopping(whole[0], whole[1], F.mse_loss, (x, y), 4)
     shadow = heldin.ShadowStopping(whole[0], whole[1], F.mse_loss, (x, y))
     with pytest.raises(heldin.HeldinError, match="saved with folds=3"):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ._errors import HeldinError
 
-__all__ = ["same_settings", "share", "state_of", "whole"]
+__all__ = ["all_or_nothing", "same_settings", "share", "state_of", "whole"]
 
 
 def whole(owner: str, name: str, value: Any, least: int) -> int:
@@ -51,3 +51,23 @@ def same_settings(owner: str, saved: Mapping[str, Any], own: Mapping[str, Any]) 
                 f"{owner}.load_state_dict: saved with {name}={saved.get(name)!r}, but this one has "
                 f"{name}={value!r}; construct it with the saved value, or start a new one"
             )
+
+
+def all_or_nothing(
+    owner: str,
+    take: Callable[[Mapping[str, Any]], None],
+    state: Mapping[str, Any],
+    before: Mapping[str, Any],
+) -> None:
+    """Take over a state; if it is damaged, go back to the one before and say so."""
+    try:
+        take(state)
+    except HeldinError:
+        take(before)
+        raise
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        take(before)
+        raise HeldinError(
+            f"{owner}.load_state_dict: the state is incomplete or damaged ({error!r}); load an "
+            "older checkpoint"
+        ) from error

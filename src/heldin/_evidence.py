@@ -12,9 +12,11 @@ import torch
 from ._errors import HeldinError
 from ._moments import Moments
 
-__all__ = ["Evidence", "Groups", "evidence", "grouping"]
+__all__ = ["Correction", "Dead", "Evidence", "Groups", "evidence", "grouping"]
 
 Groups = Literal["tensor", "all"] | Mapping[str, str] | Callable[[str], str]
+Correction = Literal["gaussian", "symmetric"] | None
+Dead = Literal["out", "zero"]
 
 
 @dataclass(frozen=True)
@@ -63,13 +65,25 @@ def grouping(groups: Groups) -> Callable[[str], str]:
     )
 
 
-def evidence(seen: Mapping[str, Moments], groups: Groups = "tensor") -> Evidence:
+def evidence(
+    seen: Mapping[str, Moments],
+    groups: Groups = "tensor",
+    *,
+    correction: Correction = None,
+    dead: Dead = "out",
+) -> Evidence:
     """The criterion from observed moments.
 
     Args:
         seen: moments by parameter name, as `heldin.observe` gives them.
         groups: "tensor" (each parameter is a group), "all" (one group), or a mapping or function
             from parameter names to group names.
+        correction: for few samples. Without signal the mean of f is not 1 but (m-1)/(m-3), if the
+            contributions are Gaussian: "gaussian" divides by that (no value for m <= 3),
+            "symmetric" puts q = f m / (m - 1 + f) in the place of f, which has mean 1 for
+            symmetric contributions and any m.
+        dead: coordinates to which no sample contributed are 0/0. "out" leaves them out of the
+            mean, "zero" counts them as f = 0, so that many of them alone ask for a stop.
 
     >>> import heldin, torch
     >>> model = torch.nn.Linear(1, 1, bias=False)
@@ -77,17 +91,29 @@ def evidence(seen: Mapping[str, Moments], groups: Groups = "tensor") -> Evidence
     >>> with heldin.observe(model) as seen:
     ...     model(x).sum().backward()              # contributions 1 and 2
     >>> e = heldin.evidence(seen)
-    >>> e.criterion                                # f = 1 * 3^2 / (2 * 5 - 3^2) = 9
+    >>> round(e.criterion, 3)                      # f = 1 * 3^2 / (2 * 5 - 3^2) = 9
     -8.0
-    >>> e.groups
-    {'weight': -8.0}
+    >>> list(e.groups)
+    ['weight']
     """
-    return _gathered(((name, moments) for name, moments in seen.items()), grouping(groups))
+    if correction not in (None, "gaussian", "symmetric"):
+        raise HeldinError(
+            f"correction: expected None, 'gaussian' or 'symmetric', got {correction!r}"
+        )
+    if dead not in ("out", "zero"):
+        raise HeldinError(f"dead: expected 'out' or 'zero', got {dead!r}")
+    return _gathered(seen.items(), grouping(groups), correction, dead)
 
 
-def _gathered(items: Iterable[tuple[str, Moments]], group_of: Callable[[str], str]) -> Evidence:
+def _gathered(
+    items: Iterable[tuple[str, Moments]],
+    group_of: Callable[[str], str],
+    correction: Correction,
+    dead: Dead,
+) -> Evidence:
     sums: dict[str, float] = {}
     live: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     nonfinite: list[str] = []
     spoilt: set[str] = set()
     count = 0
@@ -98,13 +124,19 @@ def _gathered(items: Iterable[tuple[str, Moments]], group_of: Callable[[str], st
             nonfinite.append(name)
             spoilt.add(group)
             continue
-        f = moments.snr
-        alive = ~f.isnan()
-        number = int(alive.sum())
-        if number:
-            sums[group] = sums.get(group, 0.0) + float(torch.nansum(f, dtype=torch.float64))
+        if moments.count < 2 or (correction == "gaussian" and moments.count < 4):
+            continue
+        f = moments.q if correction == "symmetric" else moments.snr
+        number = int((~f.isnan()).sum())
+        size = f.numel() if dead == "zero" else number
+        if size:
+            total = float(torch.nansum(f, dtype=torch.float64))
+            if correction == "gaussian":
+                total *= (moments.count - 3) / (moments.count - 1)
+            sums[group] = sums.get(group, 0.0) + total
             live[group] = live.get(group, 0) + number
-    values = {g: 1.0 - total / live[g] for g, total in sums.items() if g not in spoilt}
+            sizes[group] = sizes.get(group, 0) + size
+    values = {g: 1.0 - total / sizes[g] for g, total in sums.items() if g not in spoilt}
     criterion = math.fsum(values.values()) / len(values) if values else math.nan
     kept = {g: n for g, n in live.items() if g in values}
     return Evidence(criterion, values, count, kept, tuple(nonfinite))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -45,43 +46,64 @@ class Graph:
     nodes: list[Any]
     index: dict[Any, int]
     names: list[str]
-    children: list[tuple[tuple[int, int], ...]]  # per node and input: (position or -1, output)
+    edges: list[int]  # flat: for each node its number of inputs, then a code for each of them
     leaves: dict[int, Tensor]  # position -> leaf tensor
 
-    def parents(self) -> list[list[tuple[int, int, int]]]:
-        """Per node: (position, input, own output) of every node that it feeds."""
-        result: list[list[tuple[int, int, int]]] = [[] for _ in self.nodes]
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """Equal for graphs with the same ops in the same places."""
+        return tuple(self.names), tuple(self.edges)
+
+    @cached_property
+    def children(self) -> list[list[tuple[int, int]]]:
+        """Per node and input: (position, output), with position -1 where there is nothing."""
+        result: list[list[tuple[int, int]]] = []
+        codes = iter(self.edges)
+        for count in codes:
+            inputs = [next(codes) for _ in range(count)]
+            result.append([(-1, 0) if code < 0 else divmod(code, _OUTPUTS) for code in inputs])
+        return result
+
+    @cached_property
+    def parents(self) -> list[list[int]]:
+        """Per node: the positions of the nodes that it feeds."""
+        result: list[list[int]] = [[] for _ in self.nodes]
         for position, inputs in enumerate(self.children):
-            for argument, (child, output) in enumerate(inputs):
+            for child, _ in inputs:
                 if child >= 0:
-                    result[child].append((position, argument, output))
+                    result[child].append(position)
         return result
 
 
+_OUTPUTS = 1 << 20  # more than any op has outputs
+
+
 def walk(roots: Sequence[Any]) -> Graph:
-    """All nodes between the roots and the leaves, depth first."""
-    nodes: list[Any] = []
+    """All nodes between the roots and the leaves."""
+    nodes = list(dict.fromkeys(roots))
+    index = {node: position for position, node in enumerate(nodes)}
     names: list[str] = []
-    inputs: list[Any] = []
-    index: dict[Any, int] = {}
-    stack = list(reversed(roots))
-    while stack:
-        node = stack.pop()
-        if node in index:
-            continue
-        index[node] = len(nodes)
-        nodes.append(node)
+    edges: list[int] = []
+    leaves: dict[int, Tensor] = {}
+    for position, node in enumerate(nodes):  # grows while it is gone through
         name = node.name()
         names.append(_SYNONYMS.get(name, name))
+        if name == LEAF:
+            leaves[position] = node.variable
+            edges.append(0)
+            continue
         following = node.next_functions
-        inputs.append(following)
-        stack.extend([child for child, _ in following if child is not None])
-    children = [
-        tuple([(-1 if child is None else index[child], output) for child, output in each])
-        for each in inputs
-    ]
-    leaves = {i: nodes[i].variable for i, name in enumerate(names) if name == LEAF}
-    return Graph(nodes, index, names, children, leaves)
+        edges.append(len(following))
+        for child, output in following:
+            if child is None:
+                edges.append(-1)
+                continue
+            at = index.get(child)
+            if at is None:
+                at = index[child] = len(nodes)
+                nodes.append(child)
+            edges.append(at * _OUTPUTS + output)
+    return Graph(nodes, index, names, edges, leaves)
 
 
 @dataclass(frozen=True)
@@ -94,9 +116,8 @@ class Sink:
     params: tuple[str, ...]
     chain: tuple[tuple[int, int, int], ...] | None  # moving nodes: (position, output, input)
 
-    @property
-    def key(self) -> tuple[int, int]:
-        return self.node, self.output
+    key: tuple[int, int]
+    transposed: bool  # the way is a single transposition
 
 
 @dataclass
@@ -110,6 +131,7 @@ class Plan:
     shared: set[str] = field(default_factory=set)  # parameters with a penalty in the loss
     leaves: dict[str, int] = field(default_factory=dict)
     expected: dict[tuple[int, int], int] = field(default_factory=dict)  # sink -> number of uses
+    general: dict[int, list[Sink]] = field(default_factory=dict)  # node -> sinks that are no views
     replayed: bool = False  # the contributions are known already; only the leaves are checked
 
     def alone(self, name: str) -> bool:
@@ -157,8 +179,7 @@ def _make_plan(
         if position is not None:
             outputs.setdefault(position, {})[number] = planes
     kinds = _kinds(graph, outputs)
-    parents = graph.parents()
-    cuts = _cuts(graph, slots, kinds, parents)
+    cuts = _cuts(graph, slots, kinds)
     plan = Plan(m)
     named = {i: names[id(leaf)] for i, leaf in graph.leaves.items() if id(leaf) in names}
     plan.leaves = {name: i for i, name in named.items()}
@@ -171,11 +192,15 @@ def _make_plan(
         ]
         if not reached or (kind == FREE and position not in cuts):
             continue
-        if kind == OUTSIDE:
-            _outside(graph, plan, position, reached, kinds, below)
+        if _is_added_on(graph, position, outputs.get(position, {}), kind):
+            for _, child, _ in reached:
+                _check_penalty(graph, child, outputs, below, m)
+                plan.shared |= below[child]
             continue
-        known = cuts[position] if position in cuts else outputs[position]
         params = sorted({name for _, child, _ in reached for name in below[child]})
+        if kind == OUTSIDE:
+            _refuse_outside(graph, position, params)
+        known = cuts[position] if position in cuts else outputs[position]
         plan.layouts[position] = _layouts(graph, position, known, m, reading, params, cause)
         for argument, child, output in reached:
             sink = _sink(graph, child, output, below, named)
@@ -184,6 +209,8 @@ def _make_plan(
             for name in sink.params:
                 if sink not in plan.sinks.setdefault(name, []):
                     plan.sinks[name].append(sink)
+            if sink.chain is None and sink not in plan.general.setdefault(sink.node, []):
+                plan.general[sink.node].append(sink)
     return plan
 
 
@@ -225,7 +252,6 @@ def _cuts(
     graph: Graph,
     slots: Mapping[Key, Tensor | None],
     kinds: Sequence[str],
-    parents: Sequence[Sequence[tuple[int, int, int]]],
 ) -> dict[int, dict[int, Tensor | None]]:
     """Data-free nodes whose every output element is put into one sample's place, and into whose."""
     cuts: dict[int, dict[int, Tensor | None]] = {}
@@ -233,7 +259,7 @@ def _cuts(
         i = graph.index.get(node)
         if i is None or planes is None or len(node._input_metadata) != 1:
             continue
-        if kinds[i] == FREE and all(kinds[p] == DATA for p, _, _ in parents[i]):
+        if kinds[i] == FREE and all(kinds[p] == DATA for p in graph.parents[i]):
             cuts[i] = {number: planes}
     return cuts
 
@@ -252,21 +278,40 @@ def _below(
     return below
 
 
-def _outside(
-    graph: Graph,
-    plan: Plan,
-    position: int,
-    reached: Sequence[tuple[int, int, int]],
-    kinds: Sequence[str],
-    below: Sequence[frozenset[str]],
-) -> None:
-    """A parameter that enters the loss outside the model: fine if it is a penalty, added on."""
-    params = sorted({name for _, child, _ in reached for name in below[child]})
+def _is_added_on(
+    graph: Graph, position: int, known: Mapping[int, Tensor | None], kind: str
+) -> bool:
+    """Whether a parameter enters the loss here as a penalty: in a sum, after the samples met."""
     node = graph.nodes[position]
+    if kind == DATA and not all(p is not None and bool(is_mixed(p).all()) for p in known.values()):
+        return False
     scalar = all(size == 1 for size in node._input_metadata[0].shape)
-    if graph.names[position] in ("AddBackward0", "SubBackward0", "StackBackward0") and scalar:
-        plan.shared.update(params)
-        return
+    return scalar and graph.names[position] in ("AddBackward0", "SubBackward0", "StackBackward0")
+
+
+def _check_penalty(
+    graph: Graph,
+    start: int,
+    outputs: Mapping[int, Any],
+    below: Sequence[frozenset[str]],
+    m: int,
+) -> None:
+    """A penalty holds no data. Outside the model nobody has followed it, so look at its tensors."""
+    stack, visited = [start], {start}
+    while stack:
+        i = stack.pop()
+        node, inputs = graph.nodes[i], graph.children[i]
+        if i not in outputs and i not in graph.leaves and any(c < 0 for c, _ in inputs):
+            for name in dir(node):
+                value = getattr(node, name) if name.startswith("_saved_") else None
+                if isinstance(value, Tensor) and m in value.shape and not value.requires_grad:
+                    _refuse_outside(graph, i, sorted(below[start]))
+        fresh = [c for c, _ in inputs if c >= 0 and c not in visited]
+        visited.update(fresh)
+        stack.extend(fresh)
+
+
+def _refuse_outside(graph: Graph, position: int, params: Sequence[str]) -> None:
     raise NotObservable(
         f"parameter {params[0]!r} is used in {graph.names[position]} outside the model's forward "
         "pass, together with data; which sample is which is not known there. Move that computation "
@@ -318,7 +363,7 @@ def _sink(
 ) -> Sink:
     if child in named:
         shape = tuple(graph.leaves[child].shape)
-        return Sink(child, output, shape, (named[child],), ())
+        return Sink(child, output, shape, (named[child],), (), (child, output), False)
     chain: list[tuple[int, int, int]] = []
     at, number, moving = child, output, True
     while moving and at not in named:
@@ -329,7 +374,9 @@ def _sink(
         at, number = following, following_output
     shape = tuple(graph.nodes[child]._input_metadata[output].shape)
     params = tuple(sorted(below[child]))
-    return Sink(child, output, shape, params, tuple(chain) if moving else None)
+    flip = moving and [graph.names[position] for position, _, _ in chain] == ["TBackward0"]
+    way = tuple(chain) if moving else None
+    return Sink(child, output, shape, params, way, (child, output), flip)
 
 
 def hidden(graph: Graph) -> tuple[str, str] | None:

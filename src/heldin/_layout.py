@@ -39,7 +39,7 @@ class Layout:
         if size % m == 0:
             changes = (line[1:] != line[:-1]).nonzero()
             inner = int(changes[0]) + 1
-            if torch.equal(line, torch.arange(size) // inner % m):
+            if size % (m * inner) == 0 and torch.equal(line, torch.arange(size) // inner % m):
                 return cls(m, shape, owner, dim, inner)
         counts = torch.bincount(line, minlength=m)
         rows = torch.full((m, int(counts.max())), size)

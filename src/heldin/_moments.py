@@ -19,8 +19,8 @@ def snr(total: Tensor, squares: Tensor, count: int) -> Tensor:
     and where rounding hides the variance (q >= m) f is large, not negative. Coordinates to which no
     sample contributed, and all of them if m < 2, are nan.
 
-    >>> snr(torch.tensor([3.0, 0.0]), torch.tensor([5.0, 0.0]), 3)
-    tensor([3., nan])
+    >>> snr(torch.tensor([2.0, 0.0]), torch.tensor([4.0, 0.0]), 2)      # contributions 0 and 2
+    tensor([1., nan])
     """
     if count < 2:
         return torch.full_like(total, torch.nan)
@@ -37,6 +37,7 @@ class Moments:
         total: sum of the contributions, on the loss's own scale; the parameter's shape.
         squares: sum of their squares.
         count: number of samples.
+        weight: how many coordinates of the parameter each one here stands for (1: all are here).
 
     >>> m = Moments(torch.tensor([2.0]), torch.tensor([4.0]), 2)     # contributions 0 and 2
     >>> m.snr
@@ -46,11 +47,26 @@ class Moments:
     total: Tensor
     squares: Tensor
     count: int
+    weight: float = 1.0
 
     @cached_property
     def snr(self) -> Tensor:
         """f_k, elementwise; nan where no sample contributed."""
         return snr(self.total, self.squares, self.count)
+
+    @cached_property
+    def q(self) -> Tensor:
+        r"""\(q_k = (\sum c)^2 / \sum c^2\), elementwise; nan where no sample contributed.
+
+        q = f m / (m - 1 + f): equal to f where that is 1, never above m, and of mean exactly 1 for
+        contributions that are symmetric about zero, however few they are.
+
+        >>> Moments(torch.tensor([3.0]), torch.tensor([5.0]), 2).q
+        tensor([1.8000])
+        """
+        if self.count < 2:
+            return torch.full_like(self.total, torch.nan)
+        return self.total.square().div_(self.squares)
 
     @cached_property
     def finite(self) -> bool:

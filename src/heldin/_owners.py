@@ -340,12 +340,13 @@ class Tracker(TorchDispatchMode):
         """Into whose elements a data-free tensor is put, where the op says so one to one."""
         offset = 0
         for tensor in inputs:
-            width = tensor.shape[bound["dim"]] if op.base == "cat" and tensor.dim() else 0
+            joined = op.base == "cat" and tensor.dim() == out.dim()
+            width = tensor.shape[bound["dim"]] if joined else 0
             if tensor.grad_fn is not None and self.owners(tensor) is None:
                 key = (tensor.grad_fn, tensor.output_nr)
                 place: Tensor | None = None
                 if planes is not None and not bool(is_mixed(planes).any()):
-                    if op.base == "cat":
+                    if joined:
                         dim = bound["dim"] % out.dim() + 1
                         constant = planes.shape[dim] == 1
                         place = planes if constant else planes.narrow(dim, offset, width)

@@ -1,22 +1,39 @@
 """Per-sample contributions to one tensor, in the form in which an op leaves them.
 
-A part can hand out the contributions of a range of samples (`take`) and knows the cheapest way to
-their sum and sum of squares (`moments`). Several parts of one tensor (a module called twice, tied
+A part can hand out the contributions of a range of samples (`take`), knows the cheapest way to
+their sum and sum of squares (`moments`), and some parts can be cut down to a block of coordinates
+before anything is computed (`cut`). Several parts of one tensor (a module called twice, tied
 weights) are summed per sample before they are squared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["Lazy", "Moved", "Outer", "Owned", "Part", "Rows", "Scattered", "moments", "wide"]
+from ._sampling import Block
+
+__all__ = [
+    "CHUNK",
+    "Filters",
+    "Lazy",
+    "Moved",
+    "Outer",
+    "Owned",
+    "Part",
+    "Rows",
+    "Scattered",
+    "moments",
+    "wide",
+]
 
 CHUNK = 1 << 22  # elements of per-sample gradients held at a time
+CACHE = 1 << 16  # elements of one sample's gradient worked on at a time
 
 
 def wide(tensor: Tensor) -> Tensor:
@@ -24,38 +41,38 @@ def wide(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
-class Part(Protocol):
+class Part(ABC):
     """The contributions of m samples to one tensor of the given shape."""
 
     m: int
     shape: tuple[int, ...]
+    rows = 0  # how many rows of an activation each sample has; 0 if that says nothing
 
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @abstractmethod
     def take(self, lo: int, hi: int) -> Tensor:
         """Contributions of samples lo..hi-1, (hi - lo, *shape)."""
-        ...
 
     def moments(self, total: Tensor | None) -> tuple[Tensor, Tensor]:
         """Sum and sum of squares over all samples; the sum may be known already."""
-        ...
+        return _chunked(self.take, self.m, self.numel)
+
+    def cut(self, block: Block) -> Part | None:
+        """The same for a block of coordinates only, or None if that would save nothing."""
+        return None
 
 
-def _chunked(
-    take: Callable[[int, int], Tensor], m: int, shape: Sequence[int]
-) -> tuple[Tensor, Tensor]:
-    size = 1
-    for extent in shape:
-        size *= extent
+def _chunked(take: Callable[[int, int], Tensor], m: int, size: int) -> tuple[Tensor, Tensor]:
     step = max(1, min(m, CHUNK // max(size, 1)))
-    total = squares = None
-    for lo in range(0, m, step):
+    part = take(0, step)
+    total, squares = part.sum(0), part.square().sum(0)
+    for lo in range(step, m, step):
         part = take(lo, min(m, lo + step))
-        if total is None or squares is None:
-            total, squares = part.sum(0), part.square().sum(0)
-        else:
-            total += part.sum(0)
-            squares += part.square().sum(0)
-    assert total is not None
-    assert squares is not None
+        total += part.sum(0)
+        squares += part.square().sum(0)
     return total, squares
 
 
@@ -76,17 +93,15 @@ def moments(parts: Sequence[Part], total: Tensor | None = None) -> tuple[Tensor,
             result = result + part.take(lo, hi)
         return result
 
-    return _chunked(take, parts[0].m, parts[0].shape)
+    return _chunked(take, parts[0].m, parts[0].numel)
 
 
-@dataclass
-class Rows:
+class Rows(Part):
     """Contributions written out: (m, *shape)."""
 
-    values: Tensor
-
-    def __post_init__(self) -> None:
-        self.m, self.shape = self.values.shape[0], tuple(self.values.shape[1:])
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+        self.m, self.shape = values.shape[0], tuple(values.shape[1:])
 
     def take(self, lo: int, hi: int) -> Tensor:
         return self.values[lo:hi]
@@ -94,17 +109,17 @@ class Rows:
     def moments(self, total: Tensor | None) -> tuple[Tensor, Tensor]:
         return self.values.sum(0), self.values.square().sum(0)
 
+    def cut(self, block: Block) -> Part:
+        return Rows(self.values[(slice(None), *block)])
 
-@dataclass
-class Outer:
+
+class Outer(Part):
     """A matrix in a product with the data: contribution i is left_i^T right_i, over r rows."""
 
-    left: Tensor  # (m, r, a)
-    right: Tensor  # (m, r, b)
-
-    def __post_init__(self) -> None:
-        self.m = self.left.shape[0]
-        self.shape: tuple[int, ...] = (self.left.shape[2], self.right.shape[2])
+    def __init__(self, left: Tensor, right: Tensor) -> None:
+        self.left, self.right = left, right  # (m, r, a), (m, r, b)
+        self.m, self.rows = left.shape[0], left.shape[1]
+        self.shape = (left.shape[2], right.shape[2])
 
     def t(self) -> Outer:
         return Outer(self.right, self.left)
@@ -112,40 +127,99 @@ class Outer:
     def take(self, lo: int, hi: int) -> Tensor:
         return wide(self.left[lo:hi]).mT @ wide(self.right[lo:hi])
 
+    def cut(self, block: Block) -> Part:
+        return Outer(self.left[:, :, block[0]], self.right[:, :, block[1]])
+
     def moments(self, total: Tensor | None) -> tuple[Tensor, Tensor]:
         left, right = wide(self.left), wide(self.right)
+        if self.rows == 1:
+            left, right = left.squeeze(1), right.squeeze(1)
+            if total is None:
+                total = left.mT @ right
+            return total, left.square().mT @ right.square()
+        size = self.shape[0] * self.shape[1]
+        if self.m * size <= CHUNK // 8:
+            each = left.mT @ right
+            return each.sum(0) if total is None else total, each.square_().sum(0)
         if total is None:
             total = left.flatten(0, 1).mT @ right.flatten(0, 1)
-        if left.shape[1] == 1:
-            return total, left[:, 0].square().mT @ right[:, 0].square()
         squares = torch.zeros_like(total)
-        step = max(1, min(self.m, CHUNK // total.numel()))
-        for lo in range(0, self.m, step):
-            each = left[lo : lo + step].mT @ right[lo : lo + step]
-            if len(each) == 1:
-                squares.addcmul_(each[0], each[0])
-            else:
-                squares += each.square_().sum(0)
+        height = max(1, CACHE // right.shape[2])  # rows of the matrix at a time, to stay in cache
+        for top in range(0, left.shape[2], height):
+            piece, strip = squares[top : top + height], left[:, :, top : top + height].mT
+            each = torch.empty_like(piece)
+            for i in range(self.m):
+                torch.mm(strip[i], right[i], out=each)
+                piece.addcmul_(each, each)
         return total, squares
 
 
-@dataclass
-class Scattered:
+class Filters(Part):
+    """Convolution filters (O, C, k, k): each sample's rows are images, of which patches are taken.
+
+    Only plain two-dimensional convolutions; others are `Lazy`.
+    """
+
+    def __init__(
+        self, grad: Tensor, x: Tensor, kernel: Sequence[int], settings: Mapping[str, Sequence[int]]
+    ) -> None:
+        self.grad, self.x = grad, x  # (m, r, O, H, W), (m, r, C, H, W)
+        self.kernel, self.settings = tuple(kernel), settings
+        self.m = grad.shape[0]
+        self.shape = (grad.shape[2], x.shape[2], *self.kernel)
+
+    def cut(self, block: Block) -> Part:
+        rows, columns = block
+        return Filters(self.grad[:, :, rows], self.x[:, :, columns], self.kernel, self.settings)
+
+    def take(self, lo: int, hi: int) -> Tensor:
+        x, grad = wide(self.x[lo:hi]), wide(self.grad[lo:hi])
+        n, r = x.shape[:2]
+        patches = F.unfold(x.flatten(0, 1), self.kernel, **self.settings)  # type: ignore[arg-type]
+        delta = grad.flatten(3)  # (n, r, O, L)
+        if r == 1:
+            each = delta[:, 0] @ patches.mT
+        else:
+            each = torch.einsum("irol,irkl->iok", delta, patches.unflatten(0, (n, r)))
+        return each.reshape(n, *self.shape)
+
+    def moments(self, total: Tensor | None) -> tuple[Tensor, Tensor]:
+        positions = self.grad.shape[1] * self.grad.shape[3] * self.grad.shape[4]
+        read = prod(self.shape[1:]) * positions + self.numel
+        step = max(1, min(self.m, CHUNK // read))
+        first = torch.zeros(()) if total is None else total
+        second: Tensor | None = None
+        for lo in range(0, self.m, step):
+            each = self.take(lo, min(self.m, lo + step))
+            if total is None:
+                first = first.to(each) + each.sum(0)
+            squares = each.square_().sum(0)
+            second = squares if second is None else second.add_(squares)
+        assert second is not None
+        return first, second
+
+
+class Scattered(Part):
     """Rows of a table: row index[i, r] receives values[i, r]; the index `size` receives nothing."""
 
-    index: Tensor  # (m, r)
-    values: Tensor  # (m, r, d)
-    size: int
-
-    def __post_init__(self) -> None:
-        self.m = self.index.shape[0]
-        self.shape: tuple[int, ...] = (self.size, self.values.shape[2])
+    def __init__(self, index: Tensor, values: Tensor, size: int) -> None:
+        self.index, self.values, self.size = index, values, size  # (m, r), (m, r, d)
+        self.m = index.shape[0]
+        self.shape = (size, values.shape[2])
 
     def take(self, lo: int, hi: int) -> Tensor:
         values = wide(self.values[lo:hi])
         table = values.new_zeros(hi - lo, self.size + 1, values.shape[2])
         where = self.index[lo:hi, :, None].expand_as(values)
         return table.scatter_add_(1, where, values)[:, : self.size]
+
+    def cut(self, block: Block) -> Part:
+        rows, columns = block
+        lo, hi, step = rows.indices(self.size)
+        size = len(range(lo, hi, step))
+        place = (self.index - lo) // step
+        inside = (self.index >= lo) & (self.index < hi) & ((self.index - lo) % step == 0)
+        return Scattered(torch.where(inside, place, size), self.values[:, :, columns], size)
 
     def moments(self, total: Tensor | None) -> tuple[Tensor, Tensor]:
         values = wide(self.values).flatten(0, 1)
@@ -155,21 +229,16 @@ class Scattered:
         sums.index_add_(0, place.flatten(), values)  # one row per (sample, index)
         rows = pairs % (self.size + 1)
         first = values.new_zeros(self.size + 1, values.shape[1]).index_add_(0, rows, sums)
-        second = values.new_zeros(self.size + 1, values.shape[1])
-        second.index_add_(0, rows, sums.square())
+        second = torch.zeros_like(first).index_add_(0, rows, sums.square_())
         return first[: self.size], second[: self.size]
 
 
-@dataclass
-class Owned:
+class Owned(Part):
     """A tensor each element of which belongs to one sample: the contribution is its own slice."""
 
-    values: Tensor  # (*shape)
-    owner: Tensor  # broadcastable to shape
-    m: int
-
-    def __post_init__(self) -> None:
-        self.shape = tuple(self.values.shape)
+    def __init__(self, values: Tensor, owner: Tensor, m: int) -> None:
+        self.values, self.owner, self.m = values, owner, m  # owner: broadcastable to values
+        self.shape = tuple(values.shape)
 
     def take(self, lo: int, hi: int) -> Tensor:
         samples = torch.arange(lo, hi, device=self.values.device)
@@ -180,34 +249,26 @@ class Owned:
         return self.values.clone(), self.values.square()
 
 
-@dataclass
-class Lazy:
+class Lazy(Part):
     """Contributions that are computed when asked for."""
 
-    compute: Callable[[int, int], Tensor]
-    m: int
-    shape: tuple[int, ...]
+    def __init__(self, compute: Callable[[int, int], Tensor], m: int, shape: Sequence[int]) -> None:
+        self.compute, self.m, self.shape = compute, m, tuple(shape)
 
     def take(self, lo: int, hi: int) -> Tensor:
         return self.compute(lo, hi)
-
-    def moments(self, total: Tensor | None) -> tuple[Tensor, Tensor]:
-        return _chunked(self.compute, self.m, self.shape)
 
     def written_out(self) -> Rows:
         return Rows(self.compute(0, self.m))
 
 
-@dataclass
-class Moved:
+class Moved(Part):
     """A part behind views: `move` puts each element in its place in a tensor of the given shape."""
 
-    inner: Part
-    move: Callable[[Tensor], Tensor]
-    shape: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        self.m = self.inner.m
+    def __init__(
+        self, inner: Part, move: Callable[[Tensor], Tensor], shape: tuple[int, ...]
+    ) -> None:
+        self.inner, self.move, self.shape, self.m = inner, move, shape, inner.m
 
     def take(self, lo: int, hi: int) -> Tensor:
         return torch.stack([self.move(each) for each in self.inner.take(lo, hi)])

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.optim import Optimizer
 
-from ._checks import same_settings, state_of, whole
+from ._checks import all_or_nothing, same_settings, state_of, whole
 from ._curves import Patience, best_check, mean_and_error, next_check, votes
 from ._errors import HeldinError
 from ._estimates import Estimate, EstimateHistory
@@ -396,6 +396,11 @@ class PathStopping(ABC):
         same_settings(name, state["settings"], self._settings())
         if self._model is None:
             raise HeldinError(f"{name}.load_state_dict: called after remove()")
+        all_or_nothing(name, self._take, state, self.state_dict())
+        self._watch.take()
+        self._watch.calls = []
+
+    def _take(self, state: Mapping[str, Any]) -> None:
         device = self._rows.targets.device
         self.history.load_state_dict(state["history"])
         self._curves = list(state["curves"].unbind(1))
@@ -406,8 +411,6 @@ class PathStopping(ABC):
         self._step, self.reason = state["step"], state["reason"]
         self.should_stop, self.stopped_step = state["should_stop"], state["stopped_step"]
         self._load_own_state(state["rule"])
-        self._watch.take()
-        self._watch.calls = []
 
     def remove(self) -> None:
         """Take the hooks away and let go of the model. What was found stays readable."""

@@ -106,6 +106,7 @@ def mixes_samples(roots: Sequence[Any], outputs: Sequence[Output]) -> bool:
             grads,
             edges,
             [p * s for p, s in zip(probes, scales, strict=True)],
+            retain_graph=True,  # the loss's own backward pass is still to come
             allow_unused=True,
         )
     except RuntimeError:

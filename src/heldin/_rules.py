@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ._layout import Layout
-from ._parts import Lazy, Outer, Owned, Part, Rows, Scattered, wide
+from ._parts import Filters, Lazy, Outer, Owned, Part, Rows, Scattered, wide
+from ._sampling import Sampler
 
-__all__ = ["RULES", "Use", "contributions", "generic", "rule"]
+__all__ = ["RULES", "Use", "contributions", "generic", "narrowed", "rule"]
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,54 @@ def contributions(use: Use) -> Part:
             if part is not None:
                 return part
     return generic(use)
+
+
+# --- looking at a few entries of a vector ----------------------------------------------------
+
+# Rules whose argument is a vector along one dimension of the output, seen from the end or at 1.
+_ALONG_LAST = {
+    "AddmmBackward0", "AddBackward0", "SubBackward0", "MulBackward0", "DivBackward0",
+    "NativeLayerNormBackward0",
+}  # fmt: skip
+_ALONG_CHANNELS = {"ConvolutionBackward0", "NativeBatchNormBackward0"}
+
+
+@dataclass(frozen=True)
+class _Narrow(Use):
+    """A use of which only some entries along one dimension are looked at."""
+
+    at: int = -1  # the dimension, from the end
+    whole: int = 0  # its size
+    start: int = 0  # of the piece, which has use.shape[0] entries
+
+    def saved(self, name: str) -> Tensor:
+        tensor = super().saved(name)
+        if tensor.dim() >= -self.at and tensor.shape[self.at] == self.whole:
+            return tensor.narrow(self.at, self.start, self.shape[0])
+        return tensor
+
+
+def narrowed(use: Use, sampler: Sampler, name: str) -> Use:
+    """The use of a vector, cut down to its sampled block before anything is read."""
+    grad, layout, node = use.grads[0], use.layouts[0], use.node.name()
+    if grad is None or layout is None or layout.dim is None:
+        return use
+    if node in _ALONG_LAST:
+        at = -1
+    elif node in _ALONG_CHANNELS:
+        at = 1 - grad.dim()
+    else:
+        return use
+    size = use.shape[0]
+    if grad.shape[at] != size or layout.dim == grad.dim() + at:
+        return use
+    block, _ = sampler.block(name, use.shape, reads=grad.numel() // size)
+    if block is None:
+        return use
+    start, width = block[0].start, block[0].stop - block[0].start
+    part = grad.narrow(at, start, width)
+    smaller = replace(layout, shape=tuple(part.shape))
+    return _Narrow(use.node, [part], [smaller], use.argument, (width,), at, size, start)
 
 
 # --- the generic path ------------------------------------------------------------------------
@@ -346,6 +395,9 @@ def _convolution(use: Use) -> Part | None:
     x, grad = use.layout.split(use.saved("input")), use.layout.split(use.grad)
     weight = use.saved("weight")
     settings = [list(use.option(name)) for name in ("stride", "padding", "dilation")]
+    if weight.dim() == 4 and use.option("groups") == 1 and not use.option("transposed"):
+        named = dict(zip(("stride", "padding", "dilation"), settings, strict=True))
+        return Filters(grad, x, weight.shape[2:], named)
     tail = [use.option("transposed"), list(use.option("output_padding")), use.option("groups")]
 
     def compute(lo: int, hi: int) -> Tensor:

@@ -1,0 +1,265 @@
+"""The calls of a model: how many samples each has, and what was learnt by following them."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from ._errors import MixedSamplesWarning, NotObservable
+from ._graph import Graph, Plan
+from ._layout import Layout
+from ._owners import Tracker, is_mixed, is_nobody, tensors_in
+from ._replay import Output
+
+__all__ = ["BatchDim", "Call", "Calls", "Knowledge"]
+
+BatchDim = int | Mapping[str | int, int | None]
+T = TypeVar("T")
+
+
+@dataclass
+class Knowledge:
+    """What was found out about a model. It depends on shapes and structure, not on a batch."""
+
+    plans: dict[Any, Plan] = field(default_factory=dict)  # by signature of calls and graph
+    familiar: set[Any] = field(default_factory=set)  # signatures of calls not to follow again
+    results: dict[Any, list[Layout | None]] = field(default_factory=dict)  # layouts of outputs
+    surprises: Counter[Any] = field(default_factory=Counter)  # unknown graphs of familiar calls
+    warned: set[str] = field(default_factory=set)
+
+    def remember(self, key: Any, plan: Plan, calls: Sequence[Call]) -> None:
+        """A plan that holds for the next graph of this kind; models that keep changing aside."""
+        self.plans[key] = plan
+        self.familiar.update(call.key for call in calls if self.surprises[call.key] < 3)
+
+    def doubt(self, calls: Sequence[Call]) -> None:
+        """These calls led to a graph that was not known: follow the next ones again."""
+        for call in calls:
+            self.surprises[call.key] += 1
+            self.familiar.discard(call.key)
+
+    def warn_mixed(self, mixers: Mapping[str, str]) -> None:
+        """Say once where samples are mixed."""
+        for place, why in mixers.items():
+            if place not in self.warned:
+                self.warned.add(place)
+                warnings.warn(
+                    f"{place} mixes the samples of a batch ({why}): there is no per-sample "
+                    "gradient as such. The contributions of each sample's rows are taken instead",
+                    MixedSamplesWarning,
+                    stacklevel=2,
+                )
+
+
+@dataclass(eq=False)
+class Call:
+    """A forward pass under observation."""
+
+    key: Any
+    m: int
+    tracker: Tracker | None = None
+    edges: list[GradientEdge | None] = field(default_factory=list)  # its outputs, in order
+
+    def outputs(self, layouts: Sequence[Layout | None]) -> list[Output]:
+        """The outputs whose rows have known owners."""
+        pairs = zip(self.edges, layouts, strict=False)
+        return [(edge, layout) for edge, layout in pairs if edge is not None and layout is not None]
+
+    def release(self) -> None:
+        """Let go of the graph."""
+        self.edges = []
+        if self.tracker is not None:
+            self.tracker.release()
+
+
+class Calls:
+    """Watches the forward passes of a model, and follows those that are not familiar."""
+
+    def __init__(self, model: nn.Module, batch_dim: BatchDim, knowledge: Knowledge) -> None:
+        self.passing = 0  # backward passes under way, in which checkpoints call forward again
+        self._model: nn.Module | None = model
+        self._batch_dim = batch_dim
+        self._knowledge = knowledge
+        self._pending: list[Call] = []  # not followed back yet
+        self._current: Call | None = None
+        self._following: Any = None
+        self._depth = 0
+        self._handles: list[Any] = []
+
+    # -- opening and closing
+
+    @property
+    def watching(self) -> bool:
+        return bool(self._handles)
+
+    def attach(self) -> None:
+        """Watch the model. Entered last, left first: several observations of a model nest."""
+        assert self._model is not None
+        self._handles = [
+            self._model.register_forward_pre_hook(self.before, with_kwargs=True),
+            self._model.register_forward_hook(self.after, prepend=True, always_call=True),
+        ]
+
+    def detach(self) -> None:
+        """Watch no more."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self.drop()
+
+    def close(self) -> None:
+        """Let go of the model."""
+        self.detach()
+        self._model = None
+
+    def drop(self) -> None:
+        """Forget calls that no backward pass went through."""
+        for call in self._pending:
+            call.release()
+        self._pending = []
+
+    def within(self, graph: Graph) -> list[Call]:
+        """The calls that a backward pass through the graph goes back through."""
+        index = graph.index
+        return [
+            call
+            for call in self._pending
+            if any(edge is not None and edge.node in index for edge in call.edges)
+        ]
+
+    def done(self, calls: Sequence[Call]) -> None:
+        """These calls were followed back."""
+        self._pending = [call for call in self._pending if call not in calls]
+
+    # -- around a forward pass
+
+    def run(self, function: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str, Any]) -> T:
+        """Run a function as if it were the model's forward pass."""
+        self.before(None, args, kwargs)
+        result = None
+        try:
+            result = function(*args, **kwargs)
+            return result
+        finally:
+            self.after(None, args, result)
+
+    def before(self, module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Count the samples of a call, and follow it if it is new."""
+        self._depth += 1
+        if self._depth > 1 or self.passing or not torch.is_grad_enabled():
+            return
+        inputs, signature = _inputs(self._batch_dim, args, kwargs)
+        m = next((t.shape[dim] for t, dim in inputs if t.shape[dim] != 1), 1 if inputs else 0)
+        if m == 0 and not inputs:
+            raise NotObservable(
+                "heldin.observe: no argument of the model is a tensor with a batch dimension, so "
+                "samples cannot be counted; pass batch_dim=..., or run the step through call()"
+            )
+        key = (signature, self._state())
+        self._current = Call(key, m)
+        if m > 1 and key not in self._knowledge.familiar:
+            self._current.tracker = tracker = Tracker(m, self._model)
+            for tensor, planes in _readings(inputs, m):
+                tracker.own(tensor, self._earlier(tensor, planes))
+            self._following = tracker.following()
+            self._following.__enter__()
+
+    def after(self, module: Any, args: Any, output: Any) -> None:
+        """Note where the call's graph ends."""
+        self._depth -= 1
+        if self._depth > 0 or self.passing or not torch.is_grad_enabled():
+            return
+        if self._following is not None:
+            self._following.__exit__(None, None, None)
+            self._following = None
+        call, self._current = self._current, None
+        if call is None or output is None:  # an error was raised
+            return
+        outputs = tensors_in(output)
+        call.edges = [None if t.grad_fn is None else get_gradient_edge(t) for t in outputs]
+        self._pending.append(call)
+        if call.tracker is not None:
+            self._knowledge.results[call.key] = [_result(call.tracker, t) for t in outputs]
+            self._knowledge.warn_mixed(call.tracker.mixers)
+
+    def _earlier(self, tensor: Tensor, planes: Tensor) -> Tensor:
+        """Owners that an earlier call of the same step has established for an input."""
+        for call in self._pending:
+            if call.tracker is not None and tensor.grad_fn is not None:
+                known = call.tracker.nodes.get((tensor.grad_fn, tensor.output_nr))
+                if known is not None and known.shape[0] == planes.shape[0]:
+                    return known
+        return planes
+
+    def _state(self) -> Any:
+        """What besides the inputs decides which graph a forward pass builds."""
+        model = self._model
+        assert model is not None
+        return (
+            model.training,
+            torch.is_autocast_enabled("cpu"),
+            torch.is_autocast_enabled("cuda"),
+            tuple([p.requires_grad for p in model.parameters()]),
+        )
+
+
+def _result(tracker: Tracker, tensor: Tensor) -> Layout | None:
+    """The layout of an output, if each of its elements has one owner."""
+    planes = tracker.owners(tensor)
+    tracker.record_use(tensor, planes)
+    if planes is None or bool((is_mixed(planes[:2]) | is_nobody(planes[:2])).any()):
+        return None
+    return Layout.of(planes[0], tensor.shape, tracker.m)
+
+
+def _inputs(
+    batch_dim: BatchDim, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[list[tuple[Tensor, int]], Any]:
+    """The tensors that may count samples, each with the dimension; a signature of the call."""
+    found: list[tuple[Tensor, int]] = []
+    signature: list[Any] = []
+    places: list[tuple[str | int, Any]] = [*enumerate(args), *kwargs.items()]
+    for place, value in places:
+        dim = batch_dim if isinstance(batch_dim, int) else batch_dim.get(place, 0)
+        tensors = [value] if isinstance(value, Tensor) else tensors_in(value)
+        for tensor in tensors:
+            shape = tensor.shape
+            signature.append((place, shape, tensor.dtype, tensor.requires_grad))
+            if dim is not None and -len(shape) <= dim < len(shape):
+                found.append((tensor, dim % len(shape)))
+        if not tensors:
+            plain = isinstance(value, (int, float, str, bool, type(None)))
+            signature.append((place, value if plain else type(value)))
+    return found, tuple(signature)
+
+
+def _readings(inputs: Sequence[tuple[Tensor, int]], m: int) -> list[tuple[Tensor, Tensor]]:
+    """The owners of the inputs, read in several ways.
+
+    All tensors with m entries count samples; or all but one, which only looks like it (a mask of
+    shape (T, T) where T = m); or only the first.
+    """
+    batched = [(tensor, dim) for tensor, dim in inputs if tensor.shape[dim] == m]
+    everyone = set(range(len(batched)))
+    ways = [everyone]
+    if len(batched) > 1:
+        ways += [everyone - {i} for i in range(1, len(batched))]
+        ways += [{0}] if len(batched) > 2 else []
+    line = torch.arange(m, dtype=torch.float32)
+    owned = []
+    for i, (tensor, dim) in enumerate(batched):
+        shape = [1] * tensor.dim()
+        shape[dim] = m
+        planes = []
+        for way in ways:
+            planes.append((line if i in way else torch.full((m,), -1.0)).reshape(shape))
+            planes.append((-line if i in way else torch.full((m,), -float(m))).reshape(shape))
+        owned.append((tensor, torch.stack(planes)))
+    return owned

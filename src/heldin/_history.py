@@ -1,0 +1,209 @@
+"""What a stopping rule has seen, in bounded memory."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, overload
+
+import torch
+
+from ._errors import HeldinError
+
+__all__ = ["History", "Record"]
+
+
+@dataclass(frozen=True)
+class Record:
+    """One check.
+
+    Attributes:
+        step: number of the step, from 1.
+        count: number of samples behind the value.
+        raw: the value of this check alone; nan if there was none.
+        criterion: the smoothed value that decides.
+        groups: raw values per group.
+        nonfinite: parameters with an inf or nan contribution.
+    """
+
+    step: int
+    count: int
+    raw: float
+    criterion: float
+    groups: Mapping[str, float] = field(default_factory=dict)
+    nonfinite: tuple[str, ...] = ()
+
+
+class History(Sequence[Record]):
+    """The checks of a run, oldest first.
+
+    At most `limit` records are kept: when it is full every second one is dropped, and from then on
+    every second (fourth, ...) check is recorded. The latest check and the one that stopped are
+    always there.
+
+    >>> history = History(limit=4)
+    >>> for step in range(1, 11):
+    ...     history.append(Record(step, 8, raw=-1.0 / step, criterion=-1.0 / step))
+    >>> [record.step for record in history]
+    [1, 5, 9, 10]
+    """
+
+    def __init__(self, limit: int = 4096) -> None:
+        self.limit = limit
+        self.checks = 0
+        self.stopped: Record | None = None
+        self._stride = 1
+        self._kept: list[Record] = []
+        self._last: Record | None = None
+
+    def append(self, record: Record, stopped: bool = False) -> None:
+        """Add a check; `stopped` marks the one that stopped training."""
+        if stopped:
+            self.stopped = record
+        if self.checks % self._stride == 0:
+            if len(self._kept) >= self.limit:
+                self._kept = self._kept[::2]
+                self._stride *= 2
+            if self.checks % self._stride == 0:
+                self._kept.append(record)
+        self._last = record
+        self.checks += 1
+
+    def _records(self) -> list[Record]:
+        records = list(self._kept)
+        steps = {record.step for record in records}
+        for extra in (self.stopped, self._last):
+            if extra is not None and extra.step not in steps:
+                steps.add(extra.step)
+                records.append(extra)
+        return sorted(records, key=lambda record: record.step)
+
+    def __len__(self) -> int:
+        return len(self._records())
+
+    def __iter__(self) -> Iterator[Record]:
+        return iter(self._records())
+
+    @overload
+    def __getitem__(self, index: int) -> Record: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Record]: ...
+    def __getitem__(self, index: int | slice) -> Record | list[Record]:
+        return self._records()[index]
+
+    def __repr__(self) -> str:
+        return f"<heldin.History: {len(self)} of {self.checks} checks>"
+
+    # -- ways out
+
+    def columns(self) -> dict[str, list[Any]]:
+        """The records as columns: step, count, raw, criterion, nonfinite, one per group."""
+        records = self._records()
+        table: dict[str, list[Any]] = {
+            "step": [r.step for r in records],
+            "count": [r.count for r in records],
+            "raw": [r.raw for r in records],
+            "criterion": [r.criterion for r in records],
+            "nonfinite": [" ".join(r.nonfinite) for r in records],
+        }
+        for name in _group_names(records):
+            table[f"group/{name}"] = [r.groups.get(name, math.nan) for r in records]
+        return table
+
+    def to_dataframe(self) -> Any:
+        """A pandas DataFrame, one row per check."""
+        try:
+            import pandas
+        except ImportError as error:
+            raise HeldinError(
+                "history.to_dataframe needs pandas: pip install 'heldin[frame]', or use columns() "
+                "or to_csv()"
+            ) from error
+        return pandas.DataFrame(self.columns())
+
+    def to_csv(self, path: str | Path) -> None:
+        """Write one line per check, with a header."""
+        table = self.columns()
+        with open(path, "w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(table)
+            writer.writerows(zip(*table.values(), strict=True))
+
+    def plot(self, ax: Any = None, *, groups: bool = False) -> Any:
+        """Draw the criterion over the steps, as in the bottom row of the paper's figures.
+
+        The zero line, the raw values in the background and a vertical bar at the stop. The scale
+        is linear between -1 and 1 and logarithmic beyond.
+
+        Args:
+            ax: where to draw (default: a new figure).
+            groups: also draw each group's raw values.
+
+        Returns:
+            The matplotlib axes.
+        """
+        if ax is None:
+            try:
+                from matplotlib import pyplot
+            except ImportError as error:
+                raise HeldinError(
+                    "history.plot needs matplotlib: pip install 'heldin[plot]'"
+                ) from error
+            ax = pyplot.figure(figsize=(6, 2.5), layout="constrained").add_subplot()
+        table = self.columns()
+        for name in table if groups else ():
+            if name.startswith("group/"):
+                ax.plot(table["step"], table[name], color="0.8", linewidth=0.6)
+        ax.plot(table["step"], table["raw"], color="tab:blue", alpha=0.25, linewidth=0.8)
+        ax.plot(table["step"], table["criterion"], color="tab:blue", label="criterion")
+        ax.axhline(0.0, color="0.4", linewidth=0.8)
+        if self.stopped is not None:
+            ax.axvline(self.stopped.step, color="tab:blue", linewidth=3, alpha=0.5, label="stop")
+        ax.set_yscale("symlog", linthresh=1.0)
+        ax.set_xlabel("step")
+        ax.set_ylabel("criterion")
+        return ax
+
+    # -- saving
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors, numbers and strings only."""
+        extra = [r for r in (self.stopped, self._last) if r is not None]
+        records = [*self._kept, *extra]
+        names = _group_names(records)
+        values = [
+            [r.raw, r.criterion, *(r.groups.get(n, math.nan) for n in names)] for r in records
+        ]
+        return {
+            "limit": self.limit,
+            "stride": self._stride,
+            "checks": self.checks,
+            "kept": len(self._kept),
+            "stopped": self.stopped is not None,
+            "groups": names,
+            "integers": torch.tensor([[r.step, r.count] for r in records], dtype=torch.int64),
+            "values": torch.tensor(values, dtype=torch.float64).reshape(-1, 2 + len(names)),
+            "nonfinite": [[i, list(r.nonfinite)] for i, r in enumerate(records) if r.nonfinite],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave."""
+        names = state["groups"]
+        bad = dict(state["nonfinite"])
+        records = []
+        rows = zip(state["integers"].tolist(), state["values"].tolist(), strict=True)
+        for i, ((step, count), (raw, criterion, *groups)) in enumerate(rows):
+            present = {n: v for n, v in zip(names, groups, strict=True) if not math.isnan(v)}
+            records.append(Record(step, count, raw, criterion, present, tuple(bad.get(i, ()))))
+        kept = state["kept"]
+        self.limit, self._stride, self.checks = state["limit"], state["stride"], state["checks"]
+        self._kept = records[:kept]
+        self.stopped = records[kept] if state["stopped"] else None
+        self._last = records[-1] if records else None
+
+
+def _group_names(records: Sequence[Record]) -> list[str]:
+    return list(dict.fromkeys(name for record in records for name in record.groups))

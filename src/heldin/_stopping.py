@@ -1,0 +1,344 @@
+"""Stopping a training run by evidence (Eq. 5, Eq. 10 and Sec. 3.3 of the paper)."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from types import TracebackType
+from typing import Any, Literal
+
+from torch import nn
+
+from ._average import Average, weight
+from ._checks import all_or_nothing, same_settings, share, state_of, whole
+from ._errors import HeldinError
+from ._evidence import Correction, Dead, Evidence, Groups, evidence, grouping
+from ._history import History, Record
+from ._observe import BatchDim, observe
+from ._window import Window
+
+__all__ = ["EvidenceStopping"]
+
+NOTHING = Evidence(math.nan, {}, 0)
+
+
+class EvidenceStopping:
+    """Stops training when the gradients carry no more evidence than noise would.
+
+    Call `step()` after `backward()` and before `optimizer.step()`, so that the weights that
+    triggered the stop are kept. All backward passes since the last `step()` count as one step, so
+    accumulated micro-batches need nothing special.
+
+    The criterion is 1 - mean f per group, averaged over the groups and smoothed; above zero, it
+    asks to stop. The first row of arguments is the paper's, the others make the rule robust where
+    the plain one is not; `EvidenceStopping.paper` switches them off.
+
+    Args:
+        model: the model that is trained. It is neither wrapped nor changed.
+        groups: "tensor" (each parameter is a group), "all" (one group), or a mapping or function
+            from parameter names to group names.
+        smoothing: decay b of the exponential average, in [0, 1). 0 gives the values of Eq. 5, or
+            Eq. 10 if each step sees the whole training set.
+        window: number of observed steps whose sums add up before a value is formed. An epoch's
+            worth gives minibatch training the resolution of Eq. 10.
+        patience: number of consecutive checks with a criterion above zero before training stops.
+        warmup: number of first steps at which training is never stopped.
+        every: observe every so many steps only; the others cost nothing.
+
+        arming: the rule may stop only after the criterion has clearly left zero, where a plateau at
+            the start keeps it: an average over the last ten checks or so, started at zero, must
+            have been this far from zero once. Below: a signal was seen. Above: noise was fitted
+            already. None: armed from the start.
+        weighted: a value counts in the average by the size of its batch.
+        start: None for a bias-corrected average. A number lets the plain recursion
+            c = b c + (1-b) x start there, without weights.
+        correction: None, "gaussian" or "symmetric": see `heldin.evidence`.
+        dead: "out" or "zero": see `heldin.evidence`.
+        reduction: whether the loss is a "mean" or a "sum" over the samples of a step. Matters only
+            for windows over batches of different sizes.
+        batch_dim, parameters: see `heldin.observe`.
+        history: how many records to keep, see `heldin.History`.
+
+    >>> import heldin, torch
+    >>> _ = torch.manual_seed(0)
+    >>> x = torch.randn(20, 30)
+    >>> y = x[:, :1] + torch.randn(20, 1)
+    >>> model = torch.nn.Linear(30, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.03)
+    >>> with heldin.EvidenceStopping(model) as stopping:
+    ...     for step in range(1000):
+    ...         torch.nn.functional.mse_loss(model(x), y).backward()
+    ...         if stopping.step():
+    ...             break
+    ...         optimizer.step()
+    ...         optimizer.zero_grad()
+    >>> stopping.stopped_step < 100
+    True
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: Groups = "tensor",
+        *,
+        smoothing: float = 0.9,
+        window: int = 1,
+        patience: int = 1,
+        warmup: int = 0,
+        every: int = 1,
+        arming: float | None = 0.5,
+        weighted: bool = True,
+        start: float | None = None,
+        correction: Correction = None,
+        dead: Dead = "out",
+        reduction: Literal["mean", "sum"] = "mean",
+        batch_dim: BatchDim = 0,
+        parameters: Callable[[str], bool] | None = None,
+        history: int = 4096,
+    ) -> None:
+        name = type(self).__name__
+        self.smoothing = share(name, "smoothing", smoothing)
+        self.window = whole(name, "window", window, 1)
+        self.patience = whole(name, "patience", patience, 1)
+        self.warmup = whole(name, "warmup", warmup, 0)
+        self.every = whole(name, "every", every, 1)
+        if arming is not None and not arming >= 0:
+            raise HeldinError(f"{name}: arming must be a number >= 0 or None, got {arming!r}")
+        if reduction not in ("mean", "sum"):
+            raise HeldinError(f"{name}: reduction must be 'mean' or 'sum', got {reduction!r}")
+        self.arming, self.weighted, self.start = arming, weighted, start
+        self.correction, self.dead, self.reduction = correction, dead, reduction
+        evidence({}, groups, correction=correction, dead=dead)  # refuses what it does not know
+
+        self.evidence: Evidence = NOTHING
+        self.should_stop = False
+        self.stopped_step: int | None = None
+        self.reason = "no check yet"
+        self.history = History(whole(name, "history", history, 2))
+        self.armed = arming is None
+        self._average = Average(self.smoothing, start)
+        self._recent = Average(min(self.smoothing, 0.9), start=0.0)
+        self._window = Window(mean=reduction == "mean")
+        self._streak = 0
+        self._step = 0
+
+        # Everything that decides what is observed, and how, is said here.
+        self._seen = observe(model, batch_dim=batch_dim, parameters=parameters)
+        self._model: nn.Module | None = model
+        self._groups = grouping(groups)
+        for each, parameter in model.named_parameters():
+            if parameter.requires_grad and (parameters is None or parameters(each)):
+                self._groups(each)  # a mapping without an entry is refused now, not in a step
+        self._seen.__enter__()
+        self._release = weakref.finalize(self, self._seen.close)
+        self._prepare()
+
+    @classmethod
+    def paper(
+        cls,
+        model: nn.Module,
+        groups: Groups = "tensor",
+        *,
+        smoothing: float = 0.9,
+        start: float = 0.0,
+        **options: Any,
+    ) -> EvidenceStopping:
+        """The paper's rule: stop at the first step at which the smoothed criterion is above zero.
+
+        No arming, no weights, no correction, the plain recursion c = b c + (1-b) x. The paper
+        leaves b, the start value and the meaning of 0/0 open: b = 0.9, a start at zero (which
+        stops at the same step as a bias-corrected average does) and dead coordinates left out
+        (counted as zeros, they would stop the paper's own MNIST runs at the first step).
+
+        Args:
+            model, groups, smoothing: as for the class.
+            start: where the average starts.
+            options: any other argument of the class.
+
+        >>> import heldin, torch
+        >>> stopping = heldin.EvidenceStopping.paper(torch.nn.Linear(3, 1), smoothing=0.99)
+        >>> stopping.armed, stopping.start
+        (True, 0.0)
+        >>> stopping.remove()
+        """
+        settings: dict[str, Any] = {"arming": None, "weighted": False, **options}
+        return cls(model, groups, smoothing=smoothing, start=start, **settings)
+
+    # -- the loop
+
+    @property
+    def criterion(self) -> float:
+        """The smoothed criterion; above zero, it asks to stop. nan before the first value."""
+        return self._average.value if self._average.count else math.nan
+
+    def step(self, scale: float = 1.0) -> bool:
+        """Close a training step; True if training should stop.
+
+        Args:
+            scale: what the loss was multiplied by. Needed only for windows during which it
+                changes: `stopping.step(scale=scaler.get_scale())`.
+        """
+        model = self._model
+        if model is None:
+            raise HeldinError("EvidenceStopping.step: called after remove(); make a new one")
+        self._step += 1
+        if self._step % self.every == 0:
+            if self._seen.count == 0 and self.history.checks == 0:
+                raise HeldinError(
+                    "EvidenceStopping.step: no backward pass through the model was seen. Call "
+                    "step() after loss.backward(), and make the EvidenceStopping before the "
+                    "forward pass"
+                )
+            if self.window == 1:
+                self._check(self._form(self._seen))
+            else:
+                trainable = [n for n, p in model.named_parameters() if p.requires_grad]
+                self._window.add(self._seen, trainable, scale)
+                if self._window.steps == self.window:
+                    self._check(self._form(self._window.moments()), tuple(self._window.nonfinite))
+                    self._window.clear()
+            self._seen.clear()
+        self._prepare()
+        return self.should_stop
+
+    def _prepare(self) -> None:
+        """Observe the coming step, or let it pass at no cost."""
+        if self.every > 1:
+            if (self._step + 1) % self.every == 0:
+                self._seen.resume()
+            else:
+                self._seen.pause()
+
+    def _form(self, moments: Mapping[str, Any]) -> Evidence:
+        return evidence(moments, self._groups, correction=self.correction, dead=self.dead)
+
+    def _check(self, found: Evidence, skipped: tuple[str, ...] = ()) -> None:
+        self.evidence = found
+        bad = found.nonfinite or skipped
+        if found.nonfinite or not math.isfinite(found.criterion):
+            self.reason = f"step {self._step}: no value, {_why_none(found, bad)}"
+            raw = math.nan
+        else:
+            raw = found.criterion
+            self._average.add(raw, weight(found.count, self.correction) if self.weighted else 1.0)
+            self._recent.add(raw)
+            self._decide()
+        now_stopped = self.should_stop and self.stopped_step == self._step
+        self.history.append(
+            Record(self._step, found.count, raw, self.criterion, found.groups, bad), now_stopped
+        )
+
+    def _decide(self) -> None:
+        value = self.criterion
+        if self.arming is not None and abs(self._recent.value) > self.arming:
+            self.armed = True
+        if self.should_stop:
+            return
+        asks = f"step {self._step}: criterion {value:.4g}"
+        if not value > 0:
+            self._streak = 0
+            self.reason = f"{asks}, not above 0"
+        elif not self.armed:
+            self.reason = f"{asks} > 0, but it has not left zero yet (arming={self.arming})"
+        elif self._step <= self.warmup:
+            self.reason = f"{asks} > 0, but in the warm-up of {self.warmup} steps"
+        else:
+            self._streak += 1
+            self.reason = f"{asks} > 0, check {self._streak} of {self.patience}"
+            if self._streak >= self.patience:
+                self.should_stop, self.stopped_step = True, self._step
+
+    # -- reports
+
+    def metrics(self) -> dict[str, float]:
+        """The state as a flat mapping for any tracker; values that do not exist are left out."""
+        values = {
+            "heldin/criterion": self.criterion,
+            "heldin/raw": self.evidence.criterion,
+            "heldin/count": float(self.evidence.count),
+            "heldin/armed": float(self.armed),
+            "heldin/should_stop": float(self.should_stop),
+        }
+        values |= {f"heldin/group/{name}": value for name, value in self.evidence.groups.items()}
+        return {name: value for name, value in values.items() if not math.isnan(value)}
+
+    def __repr__(self) -> str:
+        return f"<heldin.EvidenceStopping: {self.reason}>"
+
+    # -- saving and closing
+
+    def _settings(self) -> dict[str, Any]:
+        """What decides how values are formed; a resumed run must have the same."""
+        names = ("smoothing", "window", "every", "weighted", "start")
+        return {n: getattr(self, n) for n in (*names, "correction", "dead", "reduction")}
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a resumed run needs; loads with `torch.load(..., weights_only=True)`."""
+        found = asdict(self.evidence)
+        return {
+            "heldin": "EvidenceStopping",
+            "version": 1,
+            "settings": self._settings(),
+            "step": self._step,
+            "armed": self.armed,
+            "streak": self._streak,
+            "should_stop": self.should_stop,
+            "stopped_step": self.stopped_step,
+            "reason": self.reason,
+            "evidence": {**found, "nonfinite": list(found["nonfinite"])},
+            "average": self._average.state_dict(),
+            "recent": self._recent.state_dict(),
+            "window": self._window.state_dict(),
+            "history": self.history.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken: all later values are the same to the last bit."""
+        name = "EvidenceStopping"
+        all_or_nothing(name, self._take, state_of(name, state, 1), self.state_dict())
+
+    def _take(self, state: Mapping[str, Any]) -> None:
+        same_settings("EvidenceStopping", state["settings"], self._settings())
+        if self._model is None:
+            raise HeldinError("EvidenceStopping.load_state_dict: called after remove()")
+        self._window.load_state_dict(state["window"], self._model)
+        self._average.load_state_dict(state["average"])
+        self._recent.load_state_dict(state["recent"])
+        self.history.load_state_dict(state["history"])
+        found = state["evidence"]
+        self.evidence = Evidence(**{**found, "nonfinite": tuple(found["nonfinite"])})
+        self._step, self._streak = state["step"], state["streak"]
+        self.armed, self.reason = state["armed"], state["reason"]
+        self.should_stop, self.stopped_step = state["should_stop"], state["stopped_step"]
+        self._seen.clear()
+        self._prepare()
+
+    def remove(self) -> None:
+        """Stop observing and let go of the model. What was found stays readable."""
+        self._release()
+        self._model = None
+
+    def __enter__(self) -> EvidenceStopping:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.remove()
+
+
+def _why_none(found: Evidence, bad: tuple[str, ...]) -> str:
+    if bad:
+        return f"inf or nan in the contributions to {', '.join(map(repr, bad[:3]))}" + (
+            f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+        )
+    if found.count == 0:
+        return "no backward pass was seen"
+    if found.count == 1:
+        return "a single sample has no variance (window=k puts k steps together)"
+    return "no coordinate had a contribution"
