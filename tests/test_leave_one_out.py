@@ -432,7 +432,7 @@ class Branching(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h: Tensor = self.inner(x)
-        return h if float(h.sum()) > 0 else 2 * h
+        return h if bool(h.sum() > 0) else 2 * h
 
 
 def test_a_model_that_torch_func_cannot_map() -> None:
