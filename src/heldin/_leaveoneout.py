@@ -31,7 +31,7 @@ from ._errors import HeldinError
 from ._losses import LossFunction
 from ._path import Average, PathStopping, Taken
 
-__all__ = ["LeaveOneOutStopping", "pulse", "solve"]
+__all__ = ["LeaveOneOutStopping", "jacobians", "pulse", "solve"]
 
 MEMORY = 256 * 2**20
 PATIENCE = Patience(factor=2.0, slack=0, checks=5)
@@ -407,7 +407,7 @@ class LeaveOneOutStopping(PathStopping):
         every = list(self._places)
         for names in [[name] for name in every] if self.lazy else [every]:
             weights = {name: rest[name] for name in names}
-            found = _jacobians(self._bare, weights, rest, inputs, directions)
+            found = jacobians(self._bare, weights, rest, inputs, directions)
             for name in names:
                 yield found[name].flatten(2), name
 
@@ -431,7 +431,7 @@ class LeaveOneOutStopping(PathStopping):
         self._batch = state["batch"]
 
 
-def _jacobians(
+def jacobians(
     model: nn.Module,
     weights: dict[str, Tensor],
     rest: Mapping[str, Tensor],
