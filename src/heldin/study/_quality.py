@@ -31,7 +31,7 @@ def plan(
 
     >>> from heldin.study._data import tables
     >>> [spec.dataset for spec in plan(tables(None), [50], runs=3, seed=0)]
-    ['sk_diabetes', 'sk_wdbc', 'sk_wine']
+    ['sk_digits', 'sk_wine', 'sk_wdbc']
     """
     large = {n: [t for t in available if t.rows >= n + LEAST_TEST] for n in sizes}
     sizes = [n for n in sizes if large[n]]

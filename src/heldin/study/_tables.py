@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,17 +70,7 @@ def _same_run(row: Row) -> tuple[Any, ...]:
     return tuple(row[key] for key in ("dataset", "n", "noise", "model", "optimizer", "seed"))
 
 
-# Statistics of a rule: regrets, regrets of the 20 % split on the same runs, whether it fired.
-Statistic = Callable[[Any, Any, Any], float]
-
-STATISTICS: dict[str, Statistic] = {
-    "gm": lambda r, base, fired: math.exp(np.log(r).mean()),
-    "median": lambda r, base, fired: float(np.median(r)),
-    "p90": lambda r, base, fired: float(np.quantile(r, 0.9)),
-    "worst": lambda r, base, fired: float(r.max()),
-    "win_rate": lambda r, base, fired: float(((r < base) + 0.5 * (r == base)).mean()),
-    "never_fired": lambda r, base, fired: float(1 - fired.mean()),
-}
+STATISTICS = ("gm", "median", "p90", "worst", "win_rate", "never_fired")
 SUMMARY = (
     "rule",
     "runs",
@@ -105,29 +95,44 @@ def summarise(
         if not own:
             continue
         names = sorted({row["dataset"] for row in own})
-        number = {name: i for i, name in enumerate(names)}
-        place = np.array([number[row["dataset"]] for row in own])
+        place = np.array([names.index(row["dataset"]) for row in own])
         regret = np.array([_finite(row["regret"]) for row in own])
         other = np.array([_finite(base[_same_run(row)]) for row in own])
         fired = np.array([bool(row["fired"]) for row in own], dtype=float)
-        groups = [np.flatnonzero(place == i) for i in range(len(names))]
+        wins = (regret < other) + 0.5 * (regret == other)
         generator = np.random.default_rng(seed)
-        draws = []
-        for _ in range(resamples):
-            some = generator.integers(len(names), size=len(names))
-            index = np.concatenate([groups[i] for i in some])
-            draws.append(
-                [f(regret[index], other[index], fired[index]) for f in STATISTICS.values()]
-            )
-        low, high = np.quantile(np.array(draws), [0.025, 0.975], axis=0)
+        drawn = generator.integers(len(names), size=(resamples, len(names)))
+        times = np.stack([(drawn == i).sum(1) for i in range(len(names))], axis=1)
+        weights = np.concatenate([np.ones((1, len(own))), times[:, place]])  # as it is, and drawn
+        values = {
+            "gm": np.exp(_mean(np.log(regret), weights)),
+            "median": _quantile(regret, weights, 0.5),
+            "p90": _quantile(regret, weights, 0.9),
+            "worst": np.where(weights > 0, regret, 0.0).max(1),
+            "win_rate": _mean(wins, weights),
+            "never_fired": 1 - _mean(fired, weights),
+        }
         line: dict[str, Any] = {"rule": rule, "runs": len(own), "datasets": len(names)}
-        for i, (name, statistic) in enumerate(STATISTICS.items()):
-            line[name] = statistic(regret, other, fired)
-            line[f"{name}_low"], line[f"{name}_high"] = float(low[i]), float(high[i])
+        for name in STATISTICS:
+            line[name] = float(values[name][0])
+            low, high = np.quantile(values[name][1:], [0.025, 0.975])
+            line[f"{name}_low"], line[f"{name}_high"] = float(low), float(high)
         line["steps_spent"] = float(np.median([row["steps_spent"] for row in own]))
         line["accuracy"] = float(np.mean([row["test_accuracy"] for row in own]))
         result.append(line)
     return result
+
+
+def _mean(values: Any, weights: Any) -> Any:
+    """(draws,) means under (draws, runs) weights."""
+    return weights @ values / weights.sum(1)
+
+
+def _quantile(values: Any, weights: Any, share: float) -> Any:
+    """(draws,) quantiles: the first value up to which the runs have that share of the weight."""
+    order = np.argsort(values)
+    reached = np.cumsum(weights[:, order], axis=1) / weights.sum(1, keepdims=True)
+    return values[order][(reached >= share - 1e-12).argmax(1)]
 
 
 def _finite(regret: float) -> float:
