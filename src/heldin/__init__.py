@@ -1,5 +1,6 @@
 """Early stopping without a validation set."""
 
+from ._auto import stopping
 from ._curves import Patience
 from ._errors import HeldinError, HeldinWarning, MixedSamplesWarning, NotObservable
 from ._estimates import Estimate, EstimateHistory
@@ -35,5 +36,6 @@ __all__ = [
     "evidence",
     "observe",
     "rule",
+    "stopping",
     "verify",
 ]

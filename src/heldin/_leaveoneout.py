@@ -31,7 +31,7 @@ from ._errors import HeldinError
 from ._losses import LossFunction
 from ._path import Average, PathStopping, Taken
 
-__all__ = ["LeaveOneOutStopping", "jacobians", "pulse", "solve"]
+__all__ = ["KNOWN", "LeaveOneOutStopping", "jacobians", "pulse", "solve"]
 
 MEMORY = 256 * 2**20
 PATIENCE = Patience(factor=2.0, slack=0, checks=5)

@@ -23,7 +23,7 @@ from ._losses import LossFunction, RowLoss
 from ._rows import Rows
 from ._stack import hyperparameters, skeleton
 
-__all__ = ["Average", "PathStopping", "Taken"]
+__all__ = ["CHUNK", "Average", "PathStopping", "Taken"]
 
 Average = Literal["bagged", "best"]
 Self = TypeVar("Self", bound="PathStopping")
@@ -136,6 +136,7 @@ class PathStopping(ABC):
         self.should_stop = False
         self.stopped_step: int | None = None
         self.reason = "no check yet"
+        self.reason_chosen = ""  # by `heldin.stopping`
         self.history = EstimateHistory()
 
         self._model: nn.Module | None = model

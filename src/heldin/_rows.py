@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from ._errors import HeldinError
 
-__all__ = ["Finder", "Rows"]
+__all__ = ["WAY_OUT", "Finder", "Rows"]
 
 WAY_OUT = (
     "take the minibatches from stopping.batches(...), or pass their row numbers: "

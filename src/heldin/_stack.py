@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from ._errors import HeldinError
 from ._losses import RowLoss
 
-__all__ = ["ELEMENTWISE", "Engine", "Stack", "hyperparameters", "skeleton"]
+__all__ = ["ELEMENTWISE", "Engine", "Stack", "hyperparameters", "is_plain", "skeleton"]
 
 Engine = Literal["auto", "dense", "vmap", "loop"]
 
@@ -294,7 +294,7 @@ def _engine(
 ) -> tuple[str, Forward]:
     if engine not in ("auto", "dense", "vmap", "loop"):
         raise HeldinError(f"engine: expected 'auto', 'dense', 'vmap' or 'loop', got {engine!r}")
-    layers = _plain_layers(model, stack, inputs) if engine in ("auto", "dense") else None
+    layers = _plain_layers(model, stack.blocks, inputs) if engine in ("auto", "dense") else None
     if layers is not None:
         return "dense", _Dense(stack, layers)
     if engine == "dense":
@@ -463,7 +463,15 @@ ACTIVATIONS: dict[type[nn.Module], Slope] = {
 Layer = tuple[str, str | None] | nn.Module  # names of weight and bias, or an activation
 
 
-def _plain_layers(model: nn.Module, stack: Stack, inputs: Sequence[Tensor]) -> list[Layer] | None:
+def is_plain(model: nn.Module, inputs: Sequence[Tensor]) -> bool:
+    """Whether the model is a network that can be stacked by hand."""
+    names = {name for name, p in model.named_parameters() if p.requires_grad}
+    return _plain_layers(model, names, inputs) is not None
+
+
+def _plain_layers(
+    model: nn.Module, trained: Collection[str], inputs: Sequence[Tensor]
+) -> list[Layer] | None:
     """The layers of a plain network, or None if the model is something else."""
     found: list[Layer] = []
     seen: set[int] = set()
@@ -478,7 +486,7 @@ def _plain_layers(model: nn.Module, stack: Stack, inputs: Sequence[Tensor]) -> l
             return all(walk(child, f"{prefix}{name}.") for name, child in module.named_children())
         if type(module) is nn.Linear:
             weight, bias = f"{prefix}weight", f"{prefix}bias" if module.bias is not None else None
-            known = weight in stack.blocks and (bias is None or bias in stack.blocks)
+            known = weight in trained and (bias is None or bias in trained)
             if id(module) in seen or not known:
                 return False
             seen.add(id(module))
@@ -497,7 +505,7 @@ def _plain_layers(model: nn.Module, stack: Stack, inputs: Sequence[Tensor]) -> l
     if len(inputs) != 1 or not (flattens or inputs[0].dim() == 2):
         return None
     used = {name for layer in found if isinstance(layer, tuple) for name in layer if name}
-    return found if used == set(stack.blocks) else None
+    return found if used == set(trained) else None
 
 
 class _Dense:

@@ -151,11 +151,7 @@ def _write(
     folder: Path, rows: list[dict[str, Any]], by_name: dict[str, Table]
 ) -> list[dict[str, Any]]:
     summary = summarise(rows)
-    groups = {
-        f"{key} = {value}": summarise([row for row in rows if row[key] == value], resamples=200)
-        for key in ("n", "model", "optimizer", "noise")
-        for value in sorted({row[key] for row in rows})
-    }
+    groups = {name: summarise(part, resamples=200) for name, part in _parts(rows).items()}
     covered = coverage(rows)
     write(folder / "results.csv", rows, COLUMNS)
     write(folder / "estimates.csv", rows, EXTRA)
@@ -174,6 +170,24 @@ def _write(
             worst.append((Run(spec, table, _log_of(spec, table, folder / "runs")), row))
     write_report(folder / "report.html", rows, summary, groups, covered, worst, _constants())
     return summary
+
+
+def _parts(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """The rows by what was trained on what, and the cases that are known to be hard."""
+    parts = {
+        f"{key} = {value}": [row for row in rows if row[key] == value]
+        for key in ("n", "model", "optimizer", "noise")
+        for value in sorted({row[key] for row in rows})
+    }
+    smallest = min(row["n"] for row in rows)
+    parts[f"two hidden layers, n = {smallest}"] = [
+        row for row in rows if row["model"] == "hidden2" and row["n"] == smallest
+    ]
+    lowest = {row["seed"]: row["stop_step"] for row in rows if row["rule"] == "oracle"}
+    parts["training should not stop (lowest test loss in the last tenth of the steps)"] = [
+        row for row in rows if lowest.get(row["seed"], 0) >= 0.9 * row["steps"]
+    ]
+    return {name: part for name, part in parts.items() if part}
 
 
 def _constants() -> dict[str, Any]:
