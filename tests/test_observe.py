@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import io
 import subprocess
 import sys
 import threading
@@ -427,6 +429,32 @@ def test_no_batch_among_the_arguments() -> None:
         seen._model(3)
 
 
+def test_an_unknown_graph_without_outputs_is_let_go_once() -> None:
+    """The model branches on something that cannot be known beforehand, and returns only a loss."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.other = nn.Linear(3, 2), nn.Linear(3, 2), False
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.b(x).tanh() if self.other else self.a(x)).square().sum()
+
+    model, x = Model(), torch.randn(4, 3)
+    with heldin.observe(model) as seen:
+        model(x).backward()
+        seen.clear()
+        model.other = True
+        with pytest.warns(heldin.HeldinWarning, match="not observed"):
+            model(x).backward()
+        assert len(seen) == 0
+        assert seen.count == 0
+        for _ in range(2):
+            seen.clear()
+            model(x).backward()
+            agree(seen, model, model.b(x).tanh().square().sum(1))
+
+
 # --- nothing is disturbed --------------------------------------------------------------------
 
 
@@ -519,6 +547,21 @@ def test_two_models_and_nested_observation() -> None:
     agree(outer, a, b(a(x)).sin().sum(1))
     agree(inner, a, b(a(x)).sin().sum(1))
     agree(other, b, b(a(x)).sin().sum(1))
+
+
+def test_copies_of_an_observed_model_are_not_observed() -> None:
+    model, x = net(3, 2), torch.randn(5, 3)
+    with heldin.observe(model) as seen:
+        model(x).sum().backward()
+        twin = copy.deepcopy(model)
+        buffer = io.BytesIO()
+        torch.save(model, buffer)
+        buffer.seek(0)
+        read = torch.load(buffer, weights_only=False)
+        for other in (twin, read):
+            other(x).sum().backward()
+            assert torch.equal(other(x), model(x))
+    assert seen.count == 5
 
 
 def test_closing_one_observation_leaves_the_others() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from heldin._layout import Layout
-from heldin._parts import moments
+from heldin._parts import Filters, moments
 from heldin._rules import RULES, Use, contributions, generic
 
 sizes = st.integers(1, 4)
@@ -209,6 +209,28 @@ def test_convolution(data: Any, transposed: bool, dims: int, argument: int) -> N
     )
     layout = Layout.of(layout.owner, out.shape, layout.m)
     compare(out, layout, argument, weight.shape if argument == 1 else bias.shape)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.integers(1, 3), st.integers(1, 3), st.integers(0, 2), st.integers(1, 2), st.integers(3, 7)
+)
+def test_one_place_of_a_kernel(
+    kernel: int, stride: int, padding: int, dilation: int, size: int
+) -> None:
+    """Looking at one place of the filters gives what looking at all of them gives there."""
+    if size + 2 * padding < dilation * (kernel - 1) + 1:
+        return
+    x = torch.randn(3, 2, 2, size, size + 1)
+    named = {"stride": stride, "padding": padding, "dilation": dilation}
+    out = F.conv2d(x.flatten(0, 1), torch.randn(4, 2, kernel, kernel), **named)
+    grad = torch.randn(out.shape).unflatten(0, (3, 2))
+    whole = Filters(grad, x, (kernel, kernel), {k: [v, v] for k, v in named.items()})
+    expected = whole.take(0, 3)
+    for u in range(kernel):
+        for v in range(kernel):
+            block = (slice(1, 3), slice(0, 1), slice(u, u + 1), slice(v, v + 1))
+            assert torch.allclose(whole.cut(block).take(0, 3), expected[(slice(None), *block)])
 
 
 @many

@@ -2,6 +2,8 @@
 
 from ._auto import stopping
 from ._curves import Patience
+from ._damping import fraction_below, rmsprop_factors
+from ._elementwise import ElementwiseStopping
 from ._errors import HeldinError, HeldinWarning, MixedSamplesWarning, NotObservable
 from ._estimates import Estimate, EstimateHistory
 from ._evidence import Evidence, evidence
@@ -12,9 +14,11 @@ from ._moments import Moments
 from ._observe import Observation, observe
 from ._rules import Use, rule
 from ._stopping import EvidenceStopping
+from ._validation import ValidationStopping
 from ._verify import Verification, verify
 
 __all__ = [
+    "ElementwiseStopping",
     "Estimate",
     "EstimateHistory",
     "Evidence",
@@ -32,9 +36,12 @@ __all__ = [
     "Record",
     "ShadowStopping",
     "Use",
+    "ValidationStopping",
     "Verification",
     "evidence",
+    "fraction_below",
     "observe",
+    "rmsprop_factors",
     "rule",
     "stopping",
     "verify",

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from ._errors import MixedSamplesWarning, NotObservable
 from ._graph import Graph, Plan
@@ -65,16 +65,20 @@ class Call:
     key: Any
     m: int
     tracker: Tracker | None = None
-    edges: list[GradientEdge | None] = field(default_factory=list)  # its outputs, in order
+    ends: list[tuple[Any, int]] = field(default_factory=list)  # node and number of each output
 
     def outputs(self, layouts: Sequence[Layout | None]) -> list[Output]:
         """The outputs whose rows have known owners."""
-        pairs = zip(self.edges, layouts, strict=False)
-        return [(edge, layout) for edge, layout in pairs if edge is not None and layout is not None]
+        pairs = zip(self.ends, layouts, strict=False)
+        return [
+            (GradientEdge(node, number), layout)
+            for (node, number), layout in pairs
+            if node is not None and layout is not None
+        ]
 
     def release(self) -> None:
         """Let go of the graph."""
-        self.edges = []
+        self.ends = []
         if self.tracker is not None:
             self.tracker.release()
 
@@ -83,6 +87,7 @@ class Calls:
     """Watches the forward passes of a model, and follows those that are not familiar."""
 
     def __init__(self, model: nn.Module, batch_dim: BatchDim, knowledge: Knowledge) -> None:
+        self.parameters = list(model.parameters())
         self.passing = 0  # backward passes under way, in which checkpoints call forward again
         self._model: nn.Module | None = model
         self._batch_dim = batch_dim
@@ -92,6 +97,10 @@ class Calls:
         self._following: Any = None
         self._depth = 0
         self._handles: list[Any] = []
+
+    def __reduce__(self) -> Any:
+        """A copy of an observed model (for an average of weights, say) is not observed."""
+        return _asleep, ()
 
     # -- opening and closing
 
@@ -118,6 +127,7 @@ class Calls:
         """Let go of the model."""
         self.detach()
         self._model = None
+        self.parameters = []
 
     def drop(self) -> None:
         """Forget calls that no backward pass went through."""
@@ -128,11 +138,7 @@ class Calls:
     def within(self, graph: Graph) -> list[Call]:
         """The calls that a backward pass through the graph goes back through."""
         index = graph.index
-        return [
-            call
-            for call in self._pending
-            if any(edge is not None and edge.node in index for edge in call.edges)
-        ]
+        return [call for call in self._pending if any(node in index for node, _ in call.ends)]
 
     def done(self, calls: Sequence[Call]) -> None:
         """These calls were followed back."""
@@ -156,8 +162,12 @@ class Calls:
         if self._depth > 1 or self.passing or not torch.is_grad_enabled():
             return
         inputs, signature = _inputs(self._batch_dim, args, kwargs)
-        m = next((t.shape[dim] for t, dim in inputs if t.shape[dim] != 1), 1 if inputs else 0)
-        if m == 0 and not inputs:
+        m = 1
+        for tensor, dim in inputs:
+            m = tensor.shape[dim]
+            if m != 1:
+                break
+        if not inputs:
             raise NotObservable(
                 "heldin.observe: no argument of the model is a tensor with a batch dimension, so "
                 "samples cannot be counted; pass batch_dim=..., or run the step through call()"
@@ -182,8 +192,8 @@ class Calls:
         call, self._current = self._current, None
         if call is None or output is None:  # an error was raised
             return
-        outputs = tensors_in(output)
-        call.edges = [None if t.grad_fn is None else get_gradient_edge(t) for t in outputs]
+        outputs = [output] if isinstance(output, Tensor) else tensors_in(output)
+        call.ends = [(t.grad_fn, t.output_nr) for t in outputs]
         self._pending.append(call)
         if call.tracker is not None:
             self._knowledge.results[call.key] = [_result(call.tracker, t) for t in outputs]
@@ -200,14 +210,19 @@ class Calls:
 
     def _state(self) -> Any:
         """What besides the inputs decides which graph a forward pass builds."""
-        model = self._model
-        assert model is not None
+        assert self._model is not None
         return (
-            model.training,
+            self._model.training,
             torch.is_autocast_enabled("cpu"),
             torch.is_autocast_enabled("cuda"),
-            tuple([p.requires_grad for p in model.parameters()]),
+            tuple([p.requires_grad for p in self.parameters]),
         )
+
+
+def _asleep() -> Calls:
+    calls = Calls(nn.Module(), 0, Knowledge())
+    calls.passing = 1  # lets every call go by
+    return calls
 
 
 def _result(tracker: Tracker, tensor: Tensor) -> Layout | None:
@@ -223,6 +238,10 @@ def _inputs(
     batch_dim: BatchDim, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[list[tuple[Tensor, int]], Any]:
     """The tensors that may count samples, each with the dimension; a signature of the call."""
+    if not kwargs and len(args) == 1 and isinstance(args[0], Tensor) and batch_dim == 0:
+        only = args[0]  # the common case, in a hurry
+        shape = only.shape
+        return [(only, 0)] if shape else [], (shape, only.dtype, only.requires_grad)
     found: list[tuple[Tensor, int]] = []
     signature: list[Any] = []
     places: list[tuple[str | int, Any]] = [*enumerate(args), *kwargs.items()]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-import torch
-
 from ._errors import HeldinError
-from ._moments import Moments
+from ._moments import Moments, ratio_sums
+from ._observe import Observation
 
 __all__ = ["Correction", "Dead", "Evidence", "Groups", "evidence", "grouping"]
 
@@ -30,6 +29,8 @@ class Evidence:
         count: number of samples.
         live: number of coordinates per group that carry evidence.
         nonfinite: parameters with an inf or nan contribution; they are left out.
+        estimator: how the moments were observed: "exact", "sampled" (from a block of coordinates
+            of each parameter) or "microbatch" (approximate; `count` is the number of groups).
     """
 
     criterion: float
@@ -37,6 +38,12 @@ class Evidence:
     count: int
     live: dict[str, int] = field(default_factory=dict)
     nonfinite: tuple[str, ...] = ()
+    estimator: str = "exact"
+
+    @property
+    def approximate(self) -> bool:
+        """Whether groups were taken for samples."""
+        return self.estimator == "microbatch"
 
 
 def grouping(groups: Groups) -> Callable[[str], str]:
@@ -102,40 +109,52 @@ def evidence(
         )
     if dead not in ("out", "zero"):
         raise HeldinError(f"dead: expected 'out' or 'zero', got {dead!r}")
-    return _gathered(seen.items(), grouping(groups), correction, dead)
+    estimator = seen.estimator if isinstance(seen, Observation) else "exact"
+    if estimator == "microbatch" and correction is None:
+        correction = "gaussian"  # few groups: the ratio of Gaussian means is too large otherwise
+    return replace(_gathered(seen, grouping(groups), correction, dead), estimator=estimator)
 
 
 def _gathered(
-    items: Iterable[tuple[str, Moments]],
+    seen: Mapping[str, Moments],
     group_of: Callable[[str], str],
     correction: Correction,
     dead: Dead,
 ) -> Evidence:
     sums: dict[str, float] = {}
     live: dict[str, int] = {}
-    sizes: dict[str, int] = {}
+    sizes: dict[str, float] = {}
     nonfinite: list[str] = []
     spoilt: set[str] = set()
-    count = 0
-    for name, moments in items:
+    pairs = list(seen.items())
+    count = max((moments.count for _, moments in pairs), default=0)
+    symmetric = correction == "symmetric"
+    found = []
+    for m in {moments.count for _, moments in pairs}:  # one, but for a window with thawed weights
+        part = [(name, moments) for name, moments in pairs if moments.count == m]
+        formed = ratio_sums([(each.total, each.squares) for _, each in part], m, symmetric)
+        for (name, each), ratios in zip(part, formed, strict=True):
+            found.append((name, ratios, each.total.numel(), each.weight, m))
+    if isinstance(seen, Observation) and seen.reduced:
+        count = seen.count
+        if seen.passes == 1 and seen.reducing == symmetric:
+            found += [(name, sums, size, 1.0, count) for name, (sums, size) in seen.reduced.items()]
+        else:  # ratios of several passes do not add up
+            return Evidence(math.nan, {}, count)
+    fewest = 4 if correction == "gaussian" else 2
+    for name, (total, number, finite), whole, weight, m in found:
         group = group_of(name)
-        count = max(count, moments.count)
-        if not moments.finite:
+        if not finite:
             nonfinite.append(name)
             spoilt.add(group)
             continue
-        if moments.count < 2 or (correction == "gaussian" and moments.count < 4):
-            continue
-        f = moments.q if correction == "symmetric" else moments.snr
-        number = int((~f.isnan()).sum())
-        size = f.numel() if dead == "zero" else number
-        if size:
-            total = float(torch.nansum(f, dtype=torch.float64))
+        size = whole if dead == "zero" else number
+        if size and m >= fewest:
             if correction == "gaussian":
-                total *= (moments.count - 3) / (moments.count - 1)
-            sums[group] = sums.get(group, 0.0) + total
-            live[group] = live.get(group, 0) + number
-            sizes[group] = sizes.get(group, 0) + size
+                total *= (m - 3) / (m - 1)
+            sums[group] = sums.get(group, 0.0) + total * weight
+            sizes[group] = sizes.get(group, 0.0) + size * weight
+            live[group] = live.get(group, 0) + int(number)
     values = {g: 1.0 - total / sizes[g] for g, total in sums.items() if g not in spoilt}
     criterion = math.fsum(values.values()) / len(values) if values else math.nan
     kept = {g: n for g, n in live.items() if g in values}

@@ -129,15 +129,43 @@ class Plan:
     uses: dict[int, list[tuple[int, Sink]]] = field(default_factory=dict)  # node -> inputs
     sinks: dict[str, list[Sink]] = field(default_factory=dict)  # parameter -> its sinks
     shared: set[str] = field(default_factory=set)  # parameters with a penalty in the loss
+    silent: set[str] = field(default_factory=set)  # parameters used on no row at all
     leaves: dict[str, int] = field(default_factory=dict)
     expected: dict[tuple[int, int], int] = field(default_factory=dict)  # sink -> number of uses
     general: dict[int, list[Sink]] = field(default_factory=dict)  # node -> sinks that are no views
-    replayed: bool = False  # the contributions are known already; only the leaves are checked
+    _watched: dict[bool, list[tuple[str, int]]] = field(default_factory=dict)
 
     def alone(self, name: str) -> bool:
         """Whether a parameter has one use only."""
         sinks = self.sinks.get(name, [])
         return len(sinks) == 1 and self.expected[sinks[0].key] == 1
+
+    def watched(self, early: bool) -> list[tuple[str, int]]:
+        """The leaves whose gradient is waited for; with `early`, only where there is no other way.
+
+        A parameter whose uses all lead straight to it is complete with the last of them.
+        """
+        known = self._watched.get(early)
+        if known is None:
+            every = self.m == 1
+            known = self._watched[early] = [
+                (name, position)
+                for name, position in self.leaves.items()
+                if every
+                or name in self.shared
+                or name in self.silent
+                or (name in self.sinks and not (early and name in self.direct))
+            ]
+        return known
+
+    @cached_property
+    def direct(self) -> dict[str, int]:
+        """The number of uses of every parameter that all its uses lead straight to."""
+        return {
+            name: sum(self.expected[sink.key] for sink in sinks)
+            for name, sinks in self.sinks.items()
+            if name not in self.shared and all(sink.chain is not None for sink in sinks)
+        }
 
 
 DATA, FREE, OUTSIDE = "data", "free", "outside"
@@ -192,6 +220,12 @@ def _make_plan(
         ]
         if not reached or (kind == FREE and position not in cuts):
             continue
+        empty = [r for r in reached if _is_empty(graph, r[1], r[2])]
+        for _, child, _ in empty:  # an expert that nothing was routed to
+            plan.silent |= below[child]
+        reached = [r for r in reached if r not in empty]
+        if not reached:
+            continue
         if _is_added_on(graph, position, outputs.get(position, {}), kind):
             for _, child, _ in reached:
                 _check_penalty(graph, child, outputs, below, m)
@@ -212,6 +246,12 @@ def _make_plan(
             if sink.chain is None and sink not in plan.general.setdefault(sink.node, []):
                 plan.general[sink.node].append(sink)
     return plan
+
+
+def _is_empty(graph: Graph, position: int, output: int) -> bool:
+    if position in graph.leaves:
+        return graph.leaves[position].numel() == 0
+    return 0 in graph.nodes[position]._input_metadata[output].shape
 
 
 def _kinds(graph: Graph, outputs: Mapping[int, Mapping[int, Tensor | None]]) -> list[str]:

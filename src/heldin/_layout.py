@@ -64,7 +64,7 @@ class Layout:
         assert self.inner is not None
         size = tensor.shape[dim]
         if size == self.m:
-            return tensor.movedim(dim, 0).unsqueeze(1)
+            return (tensor.movedim(dim, 0) if dim else tensor).unsqueeze(1)
         outer = size // (self.m * self.inner)
         parts = tensor.reshape(
             *tensor.shape[:dim], outer, self.m, self.inner, *tensor.shape[dim + 1 :]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-__all__ = ["Moments", "snr"]
+__all__ = ["Moments", "Sums", "piece_sums", "ratio_sums", "snr"]
+
+CACHE = 1 << 16  # coordinates worked on at a time
 
 
 def snr(total: Tensor, squares: Tensor, count: int) -> Tensor:
@@ -27,6 +31,59 @@ def snr(total: Tensor, squares: Tensor, count: int) -> Tensor:
     q = total.square().div_(squares)
     room = (count - q).clamp_(min=4 * torch.finfo(q.dtype).eps * count)
     return q.mul_(count - 1).div_(room)
+
+
+Sums = tuple[float, float, bool]  # of the ratios of live coordinates, their number, all finite
+
+
+def ratio_sums(
+    pairs: Sequence[tuple[Tensor, Tensor]], count: int, symmetric: bool = False
+) -> list[Sums]:
+    """For each pair of total and squares: sum of f (or q), number of live coordinates, finiteness.
+
+    >>> ratio_sums([(torch.tensor([2.0, 0.0]), torch.tensor([4.0, 0.0]))], 2)
+    [(1.0, 1.0, True)]
+    """
+    away = [i for i, (total, _) in enumerate(pairs) if total.device.type != "cpu"]
+    rows = [_careful(pairs[i][0], pairs[i][1], count, symmetric) for i in away]
+    told = dict(zip(away, torch.stack(rows).tolist() if rows else [], strict=True))  # one wait
+    return [
+        _told(told[i]) if i in told else _on_cpu(total, squares, count, symmetric)
+        for i, (total, squares) in enumerate(pairs)
+    ]
+
+
+def _on_cpu(total: Tensor, squares: Tensor, count: int, symmetric: bool) -> Sums:
+    """In pieces that stay in the cache."""
+    if total.numel() <= CACHE:
+        return piece_sums(total, squares, count, symmetric)
+    flat, across = total.reshape(-1).split(CACHE), squares.reshape(-1).split(CACHE)
+    each = [piece_sums(a, b, count, symmetric) for a, b in zip(flat, across, strict=True)]
+    return sum(e[0] for e in each), sum(e[1] for e in each), all(e[2] for e in each)
+
+
+def piece_sums(total: Tensor, squares: Tensor, count: int, symmetric: bool) -> Sums:
+    """`ratio_sums` of one piece. Where nothing is dead or extreme, it takes fewer passes."""
+    ratio = total * total
+    if not symmetric:
+        ratio.div_(torch.sub(ratio, squares, alpha=count))  # -f / (m-1)
+    else:
+        ratio.div_(squares).neg_()
+    low, high = torch.aminmax(ratio)
+    if low.item() > -1e5 and high.item() <= 0:  # false for nan
+        factor = -1.0 if symmetric else 1.0 - count
+        return ratio.sum().item() * factor, float(ratio.numel()), True
+    return _told(_careful(total, squares, count, symmetric).tolist())
+
+
+def _told(row: list[float]) -> Sums:
+    return row[0], row[1], math.isfinite(row[2])
+
+
+def _careful(total: Tensor, squares: Tensor, count: int, symmetric: bool) -> Tensor:
+    ratio = total.square().div_(squares) if symmetric else snr(total, squares, count)
+    live = torch.count_nonzero(squares)
+    return torch.stack([torch.nansum(ratio, dtype=torch.float64), live, squares.double().sum()])
 
 
 @dataclass(frozen=True, eq=False)

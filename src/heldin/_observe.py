@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, TypeVar
@@ -13,14 +14,14 @@ from torch import Tensor, nn
 from ._calls import BatchDim, Call, Calls, Knowledge
 from ._errors import HeldinError
 from ._graph import walk
-from ._moments import Moments
-from ._pass import Pass, Sums
+from ._moments import Moments, Sums
+from ._pass import Pass, Stored
 from ._sampling import Sampler
 
 __all__ = ["BUDGET", "BatchDim", "Estimator", "Observation", "observe"]
 
 Estimator = Literal["exact", "sampled", "microbatch"]
-BUDGET = 8192  # coordinates per parameter of the sampled estimator
+BUDGET = 4096  # coordinates per parameter of the sampled estimator
 T = TypeVar("T")
 
 # --- the one hook into PyTorch ---------------------------------------------------------------
@@ -80,6 +81,9 @@ class Observation(Mapping[str, Moments]):
     Attributes:
         count: number of samples seen (of groups, if micro-batches are taken for samples).
         estimator: "exact", "sampled" or "microbatch".
+        reducing: for steps of one backward pass, let the ratios be formed during the pass and
+            keep nothing of the parameters' size; the mapping is empty then, and `heldin.evidence`
+            takes what is in `reduced`.
     """
 
     def __init__(
@@ -106,6 +110,9 @@ class Observation(Mapping[str, Moments]):
         if budget < 1:
             raise HeldinError(f"heldin.observe: budget must be at least 1, got {budget}")
         self.count = 0
+        self.passes = 0  # backward passes since the last clear
+        self.reducing: bool | None = None  # keep no moments but their ratios (True: q, False: f)
+        self.reduced: dict[str, tuple[Sums, int]] = {}  # what is kept then, with the size
         self.estimator = estimator
         self.sampler = Sampler(budget, seed) if estimator == "sampled" else None
         self.truth: dict[str, tuple[Tensor, Tensor]] | None = None  # filled in if it is a dict
@@ -113,8 +120,9 @@ class Observation(Mapping[str, Moments]):
         self.calls = Calls(model, batch_dim, self.knowledge)
         self._model: nn.Module | None = model
         self._chosen = parameters
-        self._sums: dict[str, Sums] = {}
+        self._sums: dict[str, Stored] = {}
         self.names: dict[int, str] = {}  # by id of the parameter
+        self._alive: dict[int, weakref.ref[Tensor]] = {}
         self._find_names()
 
     # -- the mapping; two observations are never the same
@@ -138,18 +146,27 @@ class Observation(Mapping[str, Moments]):
     def __repr__(self) -> str:
         return f"<heldin.Observation of {len(self)} parameters, {self.count} samples>"
 
-    def add(self, sums: Mapping[str, Sums], m: int, calls: Sequence[Call]) -> None:
+    def add(
+        self,
+        sums: dict[str, Stored],
+        ratios: dict[str, tuple[Sums, int]],
+        m: int,
+        calls: Sequence[Call],
+    ) -> None:
         """Take in what a backward pass showed."""
-        if self._sums:
-            for name, (total, squares, shared, weight) in sums.items():
-                if name in self._sums:
-                    first, second, third, _ = self._sums[name]
-                    total, squares = first + total, second + squares
-                    if third is not None:
-                        shared = third if shared is None else third + shared
-                self._sums[name] = (total, squares, shared, weight)
+        self.passes += 1
+        self.reduced = ratios
+        if not self._sums:
+            self._sums = sums
         else:
-            self._sums = dict(sums)
+            with torch.no_grad():
+                for name, (total, squares, shared, weight) in sums.items():
+                    if name in self._sums:
+                        first, second, third, _ = self._sums[name]
+                        total, squares = first + total, second + squares
+                        if third is not None:
+                            shared = third if shared is None else third + shared
+                    self._sums[name] = (total, squares, shared, weight)
         self.count += m
         self.calls.done(calls)
 
@@ -159,8 +176,8 @@ class Observation(Mapping[str, Moments]):
         Args:
             redraw: whether the sampled estimator looks at other coordinates from now on.
         """
-        self._sums = {}
-        self.count = 0
+        self._sums, self.reduced = {}, {}
+        self.count = self.passes = 0
         self.calls.drop()
         if redraw and self.sampler is not None:
             self.sampler.redraw()
@@ -197,7 +214,7 @@ class Observation(Mapping[str, Moments]):
         self.pause()
         self.calls.close()
         self._model = None
-        self.names = {}
+        self.names, self._alive = {}, {}
 
     def call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run a function as if it were the model's forward pass, and return its result.
@@ -211,17 +228,19 @@ class Observation(Mapping[str, Moments]):
 
     def names_of(self, leaves: Iterable[Tensor]) -> dict[int, str]:
         """Names of the observed parameters by id, looked up again if there are new ones."""
-        if any(id(leaf) not in self.names for leaf in leaves):
-            self._find_names()
+        known = self._alive
+        for leaf in leaves:
+            if id(leaf) not in known or known[id(leaf)]() is not leaf:
+                self._find_names()
+                break
         return self.names
 
     def _find_names(self) -> None:
         assert self._model is not None
-        self.names = {
-            id(p): name
-            for name, p in self._model.named_parameters()
-            if self._chosen is None or self._chosen(name)
-        }
+        named = list(self._model.named_parameters())
+        self.calls.parameters = [p for _, p in named]
+        self._alive = {id(p): weakref.ref(p) for _, p in named}  # an id may be used again
+        self.names = {id(p): n for n, p in named if self._chosen is None or self._chosen(n)}
 
 
 def observe(

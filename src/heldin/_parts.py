@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ._moments import Sums, piece_sums, ratio_sums
 from ._sampling import Block
 
 __all__ = [
@@ -47,6 +48,7 @@ class Part(ABC):
     m: int
     shape: tuple[int, ...]
     rows = 0  # how many rows of an activation each sample has; 0 if that says nothing
+    reads = 0  # how many elements are read for each input channel of filters
 
     @property
     def numel(self) -> int:
@@ -59,6 +61,10 @@ class Part(ABC):
     def moments(self, total: Tensor | None) -> tuple[Tensor, Tensor]:
         """Sum and sum of squares over all samples; the sum may be known already."""
         return _chunked(self.take, self.m, self.numel)
+
+    def ratios(self, total: Tensor | None, symmetric: bool) -> Sums:
+        """Sum of f over all coordinates, without keeping anything of the tensor's size."""
+        return ratio_sums([self.moments(total)], self.m, symmetric)[0]
 
     def cut(self, block: Block) -> Part | None:
         """The same for a block of coordinates only, or None if that would save nothing."""
@@ -122,6 +128,7 @@ class Outer(Part):
         self.shape = (left.shape[2], right.shape[2])
 
     def t(self) -> Outer:
+        """The same for the transposed matrix."""
         return Outer(self.right, self.left)
 
     def take(self, lo: int, hi: int) -> Tensor:
@@ -143,58 +150,110 @@ class Outer(Part):
             return each.sum(0) if total is None else total, each.square_().sum(0)
         if total is None:
             total = left.flatten(0, 1).mT @ right.flatten(0, 1)
-        squares = torch.zeros_like(total)
-        height = max(1, CACHE // right.shape[2])  # rows of the matrix at a time, to stay in cache
-        for top in range(0, left.shape[2], height):
-            piece, strip = squares[top : top + height], left[:, :, top : top + height].mT
-            each = torch.empty_like(piece)
-            for i in range(self.m):
-                torch.mm(strip[i], right[i], out=each)
-                piece.addcmul_(each, each)
+        squares = torch.empty_like(total)
+        for top, bottom in self._strips():
+            _strip_squares(left[:, :, top:bottom], right, squares[top:bottom])
         return total, squares
+
+    def _strips(self) -> list[tuple[int, int]]:
+        """Rows of the matrix that are worked on at a time, to stay in the cache."""
+        a, b = self.shape
+        height = max(1, CACHE // b)
+        return [(top, min(a, top + height)) for top in range(0, a, height)]
+
+    def ratios(self, total: Tensor | None, symmetric: bool) -> Sums:
+        if total is None or self.numel <= CACHE or total.device.type != "cpu":
+            return super().ratios(total, symmetric)
+        left, right = wide(self.left), wide(self.right)
+        if self.rows == 1:
+            left, right = left.square(), right.square()
+        each = []
+        room = total.new_empty(self._strips()[0][1], self.shape[1])
+        for top, bottom in self._strips():
+            squares = room[: bottom - top]
+            if self.rows == 1:
+                torch.mm(left[:, 0, top:bottom].mT, right[:, 0], out=squares)
+            else:
+                _strip_squares(left[:, :, top:bottom], right, squares)
+            each.append(piece_sums(total[top:bottom], squares, self.m, symmetric))
+        return sum(e[0] for e in each), sum(e[1] for e in each), all(e[2] for e in each)
+
+
+def _strip_squares(left: Tensor, right: Tensor, out: Tensor) -> None:
+    """Sum over samples of (left_i^T right_i)^2, for a strip small enough for the cache."""
+    each = torch.empty_like(out)
+    strip = left.mT
+    torch.mm(strip[0], right[0], out=each)
+    torch.mul(each, each, out=out)
+    for i in range(1, len(left)):
+        torch.mm(strip[i], right[i], out=each)
+        out.addcmul_(each, each)
 
 
 class Filters(Part):
-    """Convolution filters (O, C, k, k): each sample's rows are images, of which patches are taken.
-
-    Only plain two-dimensional convolutions; others are `Lazy`.
-    """
+    """Filters (O, C, k, k) of a plain convolution: patches of each sample's images are taken."""
 
     def __init__(
-        self, grad: Tensor, x: Tensor, kernel: Sequence[int], settings: Mapping[str, Sequence[int]]
+        self,
+        grad: Tensor,
+        x: Tensor,
+        kernel: Sequence[int],
+        settings: Mapping[str, Sequence[int]],
+        place: tuple[int, int] | None = None,
     ) -> None:
         self.grad, self.x = grad, x  # (m, r, O, H, W), (m, r, C, H, W)
         self.kernel, self.settings = tuple(kernel), settings
+        self.place = place  # the one place in the kernel that is looked at
         self.m = grad.shape[0]
-        self.shape = (grad.shape[2], x.shape[2], *self.kernel)
+        self.shape = (grad.shape[2], x.shape[2], *((1, 1) if place else self.kernel))
+        self.reads = self.m * grad.shape[1] * grad.shape[3] * grad.shape[4]
 
     def cut(self, block: Block) -> Part:
-        rows, columns = block
-        return Filters(self.grad[:, :, rows], self.x[:, :, columns], self.kernel, self.settings)
+        rows, columns, *place = block
+        grad, x = self.grad[:, :, rows], self.x[:, :, columns]
+        at = (place[0].start, place[1].start) if place else None
+        return Filters(grad, x, self.kernel, self.settings, at)
 
     def take(self, lo: int, hi: int) -> Tensor:
         x, grad = wide(self.x[lo:hi]), wide(self.grad[lo:hi])
-        n, r = x.shape[:2]
-        patches = F.unfold(x.flatten(0, 1), self.kernel, **self.settings)  # type: ignore[arg-type]
-        delta = grad.flatten(3)  # (n, r, O, L)
-        if r == 1:
-            each = delta[:, 0] @ patches.mT
+        if self.place is None:
+            patches = F.unfold(x.flatten(0, 1), self.kernel, **self.settings)  # type: ignore[arg-type]
         else:
-            each = torch.einsum("irol,irkl->iok", delta, patches.unflatten(0, (n, r)))
-        return each.reshape(n, *self.shape)
+            (up, down), (left, right) = (self._overlap(axis) for axis in (0, 1))
+            grad, patches = grad[..., up, left], x[..., down, right]
+        delta = grad.flatten(3)  # (n, r, O, L)
+        patches = patches.reshape(*delta.shape[:2], prod(self.shape[1:]), delta.shape[3])
+        if delta.shape[1] == 1:
+            each = delta[:, 0] @ patches[:, 0].mT
+        else:
+            each = torch.einsum("irol,irkl->iok", delta, patches)
+        return each.reshape(hi - lo, *self.shape)
+
+    def _overlap(self, axis: int) -> tuple[slice, slice]:
+        """Where outputs and inputs meet at the one place in the kernel; the rest is padding."""
+        assert self.place is not None
+        stride = self.settings["stride"][axis]
+        shift = self.place[axis] * self.settings["dilation"][axis] - self.settings["padding"][axis]
+        size, outputs = self.x.shape[3 + axis], self.grad.shape[3 + axis]
+        first = max(0, -(shift // stride))
+        last = min(outputs, (size - 1 - shift) // stride + 1)
+        if last <= first:
+            return slice(0, 0), slice(0, 0)
+        start = first * stride + shift
+        return slice(first, last), slice(start, start + (last - first - 1) * stride + 1, stride)
 
     def moments(self, total: Tensor | None) -> tuple[Tensor, Tensor]:
-        positions = self.grad.shape[1] * self.grad.shape[3] * self.grad.shape[4]
-        read = prod(self.shape[1:]) * positions + self.numel
-        step = max(1, min(self.m, CHUNK // read))
-        first = torch.zeros(()) if total is None else total
-        second: Tensor | None = None
+        work = self.reads * prod(self.shape[1:]) // self.m + self.numel
+        step = max(1, min(self.m, CHUNK // max(1, work)))
+        first, second = total, None
         for lo in range(0, self.m, step):
             each = self.take(lo, min(self.m, lo + step))
             if total is None:
-                first = first.to(each) + each.sum(0)
+                sums = each.sum(0)
+                first = sums if first is None else first.add_(sums)
             squares = each.square_().sum(0)
             second = squares if second is None else second.add_(squares)
+        assert first is not None
         assert second is not None
         return first, second
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -9,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ._errors import NotObservable
+from ._errors import HeldinWarning, NotObservable
 from ._graph import Graph, Plan, Sink, hidden, make_plan, move, pull_back
+from ._moments import Sums
 from ._parts import CHUNK, Lazy, Moved, Part, Rows, moments, wide
 from ._replay import Output, mixes_samples, replay, topmost
 from ._rules import Use, contributions, narrowed
@@ -19,9 +21,11 @@ if TYPE_CHECKING:
     from ._calls import Call
     from ._observe import Observation
 
-__all__ = ["Pass", "Sums"]
+__all__ = ["Pass", "Stored"]
 
-Sums = tuple[Tensor, Tensor, Tensor | None, float]  # total, squares, a penalty's part, weight
+NOTHING = Graph([], {}, [], [], {})
+
+Stored = tuple[Tensor, Tensor, Tensor | None, float]  # total, squares, a penalty's part, weight
 
 
 @contextmanager
@@ -45,10 +49,12 @@ class Pass:
         self.roots, self.seeds = roots, seeds
         self.plan: Plan | None = None
         self.calls: list[Call] = []
-        self.done: dict[str, Sums] = {}
+        self.done: dict[str, Stored] = {}
+        self.ratios: dict[str, tuple[Sums, int]] = {}
         self._handles: list[Any] = []
         self._parts: dict[tuple[int, int], list[Part]] = {}  # per sink, until it is complete
         self._written: dict[str, list[Part]] = {}  # per parameter, pulled back already
+        self._uses: dict[str, int] = {}
         self._busy = self._started = False
         self._autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
 
@@ -58,13 +64,25 @@ class Pass:
         """Find out how to observe this pass, or refuse to."""
         seen, graph = self.seen, self.graph
         names = seen.names_of(graph.leaves.values())
-        reached = [names[id(p)] for p in graph.leaves.values() if id(p) in names]
-        self.calls = seen.calls.within(graph)
         if seen.estimator == "microbatch":
-            if reached:
+            if any(id(leaf) in names for leaf in graph.leaves.values()):
                 self.plan = self._leaves_only(1)
             return
-        trap = hidden(graph)
+        self.calls = seen.calls.within(graph)
+        leaves = tuple([names.get(id(leaf)) for leaf in graph.leaves.values()])
+        key = (*[call.key for call in self.calls], leaves, *graph.signature)
+        self.plan = seen.knowledge.plans.get(key)
+        if self.plan is None:
+            self._inspect([name for name in leaves if name is not None], key)
+        if self.plan is not None:
+            seen.calls.passing += 1
+            self._started = True
+            if seen.truth is not None:
+                seen.truth.update(self._replayed(self.plan))
+
+    def _inspect(self, reached: Sequence[str], key: Any) -> None:
+        """A graph that was not seen before."""
+        trap = hidden(self.graph)
         if trap is not None and (reached or self.calls):
             raise NotObservable(
                 f"{trap[0]} hides parameters from observation: {trap[1]}; or pass "
@@ -85,22 +103,11 @@ class Pass:
                 f"one backward pass through calls of the model with {sorted(counts)} samples: "
                 "which of them belong together is not known. Call backward() once for each"
             )
-        seen.calls.passing += 1
-        self._started = True
         (m,) = counts
-        self.plan = self._plan(m)
-        if seen.truth is not None:
-            seen.truth.update(self._replayed(self.plan))
+        self.plan = self._leaves_only(1) if m == 1 else self._plan(m, key)
 
-    def _plan(self, m: int) -> Plan:
-        seen, graph = self.seen, self.graph
-        if m == 1:
-            return self._leaves_only(1)
-        leaves = tuple([seen.names.get(id(p)) for p in graph.leaves.values()])
-        key = (*[call.key for call in self.calls], leaves, graph.signature)
-        plan = seen.knowledge.plans.get(key)
-        if plan is not None:
-            return plan
+    def _plan(self, m: int, key: Any) -> Plan | None:
+        seen = self.seen
         trackers = [call.tracker for call in self.calls if call.tracker is not None]
         if len(trackers) < len(self.calls):
             return self._surprise(m)
@@ -110,7 +117,7 @@ class Pass:
         owners = {k: v for tracker in trackers for k, v in tracker.nodes.items()}
         slots = {k: v for tracker in trackers for k, v in tracker.slots.items()}
         cause = next((t.first_mixed for t in trackers if t.first_mixed), None)
-        plan = make_plan(graph, seen.names, owners, slots, m, cause)
+        plan = make_plan(self.graph, seen.names, owners, slots, m, cause)
         if not any(tracker.volatile for tracker in trackers):
             seen.knowledge.remember(key, plan, self.calls)
         return plan
@@ -130,13 +137,31 @@ class Pass:
         outputs = self._outputs()
         return replay(self.roots, self.seeds, outputs, params, plan.m) if outputs else {}
 
-    def _surprise(self, m: int) -> Plan:
-        """A graph whose forward pass was not followed: one backward pass per sample, this once."""
+    def _surprise(self, m: int) -> Plan | None:
+        """A familiar call has led to an unknown graph: one backward pass per sample, this once.
+
+        That needs the model's outputs, and that all of the gradient comes through them; without
+        them the pass is let go, with a warning, and the next calls are followed again.
+        """
         self.seen.knowledge.doubt(self.calls)
         plan = self._leaves_only(m)
-        plan.replayed = True
-        for name, (first, second) in self._replayed(plan).items():
-            self.done[name] = (first, second, None, 1.0)
+        found = self._replayed(plan)
+        leaves = [self.graph.leaves[i] for i in plan.leaves.values()]
+        grads = torch.autograd.grad(self.roots, leaves, self.seeds, retain_graph=True)
+        for name, grad in zip(plan.leaves, grads, strict=True):
+            whole = wide(grad.to_dense() if grad.is_sparse else grad)
+            part = found[name][0] if name in found else torch.zeros_like(whole)
+            if not torch.allclose(part, whole, rtol=1e-2, atol=1e-2 * float(whole.abs().max())):
+                self.seen.calls.done(self.calls)
+                warnings.warn(
+                    "this backward pass is not observed: its graph differs from those that the "
+                    "same call of the model has led to before, and not all of the gradient of "
+                    f"{name!r} comes through the model's outputs. The next calls are followed anew",
+                    HeldinWarning,
+                    stacklevel=2,
+                )
+                return None
+        self.done = {name: (first, second, None, 1.0) for name, (first, second) in found.items()}
         return plan
 
     # -- hooks
@@ -146,14 +171,13 @@ class Pass:
         plan, nodes = self.plan, self.graph.nodes
         if plan is None:
             return
-        add = self._handles.append
+        add, listen = self._handles.append, self._listener
         for position in plan.uses:
-            add(nodes[position].register_prehook(self._listener(self._used, position)))
+            add(nodes[position].register_prehook(listen(self._used, position)))
         for position in plan.general:
-            add(nodes[position].register_prehook(self._listener(self._pulled, position)))
-        for name, position in plan.leaves.items():
-            if name in plan.sinks or name in plan.shared or plan.m == 1 or plan.replayed:
-                add(nodes[position].register_prehook(self._listener(self._arrived, name)))
+            add(nodes[position].register_prehook(listen(self._pulled, position)))
+        for name, position in plan.watched(self.seen.sampler is not None):
+            add(nodes[position].register_prehook(listen(self._arrived, name)))
 
     def _listener(self, respond: Callable[[Any, Any], None], what: Any) -> Callable[[Any], None]:
         def fired(grads: Sequence[Tensor | None]) -> None:
@@ -161,8 +185,8 @@ class Pass:
                 return
             self._busy = True
             try:
-                if self._autocast:
-                    with _no_autocast():
+                if torch.is_grad_enabled() or self._autocast:
+                    with torch.no_grad(), _no_autocast():
                         respond(what, grads)
                 else:
                     respond(what, grads)
@@ -176,10 +200,8 @@ class Pass:
         plan = self.plan
         assert plan is not None
         node, layouts = self.graph.nodes[position], plan.layouts[position]
-        with torch.no_grad():
-            for argument, sink in plan.uses[position]:
-                use = Use(node, grads, layouts, argument, sink.shape)
-                self._take(use, sink, plan)
+        for argument, sink in plan.uses[position]:
+            self._take(Use(node, grads, layouts, argument, sink.shape), sink, plan)
 
     def _take(self, use: Use, sink: Sink, plan: Plan) -> None:
         sampler = self.seen.sampler
@@ -189,12 +211,19 @@ class Pass:
         part = contributions(use)
         if isinstance(part, Lazy):  # what it reads will be gone when the node has run
             if alone and not plan.shared:
-                name = sink.params[0]
                 first, second = self._in_place(sink, part).moments(None)
-                self.done[name] = (first, second, None, 1.0)
+                self.done[sink.params[0]] = (first, second, None, 1.0)
                 return
             part = part.written_out()
         self._parts.setdefault(sink.key, []).append(part)
+        if sampler is not None and sink.params[0] in plan.direct:
+            self._use_complete(plan, sink.params[0])
+
+    def _use_complete(self, plan: Plan, name: str) -> None:
+        """One more use of a parameter was taken; with the last one, it can be settled."""
+        uses = self._uses[name] = self._uses.get(name, 0) + 1
+        if uses == plan.direct[name]:
+            self._settle(plan, name, None)
 
     def _in_place(self, sink: Sink, part: Part) -> Part:
         """The part in the shape of its parameter."""
@@ -225,10 +254,9 @@ class Pass:
         single = not plan.shared and all(len(plan.sinks[name]) == 1 for name in sink.params)
         chunks = []
         for lo in range(0, plan.m, step):
-            with torch.no_grad():
-                value = parts[0].take(lo, min(plan.m, lo + step))
-                for part in parts[1:]:
-                    value = value + part.take(lo, min(plan.m, lo + step))
+            value = parts[0].take(lo, min(plan.m, lo + step))
+            for part in parts[1:]:
+                value = value + part.take(lo, min(plan.m, lo + step))
             pulled = [wide(grad) for grad in pull_back(self.graph, sink, value, leaves)]
             if single:
                 for name, grad in zip(sink.params, pulled, strict=True):
@@ -249,16 +277,14 @@ class Pass:
         assert plan is not None
         if grad is None:
             return
-        with torch.no_grad():
-            if plan.m == 1:
-                dense = wide(grad.to_dense() if grad.is_sparse else grad)
-                self.done[name] = (dense.clone(), dense.square(), None, 1.0)
-            elif plan.replayed:
-                self._check_replayed(plan, name, grad)
-            elif name not in self.done:
-                self._settle(plan, name, grad)
+        if plan.m == 1:
+            dense = wide(grad.to_dense() if grad.is_sparse else grad)
+            self.done[name] = (dense.clone(), dense.square(), None, 1.0)
+        elif name not in self.done:
+            self._settle(plan, name, grad)
 
-    def _settle(self, plan: Plan, name: str, grad: Tensor) -> None:
+    def _settle(self, plan: Plan, name: str, grad: Tensor | None) -> None:
+        """All contributions to a parameter are known (and its gradient, if it was waited for)."""
         parts = list(self._written.pop(name, []))
         for sink in plan.sinks.get(name, []):
             if sink.chain is not None:
@@ -266,28 +292,37 @@ class Pass:
         penalised = name in plan.shared
         leaf = self.graph.leaves[plan.leaves[name]]
         if not parts:
-            if not penalised:
-                return
-            zero = torch.zeros_like(wide(grad))
-            self.done[name] = (zero, zero.clone(), wide(grad).clone(), 1.0)
+            if grad is not None and (penalised or name in plan.silent):
+                zero = torch.zeros_like(wide(grad))
+                shared = wide(grad).clone() if penalised else None
+                self.done[name] = (zero, zero.clone(), shared, 1.0)
             return
         sampler = self.seen.sampler
         if sampler is not None and not penalised:
-            found = self._sampled(name, leaf, parts)
-            if found is not None:
-                self.done[name] = found
+            block = self._sampled(name, leaf, parts)
+            if block is not None:
+                self.done[name] = block
                 return
-        usable = not (penalised or leaf._backward_hooks or grad.is_sparse or wide(grad) is not grad)
-        first, second = moments(parts, grad if usable else None)
-        if first is grad:
-            first = grad.clone()
-        self.done[name] = (first, second, wide(grad) - first if penalised else None, 1.0)
+        total = grad
+        if grad is None or penalised or leaf._backward_hooks or grad.is_sparse:
+            total = None
+        elif wide(grad) is not grad:
+            total = None  # the gradient is rounded more than the statistics are
+        if self.seen.reducing is not None and not penalised and len(parts) == 1:
+            self.ratios[name] = (parts[0].ratios(total, self.seen.reducing), leaf.numel())
+            return
+        first, second = moments(parts, total)
+        if first is total:
+            first = first.clone()
+        shared = wide(grad) - first if penalised and grad is not None else None
+        self.done[name] = (first, second, shared, 1.0)
 
-    def _sampled(self, name: str, leaf: Tensor, parts: list[Part]) -> Sums | None:
+    def _sampled(self, name: str, leaf: Tensor, parts: list[Part]) -> Stored | None:
         sampler = self.seen.sampler
         assert sampler is not None
         spread = leaf.dim() > 1 and all(part.rows == 1 for part in parts)
-        block, weight = sampler.block(name, leaf.shape, spread=spread)
+        reads = max(part.reads for part in parts)
+        block, weight = sampler.block(name, leaf.shape, reads, spread)
         if block is None:
             return None
         sizes = zip(block, leaf.shape, strict=False)
@@ -298,30 +333,12 @@ class Pass:
         first, second = moments([part for part in smaller if part is not None])
         return first, second, None, weight
 
-    def _check_replayed(self, plan: Plan, name: str, grad: Tensor) -> None:
-        found = self.done.get(name)
-        grad = wide(grad.to_dense() if grad.is_sparse else grad)
-        largest = float(grad.abs().max()) if grad.numel() else 0.0
-        if found is None:
-            missing = largest
-        elif self.graph.leaves[plan.leaves[name]]._backward_hooks:
-            missing = 0.0  # the user changes the gradient on its way
-        else:
-            missing = float((grad - found[0]).abs().max())
-        if missing > 0.01 * largest:
-            raise NotObservable(
-                f"parameter {name!r}: the graph of this step differs from those seen so far, and "
-                "part of its gradient does not come through the model's outputs. The next steps "
-                "will be followed from their forward pass on"
-            )
-
     # -- after the pass
 
     def finish(self) -> None:
         """The pass went through: add what it showed."""
         if self.plan is not None:
-            with torch.no_grad():
-                self.seen.add(self.done, self.plan.m, self.calls)
+            self.seen.add(self.done, self.ratios, self.plan.m, self.calls)
 
     def close(self) -> None:
         """Let go of the graph, also after an error."""
@@ -332,5 +349,6 @@ class Pass:
             handle.remove()
         for call in self.calls:
             call.release()
-        self._handles, self._parts, self._written, self.done = [], {}, {}, {}
-        self.graph, self.roots, self.seeds = Graph([], {}, [], [], {}), [], None
+        self._handles, self._parts, self._written = [], {}, {}
+        self.done, self.ratios = {}, {}
+        self.graph, self.roots, self.seeds = NOTHING, [], None

@@ -23,7 +23,7 @@ from ._sampling import Sampler
 __all__ = ["RULES", "Use", "contributions", "generic", "narrowed", "rule"]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Use:
     """A parameter meets data: an autograd node about to run, seen from one of its inputs.
 
@@ -61,7 +61,7 @@ class Use:
         """A tensor that the op saved for its backward pass."""
         keep_readable(getattr(self.node, f"_raw_saved_{name}", None))
         tensor: Tensor = getattr(self.node, f"_saved_{name}")
-        return tensor.detach()
+        return tensor
 
     def option(self, name: str) -> Any:
         """A number, flag or list that the op saved."""
@@ -149,7 +149,7 @@ _ALONG_LAST = {
 _ALONG_CHANNELS = {"ConvolutionBackward0", "NativeBatchNormBackward0"}
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Narrow(Use):
     """A use of which only some entries along one dimension are looked at."""
 
@@ -159,8 +159,9 @@ class _Narrow(Use):
 
     def saved(self, name: str) -> Tensor:
         tensor = super().saved(name)
-        if tensor.dim() >= -self.at and tensor.shape[self.at] == self.whole:
-            return tensor.narrow(self.at, self.start, self.shape[0])
+        at = 0 if tensor.dim() == 1 else self.at  # statistics of channels are vectors
+        if tensor.dim() >= -at and tensor.shape[at] == self.whole:
+            return tensor.narrow(at, self.start, self.shape[0])
         return tensor
 
 

@@ -8,12 +8,14 @@ name alone, so that every process and every resumed run looks at the same coordi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from zlib import crc32
 
 __all__ = ["Block", "Sampler"]
 
-ROWS = 64  # rows of a block of a matrix
+ROWS = 32  # rows of a block of a matrix
 READS = 1 << 17  # elements of an activation that are read for a vector (a bias, a norm's scale)
+IMAGES = 1 << 19  # elements of images that are read for the filters of a convolution
 
 Block = tuple[slice, ...]
 
@@ -62,36 +64,54 @@ class Sampler:
 
         Args:
             name: the parameter's.
-            shape: its shape; blocks are cut along the first two dimensions.
-            reads: how many elements have to be read for each entry of a vector.
+            shape: its shape.
+            reads: how many elements have to be read for each entry of a vector, or for each
+                channel of filters.
             spread: whether coordinates may lie apart (cheap if each sample has one row).
         """
         known = self._blocks.get(name)
         if known is None:
-            known = self._blocks[name] = self._draw(name, shape, reads, spread)
+            key = self._keys.get(name)
+            if key is None:
+                key = self._keys[name] = crc32(name.encode()) << 32
+            number = _mixed(key ^ (self.seed * 0x10001) ^ self.draws)
+            if len(shape) == 4 and reads:
+                known = self._of_filters(number, shape, reads)
+            elif len(shape) == 1:
+                width = min(self.budget, max(1, READS // reads) if reads else shape[0])
+                piece, weight = _piece(number, shape[0], width, spread)
+                known = ((piece,), weight) if weight > 1 else (None, 1.0)
+            else:
+                known = self._of_matrix(number, shape, spread)
+            self._blocks[name] = known
         return known
 
-    def _draw(
-        self, name: str, shape: Sequence[int], reads: int, spread: bool
+    def _of_matrix(
+        self, number: int, shape: Sequence[int], spread: bool
     ) -> tuple[Block | None, float]:
-        size = 1
-        for extent in shape:
-            size *= extent
-        width = self.budget
-        if len(shape) == 1 and reads:
-            width = min(width, max(16, READS // reads))
-        if size <= width:
+        size = prod(shape)
+        if size <= self.budget:
             return None, 1.0
-        key = self._keys.get(name)
-        if key is None:
-            key = self._keys[name] = crc32(name.encode()) << 32
-        number = _mixed(key ^ (self.seed * 0x10001) ^ self.draws)
-        if len(shape) == 1:
-            piece, weight = _piece(number, shape[0], width, spread)
-            return (piece,), weight
-        kernel = size // (shape[0] * shape[1])
-        height = min(shape[0], ROWS, max(1, width // kernel))
+        inner = size // (shape[0] * shape[1])
+        height = min(shape[0], ROWS, max(1, self.budget // inner))
         rows, above = _piece(number & 0xFFFFFFFF, shape[0], height, spread)
-        across = max(1, width // (height * kernel))
+        across = max(1, self.budget // (height * inner))
         columns, beside = _piece(number >> 32, shape[1], across, spread)
         return (rows, columns), above * beside
+
+    def _of_filters(
+        self, number: int, shape: Sequence[int], reads: int
+    ) -> tuple[Block | None, float]:
+        """Output channels, input channels and one place in the kernel (or all of them)."""
+        taps = shape[2] * shape[3]
+        channels = max(2, IMAGES // reads)
+        if prod(shape) <= self.budget and shape[0] + shape[1] * taps <= channels:
+            return None, 1.0
+        height = min(shape[0], ROWS, max(1, channels // 2))
+        rows, above = _piece(number & 0xFFFF, shape[0], height, False)
+        across = max(1, min(channels - height, self.budget // height))
+        columns, beside = _piece(number >> 16 & 0xFFFF, shape[1], across, False)
+        down, right = divmod(number >> 32, shape[3])
+        down %= shape[2]
+        place = (slice(down, down + 1), slice(right, right + 1))
+        return (rows, columns, *place), above * beside * taps

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import TracebackType
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ from ._checks import all_or_nothing, same_settings, share, state_of, whole
 from ._errors import HeldinError
 from ._evidence import Correction, Dead, Evidence, Groups, evidence, grouping
 from ._history import History, Record
-from ._observe import BatchDim, observe
+from ._observe import BUDGET, BatchDim, Estimator, observe
 from ._window import Window
 
 __all__ = ["EvidenceStopping"]
@@ -29,11 +29,12 @@ class EvidenceStopping:
 
     Call `step()` after `backward()` and before `optimizer.step()`, so that the weights that
     triggered the stop are kept. All backward passes since the last `step()` count as one step, so
-    accumulated micro-batches need nothing special.
+    accumulated micro-batches need nothing special. Where the optimiser takes a closure, `step()`
+    belongs into it, after `backward()`.
 
     The criterion is 1 - mean f per group, averaged over the groups and smoothed; above zero, it
-    asks to stop. The first row of arguments is the paper's, the others make the rule robust where
-    the plain one is not; `EvidenceStopping.paper` switches them off.
+    asks to stop. The first block of arguments is the paper's rule and its pace, the second makes it
+    robust where the plain rule is not; `EvidenceStopping.paper` switches that off.
 
     Args:
         model: the model that is trained. It is neither wrapped nor changed.
@@ -48,9 +49,9 @@ class EvidenceStopping:
         every: observe every so many steps only; the others cost nothing.
 
         arming: the rule may stop only after the criterion has clearly left zero, where a plateau at
-            the start keeps it: an average over the last ten checks or so, started at zero, must
-            have been this far from zero once. Below: a signal was seen. Above: noise was fitted
-            already. None: armed from the start.
+            the start keeps it: an average over the last ten checks or so (decay 0.9, started
+            at zero) must have been this far from zero once. Below: a signal was seen. Above: noise
+            was fitted already. None: armed from the start.
         weighted: a value counts in the average by the size of its batch.
         start: None for a bias-corrected average. A number lets the plain recursion
             c = b c + (1-b) x start there, without weights.
@@ -58,6 +59,9 @@ class EvidenceStopping:
         dead: "out" or "zero": see `heldin.evidence`.
         reduction: whether the loss is a "mean" or a "sum" over the samples of a step. Matters only
             for windows over batches of different sizes.
+        estimator, budget, seed: "sampled" looks at a random block of coordinates of each parameter,
+            new at every check; see `heldin.observe`, where also "exact" and "microbatch" are
+            explained.
         batch_dim, parameters: see `heldin.observe`.
         history: how many records to keep, see `heldin.History`.
 
@@ -94,6 +98,9 @@ class EvidenceStopping:
         correction: Correction = None,
         dead: Dead = "out",
         reduction: Literal["mean", "sum"] = "mean",
+        estimator: Estimator = "sampled",
+        budget: int = BUDGET,
+        seed: int = 0,
         batch_dim: BatchDim = 0,
         parameters: Callable[[str], bool] | None = None,
         history: int = 4096,
@@ -119,15 +126,27 @@ class EvidenceStopping:
         self.history = History(whole(name, "history", history, 2))
         self.armed = arming is None
         self._average = Average(self.smoothing, start)
-        self._recent = Average(min(self.smoothing, 0.9), start=0.0)
+        self._recent = Average(0.9, start=0.0)
         self._window = Window(mean=reduction == "mean")
         self._streak = 0
         self._step = 0
+        self._single = 0  # steps of one backward pass in a row
 
         # Everything that decides what is observed, and how, is said here.
-        self._seen = observe(model, batch_dim=batch_dim, parameters=parameters)
+        self._seen = observe(
+            model,
+            batch_dim=batch_dim,
+            parameters=parameters,
+            estimator=estimator,
+            budget=budget,
+            seed=seed,
+        )
         self._model: nn.Module | None = model
         self._groups = grouping(groups)
+        # a few groups in the place of samples: the ratio of Gaussian means is known to be too large
+        self._correction: Correction = correction
+        if estimator == "microbatch" and correction is None:
+            self._correction = "gaussian"
         for each, parameter in model.named_parameters():
             if parameter.requires_grad and (parameters is None or parameters(each)):
                 self._groups(each)  # a mapping without an entry is refused now, not in a step
@@ -147,10 +166,11 @@ class EvidenceStopping:
     ) -> EvidenceStopping:
         """The paper's rule: stop at the first step at which the smoothed criterion is above zero.
 
-        No arming, no weights, no correction, the plain recursion c = b c + (1-b) x. The paper
-        leaves b, the start value and the meaning of 0/0 open: b = 0.9, a start at zero (which
-        stops at the same step as a bias-corrected average does) and dead coordinates left out
-        (counted as zeros, they would stop the paper's own MNIST runs at the first step).
+        Every coordinate, no arming, no weights, no correction, the plain recursion
+        c = b c + (1-b) x. The paper leaves b, the start value and the meaning of 0/0 open: b = 0.9,
+        a start at zero (which stops at the same step as a bias-corrected average does) and dead
+        coordinates left out (counted as zeros, they would stop the paper's own MNIST runs at the
+        first step).
 
         Args:
             model, groups, smoothing: as for the class.
@@ -163,7 +183,9 @@ class EvidenceStopping:
         (True, 0.0)
         >>> stopping.remove()
         """
-        settings: dict[str, Any] = {"arming": None, "weighted": False, **options}
+        settings: dict[str, Any] = {
+            "arming": None, "weighted": False, "estimator": "exact", **options
+        }  # fmt: skip
         return cls(model, groups, smoothing=smoothing, start=start, **settings)
 
     # -- the loop
@@ -185,7 +207,7 @@ class EvidenceStopping:
             raise HeldinError("EvidenceStopping.step: called after remove(); make a new one")
         self._step += 1
         if self._step % self.every == 0:
-            if self._seen.count == 0 and self.history.checks == 0:
+            if self._seen.count == self.history.checks == self._window.steps == 0:
                 raise HeldinError(
                     "EvidenceStopping.step: no backward pass through the model was seen. Call "
                     "step() after loss.backward(), and make the EvidenceStopping before the "
@@ -193,13 +215,14 @@ class EvidenceStopping:
                 )
             if self.window == 1:
                 self._check(self._form(self._seen))
+                self._choose_way()
             else:
                 trainable = [n for n, p in model.named_parameters() if p.requires_grad]
                 self._window.add(self._seen, trainable, scale)
                 if self._window.steps == self.window:
                     self._check(self._form(self._window.moments()), tuple(self._window.nonfinite))
                     self._window.clear()
-            self._seen.clear()
+            self._seen.clear(redraw=self._window.steps == 0)  # one block for a whole window
         self._prepare()
         return self.should_stop
 
@@ -211,18 +234,28 @@ class EvidenceStopping:
             else:
                 self._seen.pause()
 
+    def _choose_way(self) -> None:
+        """Steps of one backward pass, one after the other: ratios may be formed on the way."""
+        self._single = self._single + 1 if self._seen.passes == 1 else 0
+        if self._seen.reducing is None and self._single >= 2:
+            self._seen.reducing = self._correction == "symmetric"
+        elif self._single == 0:
+            self._seen.reducing = None
+
     def _form(self, moments: Mapping[str, Any]) -> Evidence:
-        return evidence(moments, self._groups, correction=self.correction, dead=self.dead)
+        found = evidence(moments, self._groups, correction=self._correction, dead=self.dead)
+        return replace(found, estimator=self._seen.estimator)
 
     def _check(self, found: Evidence, skipped: tuple[str, ...] = ()) -> None:
         self.evidence = found
         bad = found.nonfinite or skipped
         if found.nonfinite or not math.isfinite(found.criterion):
-            self.reason = f"step {self._step}: no value, {_why_none(found, bad)}"
+            several = bool(self._seen.reduced) and self._seen.passes > 1
+            self.reason = f"step {self._step}: no value, {_why_none(found, bad, several)}"
             raw = math.nan
         else:
             raw = found.criterion
-            self._average.add(raw, weight(found.count, self.correction) if self.weighted else 1.0)
+            self._average.add(raw, weight(found.count, self._correction) if self.weighted else 1.0)
             self._recent.add(raw)
             self._decide()
         now_stopped = self.should_stop and self.stopped_step == self._step
@@ -272,7 +305,10 @@ class EvidenceStopping:
     def _settings(self) -> dict[str, Any]:
         """What decides how values are formed; a resumed run must have the same."""
         names = ("smoothing", "window", "every", "weighted", "start")
-        return {n: getattr(self, n) for n in (*names, "correction", "dead", "reduction")}
+        values = {n: getattr(self, n) for n in (*names, "correction", "dead", "reduction")}
+        sampler = self._seen.sampler
+        how = {"budget": sampler.budget, "seed": sampler.seed} if sampler is not None else {}
+        return {**values, "estimator": self._seen.estimator, **how}
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs; loads with `torch.load(..., weights_only=True)`."""
@@ -290,6 +326,8 @@ class EvidenceStopping:
             "evidence": {**found, "nonfinite": list(found["nonfinite"])},
             "average": self._average.state_dict(),
             "recent": self._recent.state_dict(),
+            "single": self._single,
+            "draws": 0 if self._seen.sampler is None else self._seen.sampler.draws,
             "window": self._window.state_dict(),
             "history": self.history.state_dict(),
         }
@@ -310,9 +348,14 @@ class EvidenceStopping:
         found = state["evidence"]
         self.evidence = Evidence(**{**found, "nonfinite": tuple(found["nonfinite"])})
         self._step, self._streak = state["step"], state["streak"]
+        self._single = state["single"]
+        ways = {True: self._correction == "symmetric", False: None}
+        self._seen.reducing = ways[self._single >= 2]
         self.armed, self.reason = state["armed"], state["reason"]
         self.should_stop, self.stopped_step = state["should_stop"], state["stopped_step"]
         self._seen.clear()
+        if self._seen.sampler is not None:
+            self._seen.sampler.draws = state["draws"]
         self._prepare()
 
     def remove(self) -> None:
@@ -332,11 +375,13 @@ class EvidenceStopping:
         self.remove()
 
 
-def _why_none(found: Evidence, bad: tuple[str, ...]) -> str:
+def _why_none(found: Evidence, bad: tuple[str, ...], several: bool) -> str:
     if bad:
         return f"inf or nan in the contributions to {', '.join(map(repr, bad[:3]))}" + (
             f" and {len(bad) - 3} more" if len(bad) > 3 else ""
         )
+    if several:
+        return "several backward passes after steps of one; the next steps will count"
     if found.count == 0:
         return "no backward pass was seen"
     if found.count == 1:

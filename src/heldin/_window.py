@@ -30,7 +30,7 @@ class Window:
         self.steps = 0
         self.nonfinite: dict[str, None] = {}
         self._unit = 0.0
-        self._sums: dict[str, tuple[Tensor, Tensor]] = {}
+        self._sums: dict[str, tuple[Tensor, Tensor, float]] = {}  # the last: Moments.weight
         self._counts: dict[str, int] = {}
 
     def add(self, seen: Mapping[str, Moments], trainable: Iterable[str], scale: float) -> None:
@@ -53,11 +53,14 @@ class Window:
                 total, squares = total * factor, squares * factor**2
             if name in self._sums:
                 total, squares = self._sums[name][0] + total, self._sums[name][1] + squares
-            self._sums[name] = (total, squares)
+            self._sums[name] = (total, squares, moments.weight)
 
     def moments(self) -> dict[str, Moments]:
-        """What the window holds."""
-        return {n: Moments(*sums, self._counts[n]) for n, sums in self._sums.items()}
+        """What the window holds; a parameter that was frozen in a part of it has a lower count."""
+        return {
+            name: Moments(total, squares, self._counts[name], weight)
+            for name, (total, squares, weight) in self._sums.items()
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors, numbers and strings only."""
@@ -66,23 +69,22 @@ class Window:
             "unit": self._unit,
             "nonfinite": list(self.nonfinite),
             "counts": dict(self._counts),
-            "totals": {n: total for n, (total, _) in self._sums.items()},
-            "squares": {n: squares for n, (_, squares) in self._sums.items()},
+            "sums": {name: list(sums) for name, sums in self._sums.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any], model: nn.Module) -> None:
         """Take over what `state_dict` gave, onto the devices of the model's parameters."""
         self.clear()
         parameters = dict(model.named_parameters())
-        for name, total in state["totals"].items():
-            if name not in parameters or parameters[name].shape != total.shape:
+        for name, (total, squares, weight) in state["sums"].items():
+            if name not in parameters or parameters[name].numel() < total.numel():
                 raise HeldinError(
                     f"the saved window holds sums for parameter {name!r} of shape "
                     f"{tuple(total.shape)}, which this model has not; load the state of a run with "
                     "the same model"
                 )
             device = parameters[name].device
-            self._sums[name] = (total.to(device), state["squares"][name].to(device))
+            self._sums[name] = (total.to(device), squares.to(device), weight)
         self.steps, self._unit = state["steps"], state["unit"]
         self.nonfinite = dict.fromkeys(state["nonfinite"])
         self._counts = dict(state["counts"])

@@ -1,0 +1,347 @@
+"""Stopping single weights by evidence (Sec. 3.6 and Eq. 15 of the paper), around any optimiser."""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ._checks import all_or_nothing, same_settings, share, state_of, whole
+from ._errors import HeldinError
+from ._evidence import Correction, Dead, evidence
+from ._moments import Moments
+from ._observe import BatchDim, observe
+from ._switch import keep, pieces, smoothed
+
+__all__ = ["ElementwiseStopping"]
+
+
+class ElementwiseStopping(Optimizer):
+    """An optimiser that leaves weights without evidence where they are.
+
+    It wraps any optimiser and is used in its place: learning-rate schedulers, gradient scalers,
+    parameter groups, closures and hooks work as before. Each weight k has a smoothed f_k; once that
+    is below 1 the weight is stopped: whatever momentum, weight decay or Adam's state do, it does
+    not move by one bit.
+
+    Args:
+        optimizer: the optimiser to wrap. Its state goes on running, also for stopped weights.
+        model: the model whose parameters it has.
+        greedy: True: once stopped, always stopped (Sec. 3.6). False: a weight goes on when its
+            evidence returns (Eq. 15).
+        smoothing: decay b of the averages, in [0, 1); 0.99 and 0.999 are usual.
+        start: where the averages start. A high value is a warm-up: none can fall below 1 in the
+            first ln(start) / ln(1/b) steps.
+        every: observe every so many steps only; stopped weights stay put in all of them.
+        correction: None, "gaussian" or "symmetric": see `heldin.evidence`.
+        dead: a weight to which no sample contributed keeps its average ("out"), or counts as
+            f = 0 ("zero") and is stopped in the end.
+        batch_dim, parameters: see `heldin.observe`. Parameters not observed are never stopped.
+
+    >>> import heldin, torch
+    >>> _ = torch.manual_seed(0)
+    >>> model = torch.nn.Linear(10, 1)
+    >>> x = torch.randn(50, 10)
+    >>> y = 3 * x[:, :1] + torch.randn(50, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    >>> optimizer = heldin.ElementwiseStopping(optimizer, model, smoothing=0.5)
+    >>> for _ in range(30):
+    ...     optimizer.zero_grad()
+    ...     torch.nn.functional.mse_loss(model(x), y).backward()
+    ...     optimizer.step()
+    >>> 0.5 < optimizer.stopped_fraction() <= 1
+    True
+    >>> optimizer.remove()
+    """
+
+    optimizer: Optimizer
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        model: nn.Module,
+        *,
+        greedy: bool = True,
+        smoothing: float = 0.999,
+        start: float = 10.0,
+        every: int = 1,
+        correction: Correction = None,
+        dead: Dead = "out",
+        batch_dim: BatchDim = 0,
+        parameters: Callable[[str], bool] | None = None,
+    ) -> None:
+        name = type(self).__name__
+        if not isinstance(optimizer, Optimizer):
+            raise HeldinError(
+                f"{name}: expected a torch.optim.Optimizer to wrap, got {type(optimizer).__name__}"
+            )
+        self.optimizer = optimizer
+        self.smoothing = share(name, "smoothing", smoothing)
+        self.every = whole(name, "every", every, 1)
+        if not start >= 1:
+            raise HeldinError(f"{name}: start must be a number >= 1, got {start!r}")
+        evidence({}, correction=correction, dead=dead)  # refuses what it does not know
+        self.greedy, self.start, self.correction, self.dead = greedy, start, correction, dead
+
+        # What Optimizer.__init__ does, except that parameters and state stay with the wrapped one.
+        self._optimizer_step_pre_hooks = OrderedDict()
+        self._optimizer_step_post_hooks = OrderedDict()
+        for hooks in ("state_dict_pre", "state_dict_post", "load_state_dict_pre"):
+            setattr(
+                self, f"_optimizer_{hooks}_hooks", getattr(optimizer, f"_optimizer_{hooks}_hooks")
+            )
+        self._optimizer_load_state_dict_post_hooks = optimizer._optimizer_load_state_dict_post_hooks
+        self._patch_step_function()
+
+        self._seen = observe(model, batch_dim=batch_dim, parameters=parameters)
+        self._model: nn.Module | None = model
+        self._averages: dict[str, Tensor] = {}  # smoothed f_k by parameter name
+        self._named: dict[str, Tensor] = {}
+        self._step = 0
+        self._updates = 0
+        self._find_names()
+        self._seen.__enter__()
+        self._release = weakref.finalize(self, self._seen.close)
+        self._prepare()
+
+    # -- the wrapped optimiser's own
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The wrapped optimiser's parameter groups."""
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The wrapped optimiser's state."""
+        return self.optimizer.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The wrapped optimiser's defaults."""
+        return self.optimizer.defaults
+
+    def __getattr__(self, name: str) -> Any:
+        # Public names only: private ones would promise abilities (such as unscaling gradients
+        # itself) to those who probe for them, past this wrapper.
+        if name.startswith("_") or name == "optimizer":
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.optimizer, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise HeldinError(
+            "ElementwiseStopping cannot be pickled or copied, as it watches a model; save its "
+            "state_dict()"
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the wrapped optimiser; its parameters must be the model's."""
+        self.optimizer.add_param_group(param_group)
+        try:
+            self._find_names()
+        except HeldinError:
+            self.param_groups.pop()
+            raise
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients."""
+        self.optimizer.zero_grad(set_to_none)
+
+    def _find_names(self) -> None:
+        """Learn the names that the optimiser's parameters have in the model."""
+        if self._model is None:
+            return
+        names = {id(p): name for name, p in self._model.named_parameters()}
+        found = {}
+        for i, group in enumerate(self.param_groups):
+            for p in group["params"]:
+                if id(p) not in names:
+                    raise HeldinError(
+                        f"ElementwiseStopping: parameter group {i} holds a parameter of shape "
+                        f"{tuple(p.shape)} that the model has not; pass the model that is trained"
+                    )
+                found[names[id(p)]] = p
+        self._named = found
+
+    # -- the step
+
+    @overload
+    def step(self, closure: None = None, **options: Any) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float], **options: Any) -> float: ...
+    def step(self, closure: Callable[[], float] | None = None, **options: Any) -> float | None:
+        """Weigh the evidence of all backward passes since the last step, and step.
+
+        With a closure, its first call gives the evidence.
+        """
+        if closure is None:
+            self._weigh()
+            held = self._hold()
+            result: Any = self.optimizer.step(**options)
+        else:
+            held = {name: p.detach().clone() for name, p in self._named.items()}
+            first = True
+
+            def watched() -> float:
+                nonlocal first
+                with torch.enable_grad():
+                    loss = closure()
+                if first:  # a line search goes on to weights that are perhaps not reached
+                    self._weigh()
+                first = False
+                return loss
+
+            result = self.optimizer.step(watched, **options)
+        self._put_back(held)
+        self._step += 1
+        self._seen.clear()
+        self._prepare()
+        return result  # type: ignore[no-any-return]
+
+    def _prepare(self) -> None:
+        """Observe the coming step, or let it pass at no cost."""
+        if self.every > 1:
+            if (self._step + 1) % self.every == 0:
+                self._seen.resume()
+            else:
+                self._seen.pause()
+
+    @torch.no_grad()
+    def _weigh(self) -> None:
+        seen = self._seen
+        if seen.count == 0:
+            self._check_unseen()
+        if seen.count < (4 if self.correction == "gaussian" else 2):
+            return
+        how = (self.smoothing, self.greedy, self.dead, self.correction)
+        for name, moments in seen.items():
+            if name not in self._named or not moments.finite:
+                continue
+            total, squares, m = moments.total, moments.squares, moments.count
+            average = self._averages.get(name)
+            if average is None:
+                average = torch.full(total.shape, self.start, dtype=total.dtype)
+            self._averages[name] = average = average.to(total.device)
+            for a, first, second in pieces(average, total, squares):
+                a.copy_(smoothed(a, Moments(first, second, m), *how))
+        self._updates += 1
+
+    def _check_unseen(self) -> None:
+        """Gradients that no observed backward pass made, in the very first step, are a mistake."""
+        if self._updates or self._model is None or (self._step + 1) % self.every != 0:
+            return
+        for name, p in self._named.items():
+            if p.grad is not None and bool((p.grad.to_dense() != 0).any()):
+                raise HeldinError(
+                    f"ElementwiseStopping.step: {name!r} has a gradient, but no backward pass "
+                    "through the model was seen. Wrap the optimiser before the forward pass"
+                )
+
+    def _hold(self) -> dict[str, Tensor]:
+        """Copies of the parameters in which a weight may be stopped."""
+        if self.start * self.smoothing**self._updates > 1.01:
+            return {}  # none can be: f >= 0
+        return {n: p.detach().clone() for n, p in self._named.items() if n in self._averages}
+
+    @torch.no_grad()
+    def _put_back(self, held: Mapping[str, Tensor]) -> None:
+        for name, old in held.items():
+            if name in self._averages:
+                p, average = self._named[name], self._averages[name]
+                if not p.is_contiguous():
+                    p.copy_(torch.where(average < 1.0, old, p))
+                    continue
+                for now, before, a in pieces(p, old, average):
+                    keep(now, before, a)
+
+    # -- reports
+
+    def masks(self) -> dict[str, Tensor]:
+        """Which weights are stopped: a boolean tensor for each parameter."""
+        return {
+            name: self._averages[name] < 1.0
+            if name in self._averages
+            else torch.zeros_like(p, dtype=torch.bool)
+            for name, p in self._named.items()
+        }
+
+    @overload
+    def stopped_fraction(self, by: None = None) -> float: ...
+    @overload
+    def stopped_fraction(self, by: Literal["tensor"]) -> dict[str, float]: ...
+    def stopped_fraction(self, by: Literal["tensor"] | None = None) -> float | dict[str, float]:
+        """The share of stopped weights, of the whole model or by tensor.
+
+        That is the share of c > 0 in Eq. 15. (Eq. 16 counts c <= 0, which by Eq. 15 are the active
+        ones: a sign error.)
+        """
+        if by not in (None, "tensor"):
+            raise HeldinError(f"stopped_fraction: by must be None or 'tensor', got {by!r}")
+        masks = self.masks()
+        if by == "tensor":
+            return {name: float(mask.double().mean()) for name, mask in masks.items()}
+        total = sum(mask.numel() for mask in masks.values())
+        return sum(int(mask.sum()) for mask in masks.values()) / max(1, total)
+
+    def metrics(self) -> dict[str, float]:
+        """The stopped fractions as a flat mapping for any tracker."""
+        parts = {f"heldin/stopped/{n}": v for n, v in self.stopped_fraction(by="tensor").items()}
+        return {"heldin/stopped": self.stopped_fraction(), **parts}
+
+    # -- saving and closing
+
+    def _settings(self) -> dict[str, Any]:
+        names = ("greedy", "smoothing", "start", "every", "correction", "dead")
+        return {name: getattr(self, name) for name in names}
+
+    def _own_state(self) -> dict[str, Any]:
+        return {
+            "heldin": "ElementwiseStopping",
+            "version": 1,
+            "settings": self._settings(),
+            "step": self._step,
+            "updates": self._updates,
+            "averages": {name: average.clone() for name, average in self._averages.items()},
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimiser's state, and the averages under "heldin"."""
+        return {**self.optimizer.state_dict(), "heldin": self._own_state()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken, stopped weights included."""
+        name = "ElementwiseStopping"
+        if not isinstance(state_dict, Mapping) or "heldin" not in state_dict:
+            raise HeldinError(
+                f"{name}.load_state_dict: this is the state of a plain optimiser; load it into "
+                f"the wrapped one, {name}.optimizer, to start with no weight stopped"
+            )
+        own = state_of(name, state_dict["heldin"], 1)
+        all_or_nothing(name, self._take, own, self._own_state())
+        self.optimizer.load_state_dict({k: v for k, v in state_dict.items() if k != "heldin"})
+
+    def _take(self, state: Mapping[str, Any]) -> None:
+        same_settings("ElementwiseStopping", state["settings"], self._settings())
+        named = self._named
+        averages = {}
+        for name, average in state["averages"].items():
+            if name not in named or named[name].shape != average.shape:
+                raise HeldinError(
+                    f"ElementwiseStopping.load_state_dict: the state holds parameter {name!r} of "
+                    f"shape {tuple(average.shape)}, which this optimiser has not; load the state "
+                    "of a run with the same model"
+                )
+            averages[name] = average.to(named[name].device, copy=True).contiguous()
+        self._step, self._updates, self._averages = state["step"], state["updates"], averages
+        self._seen.clear()
+        self._prepare()
+
+    def remove(self) -> None:
+        """Stop observing. Weights that are stopped stay stopped."""
+        self._release()
+        self._model = None
