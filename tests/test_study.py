@@ -175,9 +175,11 @@ def test_a_replayed_rule_ends_where_the_live_one_does(logged: _rules.Run, name: 
 
 EVIDENCE: dict[str, Any] = {
     "evidence (paper)": lambda run: lambda m, o, p: heldin.EvidenceStopping.paper(m),
-    "evidence": lambda run: lambda m, o, p: heldin.EvidenceStopping(m),
+    "evidence": lambda run: lambda m, o, p: heldin.EvidenceStopping(m, estimator="exact"),
     "evidence, epochs": lambda run: (
-        lambda m, o, p: heldin.EvidenceStopping(m, window=int(run["window"]), smoothing=0.8)
+        lambda m, o, p: heldin.EvidenceStopping(
+            m, window=int(run["window"]), smoothing=0.8, estimator="exact"
+        )
     ),
 }
 

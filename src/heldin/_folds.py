@@ -99,7 +99,10 @@ class _Shadows(PathStopping):
         if self._inside:
             raise HeldinError("step: train() takes the steps itself; it is one or the other")
         queued, self._queue = self._queue, []
-        inputs = tuple(torch.cat(parts) for parts in zip(*taken.calls, strict=True))
+        inputs = tuple(
+            parts[0] if len(parts) == 1 else torch.cat(parts)
+            for parts in zip(*taken.calls, strict=True)
+        )
         device = self._label.device
         if index is None:
             if queued:

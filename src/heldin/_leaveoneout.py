@@ -16,7 +16,7 @@ squares.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,13 +31,14 @@ from ._errors import HeldinError
 from ._losses import LossFunction
 from ._path import Average, PathStopping, Taken
 
-__all__ = ["KNOWN", "LeaveOneOutStopping", "jacobians", "pulse", "solve"]
+__all__ = ["KNOWN", "LeaveOneOutStopping", "directions", "jacobians", "pulse", "solve"]
 
 MEMORY = 256 * 2**20
-PATIENCE = Patience(factor=2.0, slack=0, checks=5)
+PATIENCE = Patience(factor=2.0, slack=200, checks=5)
 FLOOR = 0.1  # of a second moment, as a share of what the noise of a minibatch alone would give
 MOST = 1024  # samples that carry a state, unless told otherwise
-FULL = 800  # samples x outputs up to which every output is followed, beyond: along the residual
+FOLLOWED = 1000  # samples x directions of their outputs that are followed, see `directions`
+WIDE = 256  # outputs beyond which only one direction is
 
 
 def solve(
@@ -82,6 +83,38 @@ def solve(
     moves = -torch.einsum("jab,jbi->jai", c, shifts)
     moves[each, :, each] = source * residual
     return shifts, moves
+
+
+def directions(slope: Tensor, bend: Callable[[Tensor], Tensor], count: int) -> Tensor:
+    """Orthonormal directions in each sample's outputs in which its loss changes and bends most.
+
+    All of them if there are no more than `count`; else the slope and the leading eigenvectors of
+    the second derivative.
+
+    Args:
+        slope: (q, outputs), of the losses.
+        bend: second derivative of the losses, times vectors (q, outputs).
+        count: number of directions.
+
+    Returns:
+        (q, count, outputs).
+
+    >>> slope = torch.tensor([[3.0, 4.0]])
+    >>> directions(slope, lambda v: v, 1)
+    tensor([[[0.6000, 0.8000]]])
+    """
+    q, outputs = slope.shape
+    every = torch.eye(outputs, dtype=slope.dtype, device=slope.device).expand(q, -1, -1)
+    if count >= outputs:
+        return every
+    first = torch.nn.functional.normalize(slope, dim=1, eps=1e-30).unsqueeze(2)
+    if count == 1:
+        return first.transpose(1, 2)
+    second = torch.stack([bend(every[:, c]) for c in range(outputs)], dim=2)
+    vectors = torch.linalg.eigh(second + second.transpose(1, 2)).eigenvectors
+    lead = vectors[:, :, 1 - count :].flip(2)
+    frame: Tensor = torch.linalg.qr(torch.cat([first, lead], dim=2)).Q
+    return frame.transpose(1, 2)
 
 
 # -- what the optimiser does with a gradient
@@ -161,8 +194,8 @@ class LeaveOneOutStopping(PathStopping):
         probes: how many rows carry a state (default: all, at most 1024). The cost of a check grows
             with probes^2 x parameters + probes^3.
         grid: ratio of the steps of successive checks.
-        average: "best" keeps the weights of the lowest estimate, "bagged" averages, see
-            `heldin.FoldStopping`.
+        average: "bagged" averages the weights of the checks, "best" keeps those of the lowest
+            estimate, see `heldin.FoldStopping`.
         patience: when to stop, see `heldin.Patience`; None: never (`restore()` still chooses).
         sample_weight: (n,) if the loop's loss is the mean of weight x loss over a minibatch.
         memory: bytes for Jacobians and displacements, and again for the weights of the checks.
@@ -200,7 +233,7 @@ class LeaveOneOutStopping(PathStopping):
         probes: int | None = None,
         *,
         grid: float = 1.25,
-        average: Average = "best",
+        average: Average = "bagged",
         patience: Patience | None = PATIENCE,
         sample_weight: Tensor | None = None,
         memory: int = MEMORY,
@@ -256,7 +289,7 @@ class LeaveOneOutStopping(PathStopping):
         params = [p for _, p in self._places.values()]
         q, width = len(self._probes), sum(p.numel() for p in params)
         outputs = self._outputs([x[self._probes[:1]] for x in self._rows.inputs]).numel()
-        self.outputs = outputs if q * outputs <= FULL else 1
+        self.outputs = max(1, min(outputs, FOLLOWED // q)) if outputs <= WIDE else 1
         each = params[0].element_size()
         self.lazy = (1 + self.outputs) * q * width * each > self.memory
         shape = (q, self.outputs, q) if self.lazy else (q, width)
@@ -310,11 +343,13 @@ class LeaveOneOutStopping(PathStopping):
         weights = None if self._weights is None else self._weights[probes]
         outputs = self._outputs(inputs).detach()
         base = self._loss.apart(outputs, targets).double()
-        directions, residual, curvature = self._slopes(outputs, targets, weights)
+        basis, residual, curvature = self._slopes(outputs, targets, weights)
+        if self._step == 0:
+            self._basis = basis
         if any(group.time for group in self._groups):
-            shifts = self._advance(inputs, directions, residual, curvature)
+            shifts = self._advance(inputs, basis, residual, curvature)
             each = torch.arange(len(probes), device=probes.device)
-            own = torch.einsum("qb,qb...->q...", shifts[each, :, each], directions.double())
+            own = torch.einsum("qb,qb...->q...", shifts[each, :, each], basis.double())
             outputs = outputs + own.view_as(outputs).to(outputs.dtype)
             self._groups = [_Group(group.velocity) for group in self._groups]
         losses = self._loss.apart(outputs, targets).double()
@@ -333,17 +368,18 @@ class LeaveOneOutStopping(PathStopping):
             free = outputs.requires_grad_()
             losses = self._loss.apart(free, targets)
             (slope,) = torch.autograd.grad(losses.sum(), free, create_graph=True)
+
+            def bend(along: Tensor) -> Tensor:
+                """The loss's second derivative, times vectors (q, outputs)."""
+                if not slope.requires_grad:
+                    return torch.zeros_like(along)
+                along = along.reshape(slope.shape)
+                (found,) = torch.autograd.grad((slope * along).sum(), free, retain_graph=True)
+                return found.flatten(1)
+
             flat = slope.detach().flatten(1)
-            if self.outputs == flat.shape[1]:
-                basis = torch.eye(self.outputs, dtype=flat.dtype, device=flat.device)
-                basis = basis.expand(q, -1, -1)
-            else:
-                basis = torch.nn.functional.normalize(flat, dim=1, eps=1e-30).unsqueeze(1)
-            bends = torch.zeros_like(basis)
-            for b in range(self.outputs if slope.requires_grad else 0):
-                along = basis[:, b].reshape(slope.shape)
-                (bend,) = torch.autograd.grad((slope * along).sum(), free, retain_graph=True)
-                bends[:, b] = bend.flatten(1)
+            basis = directions(flat, bend, self.outputs)
+            bends = torch.stack([bend(basis[:, b]) for b in range(self.outputs)], dim=1)
         scale = torch.full((q,), self._scale(), dtype=torch.float64, device=flat.device)
         if weights is not None:
             scale = scale * weights
@@ -359,7 +395,7 @@ class LeaveOneOutStopping(PathStopping):
         return self._batch if self._loss.kind == "sum" else 1.0
 
     def _advance(
-        self, inputs: Sequence[Tensor], directions: Tensor, residual: Tensor, curvature: Tensor
+        self, inputs: Sequence[Tensor], basis: Tensor, residual: Tensor, curvature: Tensor
     ) -> Tensor:
         """Carry the state to this check; (q, b, q) shifts of the outputs."""
         q, b = residual.shape
@@ -367,7 +403,7 @@ class LeaveOneOutStopping(PathStopping):
         shift = torch.zeros(q * b, q, dtype=torch.float64, device=residual.device)
         parts: list[tuple[slice, Tensor, Tensor]] = []
         start = 0
-        for jacobian, name in self._jacobians(inputs, directions):
+        for jacobian, name in self._jacobians(inputs, basis):
             gradients = torch.einsum("qbw,qb->qw", jacobian, residual.to(jacobian.dtype))
             squares = gradients.square().mean(0).view_as(self._places[name][1])
             times, left = (t.flatten() for t in self._reach(name, squares))
@@ -379,8 +415,10 @@ class LeaveOneOutStopping(PathStopping):
                 self._moved[:, place] *= left
                 shift += flat @ self._moved[:, place].T
                 parts.append((place, flat, times))
-        if self.lazy:
-            shift = self._moved.reshape(q * b, q)
+        if self.lazy:  # from the directions of the last check into those of this one
+            turned = torch.einsum("qb...,qd...->qbd", basis, self._basis).double()
+            shift = (turned @ self._moved).reshape(q * b, q)
+            self._basis = basis
         shifts, moves = solve(
             gram.view(q, b, q, b),
             shift.view(q, b, q),
@@ -396,9 +434,7 @@ class LeaveOneOutStopping(PathStopping):
             self._moved[:, place] += (step @ flat) * times
         return shifts
 
-    def _jacobians(
-        self, inputs: Sequence[Tensor], directions: Tensor
-    ) -> Iterator[tuple[Tensor, str]]:
+    def _jacobians(self, inputs: Sequence[Tensor], basis: Tensor) -> Iterator[tuple[Tensor, str]]:
         """(q, b, size) of every parameter; one after the other where memory is scarce."""
         assert self._model is not None
         rest = {name: p.detach() for name, p in self._model.named_parameters()}
@@ -407,7 +443,7 @@ class LeaveOneOutStopping(PathStopping):
         every = list(self._places)
         for names in [[name] for name in every] if self.lazy else [every]:
             weights = {name: rest[name] for name in names}
-            found = jacobians(self._bare, weights, rest, inputs, directions)
+            found = jacobians(self._bare, weights, rest, inputs, basis)
             for name in names:
                 yield found[name].flatten(2), name
 
@@ -420,6 +456,7 @@ class LeaveOneOutStopping(PathStopping):
         return {
             "probes": self._probes.clone(),
             "moved": self._moved.clone(),
+            "basis": self._basis.clone(),
             "groups": [[g.velocity, g.time, g.decay] for g in self._groups],
             "batch": self._batch,
         }
@@ -427,6 +464,7 @@ class LeaveOneOutStopping(PathStopping):
     def _load_own_state(self, state: Mapping[str, Any]) -> None:
         self._probes = state["probes"].to(self._probes.device)
         self._moved = state["moved"].to(self._moved)
+        self._basis = state["basis"].to(self._basis)
         self._groups = [_Group(*values) for values in state["groups"]]
         self._batch = state["batch"]
 

@@ -203,7 +203,7 @@ def first_above_zero(
     start: float | None = None,
 ) -> int | None:
     """Where `EvidenceStopping` stops on raw criteria of equal batches; None: nowhere."""
-    average, recent = Average(smoothing, start), Average(min(smoothing, 0.9), 0.0)
+    average, recent = Average(smoothing, start), Average(0.9, 0.0)
     armed = arming is None
     for i, value in enumerate(values):
         if math.isnan(value):
