@@ -13,7 +13,7 @@ from torch import Tensor
 
 __all__ = ["Moments", "Sums", "piece_sums", "ratio_sums", "snr"]
 
-CACHE = 1 << 16  # coordinates worked on at a time
+CACHE = 1 << 17  # coordinates worked on at a time
 
 
 def snr(total: Tensor, squares: Tensor, count: int) -> Tensor:
@@ -96,15 +96,15 @@ def _in_pieces(total: Tensor, squares: Tensor, count: int, symmetric: bool) -> S
 
 def piece_sums(total: Tensor, squares: Tensor, count: int, symmetric: bool) -> Sums:
     """`ratio_sums` of one piece. Where nothing is dead or extreme, it takes fewer passes."""
-    ratio = total * total
-    if not symmetric:
-        ratio.div_(torch.sub(ratio, squares, alpha=count))  # -f / (m-1)
-    else:
-        ratio.div_(squares).neg_()
-    low, high = torch.aminmax(ratio)
-    if low.item() > -1e5 and high.item() <= 0:  # false for nan
-        factor = -1.0 if symmetric else 1.0 - count
-        return ratio.sum().item() * factor, float(ratio.numel()), True
+    below = squares
+    if not symmetric:  # the variance, but for a factor: f = (1 - 1/m) total^2 / (squares - ...)
+        below = torch.addcmul(squares, total, total, value=-1 / count)
+    if below.numel() and below.amin().item() > 0:  # false for nan
+        ratio = torch.div(total, below, out=None if symmetric else below)
+        summed = torch.dot(ratio.reshape(-1), total.reshape(-1)).item()
+        if math.isfinite(summed):
+            factor = 1.0 if symmetric else 1 - 1 / count
+            return summed * factor, float(total.numel()), True
     return _sums_of([(total, squares)], count, symmetric)[0]
 
 

@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 CHUNK = 1 << 22  # elements of per-sample gradients held at a time
-CACHE = 1 << 16  # elements of one sample's gradient worked on at a time
+CACHE = 1 << 17  # elements of one sample's gradient worked on at a time
 
 
 def wide(tensor: Tensor) -> Tensor:
