@@ -94,17 +94,27 @@ def _in_pieces(total: Tensor, squares: Tensor, count: int, symmetric: bool) -> S
     return sum(e[0] for e in each), sum(e[1] for e in each), all(e[2] for e in each)
 
 
-def piece_sums(total: Tensor, squares: Tensor, count: int, symmetric: bool) -> Sums:
-    """`ratio_sums` of one piece. Where nothing is dead or extreme, it takes fewer passes."""
-    below = squares
-    if not symmetric:  # the variance, but for a factor: f = (1 - 1/m) total^2 / (squares - ...)
-        below = torch.addcmul(squares, total, total, value=-1 / count)
-    if below.numel() and below.amin().item() > 0:  # false for nan
-        ratio = torch.div(total, below, out=None if symmetric else below)
-        summed = torch.dot(ratio.reshape(-1), total.reshape(-1)).item()
-        if summed < 1e5 * count:  # so none is extreme; false for nan
-            factor = 1.0 if symmetric else 1 - 1 / count
-            return summed * factor, float(total.numel()), True
+def piece_sums(
+    total: Tensor, squares: Tensor, count: int, symmetric: bool, consume: bool = False
+) -> Sums:
+    """`ratio_sums` of one piece, in few passes where nothing is extreme.
+
+    Args:
+        consume: `squares` is not needed any more and may be overwritten.
+    """
+    # Dead coordinates add nothing. One whose variance is lost in rounding adds so much that the
+    # sum shows it.
+    tiny = torch.finfo(squares.dtype).tiny
+    if symmetric:
+        below = squares.clamp_min(tiny)
+    else:  # the variance, but for a factor: f = (1 - 1/m) total^2 / (squares - total^2 / m)
+        below = torch.addcmul(squares, total, total, value=-1 / count).clamp_min_(tiny)
+    ratio = torch.div(total, below, out=below)
+    summed = torch.dot(ratio.reshape(-1), total.reshape(-1)).item()
+    if summed < 1e5 * count:  # false for nan
+        live = squares.sign_() if consume else squares.sign()
+        factor = 1.0 if symmetric else 1 - 1 / count
+        return summed * factor, live.sum().item(), True
     return _sums_of([(total, squares)], count, symmetric)[0]
 
 
