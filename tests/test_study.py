@@ -531,3 +531,21 @@ def test_importing_heldin_imports_nothing_of_the_study() -> None:
     loaded = set(result.stdout.split())
     assert "heldin._folds" in loaded
     assert not loaded & {"joblib", "rich", "sklearn", "matplotlib", "heldin.study"}
+
+
+# -- agreement of sampled and exact
+
+
+def test_agreement_of_sampled_and_exact(tmp_path: Path) -> None:
+    from heldin.study import _agreement
+
+    lines = _agreement.agreement(
+        tmp_path, models=["transformer"], seeds=1, steps=8, budgets=(64, 1 << 20)
+    )
+    small, everything = lines
+    assert small["difference"] > 1e-3
+    assert everything["difference"] < 1e-4  # a budget above every size is exact
+    assert everything["moved"] == 0
+    assert "| transformer | 64 |" in (tmp_path / "agreement.md").read_text()
+    assert (tmp_path / "agreement.png").exists()
+    assert len(_tables.read(tmp_path / "agreement.csv")) == 2
