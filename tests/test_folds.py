@@ -551,6 +551,26 @@ def test_all_kinds_of_data_follow_the_contract(kind: str) -> None:
     check_shadows(stopping, start, OPTIMIZERS["adam"], F.mse_loss, (x, y), batches)
 
 
+def test_random_numbers_of_the_loop_are_left_alone() -> None:
+    x, y = data()
+    model = nn.Sequential(nn.Linear(D, 4), nn.Dropout(0.5), nn.Linear(4, 1)).double()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    loader = DataLoader(Pairs(x, y), batch_size=8, shuffle=True)
+
+    def orders(make: Any) -> Tensor:
+        torch.manual_seed(0)
+        source = make()
+        return torch.cat([b for _ in range(2) for _, b in source()])
+
+    def plain() -> Any:
+        return lambda: loader
+
+    def followed() -> Any:
+        return heldin.FoldStopping(model, optimizer, F.mse_loss, loader).batches
+
+    assert torch.equal(orders(plain), orders(followed))
+
+
 def test_batches_know_their_rows_even_when_augmented() -> None:
     torch.manual_seed(13)
     x, y = data()
