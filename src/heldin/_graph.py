@@ -133,6 +133,7 @@ class Plan:
     leaves: dict[str, int] = field(default_factory=dict)
     expected: dict[tuple[int, int], int] = field(default_factory=dict)  # sink -> number of uses
     general: dict[int, list[Sink]] = field(default_factory=dict)  # node -> sinks that are no views
+    sites: dict[tuple[int, int], Any] = field(default_factory=dict)  # see `_rules.Site`
     _watched: dict[bool, list[tuple[str, int]]] = field(default_factory=dict)
 
     def alone(self, name: str) -> bool:
