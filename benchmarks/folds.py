@@ -1,6 +1,6 @@
 """What shadow models cost, as multiples of training the model alone.
 
-    python -m benchmarks.folds --out folds.json
+    python benchmarks/folds.py --out folds.json
 
 Whole training steps are timed (forward, backward, optimiser, checks), in rounds that alternate
 between the variants, so that a busy machine slows all of them; the medians over rounds are

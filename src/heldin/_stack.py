@@ -205,6 +205,10 @@ class Stack:
         weights: Tensor | None = None,
     ) -> None:
         """One optimiser step of every copy on the rows of the minibatch that it keeps."""
+        if self.copies == 1 and 0 < int(keep.sum()) < keep.numel():  # no other copy wants the rest
+            inputs, targets = [x[keep[0]] for x in inputs], targets[keep[0]]
+            weights = None if weights is None else weights[keep[0]]
+            keep = keep[:, keep[0]]
 
         def gradient() -> Tensor:
             outputs = self.forward(inputs, keep, train=True)
