@@ -210,8 +210,7 @@ def measure(rounds: int) -> list[dict[str, Any]]:
                     }
                 )
                 print(
-                    f"{name:28} {optimizer:6} {way:36} {middle * 1e6:9.1f} us "
-                    f"{ratio:6.2f} x",
+                    f"{name:28} {optimizer:6} {way:36} {middle * 1e6:9.1f} us {ratio:6.2f} x",
                     flush=True,
                 )
     return results

@@ -333,6 +333,8 @@ class FoldStopping(_Shadows):
     True
     """
 
+    _rule = "folds"
+
     def __init__(
         self,
         model: nn.Module,
@@ -423,6 +425,8 @@ class ShadowStopping(_Shadows):
     >>> len(stopping.history) > 10
     True
     """
+
+    _rule = "shadow"
 
     def __init__(
         self,

@@ -56,12 +56,12 @@ def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
     ]
 
 
-def skeleton(model: nn.Module) -> nn.Module:
-    """A copy that shares the parameters and has none of the hooks, for `functional_call`.
+def skeleton(model: nn.Module, share: bool = True) -> nn.Module:
+    """A copy that has none of the hooks and, for `functional_call`, shares the parameters.
 
     Hooks that belong to the model itself (weight or spectral normalisation) are kept.
     """
-    memo: dict[int, Any] = {id(p): p for p in model.parameters()}
+    memo: dict[int, Any] = {id(p): p for p in model.parameters()} if share else {}
     for module in model.modules():
         for name, value in vars(module).items():
             if name.endswith("_hooks") and isinstance(value, dict):
