@@ -449,7 +449,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     spoil = commands.add_parser("outlier", help="train on tables with one outlier")
     spoil.add_argument("--data", required=True, help="folder of .npz files")
     spoil.add_argument("--out", type=Path, default=Path("out/outlier.csv"))
-    spoil.add_argument("--runs", type=int, default=24)
+    spoil.add_argument("--runs", type=int, default=12)
     collect = commands.add_parser("gather", help="copy the study's tables to docs/study")
     collect.add_argument("source", type=Path)
     commands.add_parser("page", help="write the tables into docs/which-rule.md")
