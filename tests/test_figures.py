@@ -67,9 +67,7 @@ def test_the_band_states_the_coverage_that_the_study_found() -> None:
     }
     assert set(defaults) == set(COVERAGE)
     for rule, (study, name) in defaults.items():
-        found = {
-            row["rule"]: row for row in read(WHICH.parent / "study" / f"{study}-coverage.csv")
-        }
+        found = {row["rule"]: row for row in read(WHICH.parent / "study" / f"{study}-coverage.csv")}
         for width, share in COVERAGE[rule].items():
             assert share == round(found[name][f"within_{width}"], 2)
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from ._engines import skeleton
 from ._errors import HeldinError, NotObservable
 from ._observe import observe
-from ._stack import skeleton
 
 __all__ = ["Jacobians", "captured", "chosen", "mapped"]
 

@@ -17,11 +17,12 @@ from torch.optim import Optimizer
 
 from ._checks import all_or_nothing, same_settings, state_of, whole
 from ._curves import Patience, best_check, mean_and_error, next_check, votes
+from ._engines import skeleton
 from ._errors import HeldinError
 from ._estimates import Estimate, EstimateHistory, Rule
 from ._losses import LossFunction, RowLoss
 from ._rows import Rows
-from ._stack import hyperparameters, skeleton
+from ._stack import hyperparameters
 
 __all__ = ["CHUNK", "Average", "PathStopping", "Taken"]
 
