@@ -410,7 +410,8 @@ def test_sequences_are_not_taken_for_plain_rows() -> None:
     assert stopping.engine == "vmap"
 
 
-def test_sample_weights() -> None:
+@pytest.mark.parametrize("cls", [heldin.FoldStopping, heldin.ShadowStopping])
+def test_sample_weights(cls: Any) -> None:
     torch.manual_seed(9)
     start = MODELS["relu"]().double()
     x, y = data()
@@ -419,7 +420,7 @@ def test_sample_weights() -> None:
     rows, batches, make = (x, y), minibatches(8, 6), OPTIMIZERS["sgd"]
     model = copy.deepcopy(start)
     optimizer = make(model.parameters())
-    stopping = heldin.FoldStopping(
+    stopping = cls(
         model, optimizer, F.mse_loss, rows, 3, patience=None, sample_weight=3 * weights
     )
     for index in batches:
@@ -455,14 +456,20 @@ def test_dropout_draws_for_each_shadow() -> None:
     assert torch.equal(stopping._held_out(), stopping._held_out())
 
 
-def test_one_shadow() -> None:
+@pytest.mark.parametrize("engine", ["dense", "vmap", "loop"])
+@pytest.mark.parametrize("size", [2, 8])  # with two rows, some minibatches leave it none
+def test_one_shadow(engine: str, size: int) -> None:
     torch.manual_seed(11)
     start = MODELS["relu"]().double()
-    rows, batches, make = data(), minibatches(8, 12), OPTIMIZERS["adam"]
-    stopping = run(copy.deepcopy(start), make, F.mse_loss, rows, batches, cls=heldin.ShadowStopping)
-    assert int((stopping._label == 0).sum()) == round(0.2 * N)
-    assert len(stopping._curves[0]) == round(0.2 * N)
-    check_shadows(stopping, start, make, F.mse_loss, rows, batches)
+    rows, batches, make = data(), minibatches(size, 12), OPTIMIZERS["adam"]
+    options: dict[str, Any] = {"cls": heldin.ShadowStopping, "engine": engine}
+    for share in (0.2, 0.6):
+        model = copy.deepcopy(start)
+        stopping = run(model, make, F.mse_loss, rows, batches, fraction=share, **options)
+        assert int((stopping._label == 0).sum()) == round(share * N)
+        assert len(stopping._curves[0]) == round(share * N)
+        check_shadows(stopping, start, make, F.mse_loss, rows, batches)
+    assert size == 8 or any(bool((stopping._label[b] == 0).all()) for b in batches)
     chosen = torch.arange(N) < 4
     stopping = heldin.ShadowStopping(
         start, make(start.parameters()), F.mse_loss, rows, fraction=chosen
