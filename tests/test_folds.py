@@ -410,8 +410,8 @@ def test_sequences_are_not_taken_for_plain_rows() -> None:
     assert stopping.engine == "vmap"
 
 
-@pytest.mark.parametrize("cls", [heldin.FoldStopping, heldin.ShadowStopping])
-def test_sample_weights(cls: Any) -> None:
+@pytest.mark.parametrize(("cls", "part"), [(heldin.FoldStopping, 3), (heldin.ShadowStopping, 0.4)])
+def test_sample_weights(cls: Any, part: float) -> None:
     torch.manual_seed(9)
     start = MODELS["relu"]().double()
     x, y = data()
@@ -421,7 +421,7 @@ def test_sample_weights(cls: Any) -> None:
     model = copy.deepcopy(start)
     optimizer = make(model.parameters())
     stopping = cls(
-        model, optimizer, F.mse_loss, rows, 3, patience=None, sample_weight=3 * weights
+        model, optimizer, F.mse_loss, rows, part, patience=None, sample_weight=3 * weights
     )
     for index in batches:
         rowwise = (model(x[index]) - y[index]).square()[:, 0]
