@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ._errors import HeldinError
 from ._stopping import EvidenceStopping
 
-__all__ = ["Detour", "Run", "flat_metrics", "forget_gradients", "missing"]
+__all__ = ["Detour", "Run", "any_process", "flat_metrics", "forget_gradients", "missing"]
 
 
 def missing(framework: str, extra: str, error: ImportError) -> ImportError:
@@ -113,6 +113,15 @@ def forget_gradients(parameters: Iterable[Tensor]) -> None:
     """
     for parameter in parameters:
         parameter.grad = None
+
+
+def any_process(stop: bool, device: torch.device | str = "cpu") -> bool:
+    """Whether any process asks for the stop: all have to take the same decision in a step."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return stop
+    asked = torch.tensor(float(stop), device=device)
+    torch.distributed.all_reduce(asked, torch.distributed.ReduceOp.MAX)
+    return bool(asked.item())
 
 
 class Detour:
