@@ -11,8 +11,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import heldin
+from heldin._adapter import Detour
 
 ROWS, INPUTS, CLASSES = 58, 20, 3
 
@@ -128,6 +130,16 @@ def train_elementwise(case: Case, epochs: int) -> tuple[heldin.ElementwiseStoppi
             optimizer.zero_grad()
     optimizer.remove()
     return optimizer, model
+
+
+def expect_no_trace(model: nn.Module) -> None:
+    """Nothing is left of the run, in PyTorch or in the model."""
+    assert torch.autograd.backward.__module__ == "torch.autograd"
+    assert not _global_optimizer_pre_hooks
+    for module in model.modules():
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+        assert not [name for name, value in vars(module).items() if isinstance(value, Detour)]
 
 
 def expect_same(

@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
+import inspect
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ._elementwise import ElementwiseStopping
 from ._errors import HeldinError
 from ._stopping import EvidenceStopping
 
-__all__ = ["Detour", "Run", "any_process", "flat_metrics", "forget_gradients", "missing"]
+__all__ = [
+    "DEFAULTS",
+    "BeforeStep",
+    "Detour",
+    "Run",
+    "any_process",
+    "flat_metrics",
+    "forget_gradients",
+    "missing",
+]
+
+# what EvidenceStopping takes besides a model
+DEFAULTS: dict[str, Any] = {
+    name: parameter.default
+    for name, parameter in inspect.signature(EvidenceStopping).parameters.items()
+    if name != "model"
+}
 
 
 def missing(framework: str, extra: str, error: ImportError) -> ImportError:
@@ -122,6 +142,45 @@ def any_process(stop: bool, device: torch.device | str = "cpu") -> bool:
     asked = torch.tensor(float(stop), device=device)
     torch.distributed.all_reduce(asked, torch.distributed.ReduceOp.MAX)
     return bool(asked.item())
+
+
+class BeforeStep:
+    """Calls a function right before optimisers with parameters of a model step.
+
+    Not if they step with a closure: the batch has not been seen then. Whoever calls the function
+    otherwise says so with `done`, so that it is called once for each step.
+
+    >>> model = nn.Linear(2, 1)
+    >>> before = BeforeStep(model, lambda: print("a step"))
+    >>> torch.optim.SGD(model.parameters(), lr=0.1).step()
+    a step
+    >>> torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1).step()
+    >>> before.close()
+    """
+
+    def __init__(self, model: nn.Module, function: Callable[[], None]) -> None:
+        self.done = False
+        self._own = {id(p) for p in model.parameters()}
+        self._function = function
+        respond = weakref.WeakMethod(self._stepping)  # the hook must not keep a lost run alive
+
+        def stepping(optimizer: Any, args: Any, kwargs: Any) -> None:
+            alive = respond()
+            if alive is not None:
+                alive(optimizer, args, kwargs)
+
+        self.close = weakref.finalize(self, register_optimizer_step_pre_hook(stepping).remove)
+
+    def _stepping(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if isinstance(optimizer, ElementwiseStopping):
+            return  # the one inside will step as well
+        params = (id(p) for group in optimizer.param_groups for p in group["params"])
+        if not any(p in self._own for p in params):
+            return
+        closure = next((c for c in (*args[1:], kwargs.get("closure")) if c is not None), None)
+        if closure is None and not self.done:
+            self._function()
+        self.done = False
 
 
 class Detour:
