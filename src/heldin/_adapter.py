@@ -147,8 +147,8 @@ def any_process(stop: bool, device: torch.device | str = "cpu") -> bool:
 class BeforeStep:
     """Calls a function right before optimisers with parameters of a model step.
 
-    Not if they step with a closure: the batch has not been seen then. Whoever calls the function
-    otherwise says so with `done`, so that it is called once for each step.
+    Not if they step with a closure: the batch has not been seen then, and `missed` is set. Whoever
+    calls the function otherwise says so with `done`, so that it is called once for each step.
 
     >>> model = nn.Linear(2, 1)
     >>> before = BeforeStep(model, lambda: print("a step"))
@@ -159,7 +159,7 @@ class BeforeStep:
     """
 
     def __init__(self, model: nn.Module, function: Callable[[], None]) -> None:
-        self.done = False
+        self.done = self.missed = False
         self._own = {id(p) for p in model.parameters()}
         self._function = function
         respond = weakref.WeakMethod(self._stepping)  # the hook must not keep a lost run alive
@@ -178,7 +178,9 @@ class BeforeStep:
         if not any(p in self._own for p in params):
             return
         closure = next((c for c in (*args[1:], kwargs.get("closure")) if c is not None), None)
-        if closure is None and not self.done:
+        if closure is not None:
+            self.missed = True
+        elif not self.done:
             self._function()
         self.done = False
 
