@@ -84,7 +84,7 @@ def sgd(model: nn.Module) -> torch.optim.SGD:
 
 
 def train(
-    case: Case, flush: bool = True, true_mean: bool = False
+    case: Case, flush: bool = True, true_mean: bool = False, rows: int | None = None
 ) -> tuple[heldin.EvidenceStopping, nn.Module]:
     """Train until the rule stops.
 
@@ -92,6 +92,7 @@ def train(
         case: how.
         flush: an accumulated step ends with its epoch, complete or not.
         true_mean: the losses of an incomplete step are divided by their own number.
+        rows: a step is complete when it has so many rows, and the loss is a sum divided by that.
     """
     model, (x, y) = net(case.dtype), data(case.dtype)
     optimizer = sgd(model)
@@ -103,11 +104,15 @@ def train(
                 a, b = x[start : start + case.batch], y[start : start + case.batch]
                 with case.autocast():
                     loss = F.cross_entropy(model(a), b)
-                few = true_mean and case.accumulate > 1 and start + case.batch >= ROWS
-                (loss / (1 if few else case.accumulate)).backward()  # one batch is left over
-                waiting += 1
-                last = flush and start + case.batch >= ROWS
-                if waiting < case.accumulate and not last:
+                end = start + case.batch >= ROWS
+                if rows is not None:
+                    (loss * len(a) / rows).backward()
+                    waiting += len(a)
+                else:
+                    alone = true_mean and end  # one batch is left over
+                    (loss / (1 if alone else case.accumulate)).backward()
+                    waiting += 1
+                if waiting < (rows or case.accumulate) and not (flush and end):
                     continue
                 waiting = 0
                 if stopping.step():
@@ -146,11 +151,10 @@ def expect_same(
     case: Case,
     found: heldin.EvidenceStopping | None,
     model: nn.Module | None,
-    flush: bool = True,
-    true_mean: bool = False,
+    **how: Any,
 ) -> None:
     """The run has the same values, stops at the same step and keeps the same weights."""
-    stopping, plain = train(case, flush, true_mean)
+    stopping, plain = train(case, **how)
     assert found is not None
     assert not found.watching
     assert stopping.stopped_step is not None
