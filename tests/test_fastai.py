@@ -50,9 +50,10 @@ class Single(Callback):
 
 def learner(case: plain.Case, *callbacks: Any, **options: Any) -> Any:
     rows = TensorDataset(*plain.data(case.dtype))
+    valid = options.pop("valid", 0)  # rows to validate on
     loaders = DataLoaders(
         DataLoader(rows, bs=case.batch, shuffle=False, drop_last=False, num_workers=0),
-        DataLoader(TensorDataset(*(a[:0] for a in rows.tensors)), bs=16, num_workers=0),
+        DataLoader(TensorDataset(*(a[:valid] for a in rows.tensors)), bs=16, num_workers=0),
         device="cpu",
     )
 
@@ -181,7 +182,7 @@ def test_tensorboard(tmp_path: Path) -> None:
     case = plain.CASES[0]
     callback = rule(case)
     board = TensorBoardCallback(log_dir=tmp_path, trace_model=False, log_preds=False)
-    fit(learner(case, board, callback, opt_func=SGD), case.epochs)
+    fit(learner(case, board, callback, opt_func=SGD, valid=5), case.epochs)
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     assert callback.stopping is not None
