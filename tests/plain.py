@@ -56,7 +56,7 @@ CASES = [
     Case("everything", clip=0.3, accumulate=3, bf16=True),
     Case("patience", special={"patience": 3, "groups": "all", "estimator": "exact"}),
 ]
-RATE, MOMENTUM = 0.1, 0.5
+RATE, MOMENTUM = 0.125, 0.5  # numbers that single precision holds exactly
 
 cases = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 # what frameworks warn of themselves is not ours to judge
@@ -151,10 +151,12 @@ def expect_same(
     case: Case,
     found: heldin.EvidenceStopping | None,
     model: nn.Module | None,
+    rtol: float | None = None,
     **how: Any,
 ) -> None:
     """The run has the same values, stops at the same step and keeps the same weights."""
     stopping, plain = train(case, **how)
+    near = rtol or case.rtol
     assert found is not None
     assert not found.watching
     assert stopping.stopped_step is not None
@@ -162,14 +164,14 @@ def expect_same(
     assert [r.step for r in found.history] == [r.step for r in stopping.history]
     assert [r.count for r in found.history] == [r.count for r in stopping.history]
     for a, b in zip(found.history, stopping.history, strict=True):
-        assert a.raw == pytest.approx(b.raw, rel=case.rtol, abs=case.rtol, nan_ok=True)
-        assert a.criterion == pytest.approx(b.criterion, rel=case.rtol, abs=case.rtol)
+        assert a.raw == pytest.approx(b.raw, rel=near, abs=near, nan_ok=True)
+        assert a.criterion == pytest.approx(b.criterion, rel=near, abs=near)
         assert sorted(a.groups.values()) == pytest.approx(
-            sorted(b.groups.values()), rel=10 * case.rtol, abs=case.rtol
+            sorted(b.groups.values()), rel=10 * near, abs=near
         )
     assert not math.isnan(found.criterion)
     assert found.stopped_step == stopping.stopped_step
     if model is not None:
         pairs = zip(model.parameters(), plain.parameters(), strict=True)
         for p, q in pairs:
-            torch.testing.assert_close(p, q, rtol=case.rtol, atol=case.rtol)
+            torch.testing.assert_close(p, q, rtol=near, atol=near)

@@ -120,14 +120,12 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert events.Scalars("heldin/group/0.weight")
 
 
-def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mlflow = pytest.importorskip("mlflow")
-    uri = f"sqlite:///{tmp_path}/runs.db"
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-    mlflow.set_tracking_uri(uri)
+def test_mlflow(mlflow_uri: str, tmp_path: Path) -> None:
+    import mlflow
+
     case = plain.CASES[0]
     stopping, _ = run(case, folder=tmp_path, tracker="mlflow")
-    client = mlflow.MlflowClient(uri)
+    client = mlflow.MlflowClient(mlflow_uri)
     experiment = client.get_experiment_by_name("heldin")
     (found,) = client.search_runs([experiment.experiment_id])
     history = client.get_metric_history(found.info.run_id, "heldin/criterion")

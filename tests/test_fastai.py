@@ -103,7 +103,7 @@ def test_the_recorder_has_the_last_epoch() -> None:
     fit(learn, case.epochs)
     names = list(learn.recorder.metric_names)
     assert "heldin/criterion" in names
-    assert len(learn.recorder.values) == 13
+    assert len(learn.recorder.values) == 11
     assert callback.stopping is not None
     values = [r.criterion for r in callback.stopping.history]
     column = [row[names.index("heldin/criterion") - 1] for row in learn.recorder.values]
@@ -119,7 +119,7 @@ def test_tells_if_asked(capsys: pytest.CaptureFixture[str]) -> None:
     fit(learner(case, rule(case)), case.epochs)
     assert "evidence" not in capsys.readouterr().out
     fit(learner(case, rule(case, verbose=True)), case.epochs)
-    told = "No more evidence (step 50: criterion 0.02839 > 0, check 1 of 1): early stopping"
+    told = "No more evidence (step 42: criterion 0.03595 > 0, check 1 of 1): early stopping"
     assert told in capsys.readouterr().out
 
 

@@ -114,16 +114,16 @@ def test_minimal_epochs_and_steps_are_respected() -> None:
         fit = trainer(case, callback, **options)
         fit.fit(module, loader(case))
         assert callback.stopping is not None
-        assert callback.stopping.stopped_step == 50
+        assert callback.stopping.stopped_step == 42
         assert fit.global_step == steps
-        assert callback.stopped_epoch == 12
+        assert callback.stopped_epoch == 10
 
 
 def test_the_step_after_minimal_steps_leaves_the_weights() -> None:
     """min_steps = the stop: nothing moves in it; one more: it is an ordinary step."""
     case = plain.CASES[0]
     _, final = plain.train(case)
-    for steps, same in ((50, True), (51, False)):
+    for steps, same in ((42, True), (43, False)):
         module = Module()
         trainer(case, rule(case), min_steps=steps).fit(module, loader(case))
         assert torch.equal(module.net[0].weight, final[0].weight) is same  # type: ignore[index]
@@ -139,7 +139,7 @@ def test_tells_if_asked(caplog: pytest.LogCaptureFixture) -> None:
         told = [r.message for r in caplog.records if "criterion" in r.message]
         assert bool(told) is verbose
     assert told == [
-        "Evidence: step 50: criterion 0.02839 > 0, check 1 of 1. Signaling Trainer to stop."
+        "Evidence: step 42: criterion 0.03595 > 0, check 1 of 1. Signaling Trainer to stop."
     ]
 
 
@@ -205,7 +205,7 @@ def test_fit_twice_goes_on() -> None:
     optimizer = fit.optimizers[0]
     module.configure_optimizers = lambda: optimizer  # type: ignore[method-assign]
     fit.fit(module, loader(case))
-    assert [r.step for r in callback.stopping.history] == list(range(1, 51))
+    assert [r.step for r in callback.stopping.history] == list(range(1, 43))
     plain.expect_same(case, callback.stopping, module.net)
 
 
@@ -260,15 +260,15 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert events.Scalars("heldin/stopped/net.0.bias")
 
 
-def test_mlflow(tmp_path: Path) -> None:
-    mlflow = pytest.importorskip("mlflow")
+def test_mlflow(mlflow_uri: str) -> None:
+    import mlflow
     from lightning.pytorch.loggers import MLFlowLogger
 
     case = plain.CASES[0]
     callback = rule(case)
-    logger = MLFlowLogger(tracking_uri=f"sqlite:///{tmp_path}/runs.db")
+    logger = MLFlowLogger(tracking_uri=mlflow_uri)
     trainer(case, callback, logger=logger).fit(Module(), loader(case))
-    client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/runs.db")
+    client = mlflow.MlflowClient(mlflow_uri)
     found = client.get_metric_history(logger.run_id, "heldin/criterion")
     assert callback.stopping is not None
     expected = [r.criterion for r in callback.stopping.history]
@@ -318,6 +318,6 @@ def test_elementwise_beside_evidence() -> None:
     callback, other, module = rule(case), ElementwiseStopping(smoothing=0.99), Module()
     trainer(case, other, callback).fit(module, loader(case))
     plain.expect_same(case, callback.stopping, module.net)  # no weight has stopped by then
-    assert other.optimizers[0]._updates == 50
+    assert other.optimizers[0]._updates == 42
     plain.expect_no_trace(module)
     assert math.isclose(other.optimizers[0].stopped_fraction(), 0.0)

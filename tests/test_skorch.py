@@ -111,11 +111,11 @@ def test_the_history_has_the_stop() -> None:
     stopping = used(model).stopping_
     values = [r.criterion for r in stopping.history]
     losses = model.history[:, "train_loss"]
-    assert len(losses) == 13
+    assert len(losses) == 11
     assert model.history[-1, "heldin/criterion"] == values[-1]
     flat = [v for row in model.history[:, "batches", :, "heldin/criterion"] for v in row]
     assert flat == values
-    assert model.history[:, "train_batch_count"] == [4] * 12 + [2]
+    assert model.history[:, "train_batch_count"] == [4] * 10 + [2]
 
 
 def test_groups_on_request() -> None:
@@ -132,7 +132,7 @@ def test_tells_if_the_net_is_verbose(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out == ""
     fitted(case, rule(case), verbose=1)
     out = capsys.readouterr().out
-    assert "Stopping since there is no more evidence (step 50: criterion 0.02839 > 0" in out
+    assert "Stopping since there is no more evidence (step 42: criterion 0.03595 > 0" in out
     assert "heldin/criterion" in out.splitlines()[0]
 
 
@@ -202,11 +202,11 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert logged == pytest.approx([*values[3::4], values[-1]], rel=1e-6)
 
 
-def test_mlflow(tmp_path: Path) -> None:
-    mlflow = pytest.importorskip("mlflow")
+def test_mlflow(mlflow_uri: str) -> None:
+    import mlflow
     from skorch.callbacks import MlflowLogger
 
-    client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/runs.db")
+    client = mlflow.MlflowClient(mlflow_uri)
     run = client.create_run(client.create_experiment("heldin"))
     case = plain.CASES[0]
     model = fitted(case, MlflowLogger(run, client), rule(case))

@@ -186,12 +186,12 @@ def test_log_history_and_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
     case = plain.CASES[0]
     callback = rule(case, log_groups=True)
-    logging = {"report_to": "tensorboard", "logging_strategy": "steps", "logging_steps": 7}
+    logging = {"report_to": "tensorboard", "logging_strategy": "steps", "logging_steps": 9}
     run = trainer(case, tmp_path, callback, **logging)
     run.train()
     assert callback.stopping is not None
     values = {r.step: r for r in callback.stopping.history}
-    steps = [7, 14, 21, 28, 35, 42, 49, 50]
+    steps = [9, 18, 27, 36, 42]
     history = {e["step"]: e for e in run.state.log_history if "heldin/criterion" in e}
     assert list(history) == steps
     events = EventAccumulator(str(tmp_path / "board"))
@@ -202,26 +202,25 @@ def test_log_history_and_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert history[step]["heldin/criterion"] == values[step].criterion
         assert logged[step] == pytest.approx(values[step].criterion, rel=1e-6)
     group = {e.step: e.value for e in events.Scalars("train/heldin/group/net.0.weight")}
-    assert group[21] == pytest.approx(values[21].groups["net.0.weight"], rel=1e-6)
+    assert group[27] == pytest.approx(values[27].groups["net.0.weight"], rel=1e-6)
     assert "train_runtime" in run.state.log_history[-1]
     assert "heldin/criterion" not in run.state.log_history[-1]
 
 
-def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mlflow = pytest.importorskip("mlflow")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/runs.db")
-    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/runs.db")
+def test_mlflow(mlflow_uri: str, tmp_path: Path) -> None:
+    import mlflow
+
     case = plain.CASES[0]
     callback = rule(case)
     logging = {"report_to": "mlflow", "logging_strategy": "steps", "logging_steps": 10}
     with mlflow.start_run() as active:
         trainer(case, tmp_path, callback, **logging).train()
-    client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/runs.db")
+    client = mlflow.MlflowClient(mlflow_uri)
     found = client.get_metric_history(active.info.run_id, "heldin/criterion")
     assert callback.stopping is not None
     values = {r.step: r.criterion for r in callback.stopping.history}
     assert {m.step: m.value for m in found} == pytest.approx(
-        {s: values[s] for s in (10, 20, 30, 40, 50)}
+        {s: values[s] for s in (10, 20, 30, 40, 42)}
     )
 
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import base64
-import math
 import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ._adapter import Run, any_process, flat_metrics, forget_gradients, missing
 from ._elementwise import ElementwiseStopping
 from ._errors import HeldinError
+from ._packed import packed, unpacked
 from ._stopping import EvidenceStopping
 
 try:
@@ -173,6 +171,7 @@ def elementwise(
         args: its arguments: optimiser, learning rate and weight decay are taken from there.
         options: arguments of `heldin.ElementwiseStopping`.
 
+    >>> import torch
     >>> from transformers import TrainingArguments
     >>> from heldin.transformers import elementwise
     >>> args = TrainingArguments("out", optim="sgd", learning_rate=0.1, report_to="none")
@@ -212,52 +211,8 @@ def add_to_logs(state: Any, logs: dict[str, Any], values: Mapping[str, float]) -
         state.log_history[-1].update(values)
 
 
-# -- JSON
-
-
 def _stored(states: Any, own: Mapping[str, Any]) -> dict[str, Any] | None:
     """The state that a callback with the same arguments has saved last."""
     every = states if isinstance(states, list) else [states] if states else []
     same = [s for s in every if s["args"] == own["args"]] or every
     return same[-1]["attributes"]["saved"] if same else None
-
-
-def packed(value: Any) -> Any:
-    """A state as JSON; numbers and tensors keep every bit.
-
-    >>> packed({"a": [1.5, math.nan], "b": torch.tensor([1, 2])})
-    {'a': [1.5, {'float': 'nan'}], 'b': {'tensor': 'int64', 'shape': [2], 'data': 'AQAAAAA...'}}
-    """
-    if isinstance(value, Tensor):
-        flat = value.detach().cpu().contiguous().reshape(-1)
-        data = base64.b64encode(flat.view(torch.uint8).numpy().tobytes()).decode("ascii")
-        kind = str(value.dtype).removeprefix("torch.")
-        return {"tensor": kind, "shape": list(value.shape), "data": data}
-    if isinstance(value, Mapping):
-        return {key: packed(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [packed(each) for each in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return {"float": repr(value)}
-    return value
-
-
-def unpacked(value: Any) -> Any:
-    """What was `packed`.
-
-    >>> state = {"a": [math.inf], "b": torch.tensor([[0.1, 2.0]]), "c": None}
-    >>> unpacked(packed(state))
-    {'a': [inf], 'b': tensor([[0.1000, 2.0000]]), 'c': None}
-    """
-    if isinstance(value, Mapping):
-        if value.keys() == {"float"}:
-            return float(value["float"])
-        if value.keys() == {"tensor", "shape", "data"}:
-            data = bytearray(base64.b64decode(value["data"]))
-            dtype = getattr(torch, value["tensor"])
-            flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
-            return flat.reshape(value["shape"])
-        return {key: unpacked(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [unpacked(each) for each in value]
-    return value
