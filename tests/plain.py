@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -175,3 +177,12 @@ def expect_same(
         pairs = zip(model.parameters(), plain.parameters(), strict=True)
         for p, q in pairs:
             torch.testing.assert_close(p, q, rtol=near, atol=near)
+
+
+def imported_again(name: str) -> None:
+    """Run the file of an adapter once more, as if it were imported for the first time."""
+    (folder,) = heldin.__path__
+    spec = spec_from_file_location("heldin.again", Path(folder, f"{name}.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader.exec_module(module_from_spec(spec))

@@ -85,7 +85,7 @@ def test_exact_resume(case: plain.Case, tmp_path: Path) -> None:
 
 
 def test_run_again_starts_anew_and_more_epochs_go_on() -> None:
-    case = plain.CASES[0]
+    case = plain.Case("long", special={"warmup": 100})
     trainer, model, _, stopping = made(case)
     stopping.attach(trainer)
     trainer.run(loader(case), max_epochs=3)

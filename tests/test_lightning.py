@@ -250,7 +250,8 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert callback.stopping is not None
     history = list(callback.stopping.history)
     logged = [(e.step, e.value) for e in events.Scalars("heldin/criterion")]
-    assert [step for step, _ in logged] == list(range(40))
+    assert [step for step, _ in logged] == list(range(len(history)))
+    assert len(history) > 30
     assert [v for _, v in logged] == pytest.approx([r.criterion for r in history], rel=1e-6)
     group = [e.value for e in events.Scalars("heldin/group/net.0.weight")]
     assert group == pytest.approx([r.groups["net.0.weight"] for r in history], rel=1e-6)

@@ -37,8 +37,7 @@ DEFAULTS: dict[str, Any] = {
 def missing(framework: str, extra: str, error: ImportError) -> ImportError:
     """The error of an adapter whose framework cannot be imported."""
     return ImportError(
-        f"heldin.{extra} needs {framework}, which cannot be imported ({error}); "
-        f"pip install 'heldin[{extra}]'",
+        f"heldin.{extra} needs {framework} ({error}): pip install 'heldin[{extra}]'",
         name=error.name,
     )
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from ._adapter import Detour, Run, any_process, flat_metrics
+from ._errors import HeldinError
 from ._packed import packed, unpacked
 from ._stopping import EvidenceStopping as Stopping
 
@@ -16,17 +18,19 @@ try:
     from keras.src.saving.keras_saveable import KerasSaveable
 except ImportError as error:
     raise ImportError(
-        f"heldin.keras needs Keras 3 on PyTorch, which cannot be imported ({error}); "
-        "pip install 'heldin[keras]', and set KERAS_BACKEND=torch in the environment",
+        f"heldin.keras needs Keras 3 on PyTorch ({error}): pip install 'heldin[keras]' and set "
+        "KERAS_BACKEND=torch in the environment",
         name=error.name,
     ) from error
 if keras.backend.backend() != "torch":
     raise ImportError(
-        f"heldin.keras needs Keras on PyTorch, but this one runs on {keras.backend.backend()}; set "
+        f"heldin.keras needs Keras 3 on PyTorch, but it runs on {keras.backend.backend()}: set "
         "KERAS_BACKEND=torch in the environment, before keras is imported"
     )
 
 __all__ = ["EvidenceStopping"]
+
+IN_TORCH = re.compile(r"/[\w.]*_torch_params\.")  # where PyTorch has the variables of a Keras model
 
 
 class EvidenceStopping(keras.callbacks.Callback):
@@ -77,12 +81,23 @@ class EvidenceStopping(keras.callbacks.Callback):
     def set_model(self, model: Any) -> None:
         """Join the model, so that its weights are saved and restored with the state."""
         super().set_model(model)
-        model._heldin_state = SavedWithWeights(self._run)
+        other = getattr(model, "_heldin_state", None)
+        if other is not None and other.callback is not self:
+            if not other.callback._detours:
+                raise HeldinError("EvidenceStopping: one is enough for a fit, there are two")
+            other.callback._end()  # that of a fit that ended in an error
+        model._heldin_state = SavedWithWeights(self)
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Watch the model."""
-        self.stopped_epoch = 0
         self._close()
+        if self.model.jit_compile:
+            self._end()
+            raise HeldinError(
+                "EvidenceStopping: gradients of single samples cannot be seen in a compiled model; "
+                "call model.compile with jit_compile=False"
+            )
+        self.stopped_epoch = 0
         stopping = self._run.begin(self.model)
         # Keras calls its layers past the hooks of PyTorch, and makes whole steps of its own
         self._detours = [
@@ -118,17 +133,21 @@ class EvidenceStopping(keras.callbacks.Callback):
 
     def _log(self, logs: Any) -> None:
         if logs is not None and self.stopping is not None:
-            values = flat_metrics(self.stopping, self.log_groups)
             few = ("heldin/criterion", "heldin/group/")  # the rest would crowd the progress bar
-            logs.update({k: v for k, v in values.items() if k.startswith(few)})
+            for name, value in flat_metrics(self.stopping, self.log_groups).items():
+                if name.startswith(few):
+                    logs[IN_TORCH.sub("/", name)] = value
 
     def on_train_end(self, logs: Any = None) -> None:
         """Watch no more."""
+        self._end()
+        if self.verbose and self.stopping is not None and self.stopping.should_stop:
+            print(f"Epoch {self.stopped_epoch + 1}: early stopping ({self.stopping.reason})")
+
+    def _end(self) -> None:
         self._run.end()
         self._close()
         del self.model._heldin_state
-        if self.verbose and self.stopping is not None and self.stopping.should_stop:
-            print(f"Epoch {self.stopped_epoch + 1}: early stopping ({self.stopping.reason})")
 
     def _close(self) -> None:
         for detour in self._detours:
@@ -149,19 +168,19 @@ class EvidenceStopping(keras.callbacks.Callback):
 class SavedWithWeights(KerasSaveable):
     """Lies on a model while it is trained, and is saved and loaded with its weights."""
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, callback: EvidenceStopping) -> None:
+        self.callback = callback
 
     def _obj_type(self) -> str:
         return "Loss"  # one of the kinds that Keras knows; it asks in order to skip attributes
 
     def save_own_variables(self, store: Any) -> None:
         """Called by Keras."""
-        text = json.dumps(packed(self._run.state_dict()))
+        text = json.dumps(packed(self.callback.state_dict()))
         store["state"] = np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
 
     def load_own_variables(self, store: Any) -> None:
         """Called by Keras."""
         if "state" in store.keys():  # noqa: SIM118  (a store is no mapping)
             text = bytes(np.asarray(store["state"], dtype=np.uint8)).decode("utf-8")
-            self._run.load_state_dict(unpacked(json.loads(text)))
+            self.callback.load_state_dict(unpacked(json.loads(text)))

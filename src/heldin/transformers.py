@@ -15,11 +15,12 @@ from ._packed import packed, unpacked
 from ._stopping import EvidenceStopping
 
 try:
+    import accelerate  # noqa: F401  (without it there is a Trainer, which fails when it is made)
     from transformers import Trainer, TrainerCallback, TrainingArguments
     from transformers.trainer_callback import CallbackHandler, ExportableState
     from transformers.utils import logging
 except ImportError as error:
-    raise missing("transformers", "transformers", error) from error
+    raise missing("transformers and accelerate", "transformers", error) from error
 
 __all__ = ["ElementwiseLoggingCallback", "EvidenceStoppingCallback", "elementwise"]
 
