@@ -29,6 +29,8 @@ FRAMEWORKS = ["accelerate", "fastai", "ignite", "keras", "lightning", "skorch", 
 def test_a_missing_framework_is_named_with_its_extra(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for each in [m for m in sys.modules if m == name or m.startswith(f"{name}.")]:
+        monkeypatch.delitem(sys.modules, each)
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(
         ImportError, match=rf"heldin\.{name} needs .*pip install 'heldin\[{name}\]'"
