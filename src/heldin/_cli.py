@@ -1,0 +1,118 @@
+"""The command line: `heldin COMMAND ...`.
+
+A command is a function that takes a sub-parser and gives it arguments and `run=`, a function of
+the parsed arguments. It joins by one line in `COMMANDS`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from ._errors import HeldinError
+
+__all__ = ["main"]
+
+Parser = argparse.ArgumentParser
+
+
+def study(parser: Parser) -> None:
+    """Train many small models and say which stopping rule keeps the better ones."""
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
+    quality = kinds.add_parser(
+        "quality",
+        help="test loss at the stop of every rule, on real tables",
+        description="Train small models on real tables, replay every stopping rule on each run, "
+        "and compare the test losses. Interrupted studies go on where they were.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    quality.add_argument(
+        "--data",
+        default=os.environ.get("HELDIN_DATA"),
+        help="folder of .npz files with X, y and task; scikit-learn's bundled datasets if neither "
+        "this nor HELDIN_DATA is given",
+    )
+    quality.add_argument("--n", default="50,100,200", help="numbers of training rows")
+    quality.add_argument("--runs", type=int, default=150, help="number of runs")
+    quality.add_argument("--seed", type=int, default=0, help="of the plan")
+    quality.add_argument("--rules", default="all", help="rules to replay, separated by commas")
+    quality.add_argument("--out", default="study", help="folder for the results")
+    quality.add_argument(
+        "--role",
+        default="confirmation",
+        choices=["confirmation", "development", "all"],
+        help="which datasets; constants were chosen on those for development",
+    )
+    quality.add_argument("--jobs", type=int, default=1, help="processes")
+    quality.add_argument("--steps", type=int, default=2500, help="optimiser steps of a run")
+    quality.set_defaults(run=_quality)
+
+
+def _quality(options: argparse.Namespace) -> int:
+    try:
+        from .study import quality
+    except ImportError as error:
+        raise HeldinError(
+            f"study: {error.name} is not installed; pip install 'heldin[study]'"
+        ) from error
+    try:
+        sizes = [int(part) for part in options.n.split(",")]
+    except ValueError:
+        raise HeldinError(f"--n: expected numbers separated by commas, got {options.n!r}") from None
+    summary = quality(
+        options.data,
+        sizes=sizes,
+        runs=options.runs,
+        seed=options.seed,
+        rules=options.rules,
+        out=options.out,
+        datasets=options.role,
+        jobs=options.jobs,
+        steps=options.steps,
+        progress=_progress,
+    )
+    print(f"{'rule':32} {'gm':>7} {'median':>7} {'p90':>7} {'worst':>7} {'wins':>5} {'runs':>5}")
+    for line in sorted(summary, key=lambda line: line["gm"]):
+        print(
+            f"{line['rule']:32} {line['gm']:7.3f} {line['median']:7.3f} {line['p90']:7.3f} "
+            f"{line['worst']:7.2f} {line['win_rate']:5.2f} {line['runs']:5}"
+        )
+    print(f"Tables and report.html are in {options.out}")
+    return 0
+
+
+def _progress(finished: Iterable[Any], total: int) -> Iterable[Any]:
+    """A bar on stderr."""
+    from rich.console import Console
+    from rich.progress import track
+
+    return track(finished, "runs", total=total, console=Console(stderr=True))
+
+
+COMMANDS: dict[str, Callable[[Parser], None]] = {
+    "study": study,
+}
+
+
+def parser() -> Parser:
+    """The parser of all commands."""
+    top = Parser(prog="heldin", description="Early stopping without a validation set.")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, add in COMMANDS.items():
+        first = (add.__doc__ or "").splitlines()[0]
+        add(commands.add_parser(name, help=first, description=first))
+    return top
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; errors that heldin raises on purpose are one line on stderr."""
+    options = parser().parse_args(arguments)
+    try:
+        code: int = options.run(options)
+        return code
+    except HeldinError as error:
+        print(f"heldin: {error}", file=sys.stderr)
+        return 2
