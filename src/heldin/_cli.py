@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ._errors import HeldinError
+from .reproduce._commands import data, reproduce
 
 __all__ = ["main"]
 
@@ -94,6 +95,8 @@ def _progress(finished: Iterable[Any], total: int) -> Iterable[Any]:
 
 COMMANDS: dict[str, Callable[[Parser], None]] = {
     "study": study,
+    "reproduce": reproduce,
+    "data": data,
 }
 
 

@@ -165,7 +165,7 @@ def _download(file: File, target: Path, addresses: Iterable[str]) -> None:
 
 
 def _read(where: Path, file: File) -> bytes:
-    """The checked contents of a file, packed or unpacked."""
+    """The checked contents of a file."""
     packed = where / file.name
     if not packed.is_file():
         raise HeldinError(f"{packed} is not there")
@@ -175,22 +175,25 @@ def _read(where: Path, file: File) -> bytes:
         raise HeldinError(f"{error} ({packed})") from error
 
 
-def require(name: str, data: str | Path | None = None, *, part: bool = True) -> None:
-    """Nothing if a dataset is there and sound; else an error that says what to do.
+def require(name: str, data: str | Path | None = None, *, part: bool = True) -> str:
+    """Say which files will be used if a dataset is there and sound; else an error: what to do.
 
     Args:
         name: "mnist" or "sector".
         data: the data folder, see `folder`.
         part: whether the part of SECTOR will do.
     """
+    files = _sector_files(data, part) if name == "sector" else DATASETS[name].files[:2]
     try:
-        for file in _sector_files(data, part) if name == "sector" else DATASETS[name].files[:2]:
+        for file in files:
             _read(folder(data) / name, file)
     except HeldinError as error:
         raise HeldinError(
             f"{error}: run `heldin data fetch {name}`, or give a folder that has {name}/ with "
             "--data or HELDIN_DATA"
         ) from error
+    note = " (a part of SECTOR, in another split than the paper's)" if files == SECTOR_PART else ""
+    return " and ".join(file.name for file in files) + note
 
 
 def mnist(data: str | Path | None = None) -> tuple[Tensor, Tensor]:
@@ -225,7 +228,7 @@ def sector(data: str | Path | None = None, *, part: bool = True) -> Sector:
     from sklearn.datasets import load_svmlight_file
 
     files = _sector_files(data, part)
-    found: list[Any] = []
+    tables, answers = [], []
     for file in files:
         raw = _read(folder(data) / "sector", file)
         try:
@@ -233,10 +236,11 @@ def sector(data: str | Path | None = None, *, part: bool = True) -> Sector:
         except ValueError as error:
             raise HeldinError(f"{file.name} has other contents: {error}") from error
         labels = torch.tensor(y).long() - 1
-        if not (0 <= int(labels.min()) and int(labels.max()) < CLASSES):
+        if int(labels.min()) < 0 or int(labels.max()) >= CLASSES:
             raise HeldinError(f"{file.name} has other contents: labels beyond 1 to {CLASSES}")
-        found += [x, labels]
-    return Sector(*found, part=files == SECTOR_PART)
+        tables.append(x)
+        answers.append(labels)
+    return Sector(tables[0], answers[0], tables[1], answers[1], part=files == SECTOR_PART)
 
 
 def wdbc() -> tuple[Tensor, Tensor]:

@@ -106,7 +106,8 @@ class Experiment:
         settings: by preset, "quick" and "full"; dataclasses with `seeds` and `steps`.
         parts: the runs of a seed, by name, from the settings; each a mapping of arguments.
         run: makes one of them: run(run, **arguments).
-        figure: draws the results: figure(results, settings).
+        figure: draws the results of the first seed: figure(results, settings).
+        caption: what it shows.
         claims: the statements to check, from the settings.
         choices: what the paper leaves open, and what was chosen.
         differs: by preset, what is not as in the paper.
@@ -121,6 +122,7 @@ class Experiment:
     parts: Callable[[Any], Mapping[str, Mapping[str, Any]]]
     run: Callable[..., None]
     figure: Callable[..., Any]
+    caption: str
     claims: Callable[[Any], Sequence[Claim]]
     choices: Sequence[str]
     differs: Mapping[str, str] = field(default_factory=dict)

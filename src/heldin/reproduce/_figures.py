@@ -63,7 +63,7 @@ def columns(drawn: Sequence[Column]) -> Any:
     Top row validation loss (red), middle row test losses of both runs, bottom row the criterion
     (blue); bars at the stops.
     """
-    width = max(5.0, 2.4 * len(drawn) + 0.6)
+    width = max(4.5, 2.1 * len(drawn) + 0.6)
     figure = new(5.2, width)
     grid = figure.subplots(3, len(drawn), sharex="col", squeeze=False)
     for (top, middle, bottom), each in zip(grid.T, drawn, strict=True):
@@ -102,7 +102,19 @@ def criterion(axes: Any, table: Any) -> None:
     axes.plot(table.step, table.criterion, color=BLUE)
     axes.axhline(0.0, color="0.3", linewidth=0.8)
     axes.set_yscale("symlog", linthresh=1.0)
+    axes.yaxis.set_major_formatter(lambda value, place: _plain(value))
     bar(axes, _stop(table), BLUE)
+
+
+def _plain(value: float) -> str:
+    """A tick of a scale that is logarithmic on both sides.
+
+    >>> [_plain(value) for value in (-100000.0, -100.0, 0.0, 1.0)]
+    ['$-10^{5}$', '-100', '0', '1']
+    """
+    if abs(value) < 10_000:
+        return f"{value:g}"
+    return f"${'-' if value < 0 else ''}10^{{{round(math.log10(abs(value)))}}}$"
 
 
 def fractions(axes: Any, table: Any, prefix: str) -> None:

@@ -29,7 +29,7 @@ class Settings:
 
     seeds: int = 3
     steps: int = 1500
-    every: int = 20  # steps between records
+    every: int = 25  # steps between records
     widths: tuple[int, ...] = QUICK_NET
     training: int = 2000
     validation: int = 500  # added to the training images where none are held out

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -13,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["Run"]
+__all__ = ["Run", "described"]
 
 
 class Stateful(Protocol):
@@ -135,9 +134,6 @@ class Run:
 
 
 def described(settings: Any) -> dict[str, Any]:
-    """Settings as JSON has them."""
+    """Settings that decide what a run gives: all but the number of seeds."""
     plain = {} if settings is None else asdict(settings)
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in plain.items()
-    }
+    return {name: value for name, value in plain.items() if name != "seeds"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,7 @@ def perceptron(widths: Iterable[int], seed: int, std: float | None = None) -> nn
     generator = torch.Generator().manual_seed(seed)
     sizes = list(widths)
     layers: list[nn.Module] = []
-    for inputs, outputs in zip(sizes, sizes[1:], strict=False):
+    for inputs, outputs in pairwise(sizes):
         layer = nn.utils.skip_init(nn.Linear, inputs, outputs)
         scale = (2.0 / inputs) ** 0.5 if std is None else std
         nn.init.normal_(layer.weight, std=scale, generator=generator)

@@ -168,10 +168,12 @@ EXPERIMENT = Experiment(
     parts=parts,
     run=descend,
     figure=draw,
+    caption="Columns: spectra, starting opposite. Top: eigenvalues. Middle: training loss (grey) and "
+    "exact test loss (red). Bottom: the criterion and the stop (bar).",
     claims=lambda settings: [_near(part) for part in parts(settings)],
     choices=(
-        "Eigenvalues: uniform, equally spaced from 1 to 0.01; exponential, from 1 to 0.001 in equal "
-        "ratios; structured, 2 % at 1 and 98 % at 0.01.",
+        "Eigenvalues: uniform, equally spaced from 1 to 0.01; exponential, from 1 to 0.001 in "
+        "equal ratios; structured, 2 % at 1 and 98 % at 0.01.",
         "Start: the paper's file names have a factor 0.5, not what it multiplies. Two readings: "
         "opposite, w_0 = 0.5 zeta, on the far side of the true minimiser 0 as seen from the "
         "minimiser -zeta of the training loss, so that the path passes by 0 (drawn in the figure); "

@@ -87,11 +87,11 @@ def draw(results: Results, settings: Settings) -> Any:
     ):
         shades = 14 if axes is not right else 0
         for k in range(1, shades + 1):  # the density, as nested bands
-            width = 2.5 * k / shades * table[error]
+            reach = 2.5 * k / shades * table[error]
             axes.fill_between(
                 table.w,
-                table[mean] - width,
-                table[mean] + width,
+                table[mean] - reach,
+                table[mean] + reach,
                 color=ORANGE,
                 alpha=0.055,
                 linewidth=0,
@@ -102,10 +102,10 @@ def draw(results: Results, settings: Settings) -> Any:
         axes.plot(table.w, table[own], "--", color=BLUE, label="data set")
         axes.set(xlabel="w", ylabel=name, xlim=(table.w.iloc[0], table.w.iloc[-1]))
         axes.margins(y=0.02)
-    vertical, _, error = _regions(table)
+    vertical, _, width = _regions(table)
     inside = table.w[vertical]
     right.axvspan(float(inside.min()), float(inside.max()), color=RED, alpha=0.25, linewidth=0)
-    right.axhspan(-error, error, color=RED, alpha=0.25, linewidth=0)
+    right.axhspan(-width, width, color=RED, alpha=0.25, linewidth=0)
     for axes in (middle, right):
         axes.axhline(0.0, color="0.3", linewidth=0.8)
     left.legend(fontsize=7, frameon=False)
@@ -155,6 +155,10 @@ EXPERIMENT = Experiment(
     parts=parts,
     run=scan,
     figure=draw,
+    caption="Left the loss, in the middle and right the gradient: of the population (orange, with one "
+    "standard deviation of what data sets of this size give, and their density), and of one "
+    "data set (dashed blue). Right, shaded: where the true gradient is within one standard "
+    "deviation of zero (vertical), and where the data set's is (horizontal).",
     claims=claims,
     choices=(
         "The functions: regression through the origin, y = w x + noise with x ~ N(1, 0.5^2), noise "

@@ -59,9 +59,12 @@ def draw(results: Results, settings: Settings) -> Any:
     for shift, colour, name in ((torch.zeros(2), RED, "$w^*$"), (zeta, GREY, r"$w^*_\mathcal{D}$")):
         away = grid + shift
         loss = 0.5 * (away @ b * away).sum(-1)
-        axes.contour(x, y, loss, levels=[0.1, 0.4, 0.9, 1.8, 3.2, 5.0], colors=colour, linewidths=0.7)
+        axes.contour(
+            x, y, loss, levels=[0.1, 0.4, 0.9, 1.8, 3.2, 5.0], colors=colour, linewidths=0.7
+        )
         axes.plot(-shift[0], -shift[1], "x", color=colour, markersize=9, markeredgewidth=2)
-        axes.annotate(name, (float(-shift[0]), float(-shift[1])), (6, 6), None, "offset points")
+        place = (float(-shift[0]), float(-shift[1]))
+        axes.annotate(name, place, (6, 6), textcoords="offset points")
     gradient = (grid + zeta) @ b
     error = Quadratic(b, zeta, settings.noise, zeta).error
     # two samples one error above and below the gradient: their moments give the criterion
@@ -108,6 +111,9 @@ EXPERIMENT = Experiment(
     parts=parts,
     run=descend,
     figure=draw,
+    caption="Contours of the true loss (red) and of the training loss (grey) with their minimisers, two "
+    "paths of gradient descent, the region in which the rule stops (shaded), and the stops "
+    "(dots).",
     claims=claims,
     choices=(
         "Both losses are quadratics with B = (1, 0.4; 0.4, 0.6); the minimiser of the training "
