@@ -225,10 +225,10 @@ src="data:image/png;base64,{image}"></div>
 
 
 def _row(verdict: Verdict) -> str:
-    cells = cells(verdict)
+    words = cells(verdict)
     kind = "yes" if verdict.confirmed else "no"
-    found = [f"<td>{html.escape(cells[0])}</td>"]
-    for label, cell in zip(HEAD[1:-1], cells[1:-1], strict=True):
+    found = [f"<td>{html.escape(words[0])}</td>"]
+    for label, cell in zip(HEAD[1:-1], words[1:-1], strict=True):
         found.append(f'<td data-label="{html.escape(label)}">{html.escape(cell)}</td>')
-    found.append(f'<td class="{kind}">{html.escape(cells[-1])}</td>')
+    found.append(f'<td class="{kind}">{html.escape(words[-1])}</td>')
     return "<tr>" + "".join(found) + "</tr>"

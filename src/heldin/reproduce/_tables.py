@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 import os
 import platform
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -44,7 +46,18 @@ def read(path: Path) -> Any:
     """A run's table, with the very numbers that were written."""
     import pandas
 
-    return pandas.read_csv(path, float_precision="round_trip")
+    with open(path, newline="", encoding="utf-8") as file:
+        head, *rows = csv.reader(file)
+    columns = dict(zip(head, zip(*rows, strict=True), strict=True))
+    return pandas.DataFrame({name: _numbers(values) for name, values in columns.items()})
+
+
+def _numbers(values: Sequence[str]) -> list[Any]:
+    """Numbers if they all are, blanks being nan; to the last bit, whatever pandas would do."""
+    try:
+        return [float(value) if value else math.nan for value in values]
+    except ValueError:
+        return list(values)
 
 
 def versions() -> dict[str, str]:

@@ -56,8 +56,10 @@ EXPERIMENT = Experiment(
     parts=parts,
     run=descend,
     figure=draw,
-    caption="Columns: spectra. Top: eigenvalues. Middle: training loss (grey) and exact test loss (red). "
-    "Bottom: the criterion and the stop (bar).",
+    caption=(
+        "Columns: spectra. Top: eigenvalues. Middle: training loss (grey) and exact test loss "
+        "(red). Bottom: the criterion and the stop (bar)."
+    ),
     claims=lambda settings: [claim for kind in SPECTRA for claim in _claims(kind)],
     choices=(
         "Start: 5 times the minimiser of the training loss, so that in every eigen-direction the "

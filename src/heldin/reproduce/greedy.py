@@ -184,9 +184,11 @@ EXPERIMENT = Experiment(
     parts=parts,
     run=descend,
     figure=draw,
-    caption="Top: training loss (grey) and test loss (blue; dotted without stopping). Bottom: share of "
-    "stopped weights of each weight matrix (red), each bias (blue) and the whole net (green); "
-    "the dotted line is the end of the warm-up.",
+    caption=(
+        "Top: training loss (grey) and test loss (blue; dotted without stopping). Bottom: "
+        "share of stopped weights of each weight matrix (red), each bias (blue) and the whole "
+        "net (green); the dotted line is the end of the warm-up."
+    ),
     claims=claims,
     choices=(
         "Net, images, batches and initial weights as for MNIST with SGD, on all training images.",

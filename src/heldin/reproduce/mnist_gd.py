@@ -87,8 +87,11 @@ EXPERIMENT = Experiment(
     parts=parts,
     run=train,
     figure=draw,
-    caption="Top: validation loss of the run with a validation set. Middle: test losses of that run (red) "
-    "and of the run on all images (blue). Bottom: the criterion, smoothed and raw. Bars: stops.",
+    caption=(
+        "Top: validation loss of the run with a validation set. Middle: test losses of that "
+        "run (red) and of the run on all images (blue). Bottom: the criterion, smoothed and "
+        "raw. Bars: stops."
+    ),
     claims=claims,
     choices=(
         "Pixels divided by 255; He's initial weights (normal, variance 2 / inputs), biases zero; "

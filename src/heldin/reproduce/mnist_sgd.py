@@ -76,7 +76,7 @@ EXPERIMENT = Experiment(
     parts=parts,
     run=train,
     figure=draw,
-    caption="Rows as for gradient descent, which is the first column here if it was run too.",
+    caption=("Rows as for gradient descent, which is the first column here if it was run too."),
     claims=claims,
     choices=(
         "As for gradient descent; batches are drawn without replacement, epoch by epoch, and the "

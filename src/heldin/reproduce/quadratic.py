@@ -168,8 +168,10 @@ EXPERIMENT = Experiment(
     parts=parts,
     run=descend,
     figure=draw,
-    caption="Columns: spectra, starting opposite. Top: eigenvalues. Middle: training loss (grey) and "
-    "exact test loss (red). Bottom: the criterion and the stop (bar).",
+    caption=(
+        "Columns: spectra, starting opposite. Top: eigenvalues. Middle: training loss (grey) "
+        "and exact test loss (red). Bottom: the criterion and the stop (bar)."
+    ),
     claims=lambda settings: [_near(part) for part in parts(settings)],
     choices=(
         "Eigenvalues: uniform, equally spaced from 1 to 0.01; exponential, from 1 to 0.001 in "

@@ -189,9 +189,12 @@ EXPERIMENT = Experiment(
     parts=parts,
     run=descend,
     figure=draw,
-    caption="Top: test losses (dark) and training losses (light). Second row: share of stopped weights of "
-    "each weight matrix (red), each bias (blue) and the whole net (green). Below: share of "
-    "weights whose learning rate RMSprop damps to less than T times the largest.",
+    caption=(
+        "Top: test losses (dark) and training losses (light). Second row: share of stopped "
+        "weights of each weight matrix (red), each bias (blue) and the whole net (green). "
+        "Below: share of weights whose learning rate RMSprop damps to less than T times the "
+        "largest."
+    ),
     claims=claims,
     choices=(
         "Net, images and initial weights as for MNIST with SGD, on all training images.",

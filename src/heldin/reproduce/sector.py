@@ -229,7 +229,7 @@ EXPERIMENT = Experiment(
     parts=parts,
     run=descend,
     figure=draw,
-    caption="Rows as for MNIST. Columns: the two models, each at both rates.",
+    caption=("Rows as for MNIST. Columns: the two models, each at both rates."),
     claims=lambda settings: [c for kind in MODELS for c in _claims(settings, kind)],
     choices=(
         "Scaling: tf-idf rows times one number, so that the entries that are not zero have mean "

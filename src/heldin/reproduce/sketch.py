@@ -155,10 +155,12 @@ EXPERIMENT = Experiment(
     parts=parts,
     run=scan,
     figure=draw,
-    caption="Left the loss, in the middle and right the gradient: of the population (orange, with one "
-    "standard deviation of what data sets of this size give, and their density), and of one "
-    "data set (dashed blue). Right, shaded: where the true gradient is within one standard "
-    "deviation of zero (vertical), and where the data set's is (horizontal).",
+    caption=(
+        "Left the loss, in the middle and right the gradient: of the population (orange, with "
+        "one standard deviation of what data sets of this size give, and their density), and "
+        "of one data set (dashed blue). Right, shaded: where the true gradient is within one "
+        "standard deviation of zero (vertical), and where the data set's is (horizontal)."
+    ),
     claims=claims,
     choices=(
         "The functions: regression through the origin, y = w x + noise with x ~ N(1, 0.5^2), noise "

@@ -111,9 +111,11 @@ EXPERIMENT = Experiment(
     parts=parts,
     run=descend,
     figure=draw,
-    caption="Contours of the true loss (red) and of the training loss (grey) with their minimisers, two "
-    "paths of gradient descent, the region in which the rule stops (shaded), and the stops "
-    "(dots).",
+    caption=(
+        "Contours of the true loss (red) and of the training loss (grey) with their "
+        "minimisers, two paths of gradient descent, the region in which the rule stops "
+        "(shaded), and the stops (dots)."
+    ),
     claims=claims,
     choices=(
         "Both losses are quadratics with B = (1, 0.4; 0.4, 0.6); the minimiser of the training "

@@ -185,9 +185,11 @@ EXPERIMENT = Experiment(
     parts=parts,
     run=descend,
     figure=draw,
-    caption="Left: losses with two standard deviations of their estimates, and the criterion. Blue bar: "
-    "the least validation loss. Orange, green and red bars: the steps of the three fits on the "
-    "right, too early, where evidence stops, and overfitted.",
+    caption=(
+        "Left: losses with two standard deviations of their estimates, and the criterion. "
+        "Blue bar: the least validation loss. Orange, green and red bars: the steps of the "
+        "three fits on the right, too early, where evidence stops, and overfitted."
+    ),
     claims=claims,
     choices=(
         "x uniform in [-4, 4], y = 0.5 + x + noise of variance 1; frequencies a_j = j / 2.",

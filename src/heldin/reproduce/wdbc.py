@@ -163,9 +163,11 @@ EXPERIMENT = Experiment(
     parts=parts,
     run=descend,
     figure=draw,
-    caption="Top: validation loss of the run on 140 rows (no bar: it falls to the end). Middle: test loss "
-    "of that run (red) and of the run on 200 rows (blue). Bottom: the criterion, smoothed and "
-    "raw, and the stop (bar).",
+    caption=(
+        "Top: validation loss of the run on 140 rows (no bar: it falls to the end). Middle: "
+        "test loss of that run (red) and of the run on 200 rows (blue). Bottom: the "
+        "criterion, smoothed and raw, and the stop (bar)."
+    ),
     claims=claims,
     choices=(
         "Inputs are scaled to mean 0 and variance 1 before and after the expansion, by the rows "
