@@ -10,9 +10,9 @@ from __future__ import annotations
 import bz2
 import gzip
 import hashlib
+import http.client
 import io
 import os
-import urllib.error
 import urllib.request
 import zlib
 from collections.abc import Callable, Iterable, Sequence
@@ -147,7 +147,7 @@ def _download(file: File, target: Path, addresses: Iterable[str]) -> None:
             with urllib.request.urlopen(url, timeout=30) as answer:
                 packed = answer.read()
             file.unpack(packed)
-        except (OSError, urllib.error.URLError, HeldinError) as error:  # also a cut connection
+        except (OSError, http.client.HTTPException, HeldinError) as error:
             reasons.append(f"{url}: {error}")
             continue
         try:

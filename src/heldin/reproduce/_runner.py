@@ -168,7 +168,7 @@ def reproduce(
     device: str | None = None,
     watch: Watch | None = None,
     tell: Callable[[str], object] = lambda line: None,
-    changes: Mapping[str, Any] | None = None,
+    changes: Mapping[str, Mapping[str, Any]] | None = None,
     pause: float = PAUSE,
 ) -> Reproduction:
     """Run experiments of the paper, check its claims, and write a report.
@@ -187,7 +187,7 @@ def reproduce(
         device: where to train (default: a GPU if there is one).
         watch: is told about progress, see `Watch`.
         tell: gets a line for each dataset that is not there.
-        changes: settings to change in all experiments that have them.
+        changes: settings to change, by experiment.
         pause: seconds between checkpoints.
 
     >>> import tempfile
@@ -207,7 +207,9 @@ def reproduce(
     if seeds is not None and seeds < 1:
         raise HeldinError(f"reproduce: seeds must be at least 1, got {seeds}")
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    settings = {e.name: _settings(e, preset, seeds, changes or {}) for e in experiments}
+    settings = {
+        e.name: _settings(e, preset, seeds, (changes or {}).get(e.name, {})) for e in experiments
+    }
     origins, missing = _look(experiments, settings, data)
     lines = [
         f"{', '.join(name for name, other in missing.items() if other == reason)}: {reason}"
@@ -245,10 +247,12 @@ def _settings(
     experiment: Experiment, preset: str, seeds: int | None, changes: Mapping[str, Any]
 ) -> Any:
     settings = experiment.settings[preset]
-    known = {name: value for name, value in changes.items() if hasattr(settings, name)}
-    if seeds is not None and settings.seeds > 1:  # a picture stays one
-        known["seeds"] = seeds
-    return replace(settings, **known)
+    if seeds is not None and settings.seeds > 1:  # what is not random stays one run
+        settings = replace(settings, seeds=seeds)
+    try:
+        return replace(settings, **changes)
+    except TypeError as error:
+        raise HeldinError(f"reproduce: changes of {experiment.name}: {error}") from error
 
 
 def _look(

@@ -23,7 +23,7 @@ __all__ = ["EXPERIMENT"]
 class Settings:
     """Of the data, the features and the descent."""
 
-    seeds: int = 10
+    seeds: int = 20
     steps: int = 600
     training: int = 20
     validation: int = 10
