@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format bench docs clean
+.PHONY: help setup demo test lint format bench peers docs clean
 
 help:  ## list what can be done
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -34,7 +34,10 @@ format: $(READY)  ## let ruff rewrite what it can
 	$(BIN)/ruff format .
 
 bench: $(READY)  ## what observing costs, as multiples of a plain step
-	$(BIN)/python -m benchmarks.cost
+	$(BIN)/python -m heldin bench
+
+peers: $(READY)  ## install the libraries that bench compares with (without their dependencies)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps backpack-for-pytorch opacus opt_einsum unfoldNd einops
 
 docs: $(READY)  ## build the documentation
 	@echo "The documentation is README.md and docs/ for now; there is nothing to build."

@@ -50,7 +50,8 @@ CLASSES = {
 def _nothing_left() -> Iterator[None]:
     torch.manual_seed(0)
     yield
-    gc.collect()
+    if torch.autograd.backward is not PLAIN_BACKWARD:
+        gc.collect()  # what was forgotten removes itself
     assert torch.autograd.backward is PLAIN_BACKWARD
 
 
@@ -408,6 +409,55 @@ def test_a_closure_gives_the_evidence_in_its_first_call() -> None:
     assert a.stopped_fraction() == b.stopped_fraction() > 0
     a.remove()
     b.remove()
+
+
+def test_further_evaluations_of_a_line_search_do_not_count() -> None:
+    model = net()
+    x, y = data()
+    inner = torch.optim.LBFGS(model.parameters(), max_iter=5, line_search_fn="strong_wolfe")
+    optimizer = heldin.ElementwiseStopping(inner, model, smoothing=0.5, start=4.0)
+    calls = 0
+
+    def closure() -> float:
+        nonlocal calls
+        calls += 1
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        return float(loss.detach())
+
+    with heldin.observe(model) as seen:
+        F.cross_entropy(model(x), y).backward()
+    optimizer._seen.clear()
+    expected = 0.5 * 4.0 + 0.5 * seen["3.weight"].snr
+    optimizer.step(closure)
+    assert calls > 2
+    assert optimizer._updates == 1
+    assert torch.allclose(optimizer._averages["3.weight"], expected)
+    optimizer.step(closure)
+    assert optimizer._updates == 2
+    optimizer.remove()
+
+
+def test_a_scaler_does_not_take_it_for_a_fused_optimiser() -> None:
+    """Fused optimisers unscale by themselves; they would be told so past the wrapper."""
+    model = net(dtype=torch.float32)
+    inner = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    assert inner._step_supports_amp_scaling
+    optimizer = heldin.ElementwiseStopping(inner, model)
+    assert not hasattr(optimizer, "_step_supports_amp_scaling")
+    scaler = torch.amp.GradScaler("cpu")
+    x, y = data(dtype=torch.float32)
+    for overflow in (True, False):
+        before = values(model)
+        scaler.scale(F.cross_entropy(model(x), y) * (math.inf if overflow else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        moved = not torch.equal(model[0].weight, before["0.weight"])
+        assert moved != overflow
+    assert (model[0].weight - before["0.weight"]).abs().max() < 0.2
+    optimizer.remove()
 
 
 def test_zero_grad_may_stand_between_forward_and_backward() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import io
 import subprocess
 import sys
 import threading
@@ -545,6 +547,21 @@ def test_two_models_and_nested_observation() -> None:
     agree(outer, a, b(a(x)).sin().sum(1))
     agree(inner, a, b(a(x)).sin().sum(1))
     agree(other, b, b(a(x)).sin().sum(1))
+
+
+def test_copies_of_an_observed_model_are_not_observed() -> None:
+    model, x = net(3, 2), torch.randn(5, 3)
+    with heldin.observe(model) as seen:
+        model(x).sum().backward()
+        twin = copy.deepcopy(model)
+        buffer = io.BytesIO()
+        torch.save(model, buffer)
+        buffer.seek(0)
+        read = torch.load(buffer, weights_only=False)
+        for other in (twin, read):
+            other(x).sum().backward()
+            assert torch.equal(other(x), model(x))
+    assert seen.count == 5
 
 
 def test_closing_one_observation_leaves_the_others() -> None:

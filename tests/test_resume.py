@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import heldin
-from loops import data, net
+from loops import Dial, data, net
 
 STEPS = 14
 
@@ -87,6 +87,10 @@ def equal(a: Any, b: Any) -> bool:
         {"window": 3},
         {"every": 2, "window": 2, "correction": "symmetric"},
         {"history": 4, "start": 0.0, "weighted": False},
+        {"estimator": "exact"},
+        {"budget": 8},
+        {"budget": 8, "window": 3},
+        {"estimator": "microbatch", "window": 2},
     ],
     ids=str,
 )
@@ -107,6 +111,43 @@ def test_a_run_resumed_at_any_step_is_the_uninterrupted_one(options: dict[str, A
         assert equal(run.state(), final)
         assert equal(run.stopping.metrics(), whole.stopping.metrics())
         run.stopping.remove()
+
+
+SCRIPT = [0.3, -0.2, -9.0, 0.4, 0.4, -0.1, 0.2, math.nan, 0.2, 0.2, 0.2, 0.2]
+SLOW = [-3.0, -3.0, -3.0, 0.1]  # the average that arms: -0.3, -0.57, -0.81
+
+
+@pytest.mark.parametrize(
+    ("options", "script", "stop"),
+    [
+        ({"patience": 3}, SCRIPT, 10),
+        ({"warmup": 10}, SCRIPT, 11),
+        ({"arming": 1.2}, SCRIPT, None),
+        ({"arming": 0.8}, SLOW, 4),
+    ],
+    ids=str,
+)
+def test_arming_and_patience_are_resumed(
+    options: dict[str, Any], script: list[float], stop: int | None
+) -> None:
+    """The streak, the average that arms and whether it has: each decides when this one stops."""
+
+    def run(values: list[float], state: Any = None) -> heldin.EvidenceStopping:
+        dial = Dial()
+        with heldin.EvidenceStopping(dial, smoothing=0, **options) as stopping:
+            if state is not None:
+                stopping.load_state_dict(through_a_file(state))
+            for value in values:
+                dial.show(value)
+                stopping.step()
+        return stopping
+
+    whole = run(script)
+    assert whole.stopped_step == stop
+    for at in range(len(script)):
+        second = run(script[at:], run(script[:at]).state_dict())
+        assert second.stopped_step == stop
+        assert second.armed == whole.armed == (stop is not None)
 
 
 def test_a_state_is_not_changed_by_what_follows() -> None:
@@ -146,7 +187,7 @@ def test_a_stop_is_saved() -> None:
             r"saved with smoothing=0\.5, but this one has smoothing=0\.9",
         ),
         (lambda s: {k: v for k, v in s.items() if k != "average"}, "incomplete.*'average'"),
-        (lambda s: {**s, "history": {}}, "incomplete"),
+        (lambda s: {**s, "average": {**s["average"], "value": 7.0}, "history": {}}, "incomplete"),
     ],
 )
 def test_foreign_states_are_refused_and_change_nothing(change: Any, message: str) -> None:

@@ -1,10 +1,15 @@
 """Early stopping without a validation set."""
 
+from ._auto import stopping
+from ._curves import Patience
 from ._damping import fraction_below, rmsprop_factors
 from ._elementwise import ElementwiseStopping
 from ._errors import HeldinError, HeldinWarning, MixedSamplesWarning, NotObservable
+from ._estimates import Estimate, EstimateHistory
 from ._evidence import Evidence, evidence
+from ._folds import FoldStopping, ShadowStopping
 from ._history import History, Record
+from ._leaveoneout import LeaveOneOutStopping
 from ._moments import Moments
 from ._observe import Observation, observe
 from ._rules import Use, rule
@@ -14,16 +19,22 @@ from ._verify import Verification, verify
 
 __all__ = [
     "ElementwiseStopping",
+    "Estimate",
+    "EstimateHistory",
     "Evidence",
     "EvidenceStopping",
+    "FoldStopping",
     "HeldinError",
     "HeldinWarning",
     "History",
+    "LeaveOneOutStopping",
     "MixedSamplesWarning",
     "Moments",
     "NotObservable",
     "Observation",
+    "Patience",
     "Record",
+    "ShadowStopping",
     "Use",
     "ValidationStopping",
     "Verification",
@@ -32,5 +43,6 @@ __all__ = [
     "observe",
     "rmsprop_factors",
     "rule",
+    "stopping",
     "verify",
 ]

@@ -191,9 +191,8 @@ class ElementwiseStopping(Optimizer):
                 nonlocal first
                 with torch.enable_grad():
                     loss = closure()
-                if first:
+                if first:  # a line search goes on to weights that are perhaps not reached
                     self._weigh()
-                self._seen.clear()  # a line search evaluates at weights that are not reached
                 first = False
                 return loss
 

@@ -126,15 +126,19 @@ def _gathered(
     sizes: dict[str, float] = {}
     nonfinite: list[str] = []
     spoilt: set[str] = set()
-    pairs = list(seen.items())
-    count = max((moments.count for _, moments in pairs), default=0)
+    if isinstance(seen, Observation):
+        given = seen.stored()
+    else:
+        given = [(n, m.total, m.squares, m.count, m.weight) for n, m in seen.items()]
+    counts = {m for _, _, _, m, _ in given}  # one, but for a window with thawed weights
+    count = max(counts, default=0)
     symmetric = correction == "symmetric"
     found = []
-    for m in {moments.count for _, moments in pairs}:  # one, but for a window with thawed weights
-        part = [(name, moments) for name, moments in pairs if moments.count == m]
-        formed = ratio_sums([(each.total, each.squares) for _, each in part], m, symmetric)
-        for (name, each), ratios in zip(part, formed, strict=True):
-            found.append((name, ratios, each.total.numel(), each.weight, m))
+    for m in counts:
+        part = [each for each in given if each[3] == m]
+        formed = ratio_sums([(total, squares) for _, total, squares, _, _ in part], m, symmetric)
+        for (name, total, _, _, weight), ratios in zip(part, formed, strict=True):
+            found.append((name, ratios, total.numel(), weight, m))
     if isinstance(seen, Observation) and seen.reduced:
         count = seen.count
         if seen.passes == 1 and seen.reducing == symmetric:
@@ -142,7 +146,7 @@ def _gathered(
         else:  # ratios of several passes do not add up
             return Evidence(math.nan, {}, count)
     fewest = 4 if correction == "gaussian" else 2
-    for name, (total, number, finite), whole, weight, m in found:
+    for name, (summed, number, finite), whole, weight, m in found:
         group = group_of(name)
         if not finite:
             nonfinite.append(name)
@@ -151,11 +155,11 @@ def _gathered(
         size = whole if dead == "zero" else number
         if size and m >= fewest:
             if correction == "gaussian":
-                total *= (m - 3) / (m - 1)
-            sums[group] = sums.get(group, 0.0) + total * weight
+                summed *= (m - 3) / (m - 1)
+            sums[group] = sums.get(group, 0.0) + summed * weight
             sizes[group] = sizes.get(group, 0.0) + size * weight
             live[group] = live.get(group, 0) + int(number)
-    values = {g: 1.0 - total / sizes[g] for g, total in sums.items() if g not in spoilt}
+    values = {g: 1.0 - summed / sizes[g] for g, summed in sums.items() if g not in spoilt}
     criterion = math.fsum(values.values()) / len(values) if values else math.nan
     kept = {g: n for g, n in live.items() if g in values}
     return Evidence(criterion, values, count, kept, tuple(nonfinite))

@@ -220,7 +220,7 @@ def _thin(plane: Tensor) -> Tensor:
     return plane
 
 
-@flows("copy", "_to_copy", "contiguous", "detach_copy")
+@flows("copy", "_to_copy", "to", "to_dense", "_to_dense", "contiguous", "detach_copy")
 def _copy(call: Call) -> Owners:
     source = call["src"] if call.op.base == "copy" else call["self"]
     planes = call.owners(source)

@@ -129,9 +129,11 @@ class Plan:
     uses: dict[int, list[tuple[int, Sink]]] = field(default_factory=dict)  # node -> inputs
     sinks: dict[str, list[Sink]] = field(default_factory=dict)  # parameter -> its sinks
     shared: set[str] = field(default_factory=set)  # parameters with a penalty in the loss
+    silent: set[str] = field(default_factory=set)  # parameters used on no row at all
     leaves: dict[str, int] = field(default_factory=dict)
     expected: dict[tuple[int, int], int] = field(default_factory=dict)  # sink -> number of uses
     general: dict[int, list[Sink]] = field(default_factory=dict)  # node -> sinks that are no views
+    sites: dict[tuple[int, int], Any] = field(default_factory=dict)  # see `_rules.Site`
     _watched: dict[bool, list[tuple[str, int]]] = field(default_factory=dict)
 
     def alone(self, name: str) -> bool:
@@ -152,6 +154,7 @@ class Plan:
                 for name, position in self.leaves.items()
                 if every
                 or name in self.shared
+                or name in self.silent
                 or (name in self.sinks and not (early and name in self.direct))
             ]
         return known
@@ -218,6 +221,12 @@ def _make_plan(
         ]
         if not reached or (kind == FREE and position not in cuts):
             continue
+        empty = [r for r in reached if _is_empty(graph, r[1], r[2])]
+        for _, child, _ in empty:  # an expert that nothing was routed to
+            plan.silent |= below[child]
+        reached = [r for r in reached if r not in empty]
+        if not reached:
+            continue
         if _is_added_on(graph, position, outputs.get(position, {}), kind):
             for _, child, _ in reached:
                 _check_penalty(graph, child, outputs, below, m)
@@ -238,6 +247,12 @@ def _make_plan(
             if sink.chain is None and sink not in plan.general.setdefault(sink.node, []):
                 plan.general[sink.node].append(sink)
     return plan
+
+
+def _is_empty(graph: Graph, position: int, output: int) -> bool:
+    if position in graph.leaves:
+        return graph.leaves[position].numel() == 0
+    return 0 in graph.nodes[position]._input_metadata[output].shape
 
 
 def _kinds(graph: Graph, outputs: Mapping[int, Mapping[int, Tensor | None]]) -> list[str]:

@@ -6,13 +6,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 __all__ = ["Moments", "Sums", "piece_sums", "ratio_sums", "snr"]
 
-CACHE = 1 << 16  # coordinates worked on at a time
+CACHE = 1 << 17  # coordinates worked on at a time
 
 
 def snr(total: Tensor, squares: Tensor, count: int) -> Tensor:
@@ -44,19 +45,50 @@ def ratio_sums(
     >>> ratio_sums([(torch.tensor([2.0, 0.0]), torch.tensor([4.0, 0.0]))], 2)
     [(1.0, 1.0, True)]
     """
-    away = [i for i, (total, _) in enumerate(pairs) if total.device.type != "cpu"]
-    rows = [_careful(pairs[i][0], pairs[i][1], count, symmetric) for i in away]
-    told = dict(zip(away, torch.stack(rows).tolist() if rows else [], strict=True))  # one wait
+    groups: dict[Any, list[int]] = {}  # small tensors are worked on together
+    found: list[Sums] = [(0.0, 0.0, True)] * len(pairs)
+    for i, (total, squares) in enumerate(pairs):
+        if total.numel() <= CACHE or total.device.type != "cpu":
+            groups.setdefault((total.device, total.dtype), []).append(i)
+        else:
+            found[i] = _in_pieces(total, squares, count, symmetric)
+    for members in groups.values():
+        together = _together([pairs[i] for i in members], count, symmetric)
+        for i, sums in zip(members, together, strict=True):
+            found[i] = sums
+    return found
+
+
+def _together(pairs: Sequence[tuple[Tensor, Tensor]], count: int, symmetric: bool) -> list[Sums]:
+    if len(pairs) <= 4 and pairs[0][0].device.type == "cpu":
+        return [piece_sums(total, squares, count, symmetric) for total, squares in pairs]
+    return _sums_of(pairs, count, symmetric)
+
+
+def _sums_of(pairs: Sequence[tuple[Tensor, Tensor]], count: int, symmetric: bool) -> list[Sums]:
+    sizes = [total.numel() for total, _ in pairs]
+    total = torch.cat([t.reshape(-1) for t, _ in pairs])
+    squares = torch.cat([s.reshape(-1) for _, s in pairs])
+    rows = [_ratios(total, squares, count, symmetric), (squares != 0).to(total.dtype), squares]
+    running = torch.stack(rows).cumsum(1, dtype=torch.float64)
+    ends = torch.tensor(sizes).cumsum(0) - 1
+    upto = running[:, ends.to(running.device)].T.tolist()  # the only wait for a device
+    if not math.isfinite(upto[-1][2]) and len(pairs) > 1:  # one would spoil those behind it
+        return [_sums_of([pair], count, symmetric)[0] for pair in pairs]
+    before = [[0.0, 0.0, 0.0], *upto]
     return [
-        _told(told[i]) if i in told else _on_cpu(total, squares, count, symmetric)
-        for i, (total, squares) in enumerate(pairs)
+        (a - x, b - y, math.isfinite(c)) for (a, b, c), (x, y, _) in zip(upto, before, strict=False)
     ]
 
 
-def _on_cpu(total: Tensor, squares: Tensor, count: int, symmetric: bool) -> Sums:
+def _ratios(total: Tensor, squares: Tensor, count: int, symmetric: bool) -> Tensor:
+    """f, or q, with 0 for dead coordinates."""
+    ratio = total.square().div_(squares) if symmetric else snr(total, squares, count)
+    return ratio.nan_to_num_(0.0, torch.inf)
+
+
+def _in_pieces(total: Tensor, squares: Tensor, count: int, symmetric: bool) -> Sums:
     """In pieces that stay in the cache."""
-    if total.numel() <= CACHE:
-        return piece_sums(total, squares, count, symmetric)
     flat, across = total.reshape(-1).split(CACHE), squares.reshape(-1).split(CACHE)
     each = [piece_sums(a, b, count, symmetric) for a, b in zip(flat, across, strict=True)]
     return sum(e[0] for e in each), sum(e[1] for e in each), all(e[2] for e in each)
@@ -64,26 +96,16 @@ def _on_cpu(total: Tensor, squares: Tensor, count: int, symmetric: bool) -> Sums
 
 def piece_sums(total: Tensor, squares: Tensor, count: int, symmetric: bool) -> Sums:
     """`ratio_sums` of one piece. Where nothing is dead or extreme, it takes fewer passes."""
-    ratio = total * total
-    if not symmetric:
-        ratio.div_(torch.sub(ratio, squares, alpha=count))  # -f / (m-1)
-    else:
-        ratio.div_(squares).neg_()
-    low, high = torch.aminmax(ratio)
-    if low.item() > -1e5 and high.item() <= 0:  # false for nan
-        factor = -1.0 if symmetric else 1.0 - count
-        return ratio.sum().item() * factor, float(ratio.numel()), True
-    return _told(_careful(total, squares, count, symmetric).tolist())
-
-
-def _told(row: list[float]) -> Sums:
-    return row[0], row[1], math.isfinite(row[2])
-
-
-def _careful(total: Tensor, squares: Tensor, count: int, symmetric: bool) -> Tensor:
-    ratio = total.square().div_(squares) if symmetric else snr(total, squares, count)
-    live = torch.count_nonzero(squares)
-    return torch.stack([torch.nansum(ratio, dtype=torch.float64), live, squares.double().sum()])
+    below = squares
+    if not symmetric:  # the variance, but for a factor: f = (1 - 1/m) total^2 / (squares - ...)
+        below = torch.addcmul(squares, total, total, value=-1 / count)
+    if below.numel() and below.amin().item() > 0:  # false for nan
+        ratio = torch.div(total, below, out=None if symmetric else below)
+        summed = torch.dot(ratio.reshape(-1), total.reshape(-1)).item()
+        if math.isfinite(summed):
+            factor = 1.0 if symmetric else 1 - 1 / count
+            return summed * factor, float(total.numel()), True
+    return _sums_of([(total, squares)], count, symmetric)[0]
 
 
 @dataclass(frozen=True, eq=False)

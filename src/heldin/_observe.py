@@ -137,6 +137,14 @@ class Observation(Mapping[str, Moments]):
             total = total + shared
         return Moments(total, squares, self.count, weight)
 
+    def stored(self) -> list[tuple[str, Tensor, Tensor, int, float]]:
+        """Name, total, squares, count and weight of all of them at once."""
+        if any(shared is not None for _, _, shared, _ in self._sums.values()):
+            each = ((name, self[name]) for name in self)
+            return [(n, m.total, m.squares, m.count, m.weight) for n, m in each]
+        count = self.count
+        return [(n, a, b, count, weight) for n, (a, b, _, weight) in self._sums.items()]
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._sums)
 

@@ -125,6 +125,9 @@ def tensors_in(value: Any) -> list[Tensor]:
 # --- following a forward pass ----------------------------------------------------------------
 
 
+_TURNS = {"t", "transpose", "swapaxes", "swapdims", "squeeze", "unsqueeze"}
+
+
 class Op:
     """What the schema of an ATen overload says, read once."""
 
@@ -140,6 +143,7 @@ class Op:
         )
         self.name = func.overloadpacket.__name__
         self.base = self.name.removesuffix("_") if self.written else self.name
+        self.turns = bool(self.written) and self.base in _TURNS
         self.pointwise = torch.Tag.pointwise in func.tags
         self.random = torch.Tag.nondeterministic_seeded in func.tags
 
@@ -250,14 +254,24 @@ class Tracker(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        op = op_of(func)
+        if op.turns:  # a view in place: owners turn with the tensor, the memory stays as it is
+            tensor = args[0]
+            planes, old = self.owners(tensor), tensor.shape
+            out = func(*args, **kwargs)
+            if planes is not None:
+                each = [func(p, *args[1:], **kwargs) for p in planes.expand(-1, *old).unbind()]
+                self._planes[tensor] = canonical(torch.stack(each))
+            return out
         out = func(*args, **kwargs)
-        self._follow(func, args, kwargs, out)
+        self._follow(op, func, args, kwargs, out)
         return out
 
-    def _follow(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> None:
+    def _follow(
+        self, op: Op, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any
+    ) -> None:
         from ._flow import Call, flow
 
-        op = op_of(func)
         inputs = tensors_in(args) + (tensors_in(kwargs) if kwargs else [])
         owned = False
         for tensor in inputs:
@@ -277,7 +291,8 @@ class Tracker(TorchDispatchMode):
         results: Sequence[Tensor | None]
         results = [None] * len(outs)
         if owned:
-            results = flow(Call(self, func, op, bound, outs, (args, kwargs)))
+            found = flow(Call(self, func, op, bound, outs, (args, kwargs)))
+            results = [p if t.numel() else None for t, p in zip(outs, found, strict=True)]
             self._note_slots(op, bound, inputs, outs[0], results[0])
         written = {id(t) for name in op.written for t in tensors_in(bound.get(name))}
         for tensor, planes in zip(outs, results, strict=True):

@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 CHUNK = 1 << 22  # elements of per-sample gradients held at a time
-CACHE = 1 << 16  # elements of one sample's gradient worked on at a time
+CACHE = 1 << 17  # elements of one sample's gradient worked on at a time
 
 
 def wide(tensor: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ class Part(ABC):
     m: int
     shape: tuple[int, ...]
     rows = 0  # how many rows of an activation each sample has; 0 if that says nothing
-    reads = 0  # how many elements are read for each input channel of filters
+    reads = 0  # how many elements are read for each row, column or channel
 
     @property
     def numel(self) -> int:
@@ -125,6 +125,7 @@ class Outer(Part):
     def __init__(self, left: Tensor, right: Tensor) -> None:
         self.left, self.right = left, right  # (m, r, a), (m, r, b)
         self.m, self.rows = left.shape[0], left.shape[1]
+        self.reads = self.m * self.rows
         self.shape = (left.shape[2], right.shape[2])
 
     def t(self) -> Outer:

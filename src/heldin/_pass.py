@@ -15,7 +15,7 @@ from ._graph import Graph, Plan, Sink, hidden, make_plan, move, pull_back
 from ._moments import Sums
 from ._parts import CHUNK, Lazy, Moved, Part, Rows, moments, wide
 from ._replay import Output, mixes_samples, replay, topmost
-from ._rules import Use, contributions, narrowed
+from ._rules import Site, Use, contributions, narrowed
 
 if TYPE_CHECKING:
     from ._calls import Call
@@ -201,7 +201,10 @@ class Pass:
         assert plan is not None
         node, layouts = self.graph.nodes[position], plan.layouts[position]
         for argument, sink in plan.uses[position]:
-            self._take(Use(node, grads, layouts, argument, sink.shape), sink, plan)
+            site = plan.sites.get((position, argument))
+            if site is None:
+                site = plan.sites[position, argument] = Site()
+            self._take(Use(node, grads, layouts, argument, sink.shape, site), sink, plan)
 
     def _take(self, use: Use, sink: Sink, plan: Plan) -> None:
         sampler = self.seen.sampler
@@ -292,10 +295,10 @@ class Pass:
         penalised = name in plan.shared
         leaf = self.graph.leaves[plan.leaves[name]]
         if not parts:
-            if not penalised or grad is None:
-                return
-            zero = torch.zeros_like(wide(grad))
-            self.done[name] = (zero, zero.clone(), wide(grad).clone(), 1.0)
+            if grad is not None and (penalised or name in plan.silent):
+                zero = torch.zeros_like(wide(grad))
+                shared = wide(grad).clone() if penalised else None
+                self.done[name] = (zero, zero.clone(), shared, 1.0)
             return
         sampler = self.seen.sampler
         if sampler is not None and not penalised:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,16 @@ from ._layout import Layout
 from ._parts import Filters, Lazy, Outer, Owned, Part, Rows, Scattered, wide
 from ._sampling import Sampler
 
-__all__ = ["RULES", "Use", "contributions", "generic", "narrowed", "rule"]
+__all__ = ["RULES", "Site", "Use", "contributions", "generic", "narrowed", "rule"]
+
+
+@dataclass
+class Site:
+    """What is known about one argument of one node, from one step to the next."""
+
+    clean: bool | None = (
+        None  # whether no sum over rows is nothing but rounding noise; None: unknown
+    )
 
 
 @dataclass
@@ -40,6 +49,7 @@ class Use:
     layouts: Sequence[Layout | None]
     argument: int
     shape: tuple[int, ...]
+    site: Site = field(default_factory=Site)
 
     @property
     def grad(self) -> Tensor:
@@ -90,14 +100,21 @@ class Use:
         kept = [d for d in range(values.dim()) if d != layout.dim]
         over = [1] if rows.shape[1] > 1 else []
         over += [i + 2 for i, d in enumerate(kept) if shape[d] == 1 and values.shape[d] > 1]
-        if over:
-            summed = rows.sum(over)
-            size = rows.abs().sum(over)
-            # nothing but rounding noise is no evidence (the key biases of attention, ...)
-            summed = summed.masked_fill(summed.abs() <= noise(self.grad.dtype) * size, 0.0)
-        else:
-            summed = rows
+        summed = rows.sum(over) if over else rows
+        if over and not self.site.clean:
+            summed = self._without_noise(summed, rows.abs().sum(over))
         return Rows(summed.reshape(layout.m, *self.shape))
+
+    def _without_noise(self, summed: Tensor, size: Tensor) -> Tensor:
+        """Nothing but rounding noise is no evidence (the key biases of attention, for one).
+
+        Whether sums vanish is a matter of the model, not of the batch: where none of a whole
+        vector's does, none will.
+        """
+        faint = summed.abs() <= noise(self.grad.dtype) * size
+        if self.site.clean is None:
+            self.site.clean = not bool((faint & (size > 0)).any())
+        return summed.masked_fill(faint, 0.0)
 
 
 Rule = Callable[[Use], Part | Tensor | None]
@@ -168,7 +185,7 @@ class _Narrow(Use):
 def narrowed(use: Use, sampler: Sampler, name: str) -> Use:
     """The use of a vector, cut down to its sampled block before anything is read."""
     grad, layout, node = use.grads[0], use.layouts[0], use.node.name()
-    if grad is None or layout is None or layout.dim is None:
+    if grad is None or layout is None or layout.dim is None or use.site.clean is None:
         return use
     if node in _ALONG_LAST:
         at = -1
@@ -185,7 +202,7 @@ def narrowed(use: Use, sampler: Sampler, name: str) -> Use:
     start, width = block[0].start, block[0].stop - block[0].start
     part = grad.narrow(at, start, width)
     smaller = replace(layout, shape=tuple(part.shape))
-    return _Narrow(use.node, [part], [smaller], use.argument, (width,), at, size, start)
+    return _Narrow(use.node, [part], [smaller], use.argument, (width,), use.site, at, size, start)
 
 
 # --- the generic path ------------------------------------------------------------------------

@@ -14,8 +14,10 @@ from zlib import crc32
 __all__ = ["Block", "Sampler"]
 
 ROWS = 32  # rows of a block of a matrix
-READS = 1 << 17  # elements of an activation that are read for a vector (a bias, a norm's scale)
-IMAGES = 1 << 19  # elements of images that are read for the filters of a convolution
+# How many elements of the activations are read, at most or so:
+VECTOR = 1 << 16  # for a vector (a bias, the scale of a norm)
+MATRIX = 1 << 17  # for a matrix that multiplies sequences
+FILTERS = 1 << 17  # for the filters of a convolution
 
 Block = tuple[slice, ...]
 
@@ -65,37 +67,41 @@ class Sampler:
         Args:
             name: the parameter's.
             shape: its shape.
-            reads: how many elements have to be read for each entry of a vector, or for each
-                channel of filters.
+            reads: how many elements have to be read for each entry of a vector, each row or column
+                of a matrix, each channel of filters.
             spread: whether coordinates may lie apart (cheap if each sample has one row).
         """
         known = self._blocks.get(name)
         if known is None:
             key = self._keys.get(name)
             if key is None:
-                key = self._keys[name] = crc32(name.encode()) << 32
+                # the weight and the bias of a layer share their rows: these are read but once
+                key = self._keys[name] = crc32(name.rpartition(".")[0].encode()) << 32
             number = _mixed(key ^ (self.seed * 0x10001) ^ self.draws)
             if len(shape) == 4 and reads:
                 known = self._of_filters(number, shape, reads)
+            elif not shape:
+                known = (None, 1.0)
             elif len(shape) == 1:
-                width = min(self.budget, max(1, READS // reads) if reads else shape[0])
-                piece, weight = _piece(number, shape[0], width, spread)
+                width = min(self.budget, max(1, VECTOR // reads) if reads else shape[0])
+                piece, weight = _piece(number & 0xFFFFFFFF, shape[0], width, spread)
                 known = ((piece,), weight) if weight > 1 else (None, 1.0)
             else:
-                known = self._of_matrix(number, shape, spread)
+                known = self._of_matrix(number, shape, reads, spread)
             self._blocks[name] = known
         return known
 
     def _of_matrix(
-        self, number: int, shape: Sequence[int], spread: bool
+        self, number: int, shape: Sequence[int], reads: int, spread: bool
     ) -> tuple[Block | None, float]:
         size = prod(shape)
-        if size <= self.budget:
+        sides = max(32, MATRIX // reads) if reads and not spread else 2 * size
+        if size <= self.budget and shape[0] + shape[1] <= sides:
             return None, 1.0
         inner = size // (shape[0] * shape[1])
-        height = min(shape[0], ROWS, max(1, self.budget // inner))
+        height = min(shape[0], ROWS, sides // 2, max(1, self.budget // inner))
         rows, above = _piece(number & 0xFFFFFFFF, shape[0], height, spread)
-        across = max(1, self.budget // (height * inner))
+        across = min(sides - height, max(1, self.budget // (height * inner)))
         columns, beside = _piece(number >> 32, shape[1], across, spread)
         return (rows, columns), above * beside
 
@@ -104,7 +110,7 @@ class Sampler:
     ) -> tuple[Block | None, float]:
         """Output channels, input channels and one place in the kernel (or all of them)."""
         taps = shape[2] * shape[3]
-        channels = max(2, IMAGES // reads)
+        channels = max(4, FILTERS // reads)
         if prod(shape) <= self.budget and shape[0] + shape[1] * taps <= channels:
             return None, 1.0
         height = min(shape[0], ROWS, max(1, channels // 2))

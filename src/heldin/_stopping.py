@@ -29,11 +29,12 @@ class EvidenceStopping:
 
     Call `step()` after `backward()` and before `optimizer.step()`, so that the weights that
     triggered the stop are kept. All backward passes since the last `step()` count as one step, so
-    accumulated micro-batches need nothing special.
+    accumulated micro-batches need nothing special. Where the optimiser takes a closure, `step()`
+    belongs into it, after `backward()`.
 
     The criterion is 1 - mean f per group, averaged over the groups and smoothed; above zero, it
-    asks to stop. The first row of arguments is the paper's, the others make the rule robust where
-    the plain one is not; `EvidenceStopping.paper` switches them off.
+    asks to stop. The first block of arguments is the paper's rule and its pace, the second makes it
+    robust where the plain rule is not; `EvidenceStopping.paper` switches that off.
 
     Args:
         model: the model that is trained. It is neither wrapped nor changed.
@@ -206,7 +207,7 @@ class EvidenceStopping:
             raise HeldinError("EvidenceStopping.step: called after remove(); make a new one")
         self._step += 1
         if self._step % self.every == 0:
-            if self._seen.count == 0 and self.history.checks == 0:
+            if self._seen.count == self.history.checks == self._window.steps == 0:
                 raise HeldinError(
                     "EvidenceStopping.step: no backward pass through the model was seen. Call "
                     "step() after loss.backward(), and make the EvidenceStopping before the "

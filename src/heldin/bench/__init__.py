@@ -1,0 +1,15 @@
+"""What observing costs, beside other ways to get the same: `heldin bench` or `make bench`."""
+
+from ._report import write_report
+from ._run import Measurement, growth, measure, peak_memory
+from ._workloads import WORKLOADS, Workload
+
+__all__ = [
+    "WORKLOADS",
+    "Measurement",
+    "Workload",
+    "growth",
+    "measure",
+    "peak_memory",
+    "write_report",
+]

@@ -1,0 +1,179 @@
+"""Timing: every method in the same process, interleaved, medians of many."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from math import log
+
+import torch
+from torch import Tensor, nn
+
+from ._methods import METHODS, Skip, Way
+from ._workloads import WORKLOADS, encoder, mlp
+
+__all__ = ["Measurement", "growth", "measure", "peak_memory"]
+
+Progress = Callable[[str], None]
+
+
+@dataclass
+class Measurement:
+    """One workload: median seconds per step of each method, and what was left out and why."""
+
+    workload: str
+    title: str
+    seconds: dict[str, float] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    memory: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def ratios(self) -> dict[str, float]:
+        """Multiples of the plain step."""
+        base = self.seconds["plain"]
+        return {name: value / base for name, value in self.seconds.items()}
+
+
+def measure(name: str, methods: Sequence[str], progress: Progress = lambda _: None) -> Measurement:
+    """Time the methods on one workload, after checking that they agree on the second moment."""
+    workload = WORKLOADS[name]
+    torch.manual_seed(0)
+    model, x, y = workload.make()
+    result = Measurement(name, workload.title)
+    ways = _agreeing(model, x, y, methods, result, progress)
+    for way in ways.values():
+        with way.active():
+            for _ in range(3):
+                way.step()
+    times: dict[str, list[float]] = {method: [] for method in ways}
+    for repeat in range(workload.repeats):
+        progress(f"{name}: round {repeat + 1} of {workload.repeats}")
+        for method, way in ways.items():
+            if method != "plain" and repeat > 2 and times[method][0] > 20 * times["plain"][0]:
+                continue  # far behind: a few rounds are enough
+            with way.active():
+                start = time.perf_counter()
+                for _ in range(workload.inner):
+                    way.step()
+                times[method].append((time.perf_counter() - start) / workload.inner)
+    result.seconds = {method: statistics.median(values) for method, values in times.items()}
+    return result
+
+
+def _agreeing(
+    model: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    methods: Sequence[str],
+    result: Measurement,
+    progress: Progress,
+) -> dict[str, Way]:
+    ways: dict[str, Way] = {}
+    truth: dict[str, Tensor] | None = None
+    for method in dict.fromkeys(["plain", "heldin exact", *methods]):
+        progress(f"{result.workload}: preparing {method}")
+        try:
+            way = METHODS[method](model, x, y)
+        except Skip as reason:
+            result.skipped[method] = str(reason)
+            continue
+        if way.squares is not None:
+            found = way.squares()
+            truth = truth or found
+            for parameter, squares in truth.items():
+                error = float((found[parameter] - squares).norm() / squares.norm())
+                if error > 1e-3:
+                    result.skipped[method] = f"wrong second moment of {parameter} ({error:.2g})"
+                    break
+        if method in methods and method not in result.skipped:
+            ways[method] = way
+    return {method: ways[method] for method in dict.fromkeys(["plain", *methods]) if method in ways}
+
+
+# --- memory ----------------------------------------------------------------------------------
+
+_PROGRAM = """
+import resource, sys, torch, heldin
+from heldin.bench._methods import METHODS
+from heldin.bench._workloads import WORKLOADS
+torch.set_num_threads(2)
+method, workload = sys.argv[1:]
+small = torch.nn.Linear(2, 2)
+with heldin.observe(small):
+    small(torch.randn(4, 2)).sum().backward()
+page = resource.getpagesize()
+with open("/proc/self/statm") as f:
+    base = int(f.read().split()[1]) * page
+model, x, y = WORKLOADS[workload].make()
+way = METHODS[method](model, x, y)
+with way.active():
+    for _ in range(4):
+        way.step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - base)
+"""
+
+
+def peak_memory(name: str, methods: Sequence[str]) -> dict[str, float]:
+    """Peak memory of four steps as multiples of the plain one's, each in a process of its own.
+
+    What the interpreter and its libraries take is left out. Linux only.
+    """
+    found = {}
+    for method in dict.fromkeys(["plain", *methods]):
+        done = subprocess.run(
+            [sys.executable, "-c", _PROGRAM, method, name], capture_output=True, text=True
+        )
+        if done.returncode == 0:
+            found[method] = float(done.stdout)
+    return {method: value / found["plain"] for method, value in found.items() if "plain" in found}
+
+
+# --- growth ----------------------------------------------------------------------------------
+
+GROWTH: dict[str, tuple[list[int], Callable[[int], tuple[nn.Module, Tensor, Tensor]]]] = {
+    "width": ([128, 256, 512, 1024, 2048], lambda n: mlp((n, n, n, 10))),
+    "depth": ([2, 4, 8, 16], lambda n: mlp((256, *[256] * n, 10))),
+    "batch": ([16, 64, 256, 1024], lambda n: mlp((256, 256, 256, 10), n)),
+    "length": ([16, 32, 64, 128, 256], lambda n: encoder(128, 2, n, 8)),
+}
+
+
+def growth(
+    what: str, methods: Sequence[str], progress: Progress = lambda _: None
+) -> tuple[list[int], dict[str, list[float]], dict[str, float]]:
+    """Seconds per step as one size grows, and the slope in log-log (1: proportional)."""
+    sizes, make = GROWTH[what]
+    seconds: dict[str, list[float]] = {method: [] for method in ("plain", *methods)}
+    for size in sizes:
+        progress(f"growth with {what}: {size}")
+        torch.manual_seed(0)
+        model, x, y = make(size)
+        ways = {method: METHODS[method](model, x, y) for method in seconds}
+        for method, value in _medians(ways):
+            seconds[method].append(value)
+    slopes = {method: _slope(sizes, values) for method, values in seconds.items()}
+    return sizes, seconds, slopes
+
+
+def _medians(ways: dict[str, Way]) -> Iterator[tuple[str, float]]:
+    times: dict[str, list[float]] = {method: [] for method in ways}
+    for repeat in range(13):
+        for method, way in ways.items():
+            with way.active():
+                start = time.perf_counter()
+                for _ in range(3):
+                    way.step()
+                if repeat > 2:
+                    times[method].append((time.perf_counter() - start) / 3)
+    return ((method, statistics.median(values)) for method, values in times.items())
+
+
+def _slope(sizes: Sequence[int], values: Sequence[float]) -> float:
+    a, b = [log(s) for s in sizes], [log(v) for v in values]
+    ma, mb = statistics.fmean(a), statistics.fmean(b)
+    up = sum((u - ma) * (v - mb) for u, v in zip(a, b, strict=True))
+    return up / sum((u - ma) ** 2 for u in a)

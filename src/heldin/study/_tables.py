@@ -1,0 +1,165 @@
+"""From outcomes to tables."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+__all__ = ["BASE", "COLUMNS", "coverage", "read", "summarise", "write"]
+
+BASE = "split 20 %"  # what a rule has to win against
+COLUMNS = (
+    "dataset",
+    "n",
+    "noise",
+    "model",
+    "optimizer",
+    "seed",
+    "rule",
+    "stop_step",
+    "steps_spent",
+    "test_loss",
+    "best_test_loss",
+    "regret",
+    "test_accuracy",
+    "fired",
+    "seconds",
+)
+RESAMPLES = 1000
+
+Row = Mapping[str, Any]
+
+
+def write(path: Path, rows: Iterable[Row], columns: Sequence[str]) -> None:
+    """A CSV file with these columns."""
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
+        writer.writeheader()
+        for row in rows:
+            writer.writerow({key: _text(row[key]) for key in columns})
+
+
+def _text(value: Any) -> Any:
+    return f"{value:.6g}" if isinstance(value, float) else value
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The rows of such a file, numbers as numbers."""
+    with open(path, newline="", encoding="utf-8") as file:
+        return [{key: _value(text) for key, text in row.items()} for row in csv.DictReader(file)]
+
+
+def _value(text: str) -> Any:
+    if text in ("True", "False"):
+        return text == "True"
+    try:
+        return int(text)
+    except ValueError:
+        try:
+            return float(text)
+        except ValueError:
+            return text
+
+
+def _same_run(row: Row) -> tuple[Any, ...]:
+    return tuple(row[key] for key in ("dataset", "n", "noise", "model", "optimizer", "seed"))
+
+
+STATISTICS = ("gm", "median", "p90", "worst", "win_rate", "never_fired")
+SUMMARY = (
+    "rule",
+    "runs",
+    "datasets",
+    *(f"{name}{end}" for name in STATISTICS for end in ("", "_low", "_high")),
+    "steps_spent",
+    "accuracy",
+)
+
+
+def summarise(
+    rows: Sequence[Row], resamples: int = RESAMPLES, seed: int = 0
+) -> list[dict[str, Any]]:
+    """One row per rule: statistics of its regret, with 95 % intervals from drawing datasets again.
+
+    Rules that are not defined on all runs are summarised over those on which they are.
+    """
+    base = {_same_run(row): row["regret"] for row in rows if row["rule"] == BASE}
+    result = []
+    for rule in dict.fromkeys(row["rule"] for row in rows):
+        own = [row for row in rows if row["rule"] == rule and _same_run(row) in base]
+        if not own:
+            continue
+        names = sorted({row["dataset"] for row in own})
+        place = np.array([names.index(row["dataset"]) for row in own])
+        regret = np.array([_finite(row["regret"]) for row in own])
+        other = np.array([_finite(base[_same_run(row)]) for row in own])
+        fired = np.array([bool(row["fired"]) for row in own], dtype=float)
+        wins = (regret < other) + 0.5 * (regret == other)
+        generator = np.random.default_rng(seed)
+        drawn = generator.integers(len(names), size=(resamples, len(names)))
+        times = np.stack([(drawn == i).sum(1) for i in range(len(names))], axis=1)
+        weights = np.concatenate([np.ones((1, len(own))), times[:, place]])  # as it is, and drawn
+        values = {
+            "gm": np.exp(_mean(np.log(regret), weights)),
+            "median": _quantile(regret, weights, 0.5),
+            "p90": _quantile(regret, weights, 0.9),
+            "worst": np.where(weights > 0, regret, 0.0).max(1),
+            "win_rate": _mean(wins, weights),
+            "never_fired": 1 - _mean(fired, weights),
+        }
+        line: dict[str, Any] = {"rule": rule, "runs": len(own), "datasets": len(names)}
+        for name in STATISTICS:
+            line[name] = float(values[name][0])
+            low, high = np.quantile(values[name][1:], [0.025, 0.975])
+            line[f"{name}_low"], line[f"{name}_high"] = float(low), float(high)
+        line["steps_spent"] = float(np.median([row["steps_spent"] for row in own]))
+        line["accuracy"] = float(np.mean([row["test_accuracy"] for row in own]))
+        result.append(line)
+    return result
+
+
+def _mean(values: Any, weights: Any) -> Any:
+    """(draws,) means under (draws, runs) weights."""
+    return weights @ values / weights.sum(1)
+
+
+def _quantile(values: Any, weights: Any, share: float) -> Any:
+    """(draws,) quantiles: the first value up to which the runs have that share of the weight."""
+    order = np.argsort(values)
+    reached = np.cumsum(weights[:, order], axis=1) / weights.sum(1, keepdims=True)
+    return values[order][(reached >= share - 1e-12).argmax(1)]
+
+
+def _finite(regret: float) -> float:
+    """A rule that keeps a diverged model has no finite regret; it counts as a thousand."""
+    return regret if math.isfinite(regret) else 1000.0
+
+
+COVERAGE = ("rule", "runs", "log_bias", "within_1", "within_2", "within_3")
+
+
+def coverage(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """How the rules' own estimates compare with the test loss of what they keep."""
+    result = []
+    for rule in dict.fromkeys(row["rule"] for row in rows):
+        own = [
+            row
+            for row in rows
+            if row["rule"] == rule and math.isfinite(row["estimate"]) and row["estimate"] > 0
+        ]
+        if not own:
+            continue
+        off = np.array(
+            [(row["estimate"] - row["test_loss"]) / row["standard_error"] for row in own]
+        )
+        bias = np.array([math.log(row["estimate"] / row["test_loss"]) for row in own])
+        line = {"rule": rule, "runs": len(own), "log_bias": float(np.median(bias))}
+        for width in (1, 2, 3):
+            line[f"within_{width}"] = float((np.abs(off) <= width).mean())
+        result.append(line)
+    return result

@@ -1,0 +1,62 @@
+"""Every Python block in the README and the guides runs, unless it is marked as an illustration."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import heldin
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+BLOCK = re.compile(r"^```python(?P<mark>[^\n]*)\n(?P<code>.*?)^```", re.M | re.S)
+
+
+def surroundings() -> dict[str, Any]:
+    """What the pages take for granted: a model, data, a loss and an optimiser."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 2))
+    x, y = torch.randn(40, 5), torch.randint(0, 2, (40,))
+    data = torch.utils.data.TensorDataset(x, y)
+    return {
+        "torch": torch,
+        "nn": nn,
+        "heldin": heldin,
+        "model": model,
+        "x": x,
+        "y": y,
+        "data": data,
+        "loader": torch.utils.data.DataLoader(data, batch_size=10),
+        "loss_fn": nn.CrossEntropyLoss(),
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+    }
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = [m for m in BLOCK.finditer(page.read_text()) if "illustration" not in m["mark"]]
+    monkeypatch.chdir(tmp_path)
+    space = surroundings()
+    try:
+        for block in blocks:
+            exec(compile(block["code"], str(page), "exec"), space)
+    finally:
+        for value in space.values():
+            if hasattr(value, "remove") and hasattr(value, "should_stop"):
+                value.remove()
+
+
+def test_demo_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("sklearn")
+    pytest.importorskip("matplotlib")
+    space: dict[str, Any] = {"__name__": "demo"}
+    source = (ROOT / "examples" / "demo.py").read_text()
+    exec(compile(source.replace("3000, 0.01", "30, 0.01"), "demo.py", "exec"), space)
+    space["main"](str(tmp_path / "demo.png"), seeds=1)
+    assert (tmp_path / "demo.png").stat().st_size > 1000
+    assert "all 200 rows" in capsys.readouterr().out
