@@ -146,7 +146,7 @@ def test_no_network(tmp_path: Path) -> None:
 def test_a_folder_that_is_a_file(server: Server, tmp_path: Path) -> None:
     serve(server)
     (tmp_path / "small").write_text("")
-    with pytest.raises(HeldinError, match="cannot write to .*--data"):
+    with pytest.raises(HeldinError, match=r"cannot write to .*--data"):
         fetch("small", tmp_path)
 
 
@@ -198,7 +198,7 @@ def test_damaged_copies_are_refused(tmp_path: Path) -> None:
     file = _data.DATASETS["mnist"].files[0]
     (tmp_path / "mnist").mkdir()
     (tmp_path / "mnist" / file.name).write_bytes(gzip.compress(b"not the digits"))
-    with pytest.raises(HeldinError, match="has other contents: MD5 .*heldin data fetch mnist"):
+    with pytest.raises(HeldinError, match=r"has other contents: MD5 .*heldin data fetch mnist"):
         _data.require("mnist", tmp_path)
     with pytest.raises(HeldinError, match="has other contents"):
         _data.mnist(tmp_path)

@@ -117,13 +117,23 @@ def cells(verdict: Verdict) -> tuple[str, ...]:
 def _summary(found: Reproduction) -> str:
     verdicts = [verdict for outcome in found.outcomes for verdict in outcome.verdicts]
     confirmed = sum(verdict.confirmed for verdict in verdicts)
-    hours = sum(outcome.seconds for outcome in found.outcomes) / 3600
-    spent = f"{hours:.1f} hours" if hours >= 1 else f"{60 * hours:.1f} minutes"
+    spent = _time(sum(outcome.seconds for outcome in found.outcomes))
+    finished = max(outcome.finished for outcome in found.outcomes)
     about = ", ".join(f"{name} {number}" for name, number in versions().items())
     return (
         f"Preset {found.preset}: {confirmed} of {len(verdicts)} claims confirmed. "
-        f"{spent} of computing on {found.device} ({about})."
+        f"{spent} of CPU time on {found.device}, finished on {finished} ({about})."
     )
+
+
+def _time(seconds: float) -> str:
+    """A duration in words.
+
+    >>> _time(90), _time(5400)
+    ('1.5 minutes', '1.5 hours')
+    """
+    hours = seconds / 3600
+    return f"{hours:.1f} hours" if hours >= 1 else f"{60 * hours:.1f} minutes"
 
 
 def _differs(outcome: Outcome, preset: str) -> str:

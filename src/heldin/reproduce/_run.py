@@ -22,6 +22,19 @@ class Stateful(Protocol):
     def load_state_dict(self, state: Any, /) -> Any: ...
 
 
+class _Clocks:
+    """Wall and CPU time (of the whole process) since it was made, and what was spent before."""
+
+    def __init__(self, wall: float = 0.0, cpu: float = 0.0) -> None:
+        self._wall, self._cpu = wall - time.monotonic(), cpu - time.process_time()
+
+    def read(self) -> dict[str, float]:
+        return {
+            "wall": self._wall + time.monotonic(),
+            "cpu": self._cpu + time.process_time(),
+        }
+
+
 class Run:
     """What a run is given, and what it notes.
 
@@ -58,8 +71,8 @@ class Run:
         self.rows: list[dict[str, float]] = []
         self.path, self.pause = path, pause
         self.key = json.dumps([seed, described(settings), dict(part or {})], sort_keys=True)
-        self._begun = self._saved = self._ticked = time.monotonic()
-        self._before = 0.0  # seconds, until the checkpoint that was loaded
+        self._saved = self._ticked = time.monotonic()
+        self._clocks = _Clocks()
 
     # -- the record
 
@@ -75,9 +88,9 @@ class Run:
             row[name] = float(row["step"] == step)
 
     @property
-    def seconds(self) -> float:
-        """How long the run has taken, the time before a kill included."""
-        return self._before + time.monotonic() - self._begun
+    def seconds(self) -> dict[str, float]:
+        """How long it has taken, "wall" and "cpu" time, that until the last checkpoint included."""
+        return self._clocks.read()
 
     # -- the loop
 
@@ -93,8 +106,7 @@ class Run:
         if state is not None:
             for name, part in parts.items():
                 part.load_state_dict(state["parts"][name])
-            self.rows, self._before = state["rows"], state["seconds"]
-            self._begun = time.monotonic()
+            self.rows, self._clocks = state["rows"], _Clocks(**state["seconds"])
             first = state["step"] + 1
         for step in range(first, total + 1):
             yield step

@@ -41,7 +41,8 @@ class Outcome:
     results: Results
     verdicts: Sequence[Verdict]
     origin: str  # of the data
-    seconds: float  # of all runs together
+    seconds: float  # CPU time of all runs together
+    finished: str  # the date of the last one
 
 
 @dataclass(frozen=True)
@@ -330,11 +331,12 @@ def _judge(
     experiment: Experiment, settings: Any, tasks: Sequence[Task], origins: Mapping[str, str]
 ) -> Outcome:
     results: dict[int, dict[str, Any]] = {}
-    seconds = 0.0
+    seconds, finished = 0.0, ""
     for task in tasks:
         table = _tables.read(task.table)
         results.setdefault(task.seed, {})[task.part] = table
-        seconds += float(table.seconds.iloc[0])
+        seconds += float(table.cpu_seconds.iloc[0])
+        finished = max(finished, table.date.iloc[0])
     verdicts = [claim.judge(results) for claim in experiment.claims(settings)]
     origin = origins.get(experiment.name, "")
-    return Outcome(experiment, settings, results, verdicts, origin, seconds)
+    return Outcome(experiment, settings, results, verdicts, origin, seconds, finished)

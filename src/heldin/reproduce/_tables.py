@@ -8,6 +8,7 @@ import math
 import os
 import platform
 from collections.abc import Sequence
+from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,10 @@ def write(path: Path, run: Run, **about: Any) -> None:
     table = pandas.DataFrame(run.rows)
     for place, (name, value) in enumerate({**about, "seed": run.seed}.items()):
         table.insert(place, name, value)
-    table["seconds"] = round(run.seconds, 3)
+    spent = run.seconds
+    table["seconds"] = round(spent["wall"], 3)
+    table["cpu_seconds"] = round(spent["cpu"], 3)
+    table["date"] = datetime.now(timezone.utc).date().isoformat()
     table["device"] = run.device
     for name, value in versions().items():
         table[name] = value
