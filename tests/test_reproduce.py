@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from heldin._cli import main
 from heldin.reproduce import EXPERIMENTS, _runner, _tables, greedy, quadratic, reproduce, toy, wdbc
 from heldin.reproduce import _training as training
 from heldin.reproduce._experiment import Claim
+from heldin.reproduce._report import write_docs
 from heldin.reproduce._run import Run
 from small_data import TINY, data
 
@@ -296,6 +298,7 @@ def test_all_experiments_run(everything: Any) -> None:
     totals = {name: total for name, (_, total) in heard[-1].items()}
     assert totals == {name: done for name, (done, _) in heard[-1].items()}
     assert totals["wdbc"] == 2 * 2 * 60
+    assert found.command == "heldin reproduce all --preset quick"
 
 
 def test_tables_are_tidy(everything: Any) -> None:
@@ -506,25 +509,28 @@ def test_processes_give_the_same(tmp_path: Path) -> None:
     assert all(a.equals(b) for a, b in zip(*found, strict=True))
 
 
-def test_another_backend_takes_the_runs(tmp_path: Path) -> None:
-    """As Dask's or Ray's would: through joblib.parallel_config around the call."""
+@pytest.mark.filterwarnings("ignore")
+def test_a_dask_cluster_takes_the_runs(tmp_path: Path) -> None:
+    distributed = pytest.importorskip(
+        "distributed", reason="dask.distributed is not installed: pip install 'heldin[dev]'"
+    )
     import joblib
-    from joblib._parallel_backends import SequentialBackend
 
-    taken = []
-
-    class Cluster(SequentialBackend):
-        def submit(self, func: Any, callback: Any = None) -> Any:
-            taken.append(func)
-            return super().submit(func, callback)
-
-        def start_call(self) -> None:
-            taken.append("started")
-
-    joblib.register_parallel_backend("cluster", Cluster)
-    with joblib.parallel_config(backend="cluster"):
-        reproduce(["toy"], out=tmp_path, changes={"toy": TINY["toy"]}, device="cpu")
-    assert taken
+    options: dict[str, Any] = {"changes": {"toy": TINY["toy"]}, "device": "cpu"}
+    reproduce(["toy"], out=tmp_path / "here", jobs=1, **options)
+    with (
+        distributed.LocalCluster(
+            n_workers=1, threads_per_worker=1, processes=False, dashboard_address=None
+        ) as cluster,
+        distributed.Client(cluster) as client,
+        joblib.parallel_config(backend="dask"),
+    ):
+        reproduce(["toy"], out=tmp_path / "there", **options)
+        done = client.run_on_scheduler(lambda dask_scheduler: len(dask_scheduler.task_prefixes))
+    assert done > 0  # it was Dask that ran them
+    for path in (tmp_path / "here" / "runs").glob("*.csv"):
+        twin = tmp_path / "there" / "runs" / path.name
+        assert numbers(_tables.read(path)).equals(numbers(_tables.read(twin)))
 
 
 # --- errors ----------------------------------------------------------------------------------
@@ -668,6 +674,80 @@ def test_report_is_one_file(everything: Any) -> None:
     assert "a part of SECTOR" in words
 
 
+@pytest.fixture(scope="module")
+def browser() -> Any:
+    """Debian's Chromium, or another one that is on the path."""
+    api = pytest.importorskip(
+        "playwright.sync_api", reason="playwright is not installed: pip install 'heldin[dev]'"
+    )
+    names = ("chromium", "chromium-browser", "google-chrome")
+    found = next(filter(None, map(shutil.which, names)), None)
+    if found is None:
+        pytest.skip(f"no browser: none of {', '.join(names)} is on the path")
+    with api.sync_playwright() as play:
+        yield (opened := play.chromium.launch(executable_path=found))
+        opened.close()
+
+
+@pytest.mark.parametrize("width", [360, 1280], ids=["phone", "desk"])
+def test_report_in_a_browser(everything: Any, browser: Any, width: int) -> None:
+    _, out, found, _ = everything
+    page = browser.new_page(viewport={"width": width, "height": 800})
+    asked: list[str] = []
+    said: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.on("console", lambda message: said.append(message.text))
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.goto((out / "report.html").as_uri())
+    assert all(url.startswith(("file:", "data:")) for url in asked)
+    assert said == []
+    loaded = page.eval_on_selector_all("img", "all => all.map(i => i.complete && i.naturalWidth)")
+    assert len(loaded) == len(NAMES)
+    assert min(loaded) > 400
+    # nothing makes the page wider than the screen; what is wide scrolls in its own box
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    small = page.eval_on_selector_all(
+        "p, td, li", "all => Math.min(...all.map(e => parseFloat(getComputedStyle(e).fontSize)))"
+    )
+    assert small >= 12
+    verdicts = page.locator(".claims td:last-child")
+    words = [verdict.confirmed for outcome in found.outcomes for verdict in outcome.verdicts]
+    assert verdicts.count() == len(words)
+    for place, confirmed in enumerate(words):
+        told = verdicts.nth(place).inner_text()
+        assert told.startswith("confirmed" if confirmed else "not confirmed")
+    boxes = page.eval_on_selector_all(
+        ".claims td", "all => all.map(e => e.getBoundingClientRect().right)"
+    )
+    assert max(boxes) <= width
+    head = page.locator(".claims thead").first
+    assert head.is_visible() == (width > 700)  # on a phone each cell has its label instead
+    page.click(f"nav a[href='#{NAMES[-1]}']")
+    assert page.locator(f"#{NAMES[-1]} h2").is_visible()
+    page.locator("summary").last.click()
+    assert page.locator("details code", has_text="rms_rate").is_visible()
+    page.close()
+
+
+def test_docs(everything: Any, tmp_path: Path) -> None:
+    """A page of documentation, with all figures, small enough for a repository."""
+    _, _, found, _ = everything
+    for attempt in ("first", "second"):
+        write_docs(tmp_path / attempt / "page.md", found)
+    text = (tmp_path / "first" / "page.md").read_text()
+    assert f"Made by `{found.command}`" in text
+    shown = re.findall(r"!\[.*?\]\((.*?)\)", text)
+    assert shown == [f"figures/page/{name}.png" for name in NAMES]
+    for name in shown:
+        one, two = (tmp_path / attempt / name for attempt in ("first", "second"))
+        assert 1000 < one.stat().st_size < 150_000
+        assert one.read_bytes() == two.read_bytes()
+    for line in text.splitlines():
+        if line.startswith("|"):
+            assert len(re.findall(r"(?<!\\)\|", line)) == 6  # all tables have five columns
+    assert ">>>" not in text
+
+
 def test_claims_table(everything: Any) -> None:
     import csv
 
@@ -688,7 +768,7 @@ def test_figures_have_the_papers_layout(everything: Any) -> None:
     def axes(name: str, *others: Any) -> list[Any]:
         outcome = outcomes[name]
         figure = outcome.experiment.figure(outcome.results, outcome.settings, *others)
-        return list(figure.get_axes()) + [a for s in figure.subfigs for a in s.get_axes()]
+        return list(figure.get_axes())
 
     def grid(name: str, *others: Any) -> tuple[int, int]:
         spec = axes(name, *others)[0].get_subplotspec().get_gridspec()

@@ -40,6 +40,7 @@ def reproduce(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--jobs", type=int, help="processes (default: one per core, one on a GPU)")
     parser.add_argument("--data", help="folder of datasets (default: HELDIN_DATA, else the cache)")
     parser.add_argument("--device", help="where to train (default: a GPU if there is one)")
+    parser.add_argument("--docs", metavar="FILE", help="write the report as Markdown here, too")
     parser.set_defaults(run=_reproduce)
 
 
@@ -77,6 +78,7 @@ def _reproduce(options: argparse.Namespace) -> int:
             data=options.data,
             device=options.device,
             watch=watch,
+            docs=options.docs,
             tell=lambda line: print(f"heldin: {line}", file=sys.stderr),
         )
     _print(found)

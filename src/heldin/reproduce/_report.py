@@ -18,9 +18,11 @@ from ._tables import versions
 if TYPE_CHECKING:
     from ._runner import Outcome, Reproduction
 
-__all__ = ["HEAD", "cells", "claim_rows", "write_report"]
+__all__ = ["HEAD", "cells", "claim_rows", "write_docs", "write_report"]
 
-DPI = 150
+DPI = 150  # good enough to print
+DOCS_DPI = 90  # small enough for a repository
+OVERVIEW = ("experiment", "in the paper", "claims confirmed", "runs", "CPU time")
 HEAD = ("claim", "paper", "ours: median (range)", "holds if", "verdict")
 STYLE = """
 :root { --line: #d5d5d5; --soft: #666; --yes: #00682f; --no: #a52300; }
@@ -68,8 +70,22 @@ def write_report(folder: Path, found: Reproduction) -> None:
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
         writer.writerows(rows)
-    (folder / "report.md").write_text(_markdown(found), encoding="utf-8")
+    (folder / "report.md").write_text(_markdown(found, "figures"), encoding="utf-8")
     found.report.write_text(_html(found, folder, sizes), encoding="utf-8")
+
+
+def write_docs(path: Path, found: Reproduction) -> None:
+    """Write the report as a page of documentation, with small figures."""
+    figures = path.parent / "figures" / path.stem
+    figures.mkdir(parents=True, exist_ok=True)
+    for outcome in found.outcomes:
+        figure = _figure(outcome, found.outcomes)
+        figure.savefig(
+            figures / f"{outcome.experiment.name}.png",
+            dpi=DOCS_DPI,
+            metadata={"Software": None},  # the same figure gives the same file
+        )
+    path.write_text(_markdown(found, f"figures/{path.stem}"), encoding="utf-8")
 
 
 def _figure(outcome: Outcome, others: Sequence[Outcome]) -> Any:
@@ -136,6 +152,19 @@ def _time(seconds: float) -> str:
     return f"{hours:.1f} hours" if hours >= 1 else f"{60 * hours:.1f} minutes"
 
 
+def _overview(found: Reproduction) -> Iterable[tuple[str, ...]]:
+    """A row for each experiment, see `OVERVIEW`."""
+    for outcome in found.outcomes:
+        e, verdicts = outcome.experiment, outcome.verdicts
+        yield (
+            e.name,
+            e.place,
+            f"{sum(verdict.confirmed for verdict in verdicts)} of {len(verdicts)}",
+            str(sum(map(len, outcome.results.values()))),
+            _time(outcome.seconds),
+        )
+
+
 def _differs(outcome: Outcome, preset: str) -> str:
     return outcome.experiment.differs.get(preset, "Nothing: these are the paper's sizes.")
 
@@ -155,21 +184,36 @@ def _caption(outcome: Outcome) -> str:
 # --- Markdown --------------------------------------------------------------------------------
 
 
-def _markdown(found: Reproduction) -> str:
-    lines = [_summary(found), "", WORDS, ""]
+def _markdown(found: Reproduction, figures: str) -> str:
+    lines = ["# Early stopping without a validation set: a reproduction", ""]
+    lines += [f"Made by `{found.command}`; not to be edited by hand.", ""]
+    lines += [_summary(found), "", WORDS, ""]
     lines += [f"- {name} was not run: {reason}" for name, reason in found.missing.items()]
+    lines += _grid(OVERVIEW, _overview(found))
     for outcome in found.outcomes:
         e = outcome.experiment
-        lines += [f"## {e.title}", "", f"`{e.name}`: {e.place}.", ""]
-        lines += [f"![{e.title}](figures/{e.name}.png)", "", _caption(outcome), ""]
-        lines += ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
-        lines += ["| " + " | ".join(cells(verdict)) + " |" for verdict in outcome.verdicts]
+        settings = ", ".join(f"{n} {value}" for n, value in _settings(outcome).items())
+        lines += ["", f"## {e.title}", "", f"`{e.name}`: {e.place}.", ""]
+        lines += [f"![{e.title}]({figures}/{e.name}.png)", "", _caption(outcome), ""]
+        lines += _grid(HEAD, map(cells, outcome.verdicts))
         lines += ["", "Chosen where the paper leaves it open:", ""]
         lines += [f"- {choice}" for choice in e.choices]
         lines += ["", f"What differs from the paper: {_differs(outcome, found.preset)}", ""]
         if outcome.origin:
             lines += [f"Data: {outcome.origin}.", ""]
-    return "\n".join(lines)
+        lines += [f"All settings: `{settings}`."]
+    return "\n".join(lines) + "\n"
+
+
+def _grid(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """A table in Markdown.
+
+    >>> _grid(["a"], [["1"], ["x | y"]])
+    ['| a |', '|---|', '| 1 |', '| x \\\\| y |']
+    """
+    table = [[cell.replace("|", r"\|") for cell in row] for row in rows]
+    lines = ["| " + " | ".join(row) + " |" for row in (head, *table)]
+    return [lines[0], "|" + "---|" * len(head), *lines[1:]]
 
 
 # --- HTML ------------------------------------------------------------------------------------
@@ -183,6 +227,11 @@ def _html(found: Reproduction, folder: Path, widths: dict[str, float]) -> str:
     lost = "".join(
         f'<p class="no">{text(name)} was not run: {text(reason)}</p>'
         for name, reason in found.missing.items()
+    )
+    head = "".join(f"<th>{text(word)}</th>" for word in OVERVIEW)
+    overview = "".join(
+        "<tr>" + "".join(f"<td>{text(cell)}</td>" for cell in row) + "</tr>"
+        for row in _overview(found)
     )
     sections = "".join(
         _section(outcome, found.preset, folder, widths[outcome.experiment.name] > 5.5)
@@ -201,7 +250,9 @@ def _html(found: Reproduction, folder: Path, widths: dict[str, float]) -> str:
 <h1>Early stopping without a validation set: a reproduction</h1>
 <p>{text(_summary(found))}</p>
 <p>{text(WORDS)}</p>
+<p>Made by <code>{text(found.command)}</code>.</p>
 {lost}<nav>{links}</nav>
+<div class="figure"><table><thead><tr>{head}</tr></thead><tbody>{overview}</tbody></table></div>
 {sections}</body>
 </html>
 """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from heldin._errors import HeldinError
 from . import _data, _tables
 from ._experiment import Experiment, Results, Verdict
 from ._registry import EXPERIMENTS
-from ._report import write_report
+from ._report import write_docs, write_report
 from ._run import Run, described
 
 __all__ = ["Outcome", "Reproduction", "Watch", "reproduce"]
@@ -55,6 +54,7 @@ class Reproduction:
         missing: experiments that did not, and why.
         device: where they ran.
         report: the HTML file.
+        command: that does the same.
     """
 
     preset: str
@@ -62,6 +62,7 @@ class Reproduction:
     missing: Mapping[str, str]
     device: str
     report: Path
+    command: str
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,6 @@ class Task:
     data: str | None
     device: str
     folder: Path
-    threads: int
     pause: float
 
     @property
@@ -117,9 +117,12 @@ class Task:
 
 
 def work(task: Task) -> None:
-    """Make a run and write its table."""
+    """Make a run and write its table.
+
+    On one thread: then its numbers do not depend, to the last bit, on how many run beside it.
+    """
     threads = torch.get_num_threads()
-    torch.set_num_threads(task.threads)
+    torch.set_num_threads(1)
     try:
         run = Run(
             task.seed,
@@ -169,6 +172,7 @@ def reproduce(
     device: str | None = None,
     watch: Watch | None = None,
     tell: Callable[[str], object] = lambda line: None,
+    docs: str | Path | None = None,
     changes: Mapping[str, Mapping[str, Any]] | None = None,
     pause: float = PAUSE,
 ) -> Reproduction:
@@ -183,11 +187,13 @@ def reproduce(
             last checkpoint.
         jobs: number of processes. None leaves it to joblib: one, or what a
             `joblib.parallel_config` around the call says, which is also the way to a cluster
-            (`backend="dask"` or "ray").
+            (`backend="dask"` or "ray"); `out` must then be a folder that all machines see.
         data: folder of datasets (default: HELDIN_DATA, else the user's cache).
         device: where to train (default: a GPU if there is one).
         watch: is told about progress, see `Watch`.
         tell: gets a line for each dataset that is not there.
+        docs: Markdown file to write the report to as well; its figures go to a folder
+            figures/NAME beside it, small enough for a repository.
         changes: settings to change, by experiment.
         pause: seconds between checkpoints.
 
@@ -224,11 +230,10 @@ def reproduce(
     folder = Path(out)
     for name in ("runs", "checkpoints", "figures"):
         (folder / name).mkdir(parents=True, exist_ok=True)
-    threads = max(1, (os.cpu_count() or 1) // max(1, jobs or 1)) if (jobs or 1) > 0 else 1
     tasks = [
         Task(
             e.name, preset, part, seed, e.run, arguments, settings[e.name],
-            None if data is None else str(data), where, folder, threads, pause,
+            None if data is None else str(data), where, folder, pause,
         )
         for e in experiments
         for seed in range(settings[e.name].seeds)
@@ -239,8 +244,12 @@ def reproduce(
         _judge(e, settings[e.name], [t for t in tasks if t.experiment == e.name], origins)
         for e in experiments
     ]
-    found = Reproduction(preset, outcomes, missing, where, folder / "report.html")
+    command = f"heldin reproduce {' '.join(names)} --preset {preset}"
+    command += "" if seeds is None else f" --seeds {seeds}"
+    found = Reproduction(preset, outcomes, missing, where, folder / "report.html", command)
     write_report(folder, found)
+    if docs is not None:
+        write_docs(Path(docs), found)
     return found
 
 
