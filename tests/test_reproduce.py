@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -24,7 +25,17 @@ from hypothesis import given
 import heldin
 from heldin import HeldinError
 from heldin._cli import main
-from heldin.reproduce import EXPERIMENTS, _runner, _tables, greedy, quadratic, reproduce, toy, wdbc
+from heldin.reproduce import (
+    EXPERIMENTS,
+    _commands,
+    _runner,
+    _tables,
+    greedy,
+    quadratic,
+    reproduce,
+    toy,
+    wdbc,
+)
 from heldin.reproduce import _training as training
 from heldin.reproduce._experiment import Claim
 from heldin.reproduce._report import write_docs
@@ -443,16 +454,16 @@ KILLED = """
 import sys
 from heldin.reproduce import reproduce
 reproduce(["toy", "wdbc"], out=sys.argv[1], jobs=2, pause=0.05, seeds=2, device="cpu",
-          changes={"wdbc": {"steps": 1500}, "toy": {"steps": 1500, "test": 100}})
+          changes={"wdbc": {"steps": 600}, "toy": {"steps": 100, "test": 100}})
 """
 
 
 def test_resume_after_a_real_kill(tmp_path: Path) -> None:
     """Kill the whole process group in the middle; --resume repeats nothing and loses nothing."""
-    changes = {"wdbc": {"steps": 1500}, "toy": {"steps": 1500, "test": 100}}
+    changes = {"wdbc": {"steps": 600}, "toy": {"steps": 100, "test": 100}}
     out = tmp_path / "killed"
     process = subprocess.Popen([sys.executable, "-c", KILLED, str(out)], start_new_session=True)
-    limit = time.monotonic() + 120
+    limit = time.monotonic() + 300
     while not (list(out.glob("checkpoints/wdbc*.pt")) and list(out.glob("runs/*.csv"))):
         assert process.poll() is None, "it ended too early"
         assert time.monotonic() < limit
@@ -510,24 +521,32 @@ def test_processes_give_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_dask_cluster_takes_the_runs(tmp_path: Path) -> None:
+def test_a_dask_cluster_takes_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     distributed = pytest.importorskip(
         "distributed", reason="dask.distributed is not installed: pip install 'heldin[dev]'"
     )
     import joblib
 
+    threads: list[str] = []
+    write = _tables.write
+
+    def told(*arguments: Any, **about: Any) -> None:
+        threads.append(threading.current_thread().name)
+        write(*arguments, **about)
+
+    monkeypatch.setattr(_tables, "write", told)
     options: dict[str, Any] = {"changes": {"toy": TINY["toy"]}, "device": "cpu"}
     reproduce(["toy"], out=tmp_path / "here", jobs=1, **options)
     with (
         distributed.LocalCluster(
-            n_workers=1, threads_per_worker=1, processes=False, dashboard_address=None
+            n_workers=2, threads_per_worker=1, processes=False, dashboard_address=None
         ) as cluster,
-        distributed.Client(cluster) as client,
+        distributed.Client(cluster),
         joblib.parallel_config(backend="dask"),
     ):
         reproduce(["toy"], out=tmp_path / "there", **options)
-        done = client.run_on_scheduler(lambda dask_scheduler: len(dask_scheduler.task_prefixes))
-    assert done > 0  # it was Dask that ran them
+    assert len(threads) == 4
+    assert all("Dask" in name for name in threads[2:]), threads
     for path in (tmp_path / "here" / "runs").glob("*.csv"):
         twin = tmp_path / "there" / "runs" / path.name
         assert numbers(_tables.read(path)).equals(numbers(_tables.read(twin)))
@@ -791,6 +810,26 @@ def test_figures_have_the_papers_layout(everything: Any) -> None:
     bottom = axes("greedy")[2]
     tensors = 2 * 2  # weights and biases of two layers
     assert len(bottom.get_lines()) == tensors + 2  # and the whole net, and the end of the warm-up
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_experiments_use_the_public_api(name: str) -> None:
+    source = Path(sys.modules[EXPERIMENTS[name].run.__module__].__file__ or "").read_text()
+    imported = re.findall(r"^\s*(?:from|import) heldin([\w.]*)", source, re.M)
+    assert not [module for module in imported if module.startswith("._")]
+    names = re.findall(r"^from heldin import (.*)$", source, re.M)
+    assert all(hasattr(heldin, word.strip()) for line in names for word in line.split(","))
+
+
+def test_an_interruption_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*arguments: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_commands, "run", interrupted)
+    assert main(["reproduce", "toy", "--out", str(tmp_path)]) == 130
+    assert "with --resume goes on" in capsys.readouterr().err
 
 
 def test_stops_are_public_rules_stops(data: Path) -> None:

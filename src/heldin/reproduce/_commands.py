@@ -67,20 +67,24 @@ def _reproduce(options: argparse.Namespace) -> int:
 
     on_gpu = (options.device or "cuda") != "cpu" and torch.cuda.is_available()
     jobs = options.jobs or (1 if on_gpu else os.cpu_count() or 1)
-    with _bars() as watch:
-        found = run(
-            options.names,
-            preset=options.preset,
-            out=options.out,
-            seeds=options.seeds,
-            resume=options.resume,
-            jobs=jobs,
-            data=options.data,
-            device=options.device,
-            watch=watch,
-            docs=options.docs,
-            tell=lambda line: print(f"heldin: {line}", file=sys.stderr),
-        )
+    try:
+        with _bars() as watch:
+            found = run(
+                options.names,
+                preset=options.preset,
+                out=options.out,
+                seeds=options.seeds,
+                resume=options.resume,
+                jobs=jobs,
+                data=options.data,
+                device=options.device,
+                watch=watch,
+                docs=options.docs,
+                tell=lambda line: print(f"heldin: {line}", file=sys.stderr),
+            )
+    except KeyboardInterrupt:
+        print("heldin: interrupted; the same command with --resume goes on", file=sys.stderr)
+        return 130
     _print(found)
     return 1 if found.missing else 0
 

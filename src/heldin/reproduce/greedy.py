@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.nn import functional as F
 
 from heldin import ElementwiseStopping
-from heldin._evidence import Dead
 
 from ._experiment import NEAR, SHARE, Claim, Experiment, Results, Tables
 from ._figures import BLUE, GREY, fractions, legend, logarithmic, new
@@ -21,7 +20,9 @@ from ._run import Run
 from ._tables import last, least
 from ._training import batch, mean_loss
 
-__all__ = ["EXPERIMENT", "train"]
+__all__ = ["EXPERIMENT", "Reading", "shares", "train"]
+
+Reading = Literal["zero", "out"]  # of 0/0, the ratio of a weight that no sample reaches
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def shares(optimizer: ElementwiseStopping) -> dict[str, float]:
     return {"off": optimizer.stopped_fraction(), **{f"off/{n}": v for n, v in each.items()}}
 
 
-def descend(run: Run, rate: float, dead: Dead | None) -> None:
+def descend(run: Run, rate: float, dead: Reading | None) -> None:
     """Train with weights that stop, or (`dead` is None) with none that do, to compare."""
     s = run.settings
     model = net(run)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from heldin import ElementwiseStopping, fraction_below, rmsprop_factors
-from heldin._evidence import Dead
 
 from ._experiment import CLOSE, SHARE, Claim, Experiment, Results, Tables
 from ._figures import BLUE, GREY, LIGHT_BLUE, LIGHT_RED, RED, fractions, legend, logarithmic, new
@@ -17,7 +16,7 @@ from ._mnist import FULL_NET, net
 from ._mnist import Settings as Net
 from ._run import Run
 from ._tables import last, least
-from .greedy import shares, train
+from .greedy import Reading, shares, train
 
 __all__ = ["EXPERIMENT"]
 
@@ -36,7 +35,10 @@ class Settings(Net):
     shown: int = 1000  # training images on which the training loss is computed
 
 
-STOPPING: dict[str, Dead] = {"SGD with stopping": "zero", "SGD with stopping, 0/0 left out": "out"}
+STOPPING: dict[str, Reading] = {
+    "SGD with stopping": "zero",
+    "SGD with stopping, 0/0 left out": "out",
+}
 METHODS = ("SGD", *STOPPING, "RMSprop")
 
 
