@@ -30,14 +30,14 @@ def bar(axes: Any, step: float, colour: str) -> None:
 
 def logarithmic(axes: Any, label: str) -> None:
     """A logarithmic loss axis with plain, readable ticks."""
-    from matplotlib.ticker import LogFormatter, LogLocator, NullFormatter
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     axes.set_yscale("log")
     low, high = axes.get_ylim()
     narrow = high / low < 30
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 3.0, 5.0) if narrow else (1.0,)))
     if narrow:
-        axes.yaxis.set_major_formatter(LogFormatter(minor_thresholds=(10, 10)))
+        axes.yaxis.set_major_formatter(lambda value, place: f"{value:g}")
         axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_ylabel(label)
 

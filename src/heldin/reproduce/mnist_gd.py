@@ -48,6 +48,7 @@ def claims(settings: Settings) -> list[Claim]:
             "a bit too early",
             early,
             most=0.999,
+            form=".3f",
         ),
         Claim(
             "its test loss is slightly worse than validation's (at the stops, evidence / "

@@ -93,7 +93,13 @@ def claims(settings: Settings) -> list[Claim]:
     ratio = "(true loss at the stop / at the end of the path)"
     good, bad = PATHS
     return [
-        Claim(f"the path that {good} is stopped at one {ratio}", "better", _loss(good), most=0.999),
+        Claim(
+            f"the path that {good} is stopped at one {ratio}",
+            "better",
+            _loss(good),
+            most=0.999,
+            form=".3f",
+        ),
         Claim(f"the path that {bad} is stopped too early {ratio}", "worse", _loss(bad), above=1.0),
     ]
 
