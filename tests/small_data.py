@@ -12,7 +12,7 @@ import torch
 from heldin.reproduce import _data
 
 NET = {
-    "seeds": 2,
+    "seeds": 1,
     "steps": 24,
     "every": 4,
     "widths": (784, 12, 10),
@@ -31,7 +31,7 @@ TINY = {
     "mnist-gd": NET,
     "mnist-sgd": {**NET, "batch": 16, "rates": (0.03, 0.1)},
     "sector": {
-        "seeds": 2, "steps": 20, "every": 5, "features": 30, "training": 60, "test": 30,
+        "seeds": 1, "steps": 20, "every": 5, "features": 30, "training": 60, "test": 30,
         "hidden": 6, "batch": 20,
     },
     "greedy": {**NET, "batch": 16, "rates": (0.05, 0.1), "smoothing": 0.8, "shown": 30},
