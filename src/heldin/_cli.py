@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ._errors import HeldinError
+from .reproduce._commands import data, reproduce
 
 __all__ = ["main"]
 
@@ -178,6 +179,8 @@ def _bench(options: argparse.Namespace) -> int:
 COMMANDS: dict[str, Callable[[Parser], None]] = {
     "bench": bench,
     "study": study,
+    "reproduce": reproduce,
+    "data": data,
 }
 
 
