@@ -22,7 +22,7 @@ __all__ = ["HEAD", "cells", "claim_rows", "write_docs", "write_report"]
 
 DPI = 150  # good enough to print
 DOCS_DPI = 90  # small enough for a repository
-OVERVIEW = ("experiment", "in the paper", "claims confirmed", "runs", "CPU time")
+OVERVIEW = ("experiment", "claims confirmed", "runs", "CPU time")
 HEAD = ("claim", "paper", "ours: median (range)", "holds if", "verdict")
 STYLE = """
 :root { --line: #d5d5d5; --soft: #666; --yes: #00682f; --no: #a52300; }
@@ -155,10 +155,9 @@ def _time(seconds: float) -> str:
 def _overview(found: Reproduction) -> Iterable[tuple[str, ...]]:
     """A row for each experiment, see `OVERVIEW`."""
     for outcome in found.outcomes:
-        e, verdicts = outcome.experiment, outcome.verdicts
+        verdicts = outcome.verdicts
         yield (
-            e.name,
-            e.place,
+            outcome.experiment.name,
             f"{sum(verdict.confirmed for verdict in verdicts)} of {len(verdicts)}",
             str(sum(map(len, outcome.results.values()))),
             _time(outcome.seconds),
