@@ -145,11 +145,13 @@ def _summary(found: Reproduction) -> str:
 def _time(seconds: float) -> str:
     """A duration in words.
 
-    >>> _time(90), _time(5400)
-    ('1.5 minutes', '1.5 hours')
+    >>> _time(9), _time(90), _time(5400)
+    ('9 seconds', '1.5 minutes', '1.5 hours')
     """
-    hours = seconds / 3600
-    return f"{hours:.1f} hours" if hours >= 1 else f"{60 * hours:.1f} minutes"
+    for name, size in (("hours", 3600), ("minutes", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {name}"
+    return f"{seconds:.0f} seconds"
 
 
 def _overview(found: Reproduction) -> Iterable[tuple[str, ...]]:
