@@ -520,6 +520,28 @@ def test_processes_give_the_same(tmp_path: Path) -> None:
     assert all(a.equals(b) for a, b in zip(*found, strict=True))
 
 
+def test_workers_may_be_elsewhere(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Relative folders are those of the caller; joblib keeps workers, wherever they began."""
+    import joblib
+
+    joblib.Parallel(n_jobs=2)(joblib.delayed(os.chdir)("/") for _ in range(8))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HELDIN_DATA", "data")
+    found = reproduce(
+        ["sketch2d"], out="report", jobs=2, changes={"sketch2d": {"steps": 60}}, device="cpu"
+    )
+    assert found.report == Path("report/report.html")
+    assert len(list((tmp_path / "report" / "runs").glob("*.csv"))) == 2
+    tasks: list[_runner.Task] = []
+    monkeypatch.setattr(_runner, "_make", lambda given, *others: tasks.extend(given))
+    with pytest.raises(FileNotFoundError):  # nothing was run
+        reproduce(["sector"], out="report", changes=TINY, device="cpu")
+    assert {task.data for task in tasks} == {str(data)}
+    assert {task.folder for task in tasks} == {tmp_path / "report"}
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_a_dask_cluster_takes_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     distributed = pytest.importorskip(

@@ -76,7 +76,7 @@ class Task:
     function: Callable[..., None]
     arguments: Mapping[str, Any]
     settings: Any
-    data: str | None
+    data: str
     device: str
     folder: Path
     pause: float
@@ -230,10 +230,12 @@ def reproduce(
     folder = Path(out)
     for name in ("runs", "checkpoints", "figures"):
         (folder / name).mkdir(parents=True, exist_ok=True)
+    # workers may be in another folder or another environment
+    source, target = str(_data.folder(data).absolute()), folder.absolute()
     tasks = [
         Task(
             e.name, preset, part, seed, e.run, arguments, settings[e.name],
-            None if data is None else str(data), where, folder, pause,
+            source, where, target, pause,
         )
         for e in experiments
         for seed in range(settings[e.name].seeds)
