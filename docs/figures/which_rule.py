@@ -1,7 +1,7 @@
 """The tables and figures of docs/which-rule.md, and the small studies behind two of them.
 
     heldin study quality --data DIR --n 50,100,200 --runs 150 --seed 0 --out out/small
-    heldin study quality --data DIR --n 500,1000 --runs 48 --seed 1 --out out/large
+    heldin study quality --data DIR --n 500,1000 --runs 34 --seed 1 --out out/large
     python benchmarks/folds.py --out out/folds.json
     python docs/figures/which_rule.py outlier --data DIR --out out/outlier.csv
     python docs/figures/which_rule.py gather out        # copies the tables to docs/study
