@@ -241,6 +241,19 @@ def targets() -> str:
         good = row[key] <= limit if way == "at most" else row[key] >= limit
         verdict = "reached" if good else "**not reached**"
         lines.append([f"{what}: {names[key]}", f"{way} {limit:g}", _range(row, key), verdict])
+    times = [
+        ("20-64-64-3, batch 32", "5 folds, dense", 1.6),
+        ("20-64-64-3, batch 32", "5 folds, vmap", 2.7),
+        ("784-256-256-10, batch 128", "one shadow, dense", 2.0),
+    ]
+    results = json.loads((STUDY / "folds.json").read_text())["results"]
+    for network, rule, limit in times:
+        for way in (f"{rule}, train()", rule):
+            both = [r["times"] for r in results if (r["network"], r["way"]) == (network, way)]
+            verdict = "reached" if max(both) <= limit else "**not reached**"
+            found = " and ".join(f"{value:.2f}" for value in both)
+            title = f"{network}: time with {way} (SGD and Adam)"
+            lines.append([title, f"at most {limit:g}", found, verdict])
     return _table(["", "wanted", "found", ""], lines)
 
 
