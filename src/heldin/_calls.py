@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
+from torch.nn.utils.rnn import PackedSequence
 
 from ._errors import MixedSamplesWarning, NotObservable
 from ._graph import Graph, Plan
@@ -22,6 +24,7 @@ __all__ = ["BatchDim", "Call", "Calls", "Knowledge"]
 
 BatchDim = int | Mapping[str | int, int | None]
 T = TypeVar("T")
+SHAPES = 512  # kinds of steps (by shapes and structure) that are remembered
 
 
 @dataclass
@@ -38,9 +41,23 @@ class Knowledge:
         """A plan that holds for the next graph of this kind; models that keep changing aside."""
         self.plans[key] = plan
         self.familiar.update(call.key for call in calls if self.surprises[call.key] < 3)
+        if len(self.plans) > SHAPES:  # a call whose plan is gone has to be followed again
+            oldest = next(iter(self.plans))
+            del self.plans[oldest]
+            self.familiar.difference_update(oldest[0])
+
+    def note_results(self, key: Any, layouts: list[Layout | None]) -> None:
+        """The layouts of a call's outputs."""
+        self.results.pop(key, None)
+        self.results[key] = layouts
+        if len(self.results) > 2 * SHAPES:  # those of familiar calls are needed
+            for old in [k for k in self.results if k not in self.familiar][: SHAPES // 2]:
+                del self.results[old]
 
     def doubt(self, calls: Sequence[Call]) -> None:
         """These calls led to a graph that was not known: follow the next ones again."""
+        if len(self.surprises) > SHAPES:
+            self.surprises.clear()
         for call in calls:
             self.surprises[call.key] += 1
             self.familiar.discard(call.key)
@@ -96,6 +113,7 @@ class Calls:
         self._current: Call | None = None
         self._following: Any = None
         self._depth = 0
+        self._frame: Any = None  # from which the outermost call under way is made
         self._handles: list[Any] = []
 
     def __reduce__(self) -> Any:
@@ -121,6 +139,8 @@ class Calls:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        if self._depth and not _is_running(self._frame):
+            self._abandon()
         self.drop()
 
     def close(self) -> None:
@@ -158,7 +178,11 @@ class Calls:
 
     def before(self, module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Count the samples of a call, and follow it if it is new."""
+        if self._depth and not _is_running(self._frame):
+            self._abandon()
         self._depth += 1
+        if self._depth == 1:
+            self._frame = sys._getframe(1)
         if self._depth > 1 or self.passing or not torch.is_grad_enabled():
             return
         inputs, signature = _inputs(self._batch_dim, args, kwargs)
@@ -184,6 +208,8 @@ class Calls:
     def after(self, module: Any, args: Any, output: Any) -> None:
         """Note where the call's graph ends."""
         self._depth -= 1
+        if self._depth == 0:
+            self._frame = None
         if self._depth > 0 or self.passing or not torch.is_grad_enabled():
             return
         if self._following is not None:
@@ -196,8 +222,16 @@ class Calls:
         call.ends = [(t.grad_fn, t.output_nr) for t in outputs]
         self._pending.append(call)
         if call.tracker is not None:
-            self._knowledge.results[call.key] = [_result(call.tracker, t) for t in outputs]
+            layouts = [_result(call.tracker, t) for t in outputs]
+            self._knowledge.note_results(call.key, layouts)
             self._knowledge.warn_mixed(call.tracker.mixers)
+
+    def _abandon(self) -> None:
+        """A call was cut off without notice, by Ctrl-C for instance: nothing more comes of it."""
+        self._depth, self._current, self._frame = 0, None, None
+        if self._following is not None:
+            self._following.__exit__(None, None, None)
+            self._following = None
 
     def _earlier(self, tensor: Tensor, planes: Tensor) -> Tensor:
         """Owners that an earlier call of the same step has established for an input."""
@@ -217,6 +251,13 @@ class Calls:
             torch.is_autocast_enabled("cuda"),
             tuple([p.requires_grad for p in self.parameters]),
         )
+
+
+def _is_running(frame: Any) -> bool:
+    at: Any = sys._getframe(1)
+    while at is not None and at is not frame:
+        at = at.f_back
+    return at is not None
 
 
 def _asleep() -> Calls:
@@ -247,6 +288,11 @@ def _inputs(
     places: list[tuple[str | int, Any]] = [*enumerate(args), *kwargs.items()]
     for place, value in places:
         dim = batch_dim if isinstance(batch_dim, int) else batch_dim.get(place, 0)
+        if isinstance(value, PackedSequence):
+            raise NotObservable(
+                f"heldin.observe: argument {place!r} of the model is a packed sequence, whose rows "
+                "are not samples; call the model with padded sequences and pack them in forward()"
+            )
         tensors = [value] if isinstance(value, Tensor) else tensors_in(value)
         for tensor in tensors:
             shape = tensor.shape
