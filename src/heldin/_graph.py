@@ -504,6 +504,9 @@ def pull_back(
             [edge], list(leaves), [cotangent], retain_graph=True, is_grads_batched=batched
         )
 
+    def single(cotangent: Tensor) -> tuple[Tensor, ...]:
+        return pulled(cotangent, False)
+
     cotangents = value.to(dtype)
     grads: Sequence[Tensor] | None = None
     try:
@@ -514,7 +517,7 @@ def pull_back(
             except RuntimeError:
                 trusted[sink.key] = False
         if grads is None or known is None:
-            apart = [torch.stack(each) for each in zip(*(pulled(c, False) for c in cotangents))]
+            apart = [torch.stack(each) for each in zip(*map(single, cotangents), strict=True)]
             if grads is not None and all(bool(a.isfinite().all()) for a in apart):
                 trusted[sink.key] = all(map(_agree, grads, apart))
             grads = apart
