@@ -25,7 +25,7 @@ LENGTH = len(MARK) + len("000001 ") + 64  # of the comment: the mark, the versio
 PIECE = 1 << 20
 
 
-def save(path: str | Path, **states: Any) -> None:
+def save(path: str | Path, /, **states: Any) -> None:
     """Write a checkpoint, so that a crash at any moment leaves the old one or the new one.
 
     The bytes go to a temporary file in the same folder, which takes the checkpoint's name once it
@@ -68,7 +68,7 @@ def save(path: str | Path, **states: Any) -> None:
     _sync_folder(path.parent)
 
 
-def load(path: str | Path) -> dict[str, Any]:
+def load(path: str | Path, /) -> dict[str, Any]:
     """Read a checkpoint that `heldin.save` wrote; all tensors are on the CPU.
 
     A file that is damaged, cut off or not such a checkpoint is refused with a `HeldinError`.
