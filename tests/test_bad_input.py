@@ -412,3 +412,32 @@ def test_a_penalty_with_a_root_of_its_own() -> None:
             loss, penalty = model(x).sin().sum(), model[0].weight.square().sum()
             torch.autograd.backward([loss, penalty])
     agree(seen, model, model(x).sin().sum(1) + model[0].weight.square().sum() / 5)
+
+
+# --- rounding noise --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [8, 512, 2048])
+def test_long_sums_in_half_precision_are_not_taken_for_noise(length: int) -> None:
+    model = nn.Linear(4, 16).float()
+    x, z = torch.randn(2, 8, length, 16, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16), heldin.observe(model) as seen:
+        (model(x[..., :4]).float() * z).sum().backward()
+    each = z.bfloat16().double().sum(1)
+    assert torch.allclose(seen["bias"].squares.double(), each.square().sum(0), rtol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_key_biases_carry_no_evidence(dtype: torch.dtype) -> None:
+    noisy = 0
+    for seed in range(4):
+        torch.manual_seed(seed)
+        layer = nn.MultiheadAttention(16, 2, batch_first=True).to(dtype)
+        x = torch.randn(8, 32, 16, dtype=dtype)
+        with heldin.observe(layer) as seen:
+            layer(x, x, x)[0].sin().mean().backward()
+        squares = seen["in_proj_bias"].squares
+        noisy += int((squares[16:32] > 0).sum())
+        assert (squares[:16] > 0).all()
+        assert (squares[32:] > 0).all()
+    assert noisy == 0
