@@ -294,8 +294,23 @@ def main(kills: int, seed: int, out: str | None) -> int:
     _show("")
     print(json.dumps(report, indent=2))
     if out:
-        Path(out).write_text(json.dumps(report, indent=2) + "\n")
+        text = markdown(report) if out.endswith(".md") else json.dumps(report, indent=2) + "\n"
+        Path(out).write_text(text, encoding="utf-8")
     return 1 if wrong else 0
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """The report as a table for the documentation."""
+    rows = {
+        "kills (-9)": report["kills"],
+        "of them while a checkpoint was written": report["where"]["while writing a checkpoint"],
+        "runs that were killed, in turn with " + ", ".join(report["runs"]): sum(
+            report["runs"].values()
+        ),
+        "runs that differ from the one left alone": report["runs that differ"],
+    }
+    lines = [f"| {name} | {number} |" for name, number in rows.items()]
+    return "\n".join(["| | |", "|---|---|", *lines]) + "\n"
 
 
 def _show(text: str) -> None:
@@ -307,6 +322,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", help="a file for the report, in JSON")
+    parser.add_argument("--out", help="a file for the report: JSON, or a table if it ends in .md")
     given = parser.parse_args()
     sys.exit(main(given.kills, given.seed, given.out))

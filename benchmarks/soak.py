@@ -115,6 +115,15 @@ def table(reports: list[dict[str, Any]]) -> str:
     return "\n".join(rows)
 
 
+def markdown(reports: list[dict[str, Any]]) -> str:
+    """The reports as a table for the documentation."""
+    head, *names = reports[0]
+    lines = ["| " + " | ".join(["", *(str(r[head]) for r in reports)]) + " |"]
+    lines.append("|---" * (1 + len(reports)) + "|")
+    lines += ["| " + " | ".join([name, *(str(r[name]) for r in reports)]) + " |" for name in names]
+    return "\n".join(lines) + "\n"
+
+
 def _show(text: str) -> None:
     if sys.stderr.isatty():
         print(f"\r{text:60}", end="", file=sys.stderr, flush=True)
@@ -126,7 +135,8 @@ def main(steps: int, kinds: list[str], out: str | None) -> int:
     _show("")
     print(table(reports))
     if out:
-        Path(out).write_text(json.dumps(reports, indent=2) + "\n")
+        text = markdown(reports) if out.endswith(".md") else json.dumps(reports, indent=2) + "\n"
+        Path(out).write_text(text, encoding="utf-8")
     return 0 if all(report["flat"] for report in reports) else 1
 
 
@@ -134,6 +144,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=200_000)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--out", help="a file for the reports, in JSON")
+    parser.add_argument("--out", help="a file for the reports: JSON, or a table if it ends in .md")
     given = parser.parse_args()
     sys.exit(main(given.steps, given.kinds, given.out))

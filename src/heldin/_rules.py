@@ -8,6 +8,7 @@ the decorator line registers it for a node name. Nothing else has to be told abo
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -307,9 +308,9 @@ def noise(dtype: torch.dtype, terms: int) -> float:
     their number, as the sum itself does. The factor for single and double precision was measured
     on the key biases of attention; half precision has no room for as large a one.
     """
-    eps = torch.finfo(dtype).eps
+    eps: float = torch.finfo(dtype).eps
     factor = 128.0 if eps < 1e-6 else 8.0
-    return factor * eps / float(terms) ** 0.5
+    return factor * eps / math.sqrt(terms)
 
 
 # --- matrices --------------------------------------------------------------------------------
