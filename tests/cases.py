@@ -1011,3 +1011,49 @@ def _carried(s: Any, x: Tensor) -> Tensor:
     h = s.a(x) if old is None else s.a(x) + s.a(old)
     s.state = h.detach().to(x.dtype)
     return h
+
+
+class Context(nn.Module):
+    """An argument with as many rows as there are samples, which are none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 2), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor, context: Tensor) -> Tensor:
+        return self.a(x) + self.b(context).mean(0)
+
+
+add(
+    "no batch, declared by the name of a positional argument",
+    Context,
+    lambda: (torch.randn(M, 3), torch.randn(M, 3)),
+    batch_dim={"context": None},
+)
+_lengths = iter([2, 4, 2, 6, 3, 1, 6] * 1000)
+for _name, _cut in {
+    "linear": model(lambda s, x: s.a(x[:, : next(_lengths)]).tanh().mean(1), a=linear(3, 4)),
+    "positions": model(lambda s, x: _at_positions(s, x, next(_lengths)), p=(6, 3)),
+    "repeats": model(lambda s, x: _repeated(s, x[:, 0], next(_lengths)), a=linear(3, 2)),
+    "part of the batch": model(
+        lambda s, x: _in_two(s, x, next(_lengths) % 3 + 1), a=linear(3, 2), b=linear(3, 2)
+    ),
+    "rolled rows": model(lambda s, x: _rolled(s, x[:, 0], next(_lengths)), a=linear(3, 2)),
+}.items():
+    add(f"a size that no argument tells: {_name}", _cut, normal(M, 6, 3))
+
+
+def _at_positions(s: Any, x: Tensor, length: int) -> Tensor:
+    return (x[:, :length] + s.p[:length]).sin().mean(1)
+
+
+def _repeated(s: Any, x: Tensor, times: int) -> Tensor:
+    return s.a(x.repeat_interleave(times, 0)).view(M, times, 2).sin().mean(1)
+
+
+def _in_two(s: Any, x: Tensor, first: int) -> Tensor:
+    return torch.cat([s.a(x[:first]), s.b(x[first:])])
+
+
+def _rolled(s: Any, x: Tensor, by: int) -> Tensor:
+    return s.a(x) + 2 * s.a(x.roll(by, 0)).roll(-by, 0)

@@ -352,6 +352,11 @@ def test_what_cannot_be_followed_is_refused(
         made(batch()).sin().sum().backward()
 
 
+def test_a_name_in_batch_dim_that_no_argument_has() -> None:
+    with pytest.raises(heldin.HeldinError, match=r"names 'mask', .*no argument .*\(input\)"):
+        heldin.observe(nn.Linear(3, 2), batch_dim={"mask": None})
+
+
 def test_complex_parameters_are_refused_unless_left_out() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:

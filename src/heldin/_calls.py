@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import warnings
 from collections import Counter
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.nn.utils.rnn import PackedSequence
 
-from ._errors import MixedSamplesWarning, NotObservable
+from ._errors import HeldinError, MixedSamplesWarning, NotObservable
 from ._graph import Graph, Plan
 from ._layout import Layout
 from ._owners import Tracker, is_mixed, is_nobody, tensors_in
@@ -108,6 +109,7 @@ class Calls:
         self.passing = 0  # backward passes under way, in which checkpoints call forward again
         self._model: nn.Module | None = model
         self._batch_dim = batch_dim
+        self._places = [] if isinstance(batch_dim, int) else _places(model, batch_dim)
         self._knowledge = knowledge
         self._pending: list[Call] = []  # not followed back yet
         self._current: Call | None = None
@@ -185,7 +187,7 @@ class Calls:
             self._frame = sys._getframe(1)
         if self._depth > 1 or self.passing or not torch.is_grad_enabled():
             return
-        inputs, signature = _inputs(self._batch_dim, args, kwargs)
+        inputs, signature = _inputs(self._batch_dim, args, kwargs, self._places)
         m = 1
         for tensor, dim in inputs:
             m = tensor.shape[dim]
@@ -275,8 +277,26 @@ def _result(tracker: Tracker, tensor: Tensor) -> Layout | None:
     return Layout.of(planes[0], tensor.shape, tracker.m)
 
 
+def _places(model: nn.Module, batch_dim: Mapping[str | int, int | None]) -> list[str]:
+    """The names of the positional arguments; refuses a name that no argument has."""
+    found = inspect.signature(model.forward).parameters.values()
+    names = [p.name for p in found if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    known = {p.name for p in found}
+    for name in batch_dim:
+        if isinstance(name, str) and name not in known:
+            if not any(p.kind == p.VAR_KEYWORD for p in found):
+                raise HeldinError(
+                    f"heldin.observe: batch_dim names {name!r}, which is no argument of the "
+                    f"model's forward ({', '.join(known)})"
+                )
+    return names
+
+
 def _inputs(
-    batch_dim: BatchDim, args: Sequence[Any], kwargs: Mapping[str, Any]
+    batch_dim: BatchDim,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    names: Sequence[str] = (),
 ) -> tuple[list[tuple[Tensor, int]], Any]:
     """The tensors that may count samples, each with the dimension; a signature of the call."""
     if not kwargs and len(args) == 1 and isinstance(args[0], Tensor) and batch_dim == 0:
@@ -287,7 +307,12 @@ def _inputs(
     signature: list[Any] = []
     places: list[tuple[str | int, Any]] = [*enumerate(args), *kwargs.items()]
     for place, value in places:
-        dim = batch_dim if isinstance(batch_dim, int) else batch_dim.get(place, 0)
+        if isinstance(batch_dim, int):
+            dim: int | None = batch_dim
+        elif isinstance(place, int) and place not in batch_dim and place < len(names):
+            dim = batch_dim.get(names[place], 0)
+        else:
+            dim = batch_dim.get(place, 0)
         if isinstance(value, PackedSequence):
             raise NotObservable(
                 f"heldin.observe: argument {place!r} of the model is a packed sequence, whose rows "

@@ -206,6 +206,10 @@ def _move(call: Call) -> Owners:
     rest = {k: v for k, v in call.args.items() if k != "self"}
     if any(isinstance(v, Tensor) for v in rest.values()):
         return everything(call)
+    if call.op.name == "roll" and call.tracker.volatile is None:
+        over = rest["dims"] or range(source.dim())
+        if any(planes.shape[d % source.dim() + 1] > 1 for d in over):
+            call.tracker.volatile = call.place()  # by how much may differ the next time
     moved: list[list[Tensor]] = []
     for i, plane in enumerate(planes.expand(-1, *source.shape)):
         if call.op.name == "constant_pad_nd":

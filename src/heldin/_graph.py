@@ -137,6 +137,22 @@ class Plan:
     trusted: dict[tuple[int, int], bool] = field(default_factory=dict)  # see `pull_back`
     _watched: dict[bool, list[tuple[str, int]]] = field(default_factory=dict)
 
+    def fits(self, graph: Graph) -> bool:
+        """Whether the sizes at the uses are those of the plan; names and edges are known to be.
+
+        A model may cut its inputs to a length that no argument tells.
+        """
+        nodes = graph.nodes
+        for position, layouts in self.layouts.items():
+            for layout, found in zip(layouts, nodes[position]._input_metadata, strict=False):
+                if layout is not None and tuple(found.shape) != layout.shape:
+                    return False
+        for uses in self.uses.values():
+            for _, sink in uses:
+                if sink.chain != () and shape_of(nodes[sink.node], sink.output) != sink.shape:
+                    return False
+        return True
+
     def alone(self, name: str) -> bool:
         """Whether a parameter has one use only."""
         sinks = self.sinks.get(name, [])

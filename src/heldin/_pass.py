@@ -72,7 +72,8 @@ class Pass:
         leaves = tuple([names.get(id(leaf)) for leaf in graph.leaves.values()])
         key = (tuple([call.key for call in self.calls]), leaves, *graph.signature)
         self.plan = seen.knowledge.plans.get(key)
-        if self.plan is None:
+        if self.plan is None or not self.plan.fits(graph):
+            self.plan = None
             self._inspect([name for name in leaves if name is not None], key)
         if self.plan is not None:
             seen.calls.passing += 1
