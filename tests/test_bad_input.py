@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils import rnn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import heldin
 from cases import Fn
@@ -214,6 +215,20 @@ def test_after_an_error_the_next_step_is_right(fail: str, estimator: Any, known:
                 model(torch.randn(5, 3)).sin().sum().backward()
                 assert seen.count == (5 if estimator == "sampled" else 1)
                 seen.clear()
+
+
+def test_ctrl_c_under_two_observations() -> None:
+    model = Fragile()
+    with heldin.observe(model) as outer, heldin.observe(model) as inner:
+        for size in (4, 5, 6):
+            model.fail = "interrupt"
+            with pytest.raises(KeyboardInterrupt):
+                model(torch.randn(size, 3))
+            model.fail = ""
+            inner.clear()
+            right(outer, model, size)
+            assert inner.count == size
+    assert _get_current_dispatch_mode() is None
 
 
 def test_an_error_in_a_step_is_not_a_step() -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
 
 from ._errors import HeldinError, MixedSamplesWarning, NotObservable
 from ._graph import Graph, Plan
@@ -230,10 +231,17 @@ class Calls:
 
     def _abandon(self) -> None:
         """A call was cut off without notice, by Ctrl-C for instance: nothing more comes of it."""
-        self._depth, self._current, self._frame = 0, None, None
-        if self._following is not None:
-            self._following.__exit__(None, None, None)
-            self._following = None
+        call, self._current = self._current, None
+        self._depth, self._frame = 0, None
+        if self._following is not None and call is not None:
+            above = []  # modes of other observations that were cut off in the same call
+            while (mode := _get_current_dispatch_mode()) not in (None, call.tracker):
+                above.append(_pop_mode())
+            if mode is not None:
+                self._following.__exit__(None, None, None)
+            for other in reversed(above):
+                _push_mode(other)
+        self._following = None
 
     def _earlier(self, tensor: Tensor, planes: Tensor) -> Tensor:
         """Owners that an earlier call of the same step has established for an input."""

@@ -92,12 +92,11 @@ def fits(value: Any, form: Form, place: str = "") -> None:
 
 def signature(model: nn.Module) -> str:
     """Names and shapes of a model's parameters, in short; wrappers around it do not matter."""
-    wrappers = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
+    wrappers = {"module", "_orig_mod", "_forward_module", "_fsdp_wrapped_module"}
     names = []
     for name, p in model.named_parameters():
-        for wrapper in wrappers:
-            name = name.replace(wrapper, "")
-        names.append(f"{name}:{tuple(p.shape)}")
+        plain = ".".join(part for part in name.split(".") if part not in wrappers)
+        names.append(f"{plain}:{tuple(p.shape)}")
     code = zlib.crc32("\n".join(sorted(names)).encode())
     size = sum(p.numel() for p in model.parameters())
     return f"{len(names)} parameters with {size} numbers ({code:08x})"
