@@ -20,8 +20,8 @@ import heldin
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-import faults  # noqa: E402
-import soak  # noqa: E402
+import faults
+import soak
 
 # --- kills -----------------------------------------------------------------------------------
 
