@@ -176,6 +176,7 @@ class Tracker(TorchDispatchMode):
         self._names = (
             {id(sub): name for name, sub in model.named_modules()} if model is not None else {}
         )
+        self._held: list[Any] = []  # memory whose owners are in `_whole`
         self._stack: list[nn.Module] = []
 
     # -- entering and leaving
@@ -201,7 +202,7 @@ class Tracker(TorchDispatchMode):
 
     def release(self) -> None:
         """Forget every tensor and node; the graph must not outlive its step because of us."""
-        self.nodes, self.slots, self._whole = {}, {}, {}
+        self.nodes, self.slots, self._whole, self._held = {}, {}, {}, []
         self._planes = WeakTensorKeyDictionary()
         self._stamps = WeakTensorKeyDictionary()
         self._fickle = WeakTensorKeyDictionary()
@@ -340,6 +341,7 @@ class Tracker(TorchDispatchMode):
         fresh = planes if planes is not None else nobody(tensor.shape, like, self.m)
         self._paint(storage, tensor, fresh)
         self._whole[key] = (storage, stamp + 1)
+        self._held.append(tensor.untyped_storage())  # else its address could be used again
         if planes is not None:
             self._planes[tensor], self._stamps[tensor] = planes, stamp + 1
 
