@@ -1,10 +1,16 @@
-"""Many random models against one backward pass per sample: python tests/fuzz.py 2000 [start]."""
+"""Many random models against one backward pass per sample: python tests/fuzz.py 2000.
+
+Prints how many were exact, how many were refused and why, and every one that was wrong; fails if
+one was.
+"""
 
 from __future__ import annotations
 
+import argparse
 import sys
 import warnings
 from collections import Counter
+from pathlib import Path
 
 import torch
 
@@ -71,7 +77,7 @@ class heldin_off:
             each.resume()
 
 
-def main(count: int, start: int = 0) -> None:
+def main(count: int, start: int = 0, out: str | None = None) -> int:
     warnings.simplefilter("ignore")
     heldin._flow.DEBUG = True
     torch.set_default_dtype(torch.float64)
@@ -90,7 +96,26 @@ def main(count: int, start: int = 0) -> None:
     print()
     for what, number in found.most_common():
         print(f"{number:6d}  {what}")
+    if out:
+        Path(out).write_text(markdown(found), encoding="utf-8")
+    fine = [number for what, number in found.items() if what.startswith(("exact", "refused"))]
+    return found.total() - sum(fine)
+
+
+def markdown(found: Counter[str]) -> str:
+    """The counts as a table for the documentation."""
+    refused = {what: n for what, n in found.items() if what.startswith("refused")}
+    wrong = found.total() - found["exact"] - sum(refused.values())
+    rows = {"random models": found.total(), "exact": found["exact"], "wrong": wrong}
+    rows |= {"refused": sum(refused.values()), **refused}
+    lines = [f"| {name} | {number} |" for name, number in rows.items()]
+    return "\n".join(["| | |", "|---|---|", *lines]) + "\n"
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("count", type=int, nargs="?", default=2000)
+    parser.add_argument("start", type=int, nargs="?", default=0, help="the first seed")
+    parser.add_argument("--out", help="a file for the counts, as a table")
+    given = parser.parse_args()
+    sys.exit(1 if main(given.count, given.start, given.out) else 0)

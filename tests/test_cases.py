@@ -12,6 +12,7 @@ from truth import observe_once
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Using padding='same'"),
     pytest.mark.filterwarnings("ignore:LSTM with projections"),
+    pytest.mark.filterwarnings("ignore:Sparse CSR tensor support"),
 ]
 
 

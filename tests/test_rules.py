@@ -85,6 +85,15 @@ def test_addmm(case: Any, width: int, argument: int) -> None:
 
 
 @many
+@given(layouts(2, 0), sizes, st.sampled_from([0, 2]))
+def test_sparse_addmm(case: Any, width: int, argument: int) -> None:
+    layout, (n, out) = case
+    x, w, b = torch.randn(n, width).relu().to_sparse(), leaf(width, out), leaf(n, out)
+    y = torch.sparse.addmm(b, x, w, beta=2.0, alpha=0.5)
+    compare(y, layout, argument, (width, out) if argument == 2 else (n, out))
+
+
+@many
 @given(layouts(2, 0), sizes, st.booleans())
 def test_mm(case: Any, width: int, left: bool) -> None:
     layout, (n, out) = case
@@ -247,7 +256,7 @@ def test_every_rule_is_compared() -> None:
         "AddmmBackward0", "MmBackward0", "BmmBackward0", "AddBackward0", "SubBackward0",
         "MulBackward0", "DivBackward0", "ExpandBackward0", "NativeLayerNormBackward0",
         "NativeGroupNormBackward0", "NativeBatchNormBackward0", "PreluKernelBackward0",
-        "ConvolutionBackward0", "EmbeddingBackward0",
+        "ConvolutionBackward0", "EmbeddingBackward0", "SparseAddmmBackward0",
     }  # fmt: skip
     ours = {name for name, rule in RULES.items() if rule.__module__ == "heldin._rules"}
     assert ours == names, "a new rule needs a comparison with the generic path in this file"

@@ -1,6 +1,7 @@
 """Early stopping without a validation set."""
 
 from ._auto import stopping
+from ._checkpoint import load, save
 from ._curves import Patience
 from ._damping import fraction_below, rmsprop_factors
 from ._elementwise import ElementwiseStopping
@@ -40,9 +41,11 @@ __all__ = [
     "Verification",
     "evidence",
     "fraction_below",
+    "load",
     "observe",
     "rmsprop_factors",
     "rule",
+    "save",
     "stopping",
     "verify",
 ]

@@ -8,7 +8,9 @@ from typing import Any
 
 from ._evidence import Correction
 
-__all__ = ["Average", "weight"]
+__all__ = ["FORM", "Average", "weight"]
+
+FORM = {"value": float, "count": int, "total": float}  # of a saved state
 
 
 def weight(count: int, correction: Correction) -> float:

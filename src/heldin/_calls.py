@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -11,8 +13,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
 
-from ._errors import MixedSamplesWarning, NotObservable
+from ._errors import HeldinError, MixedSamplesWarning, NotObservable
 from ._graph import Graph, Plan
 from ._layout import Layout
 from ._owners import Tracker, is_mixed, is_nobody, tensors_in
@@ -22,6 +26,7 @@ __all__ = ["BatchDim", "Call", "Calls", "Knowledge"]
 
 BatchDim = int | Mapping[str | int, int | None]
 T = TypeVar("T")
+SHAPES = 512  # kinds of steps (by shapes and structure) that are remembered
 
 
 @dataclass
@@ -38,9 +43,23 @@ class Knowledge:
         """A plan that holds for the next graph of this kind; models that keep changing aside."""
         self.plans[key] = plan
         self.familiar.update(call.key for call in calls if self.surprises[call.key] < 3)
+        if len(self.plans) > SHAPES:  # a call whose plan is gone has to be followed again
+            oldest = next(iter(self.plans))
+            del self.plans[oldest]
+            self.familiar.difference_update(oldest[0])
+
+    def note_results(self, key: Any, layouts: list[Layout | None]) -> None:
+        """The layouts of a call's outputs."""
+        self.results.pop(key, None)
+        self.results[key] = layouts
+        if len(self.results) > 2 * SHAPES:  # those of familiar calls are needed
+            for old in [k for k in self.results if k not in self.familiar][: SHAPES // 2]:
+                del self.results[old]
 
     def doubt(self, calls: Sequence[Call]) -> None:
         """These calls led to a graph that was not known: follow the next ones again."""
+        if len(self.surprises) > SHAPES:
+            self.surprises.clear()
         for call in calls:
             self.surprises[call.key] += 1
             self.familiar.discard(call.key)
@@ -91,11 +110,13 @@ class Calls:
         self.passing = 0  # backward passes under way, in which checkpoints call forward again
         self._model: nn.Module | None = model
         self._batch_dim = batch_dim
+        self._places = [] if isinstance(batch_dim, int) else _places(model, batch_dim)
         self._knowledge = knowledge
         self._pending: list[Call] = []  # not followed back yet
         self._current: Call | None = None
         self._following: Any = None
         self._depth = 0
+        self._frame: Any = None  # from which the outermost call under way is made
         self._handles: list[Any] = []
 
     def __reduce__(self) -> Any:
@@ -121,6 +142,8 @@ class Calls:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        if self._depth and not _is_running(self._frame):
+            self._abandon()
         self.drop()
 
     def close(self) -> None:
@@ -158,10 +181,14 @@ class Calls:
 
     def before(self, module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Count the samples of a call, and follow it if it is new."""
+        if self._depth and not _is_running(self._frame):
+            self._abandon()
         self._depth += 1
+        if self._depth == 1:
+            self._frame = sys._getframe(1)
         if self._depth > 1 or self.passing or not torch.is_grad_enabled():
             return
-        inputs, signature = _inputs(self._batch_dim, args, kwargs)
+        inputs, signature = _inputs(self._batch_dim, args, kwargs, self._places)
         m = 1
         for tensor, dim in inputs:
             m = tensor.shape[dim]
@@ -184,6 +211,8 @@ class Calls:
     def after(self, module: Any, args: Any, output: Any) -> None:
         """Note where the call's graph ends."""
         self._depth -= 1
+        if self._depth == 0:
+            self._frame = None
         if self._depth > 0 or self.passing or not torch.is_grad_enabled():
             return
         if self._following is not None:
@@ -196,8 +225,23 @@ class Calls:
         call.ends = [(t.grad_fn, t.output_nr) for t in outputs]
         self._pending.append(call)
         if call.tracker is not None:
-            self._knowledge.results[call.key] = [_result(call.tracker, t) for t in outputs]
+            layouts = [_result(call.tracker, t) for t in outputs]
+            self._knowledge.note_results(call.key, layouts)
             self._knowledge.warn_mixed(call.tracker.mixers)
+
+    def _abandon(self) -> None:
+        """A call was cut off without notice, by Ctrl-C for instance: nothing more comes of it."""
+        call, self._current = self._current, None
+        self._depth, self._frame = 0, None
+        if self._following is not None and call is not None:
+            above = []  # modes of other observations that were cut off in the same call
+            while (mode := _get_current_dispatch_mode()) not in (None, call.tracker):
+                above.append(_pop_mode())
+            if mode is not None:
+                self._following.__exit__(None, None, None)
+            for other in reversed(above):
+                _push_mode(other)
+        self._following = None
 
     def _earlier(self, tensor: Tensor, planes: Tensor) -> Tensor:
         """Owners that an earlier call of the same step has established for an input."""
@@ -219,6 +263,13 @@ class Calls:
         )
 
 
+def _is_running(frame: Any) -> bool:
+    at: Any = sys._getframe(1)
+    while at is not None and at is not frame:
+        at = at.f_back
+    return at is not None
+
+
 def _asleep() -> Calls:
     calls = Calls(nn.Module(), 0, Knowledge())
     calls.passing = 1  # lets every call go by
@@ -234,8 +285,26 @@ def _result(tracker: Tracker, tensor: Tensor) -> Layout | None:
     return Layout.of(planes[0], tensor.shape, tracker.m)
 
 
+def _places(model: nn.Module, batch_dim: Mapping[str | int, int | None]) -> list[str]:
+    """The names of the positional arguments; refuses a name that no argument has."""
+    found = inspect.signature(model.forward).parameters.values()
+    names = [p.name for p in found if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    known = {p.name for p in found}
+    for name in batch_dim:
+        if isinstance(name, str) and name not in known:
+            if not any(p.kind == p.VAR_KEYWORD for p in found):
+                raise HeldinError(
+                    f"heldin.observe: batch_dim names {name!r}, which is no argument of the "
+                    f"model's forward ({', '.join(known)})"
+                )
+    return names
+
+
 def _inputs(
-    batch_dim: BatchDim, args: Sequence[Any], kwargs: Mapping[str, Any]
+    batch_dim: BatchDim,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    names: Sequence[str] = (),
 ) -> tuple[list[tuple[Tensor, int]], Any]:
     """The tensors that may count samples, each with the dimension; a signature of the call."""
     if not kwargs and len(args) == 1 and isinstance(args[0], Tensor) and batch_dim == 0:
@@ -246,7 +315,17 @@ def _inputs(
     signature: list[Any] = []
     places: list[tuple[str | int, Any]] = [*enumerate(args), *kwargs.items()]
     for place, value in places:
-        dim = batch_dim if isinstance(batch_dim, int) else batch_dim.get(place, 0)
+        if isinstance(batch_dim, int):
+            dim: int | None = batch_dim
+        elif isinstance(place, int) and place not in batch_dim and place < len(names):
+            dim = batch_dim.get(names[place], 0)
+        else:
+            dim = batch_dim.get(place, 0)
+        if isinstance(value, PackedSequence):
+            raise NotObservable(
+                f"heldin.observe: argument {place!r} of the model is a packed sequence, whose rows "
+                "are not samples; call the model with padded sequences and pack them in forward()"
+            )
         tensors = [value] if isinstance(value, Tensor) else tensors_in(value)
         for tensor in tensors:
             shape = tensor.shape

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ._checks import all_or_nothing, same_settings, share, state_of, whole
+from ._checks import all_or_nothing, same_settings, share, signature, state_of, whole
 from ._errors import HeldinError
 from ._evidence import Correction, Dead, evidence
 from ._moments import Moments
@@ -20,6 +20,8 @@ from ._switch import keep, pieces, smoothed
 
 __all__ = ["ElementwiseStopping"]
 
+# of a saved state
+FORM = {"settings": dict, "step": int, "updates": int, "averages": {str: Tensor}}
 T = TypeVar("T")
 
 
@@ -102,6 +104,7 @@ class ElementwiseStopping(Optimizer):
 
         self._seen = observe(model, batch_dim=batch_dim, parameters=parameters)
         self._model: nn.Module | None = model
+        self._signature = signature(model)
         self._averages: dict[str, Tensor] = {}  # smoothed f_k by parameter name
         self._named: dict[str, Tensor] = {}
         self._step = 0
@@ -305,7 +308,9 @@ class ElementwiseStopping(Optimizer):
 
     def _settings(self) -> dict[str, Any]:
         names = ("greedy", "smoothing", "start", "every", "correction", "dead")
-        return {name: getattr(self, name) for name in names}
+        if self._model is not None:
+            self._signature = signature(self._model)
+        return {**{name: getattr(self, name) for name in names}, "model": self._signature}
 
     def _own_state(self) -> dict[str, Any]:
         return {
@@ -329,9 +334,16 @@ class ElementwiseStopping(Optimizer):
                 f"{name}.load_state_dict: this is the state of a plain optimiser; load it into "
                 f"the wrapped one, {name}.optimizer, to start with no weight stopped"
             )
-        own = state_of(name, state_dict["heldin"], 1)
-        all_or_nothing(name, self._take, own, self._own_state())
-        self.optimizer.load_state_dict({k: v for k, v in state_dict.items() if k != "heldin"})
+        own = state_of(name, state_dict["heldin"], 1, FORM)
+        plain = {k: v for k, v in state_dict.items() if k != "heldin"}
+        before = self._own_state()
+
+        def take(state: Mapping[str, Any]) -> None:
+            self._take(state)
+            if state is own:  # it checks the state before it changes anything
+                self.optimizer.load_state_dict(plain)
+
+        all_or_nothing(name, take, own, before)
 
     def _take(self, state: Mapping[str, Any]) -> None:
         same_settings("ElementwiseStopping", state["settings"], self._settings())
@@ -344,6 +356,8 @@ class ElementwiseStopping(Optimizer):
                     f"shape {tuple(average.shape)}, which this optimiser has not; load the state "
                     "of a run with the same model"
                 )
+            if not average.is_floating_point():
+                raise ValueError(f"the averages of {name!r} are {average.dtype}")
             averages[name] = average.to(named[name].device, copy=True).contiguous()
         self._step, self._updates, self._averages = state["step"], state["updates"], averages
         self._seen.clear()

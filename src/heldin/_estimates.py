@@ -10,10 +10,14 @@ from pathlib import Path
 from typing import Any, Literal, overload
 
 import torch
+from torch import Tensor
 
 from ._errors import HeldinError
 
-__all__ = ["COVERAGE", "Estimate", "EstimateHistory", "Rule"]
+__all__ = ["COVERAGE", "FORM", "Estimate", "EstimateHistory", "Rule"]
+
+# of a saved state
+FORM = {"records": Tensor, "best_step": (int, None), "stopped_step": (int, None)}
 
 Rule = Literal["folds", "shadow", "leave-one-out"]
 
@@ -165,7 +169,10 @@ class EstimateHistory(Sequence[Estimate]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` gave."""
         rows = state["records"].tolist()
-        self._records = [Estimate(int(step), *values) for step, *values in rows]
+        records = [Estimate(int(step), *values) for step, *values in rows]
+        if state["best_step"] not in [None, *(r.step for r in records)]:
+            raise ValueError(f"no check at the best step, {state['best_step']}")
+        self._records = records
         self.best_step, self.stopped_step = state["best_step"], state["stopped_step"]
 
     def last(self) -> Estimate:

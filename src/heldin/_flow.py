@@ -141,6 +141,7 @@ def _joined(parts: Sequence[Tensor | None], ndim: int) -> Tensor | None:
     "where",
     "clone",
     "_prelu_kernel",
+    "rrelu_with_noise",
     "tril",
     "triu",
     "lerp",
@@ -205,6 +206,10 @@ def _move(call: Call) -> Owners:
     rest = {k: v for k, v in call.args.items() if k != "self"}
     if any(isinstance(v, Tensor) for v in rest.values()):
         return everything(call)
+    if call.op.name == "roll" and call.tracker.volatile is None:
+        over = rest["dims"] or range(source.dim())
+        if any(planes.shape[d % source.dim() + 1] > 1 for d in over):
+            call.tracker.volatile = call.place()  # by how much may differ the next time
     moved: list[list[Tensor]] = []
     for i, plane in enumerate(planes.expand(-1, *source.shape)):
         if call.op.name == "constant_pad_nd":
@@ -220,7 +225,8 @@ def _thin(plane: Tensor) -> Tensor:
     return plane
 
 
-@flows("copy", "_to_copy", "to", "to_dense", "_to_dense", "contiguous", "detach_copy")
+@flows("copy", "_to_copy", "to", "to_dense", "_to_dense", "contiguous", "detach_copy", "to_sparse",
+       "_to_sparse", "_to_sparse_csr", "to_sparse_csr", "_coalesce")  # fmt: skip
 def _copy(call: Call) -> Owners:
     source = call["src"] if call.op.base == "copy" else call["self"]
     planes = call.owners(source)
@@ -339,13 +345,13 @@ def _batch_norm(call: Call) -> Owners:
 
 
 @flows("mm", "bmm", "matmul", "addmm", "baddbmm", "mv", "addmv", "dot", "vdot", "linear",
-       "_scaled_mm", "_addmm_activation")  # fmt: skip
+       "_scaled_mm", "_addmm_activation", "_sparse_addmm")  # fmt: skip
 def _product(call: Call) -> Owners:
     tensors = [v for v in call.args.values() if isinstance(v, Tensor)]
     if call.op.base == "linear" or any(t.dim() == 1 for t in tensors[-2:]):
         return _by_vectors(call)
     rest = []
-    if call.op.base in ("addmm", "baddbmm", "_addmm_activation"):
+    if call.op.base in ("addmm", "baddbmm", "_addmm_activation", "_sparse_addmm"):
         rest, tensors = tensors[:1], tensors[1:]
     left, right = (call.owners(t) for t in tensors[:2])
     parts = [_over(left, [-1]), _over(right, [-2]), *call.owned(rest)]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ._checks import whole
+from ._checks import fits, whole
 from ._curves import Patience, next_check
 from ._engines import Engine
 from ._errors import HeldinError, HeldinWarning
@@ -268,6 +268,12 @@ class _Shadows(PathStopping):
         }
 
     def _load_own_state(self, state: Mapping[str, Any]) -> None:
+        fits(
+            state, {"label": self._label.cpu(), "inside": bool, "stack": dict, "turns": {int: int}}
+        )
+        if self._inside and not state["inside"]:
+            raise ValueError("the run that was saved did not go through train(), this one does")
+        self._stack.check_state(state["stack"], self._copies + int(state["inside"]))
         self._label = state["label"].to(self._label.device)
         if state["inside"] and not self._inside:
             self._take_in()

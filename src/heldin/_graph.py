@@ -20,7 +20,7 @@ from ._errors import NotObservable
 from ._layout import Layout
 from ._owners import Key, is_mixed, is_nobody
 
-__all__ = ["Graph", "Plan", "Sink", "make_plan", "walk"]
+__all__ = ["Graph", "Plan", "Sink", "make_plan", "shape_of", "walk"]
 
 LEAF = "torch::autograd::AccumulateGrad"
 # The dispatch mode turns some aliases into plain views; they are the same to us.
@@ -134,7 +134,24 @@ class Plan:
     expected: dict[tuple[int, int], int] = field(default_factory=dict)  # sink -> number of uses
     general: dict[int, list[Sink]] = field(default_factory=dict)  # node -> sinks that are no views
     sites: dict[tuple[int, int], Any] = field(default_factory=dict)  # see `_rules.Site`
+    trusted: dict[tuple[int, int], bool] = field(default_factory=dict)  # see `pull_back`
     _watched: dict[bool, list[tuple[str, int]]] = field(default_factory=dict)
+
+    def fits(self, graph: Graph) -> bool:
+        """Whether the sizes at the uses are those of the plan; names and edges are known to be.
+
+        A model may cut its inputs to a length that no argument tells.
+        """
+        nodes = graph.nodes
+        for position, layouts in self.layouts.items():
+            for layout, found in zip(layouts, nodes[position]._input_metadata, strict=False):
+                if layout is not None and tuple(found.shape) != layout.shape:
+                    return False
+        for uses in self.uses.values():
+            for _, sink in uses:
+                if sink.chain != () and shape_of(nodes[sink.node], sink.output) != sink.shape:
+                    return False
+        return True
 
     def alone(self, name: str) -> bool:
         """Whether a parameter has one use only."""
@@ -219,6 +236,9 @@ def _make_plan(
             for argument, (child, output) in enumerate(graph.children[position])
             if child >= 0 and kinds[child] != DATA and below[child] and child not in cuts
         ]
+        if kind == FREE and not graph.parents[position] and _is_unknown(graph, position, outputs):
+            _check_penalty(graph, position, outputs, below, m)  # a loss of its own, without data
+            plan.shared |= below[position]
         if not reached or (kind == FREE and position not in cuts):
             continue
         empty = [r for r in reached if _is_empty(graph, r[1], r[2])]
@@ -246,13 +266,32 @@ def _make_plan(
                     plan.sinks[name].append(sink)
             if sink.chain is None and sink not in plan.general.setdefault(sink.node, []):
                 plan.general[sink.node].append(sink)
+    lost = sorted(set(plan.leaves) - set(plan.sinks) - plan.shared - plan.silent)
+    if lost:
+        raise NotObservable(
+            f"parameter {lost[0]!r} gets a gradient, but meets nothing that comes from the model's "
+            "inputs. Data cannot be followed out of PyTorch (numpy(), item(), tolist()): stay in "
+            "tensors, or leave the parameter out with parameters=... A penalty has to be added to "
+            "the loss"
+        )
     return plan
 
 
 def _is_empty(graph: Graph, position: int, output: int) -> bool:
     if position in graph.leaves:
         return graph.leaves[position].numel() == 0
-    return 0 in graph.nodes[position]._input_metadata[output].shape
+    return 0 in shape_of(graph.nodes[position], output)
+
+
+def shape_of(node: Any, output: int) -> tuple[int, ...]:
+    """The shape of what a node has put out."""
+    try:
+        return tuple(node._input_metadata[output].shape)
+    except RuntimeError:  # it has no shape of numbers
+        raise NotObservable(
+            f"{node.name()} works on nested tensors, in which rows cannot be followed; use padded "
+            "or packed sequences"
+        ) from None
 
 
 def _kinds(graph: Graph, outputs: Mapping[int, Mapping[int, Tensor | None]]) -> list[str]:
@@ -326,7 +365,7 @@ def _is_added_on(
     node = graph.nodes[position]
     if kind == DATA and not all(p is not None and bool(is_mixed(p).all()) for p in known.values()):
         return False
-    scalar = all(size == 1 for size in node._input_metadata[0].shape)
+    scalar = all(size == 1 for size in shape_of(node, 0))
     return scalar and graph.names[position] in ("AddBackward0", "SubBackward0", "StackBackward0")
 
 
@@ -352,6 +391,19 @@ def _check_penalty(
         stack.extend(fresh)
 
 
+def _is_unknown(graph: Graph, start: int, outputs: Mapping[int, Any]) -> bool:
+    """Whether no node from here down was part of a forward pass that was followed."""
+    stack, visited = [start], {start}
+    while stack:
+        i = stack.pop()
+        if i in outputs:
+            return False
+        fresh = {c for c, _ in graph.children[i] if c >= 0} - visited
+        visited |= fresh
+        stack.extend(fresh)
+    return True
+
+
 def _refuse_outside(graph: Graph, position: int, params: Sequence[str]) -> None:
     raise NotObservable(
         f"parameter {params[0]!r} is used in {graph.names[position]} outside the model's forward "
@@ -371,7 +423,7 @@ def _layouts(
 ) -> list[Layout | None]:
     node = graph.nodes[position]
     result: list[Layout | None] = []
-    for number, meta in enumerate(node._input_metadata):
+    for number in range(len(node._input_metadata)):
         planes = known.get(number)
         if planes is None:
             result.append(None)
@@ -391,7 +443,7 @@ def _layouts(
                 "whose elements belong to no sample; which sample they serve is not established. "
                 "Leave the parameter out with parameters=..."
             )
-        result.append(Layout.of(mine[0], tuple(meta.shape), m))
+        result.append(Layout.of(mine[0], shape_of(node, number), m))
     return result
 
 
@@ -413,7 +465,7 @@ def _sink(
         argument, following, following_output = inputs[0]
         chain.append((at, number, argument))
         at, number = following, following_output
-    shape = tuple(graph.nodes[child]._input_metadata[output].shape)
+    shape = shape_of(graph.nodes[child], output)
     params = tuple(sorted(below[child]))
     flip = moving and [graph.names[position] for position, _, _ in chain] == ["TBackward0"]
     way = tuple(chain) if moving else None
@@ -445,18 +497,53 @@ def move(graph: Graph, sink: Sink, value: Tensor) -> Tensor:
     return value
 
 
-def pull_back(graph: Graph, sink: Sink, value: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
-    """Per-sample contributions (n, *sink.shape) to the parameters below, (n, *shape) each."""
+def pull_back(
+    graph: Graph,
+    sink: Sink,
+    value: Tensor,
+    leaves: Sequence[Tensor],
+    trusted: dict[tuple[int, int], bool],
+) -> list[Tensor]:
+    """Per-sample contributions (n, *sink.shape) to the parameters below, (n, *shape) each.
+
+    `trusted` keeps, by sink, whether a batched backward pass is what single ones are: a few ops
+    have none, or a wrong one.
+    """
     edge = torch.autograd.graph.GradientEdge(graph.nodes[sink.node], sink.output)
     dtype = graph.nodes[sink.node]._input_metadata[sink.output].dtype
     hooks = [(live, dict(live)) for leaf in leaves if (live := leaf._backward_hooks)]
     for live, _ in hooks:
         live.clear()  # the user's hooks are for the user's own backward pass
-    try:
-        grads = torch.autograd.grad(
-            [edge], list(leaves), [value.to(dtype)], retain_graph=True, is_grads_batched=True
+
+    def pulled(cotangent: Tensor, batched: bool) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(
+            [edge], list(leaves), [cotangent], retain_graph=True, is_grads_batched=batched
         )
+
+    def single(cotangent: Tensor) -> tuple[Tensor, ...]:
+        return pulled(cotangent, False)
+
+    cotangents = value.to(dtype)
+    grads: Sequence[Tensor] | None = None
+    try:
+        known = trusted.get(sink.key)
+        if known is not False:
+            try:
+                grads = pulled(cotangents, True)
+            except RuntimeError:
+                trusted[sink.key] = False
+        if grads is None or known is None:
+            apart = [torch.stack(each) for each in zip(*map(single, cotangents), strict=True)]
+            if grads is not None and all(bool(a.isfinite().all()) for a in apart):
+                trusted[sink.key] = all(map(_agree, grads, apart))
+            grads = apart
     finally:
         for live, saved in hooks:
             live.update(saved)
-    return [grad.to(value.dtype) for grad in grads]
+    real = value.real.dtype if value.is_complex() else value.dtype
+    return [grad.to(real) for grad in grads]
+
+
+def _agree(one: Tensor, other: Tensor) -> bool:
+    allowed = torch.finfo(other.dtype).eps ** 0.5 * float(other.abs().max() if other.numel() else 0)
+    return bool(((one - other).abs() <= allowed).all())

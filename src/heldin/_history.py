@@ -10,10 +10,23 @@ from pathlib import Path
 from typing import Any, overload
 
 import torch
+from torch import Tensor
 
 from ._errors import HeldinError
 
-__all__ = ["History", "Record"]
+__all__ = ["FORM", "History", "Record"]
+
+FORM = {  # of a saved state
+    "limit": int,
+    "stride": int,
+    "checks": int,
+    "kept": int,
+    "stopped": bool,
+    "groups": [str],
+    "integers": Tensor,
+    "values": Tensor,
+    "nonfinite": [[(int, list)]],
+}
 
 
 @dataclass(frozen=True)
@@ -191,14 +204,16 @@ class History(Sequence[Record]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` gave."""
-        names = state["groups"]
+        names, kept, counts = state["groups"], state["kept"], state["integers"]
+        ends = int(state["stopped"]) + int(state["checks"] > 0)
+        if len(counts) != kept + ends or counts.is_floating_point() or state["stride"] < 1:
+            raise ValueError(f"a history of {len(counts)} records, {kept} of them kept")
         bad = dict(state["nonfinite"])
         records = []
-        rows = zip(state["integers"].tolist(), state["values"].tolist(), strict=True)
+        rows = zip(counts.tolist(), state["values"].tolist(), strict=True)
         for i, ((step, count), (raw, criterion, *groups)) in enumerate(rows):
             present = {n: v for n, v in zip(names, groups, strict=True) if not math.isnan(v)}
             records.append(Record(step, count, raw, criterion, present, tuple(bad.get(i, ()))))
-        kept = state["kept"]
         self.limit, self._stride, self.checks = state["limit"], state["stride"], state["checks"]
         self._kept = records[:kept]
         self.stopped = records[kept] if state["stopped"] else None

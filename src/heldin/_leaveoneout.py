@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ._checks import whole
+from ._checks import fits, whole
 from ._curves import Patience
 from ._errors import HeldinError
 from ._jacobians import chosen
@@ -461,6 +461,11 @@ class LeaveOneOutStopping(PathStopping):
         }
 
     def _load_own_state(self, state: Mapping[str, Any]) -> None:
+        own = {"probes": self._probes, "moved": self._moved, "basis": self._basis}
+        kinds = {name: value.cpu() for name, value in own.items()}
+        fits(state, {**kinds, "groups": [[float]], "batch": float}, "['rule']")
+        if [len(group) for group in state["groups"]] != [3] * len(self._groups):
+            raise ValueError(f"{len(state['groups'])} parameter groups, not {len(self._groups)}")
         self._probes = state["probes"].to(self._probes.device)
         self._moved = state["moved"].to(self._moved)
         self._basis = state["basis"].to(self._basis)

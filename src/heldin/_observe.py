@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ._calls import BatchDim, Call, Calls, Knowledge
-from ._errors import HeldinError
+from ._errors import HeldinError, NotObservable
 from ._graph import walk
 from ._moments import Moments, Sums
 from ._pass import Pass, Stored
@@ -250,6 +250,13 @@ class Observation(Mapping[str, Moments]):
         self.calls.parameters = [p for _, p in named]
         self._alive = {id(p): weakref.ref(p) for _, p in named}  # an id may be used again
         self.names = {id(p): n for n, p in named if self._chosen is None or self._chosen(n)}
+        for name, p in named:
+            if p.is_complex() and p.requires_grad and id(p) in self.names:
+                raise NotObservable(
+                    f"parameter {name!r} is complex, and evidence is defined for real numbers. "
+                    "Keep it as a real one of shape (..., 2) and use torch.view_as_complex in "
+                    "forward(), or leave it out with parameters=..."
+                )
 
 
 def observe(

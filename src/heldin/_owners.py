@@ -176,6 +176,7 @@ class Tracker(TorchDispatchMode):
         self._names = (
             {id(sub): name for name, sub in model.named_modules()} if model is not None else {}
         )
+        self._held: list[Any] = []  # memory whose owners are in `_whole`
         self._stack: list[nn.Module] = []
 
     # -- entering and leaving
@@ -201,7 +202,7 @@ class Tracker(TorchDispatchMode):
 
     def release(self) -> None:
         """Forget every tensor and node; the graph must not outlive its step because of us."""
-        self.nodes, self.slots, self._whole = {}, {}, {}
+        self.nodes, self.slots, self._whole, self._held = {}, {}, {}, []
         self._planes = WeakTensorKeyDictionary()
         self._stamps = WeakTensorKeyDictionary()
         self._fickle = WeakTensorKeyDictionary()
@@ -217,7 +218,8 @@ class Tracker(TorchDispatchMode):
         """Say who owns the elements of a fresh tensor (an input of the model)."""
         self._planes[tensor] = planes
         self._stamps[tensor] = 0
-        self._whole.pop(tensor.untyped_storage()._cdata, None)
+        if tensor.layout is torch.strided:
+            self._whole.pop(tensor.untyped_storage()._cdata, None)
 
     def owners(self, tensor: Tensor) -> Tensor | None:
         if tensor.layout is not torch.strided:
@@ -305,10 +307,12 @@ class Tracker(TorchDispatchMode):
                     self._fickle[tensor._base] = fickle
             elif planes is not None:
                 self._planes[tensor] = planes
-                key = tensor.untyped_storage()._cdata
-                if not op.is_view:
-                    self._whole.pop(key, None)
-                whole = self._whole.get(key)
+                whole = None
+                if tensor.layout is torch.strided:  # others have no memory that could be shared
+                    key = tensor.untyped_storage()._cdata
+                    if not op.is_view:
+                        self._whole.pop(key, None)
+                    whole = self._whole.get(key)
                 self._stamps[tensor] = whole[1] if whole else 0
             elif not op.is_view and self._whole and tensor.layout is torch.strided:
                 self._whole.pop(tensor.untyped_storage()._cdata, None)
@@ -323,17 +327,21 @@ class Tracker(TorchDispatchMode):
                 return
         like = planes if planes is not None else before
         assert like is not None
+        if tensor.layout is not torch.strided:
+            self._planes[tensor] = like if planes is None else planes
+            return
         key = tensor.untyped_storage()._cdata
         elements = tensor.untyped_storage().nbytes() // tensor.element_size()
         storage, stamp = self._whole.get(key, (None, 0))
         if storage is None:
             storage = nobody((elements,), like, self.m).contiguous()
             for alias, owned in list(self._planes.items()):
-                if alias.untyped_storage()._cdata == key:
+                if alias.layout is torch.strided and alias.untyped_storage()._cdata == key:
                     self._paint(storage, alias, owned)
         fresh = planes if planes is not None else nobody(tensor.shape, like, self.m)
         self._paint(storage, tensor, fresh)
         self._whole[key] = (storage, stamp + 1)
+        self._held.append(tensor.untyped_storage())  # else its address could be used again
         if planes is not None:
             self._planes[tensor], self._stamps[tensor] = planes, stamp + 1
 

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.optim import Optimizer
 
-from ._checks import all_or_nothing, same_settings, state_of, whole
+from ._checks import all_or_nothing, fits, same_settings, signature, state_of, whole
 from ._curves import Patience, best_check, mean_and_error, next_check, votes
 from ._engines import skeleton
 from ._errors import HeldinError
+from ._estimates import FORM as HISTORY
 from ._estimates import Estimate, EstimateHistory, Rule
 from ._losses import LossFunction, RowLoss
 from ._rows import Rows
@@ -30,6 +31,17 @@ Average = Literal["bagged", "best"]
 Self = TypeVar("Self", bound="PathStopping")
 
 CHUNK = 4096  # rows in one evaluation
+FORM = {  # of a saved state
+    "settings": dict,
+    "step": int,
+    "should_stop": bool,
+    "stopped_step": (int, None),
+    "reason": str,
+    "history": HISTORY,
+    "curves": Tensor,
+    "kept": {int: {str: Tensor}},
+    "rule": dict,
+}
 
 
 @dataclass(eq=False)
@@ -143,6 +155,7 @@ class PathStopping(ABC):
         self.history = EstimateHistory(self._rule)
 
         self._model: nn.Module | None = model
+        self._signature = signature(model)
         self._bare = skeleton(model)
         self._rows = Rows.of(data, parameter.device)
         self._weights = _row_weights(sample_weight, self._rows)
@@ -375,7 +388,7 @@ class PathStopping(ABC):
 
     def _settings(self) -> dict[str, Any]:
         own = {"grid": self.grid, "average": self.average, "rows": len(self._rows)}
-        return own | self._own_settings()
+        return own | self._own_settings() | {"model": self._signature}
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs; loads with `torch.load(..., weights_only=True)`."""
@@ -396,7 +409,7 @@ class PathStopping(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken: all later values are the same to the last bit."""
         name = type(self).__name__
-        state = state_of(name, state, 1)
+        state = state_of(name, state, 1, FORM)
         same_settings(name, state["settings"], self._settings())
         if self._model is None:
             raise HeldinError(f"{name}.load_state_dict: called after remove()")
@@ -406,6 +419,13 @@ class PathStopping(ABC):
 
     def _take(self, state: Mapping[str, Any]) -> None:
         device = self._rows.targets.device
+        checks = len(state["history"]["records"])
+        fits(state["curves"], self._curves[0].new_empty(len(self._curves[0]), checks), "['curves']")
+        if not state["kept"] or not all(0 <= number < checks for number in state["kept"]):
+            raise ValueError(f"weights of the checks {list(state['kept'])} of {checks}")
+        for number, weights in state["kept"].items():
+            fits(weights, self._snapshot(), f"['kept'][{number}]")
+        self._load_own_state(state["rule"])
         self.history.load_state_dict(state["history"])
         self._curves = list(state["curves"].unbind(1))
         self._kept = {
@@ -414,7 +434,6 @@ class PathStopping(ABC):
         }
         self._step, self.reason = state["step"], state["reason"]
         self.should_stop, self.stopped_step = state["should_stop"], state["stopped_step"]
-        self._load_own_state(state["rule"])
 
     def remove(self) -> None:
         """Take the hooks away and let go of the model. What was found stays readable."""

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from ._graph import Graph
+from ._graph import Graph, shape_of
 from ._layout import Layout
+from ._owners import Key, is_mixed, is_nobody
 from ._parts import wide
 
-__all__ = ["Output", "mixes_samples", "replay", "topmost"]
+__all__ = ["Output", "frontier", "mixes_samples", "replay", "topmost"]
 
 Output = tuple[GradientEdge, Layout]  # one output of the model, and where its samples' rows lie
 
@@ -35,6 +36,23 @@ def topmost(graph: Graph, outputs: Sequence[Output]) -> list[Output]:
                 below.add(i)
                 stack.extend(child for child, _ in graph.children[i] if child >= 0)
     return [(edge, layout) for edge, layout in inside if graph.index[edge.node] not in below]
+
+
+def frontier(graph: Graph, owners: Mapping[Key, Tensor | None], m: int) -> list[Output]:
+    """The last tensors in which every element has one owner, for models that return only a loss."""
+    alone, mixed = {}, set()
+    for (node, number), planes in owners.items():
+        position = graph.index.get(node)
+        if position is not None and planes is not None:
+            if bool(is_mixed(planes[:2]).any()):
+                mixed.add(position)
+            elif not bool(is_nobody(planes[:2]).any()):
+                alone[node, number] = (position, planes[0])
+    return [
+        (GradientEdge(node, number), Layout.of(owner, shape_of(node, number), m))
+        for (node, number), (position, owner) in alone.items()
+        if not mixed.isdisjoint(graph.parents[position])
+    ]
 
 
 def replay(

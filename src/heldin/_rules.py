@@ -8,6 +8,7 @@ the decorator line registers it for a node name. Nothing else has to be told abo
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,16 +21,29 @@ from ._layout import Layout
 from ._parts import Filters, Lazy, Outer, Owned, Part, Rows, Scattered, wide
 from ._sampling import Sampler
 
-__all__ = ["RULES", "Site", "Use", "contributions", "generic", "narrowed", "rule"]
+__all__ = [
+    "RULES",
+    "Site",
+    "Use",
+    "all_at_once",
+    "contributions",
+    "generic",
+    "narrowed",
+    "rule",
+]
 
 
 @dataclass
 class Site:
-    """What is known about one argument of one node, from one step to the next."""
+    """What is known about one argument of one node, from one step to the next; None: nothing.
 
-    clean: bool | None = (
-        None  # whether no sum over rows is nothing but rounding noise; None: unknown
-    )
+    Attributes:
+        clean: whether no sum over rows is nothing but rounding noise.
+        batched: whether `vmap` of the node gives what the node itself gives.
+    """
+
+    clean: bool | None = None
+    batched: bool | None = None
 
 
 @dataclass
@@ -102,17 +116,18 @@ class Use:
         over += [i + 2 for i, d in enumerate(kept) if shape[d] == 1 and values.shape[d] > 1]
         summed = rows.sum(over) if over else rows
         if over and not self.site.clean:
-            summed = self._without_noise(summed, rows.abs().sum(over))
+            terms = rows.numel() // max(1, summed.numel())
+            summed = self._without_noise(summed, rows.abs().sum(over), terms)
         return Rows(summed.reshape(layout.m, *self.shape))
 
-    def _without_noise(self, summed: Tensor, size: Tensor) -> Tensor:
+    def _without_noise(self, summed: Tensor, size: Tensor, terms: int) -> Tensor:
         """Nothing but rounding noise is no evidence (the key biases of attention, for one).
 
         Whether sums vanish is a matter of the model, not of the batch: where none of a whole
         vector's does, none will.
         """
-        faint = summed.abs() <= noise(self.grad.dtype) * size
-        if self.site.clean is None:
+        faint = summed.abs() <= noise(self.grad.dtype, terms) * size
+        if self.site.clean is None and bool(size.isfinite().all() & (size > 0).any()):
             self.site.clean = not bool((faint & (size > 0)).any())
         return summed.masked_fill(faint, 0.0)
 
@@ -145,9 +160,9 @@ def rule(*nodes: str) -> Callable[[Rule], Rule]:
 def contributions(use: Use) -> Part:
     """The per-sample contributions to the argument of a use, the fastest way that is known."""
     function = RULES.get(use.node.name())
-    layout = use.layouts[0]
+    layout, grad = use.layouts[0], use.grads[0]
     if function is not None and layout is not None and layout.dim is not None:
-        if use.grads[0] is not None:
+        if grad is not None and not grad.is_complex():  # the rules know nothing of conjugates
             part = function(use)
             if isinstance(part, Tensor):
                 part = Rows(wide(part))
@@ -237,16 +252,34 @@ def generic(use: Use) -> Part:
             else:
                 masked.append(grad * layout.mask(lo, hi, grad.device))
         with torch.no_grad():
-            if use.node.name() not in _NOT_BATCHED:
-                try:
-                    with warnings.catch_warnings():  # an op without a batched form is only slower
-                        warnings.simplefilter("ignore")
-                        return wide(torch.vmap(one, randomness="same")(*masked))
-                except (RuntimeError, ValueError, AssertionError):
-                    pass  # the op's backward has no batched form: one sample at a time
-            return wide(torch.stack([one(*each) for each in zip(*masked, strict=True)]))
+            return wide(all_at_once(one, masked, use.site, use.node.name() not in _NOT_BATCHED))
 
     return Lazy(compute, use.m, use.shape)
+
+
+def all_at_once(
+    one: Callable[..., Tensor], given: Sequence[Tensor], site: Site, hopeful: bool = True
+) -> Tensor:
+    """`vmap` of a function, if it gives what the function gives; else one call after the other.
+
+    Some ops have no batched backward, and that of some (cdist, for one) is wrong in PyTorch, so
+    the two are compared once at each site.
+    """
+    together: Tensor | None = None
+    if hopeful and site.batched is not False:
+        try:
+            with warnings.catch_warnings():  # an op without a batched form is only slower
+                warnings.simplefilter("ignore")
+                together = torch.vmap(one, randomness="same")(*given)
+        except (RuntimeError, ValueError, AssertionError):
+            site.batched = False
+    if together is not None and site.batched:
+        return together
+    apart = torch.stack([one(*each) for each in zip(*given, strict=True)])
+    if together is not None and bool(apart.isfinite().all()) and bool((apart != 0).any()):
+        allowed = torch.finfo(given[0].dtype).eps ** 0.5 * float(apart.abs().max())
+        site.batched = bool(((together - apart).abs() <= allowed).all())
+    return apart
 
 
 _NOT_BATCHED = ("MkldnnRnnLayerBackward0", "CudnnRnnBackward0")
@@ -268,9 +301,16 @@ def keep_readable(raw: Any) -> None:
         holder.handles = _Sticky(handles)  # type: ignore[union-attr]
 
 
-def noise(dtype: torch.dtype) -> float:
-    """Relative size below which a sum that should vanish is taken for rounding error."""
-    return 8 * torch.finfo(dtype).eps
+def noise(dtype: torch.dtype, terms: int) -> float:
+    """Size, relative to its terms, below which a sum is taken for rounding error.
+
+    Rounding errors are independent: relative to the terms, that of a sum falls with the root of
+    their number, as the sum itself does. The factor for single and double precision was measured
+    on the key biases of attention; half precision has no room for as large a one.
+    """
+    eps: float = torch.finfo(dtype).eps
+    factor = 128.0 if eps < 1e-6 else 8.0
+    return factor * eps / math.sqrt(terms)
 
 
 # --- matrices --------------------------------------------------------------------------------
@@ -279,12 +319,16 @@ def noise(dtype: torch.dtype) -> float:
 def _matrix(use: Use, left: str, right: str, argument: int, scale: float = 1.0) -> Part | None:
     """out = left @ right: contributions to one of the two, whose rows or columns are samples."""
     if use.layout.dim == 0 and argument == 1:
-        x, delta = use.layout.split(use.saved(left)), use.layout.split(use.grad)
+        x, delta = use.layout.split(_dense(use.saved(left))), use.layout.split(use.grad)
         return Outer(x if scale == 1 else x * scale, delta)
     if use.layout.dim == 1 and argument == 0:
-        x, delta = use.layout.split(use.saved(right), 1), use.layout.split(use.grad)
+        x, delta = use.layout.split(_dense(use.saved(right)), 1), use.layout.split(use.grad)
         return Outer(delta, x if scale == 1 else x * scale)
     return None
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    return tensor if tensor.layout is torch.strided else tensor.to_dense()
 
 
 @rule("MmBackward0")
@@ -292,7 +336,7 @@ def _mm(use: Use) -> Part | None:
     return _matrix(use, "self", "mat2", use.argument)
 
 
-@rule("AddmmBackward0")
+@rule("AddmmBackward0", "SparseAddmmBackward0")
 def _addmm(use: Use) -> Part | None:
     if use.argument == 0:
         beta = use.option("beta")

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ._checks import fits
 from ._engines import Engine, engine_for
 from ._errors import HeldinError
 from ._losses import RowLoss
@@ -223,9 +224,37 @@ class Stack:
         """Weights, buffers and optimiser states."""
         return {
             "weights": {name: block.detach().clone() for name, block in self.blocks.items()},
-            "buffers": getattr(self.forward, "buffers", []),
+            "buffers": [
+                {name: buffer.clone() for name, buffer in each.items()}
+                for each in getattr(self.forward, "buffers", [])
+            ],
             "optimizers": [copy.deepcopy(o.state_dict()) for o in self.optimizers],
         }
+
+    def check_state(self, state: Mapping[str, Any], copies: int) -> None:
+        """Refuse, before anything is changed, what is not the state of so many copies."""
+        weights = {n: b.new_empty(copies, *b.shape[1:]) for n, b in self.blocks.items()}
+        buffers = getattr(self.forward, "buffers", [])
+        fits(state, {"weights": weights, "buffers": [dict], "optimizers": [dict]}, "['stack']")
+        for each in state["buffers"]:
+            fits(each, dict(buffers[0]) if buffers else {}, "['buffers']")
+        if len(state["buffers"]) not in (0, copies) or bool(state["buffers"]) != bool(buffers):
+            raise ValueError(f"{len(state['buffers'])} sets of buffers for {copies} copies")
+        kinds = (Tensor, float, bool, list, None)
+        for saved in state["optimizers"]:
+            fits(saved, {"state": {int: {str: kinds}}, "param_groups": [dict]}, "['optimizers']")
+        if copies != self.copies:
+            return
+        for made, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            params = [p for group in made.param_groups for p in group["params"]]
+            for number, values in saved["state"].items():
+                for name, value in values.items():
+                    if (
+                        isinstance(value, Tensor)
+                        and value.dim()
+                        and value.shape != params[number].shape
+                    ):
+                        raise ValueError(f"{name!r} of an optimiser is {tuple(value.shape)}")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken."""

@@ -11,18 +11,44 @@ from typing import Any, Literal, TypeVar
 
 from torch import nn
 
+from ._average import FORM as AVERAGE
 from ._average import Average, weight
-from ._checks import all_or_nothing, same_settings, share, state_of, whole
+from ._checks import all_or_nothing, same_settings, share, signature, state_of, whole
 from ._errors import HeldinError
 from ._evidence import Correction, Dead, Evidence, Groups, evidence, grouping
+from ._history import FORM as HISTORY
 from ._history import History, Record
 from ._observe import BUDGET, BatchDim, Estimator, observe
+from ._window import FORM as WINDOW
 from ._window import Window
 
 __all__ = ["EvidenceStopping"]
 
 T = TypeVar("T")
 NOTHING = Evidence(math.nan, {}, 0)
+FORM = {  # of a saved state
+    "settings": dict,
+    "step": int,
+    "armed": bool,
+    "streak": int,
+    "should_stop": bool,
+    "stopped_step": (int, None),
+    "reason": str,
+    "evidence": {
+        "criterion": float,
+        "groups": {str: float},
+        "count": int,
+        "live": {str: int},
+        "nonfinite": [str],
+        "estimator": str,
+    },
+    "average": AVERAGE,
+    "recent": AVERAGE,
+    "single": int,
+    "draws": int,
+    "window": WINDOW,
+    "history": HISTORY,
+}
 
 
 class EvidenceStopping:
@@ -143,6 +169,7 @@ class EvidenceStopping:
             seed=seed,
         )
         self._model: nn.Module | None = model
+        self._signature = signature(model)
         self._groups = grouping(groups)
         # a few groups in the place of samples: the ratio of Gaussian means is known to be too large
         self._correction: Correction = correction
@@ -324,7 +351,9 @@ class EvidenceStopping:
         values = {n: getattr(self, n) for n in (*names, "correction", "dead", "reduction")}
         sampler = self._seen.sampler
         how = {"budget": sampler.budget, "seed": sampler.seed} if sampler is not None else {}
-        return {**values, "estimator": self._seen.estimator, **how}
+        if self._model is not None:
+            self._signature = signature(self._model)
+        return {**values, "estimator": self._seen.estimator, **how, "model": self._signature}
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs; loads with `torch.load(..., weights_only=True)`."""
@@ -351,7 +380,7 @@ class EvidenceStopping:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken: all later values are the same to the last bit."""
         name = "EvidenceStopping"
-        all_or_nothing(name, self._take, state_of(name, state, 1), self.state_dict())
+        all_or_nothing(name, self._take, state_of(name, state, 1, FORM), self.state_dict())
 
     def _take(self, state: Mapping[str, Any]) -> None:
         same_settings("EvidenceStopping", state["settings"], self._settings())

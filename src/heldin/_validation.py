@@ -10,11 +10,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._checks import all_or_nothing, same_settings, state_of, whole
+from ._checks import all_or_nothing, fits, same_settings, signature, state_of, whole
 from ._errors import HeldinError
+from ._history import FORM as HISTORY
 from ._history import History, Record
 
 __all__ = ["ValidationStopping"]
+
+FORM = {  # of a saved state
+    "settings": dict,
+    "step": int,
+    "streak": int,
+    "should_stop": bool,
+    "stopped_step": (int, None),
+    "reason": str,
+    "best_loss": float,
+    "best_step": (int, None),
+    "last_loss": float,
+    "best": {str: Tensor},
+    "history": HISTORY,
+}
 
 
 class ValidationStopping:
@@ -78,6 +93,7 @@ class ValidationStopping:
         self.last_loss = math.nan
         self._best: dict[str, Tensor] = {}
         self._model: nn.Module | None = model
+        self._signature = signature(model)
         self._loss = loss
         self._step = 0
         self._streak = 0
@@ -175,7 +191,10 @@ class ValidationStopping:
     # -- saving and closing
 
     def _settings(self) -> dict[str, Any]:
-        return {"every": self.every, "improvement": self.improvement, "restore": self.restore}
+        if self._model is not None:
+            self._signature = signature(self._model)
+        names = ("every", "improvement", "restore")
+        return {**{n: getattr(self, n) for n in names}, "model": self._signature}
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs, the best weights included."""
@@ -198,10 +217,12 @@ class ValidationStopping:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
         name = "ValidationStopping"
-        all_or_nothing(name, self._take, state_of(name, state, 1), self.state_dict())
+        all_or_nothing(name, self._take, state_of(name, state, 1, FORM), self.state_dict())
 
     def _take(self, state: Mapping[str, Any]) -> None:
         same_settings("ValidationStopping", state["settings"], self._settings())
+        if state["best"] and self._model is not None:
+            fits(state["best"], self._weights(), "['best']")
         self.history.load_state_dict(state["history"])
         self._best = {name: value.clone() for name, value in state["best"].items()}
         self._step, self._streak = state["step"], state["streak"]

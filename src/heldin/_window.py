@@ -10,7 +10,15 @@ from torch import Tensor, nn
 from ._errors import HeldinError
 from ._moments import Moments
 
-__all__ = ["Window"]
+__all__ = ["FORM", "Window"]
+
+FORM = {  # of a saved state
+    "steps": int,
+    "unit": float,
+    "nonfinite": [str],
+    "counts": {str: int},
+    "sums": {str: [(Tensor, float)]},
+}
 
 
 class Window:
@@ -83,6 +91,8 @@ class Window:
                     f"{tuple(total.shape)}, which this model has not; load the state of a run with "
                     "the same model"
                 )
+            if total.shape != squares.shape or name not in state["counts"]:
+                raise ValueError(f"the sums of {name!r} do not belong together")
             device = parameters[name].device
             self._sums[name] = (total.to(device), squares.to(device), weight)
         self.steps, self._unit = state["steps"], state["unit"]
