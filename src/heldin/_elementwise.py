@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ._checks import all_or_nothing, same_settings, share, state_of, whole
+from ._distributed import ProcessGroup, Shadow, ranks_of, unwrapped
 from ._errors import HeldinError
 from ._evidence import Correction, Dead, evidence
 from ._moments import Moments
@@ -42,6 +43,7 @@ class ElementwiseStopping(Optimizer):
         dead: a weight to which no sample contributed keeps its average ("out"), or counts as
             f = 0 ("zero") and is stopped in the end.
         batch_dim, parameters: see `heldin.observe`. Parameters not observed are never stopped.
+        reduction, process_group: see `heldin.EvidenceStopping`.
 
     >>> import heldin, torch
     >>> _ = torch.manual_seed(0)
@@ -74,6 +76,8 @@ class ElementwiseStopping(Optimizer):
         dead: Dead = "out",
         batch_dim: BatchDim = 0,
         parameters: Callable[[str], bool] | None = None,
+        reduction: Literal["mean", "sum"] = "mean",
+        process_group: ProcessGroup = "auto",
     ) -> None:
         name = type(self).__name__
         if not isinstance(optimizer, Optimizer):
@@ -99,7 +103,9 @@ class ElementwiseStopping(Optimizer):
         self._patch_step_function()
 
         self._seen = observe(model, batch_dim=batch_dim, parameters=parameters)
-        self._model: nn.Module | None = model
+        self._ranks = ranks_of(model, process_group, self._seen, reduction == "mean")
+        self._join_config: Any = None  # set by torch.distributed.algorithms.Join
+        self._model: nn.Module | None = unwrapped(model)
         self._averages: dict[str, Tensor] = {}  # smoothed f_k by parameter name
         self._named: dict[str, Tensor] = {}
         self._step = 0
@@ -179,6 +185,8 @@ class ElementwiseStopping(Optimizer):
 
         With a closure, its first call gives the evidence.
         """
+        if self._ranks is not None:
+            self._ranks.notify(self._join_config, self)
         if closure is None:
             self._weigh()
             held = self._hold()
@@ -213,10 +221,15 @@ class ElementwiseStopping(Optimizer):
 
     @torch.no_grad()
     def _weigh(self) -> None:
-        seen = self._seen
-        if seen.count == 0:
+        seen: Mapping[str, Moments] = self._seen
+        count = self._seen.count
+        if self._ranks is not None and (self._step + 1) % self.every == 0:
+            self._ranks.meet({"settings": self._settings(), "step": self._step})
+            pooled = self._ranks.pool(1.0)
+            seen, count = pooled.moments, pooled.count
+        if count == 0:
             self._check_unseen()
-        if seen.count < (4 if self.correction == "gaussian" else 2):
+        if count < (4 if self.correction == "gaussian" else 2):
             return
         how = (self.smoothing, self.greedy, self.dead, self.correction)
         for name, moments in seen.items():
@@ -339,7 +352,32 @@ class ElementwiseStopping(Optimizer):
             averages[name] = average.to(named[name].device, copy=True).contiguous()
         self._step, self._updates, self._averages = state["step"], state["updates"], averages
         self._seen.clear()
+        if self._ranks is not None:
+            self._ranks.forget()
         self._prepare()
+
+    # -- in a `Join` context, see torch.distributed.algorithms.Join
+
+    def join_hook(self, **options: Any) -> Shadow:
+        """What a rank that ran out of data does: it follows the steps of the others."""
+        return Shadow(self._follow)
+
+    def _follow(self) -> None:
+        self._weigh()
+        self._step += 1
+        self._seen.clear()
+        self._prepare()
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of the model."""
+        device: torch.device = self.param_groups[0]["params"][0].device
+        return device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The data-parallel processes."""
+        return None if self._ranks is None else self._ranks.group
 
     def remove(self) -> None:
         """Stop observing. Weights that are stopped stay stopped."""

@@ -73,7 +73,9 @@ def _sums_of(pairs: Sequence[tuple[Tensor, Tensor]], count: int, symmetric: bool
     running = torch.stack(rows).cumsum(1, dtype=torch.float64)
     ends = torch.tensor(sizes).cumsum(0) - 1
     upto = running[:, ends.to(running.device)].T.tolist()  # the only wait for a device
-    if not math.isfinite(upto[-1][2]) and len(pairs) > 1:  # one would spoil those behind it
+    summed, number, size = upto[-1]
+    extreme = not (math.isfinite(size) and summed <= 1e4 * max(1.0, number))
+    if extreme and len(pairs) > 1:  # one would spoil those behind it
         return [_sums_of([pair], count, symmetric)[0] for pair in pairs]
     before = [[0.0, 0.0, 0.0], *upto]
     return [

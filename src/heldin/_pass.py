@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ._distributed import runs_once
 from ._errors import HeldinWarning, NotObservable
 from ._graph import Graph, Plan, Sink, hidden, make_plan, move, pull_back
 from ._moments import Sums
@@ -111,14 +112,14 @@ class Pass:
         trackers = [call.tracker for call in self.calls if call.tracker is not None]
         if len(trackers) < len(self.calls):
             return self._surprise(m)
-        outputs = self._outputs()
-        if outputs and mixes_samples(self.roots, outputs):
+        outputs, once = self._outputs(), runs_once(self.graph.nodes)
+        if outputs and not once and mixes_samples(self.roots, outputs):
             seen.knowledge.warn_mixed({"the loss": "it depends on several samples jointly"})
         owners = {k: v for tracker in trackers for k, v in tracker.nodes.items()}
         slots = {k: v for tracker in trackers for k, v in tracker.slots.items()}
         cause = next((t.first_mixed for t in trackers if t.first_mixed), None)
         plan = make_plan(self.graph, seen.names, owners, slots, m, cause)
-        if not any(tracker.volatile for tracker in trackers):
+        if not once and not any(tracker.volatile for tracker in trackers):
             seen.knowledge.remember(key, plan, self.calls)
         return plan
 
@@ -161,7 +162,9 @@ class Pass:
                     stacklevel=2,
                 )
                 return None
-        self.done = {name: (first, second, None, 1.0) for name, (first, second) in found.items()}
+        for name, (first, second) in found.items():
+            block, weight = self._block_of(name, first, m)
+            self.done[name] = (first[block], second[block], None, weight)
         return plan
 
     # -- hooks
@@ -282,7 +285,8 @@ class Pass:
             return
         if plan.m == 1:
             dense = wide(grad.to_dense() if grad.is_sparse else grad)
-            self.done[name] = (dense.clone(), dense.square(), None, 1.0)
+            block, weight = self._block_of(name, dense, 1)
+            self.done[name] = (dense[block].clone(), dense[block].square(), None, weight)
         elif name not in self.done:
             self._settle(plan, name, grad)
 
@@ -323,6 +327,9 @@ class Pass:
     def _sampled(self, name: str, leaf: Tensor, parts: list[Part]) -> Stored | None:
         sampler = self.seen.sampler
         assert sampler is not None
+        shape: tuple[int, ...] = tuple(leaf.shape)
+        if any(part.whole_only and part.shape == shape for part in parts):
+            return None
         spread = leaf.dim() > 1 and all(part.rows == 1 for part in parts)
         reads = max(part.reads for part in parts)
         block, weight = sampler.block(name, leaf.shape, reads, spread)
@@ -336,11 +343,21 @@ class Pass:
         first, second = moments([part for part in smaller if part is not None])
         return first, second, None, weight
 
+    def _block_of(self, name: str, whole: Tensor, reads: int) -> tuple[Any, float]:
+        """The sampled block of moments that are there as a whole."""
+        if self.seen.sampler is None:
+            return (), 1.0
+        block, weight = self.seen.sampler.block(name, whole.shape, reads, whole.dim() > 1)
+        return (() if block is None else block), weight
+
     # -- after the pass
 
     def finish(self) -> None:
         """The pass went through: add what it showed."""
         if self.plan is not None:
+            sampler = self.seen.sampler
+            if sampler is not None and self.plan.m > 1:
+                sampler.whole.update(self.done.keys() - sampler.noted.keys())
             self.seen.add(self.done, self.ratios, self.plan.m, self.calls)
 
     def close(self) -> None:

@@ -1,0 +1,49 @@
+"""Several processes give the values and decisions of one on the concatenated batch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import ranks
+import torch
+
+HERE = Path(__file__).parent
+pytestmark = pytest.mark.skipif(
+    not (torch.distributed.is_available() and torch.distributed.is_gloo_available()),
+    reason="this build of torch has no gloo",
+)
+
+
+def launch(world: int, out: Path, names: str) -> list[subprocess.Popen[bytes]]:
+    """One process per rank."""
+    common = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(world)}
+    command = [sys.executable, str(HERE / "ranks.py"), str(out), names]
+    return [
+        subprocess.Popen(command, env={**common, "RANK": str(r)}, stderr=subprocess.PIPE)
+        for r in range(world)
+    ]
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """All cases, run once in each number of processes."""
+    world, out = request.param, tmp_path_factory.mktemp("ranks")
+    processes = launch(world, out, ",".join(ranks.CASES))
+    tails = [process.communicate(timeout=300)[1].decode()[-2000:] for process in processes]
+    found = {}
+    for rank, tail in enumerate(tails):
+        path = out / f"{rank}.json"
+        found[rank] = json.loads(path.read_text()) if path.exists() else {"": tail}
+    return found
+
+
+@pytest.mark.parametrize("name", ranks.CASES)
+def test_ranks(outcome: dict, name: str) -> None:
+    for rank, results in outcome.items():
+        assert name in results, f"rank {rank} did not come that far: {list(results.items())[-1:]}"
+        assert results[name] == "ok", f"rank {rank}:\n{results[name]}"
