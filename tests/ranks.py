@@ -76,7 +76,9 @@ class Forked(nn.Module):
 
 
 def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(5, 40), nn.Tanh(), nn.Linear(40, 30), nn.ReLU(), nn.Linear(30, 3))
+    return nn.Sequential(
+        nn.Linear(5, 40), nn.Tanh(), nn.Linear(40, 30), nn.ReLU(), nn.Linear(30, 3)
+    )
 
 
 def smooth() -> nn.Module:

@@ -7,6 +7,7 @@ same decision in the same step. Of a sampled parameter only the block is sent.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -24,9 +25,21 @@ from ._sampling import Block
 if TYPE_CHECKING:
     from ._observe import Observation
 
-__all__ = ["Pooled", "ProcessGroup", "Ranks", "Shadow", "ranks_of", "runs_once", "unwrapped"]
+__all__ = [
+    "Pooled",
+    "ProcessGroup",
+    "Ranks",
+    "Shadow",
+    "as_parameter",
+    "local_part",
+    "ranks_of",
+    "runs_once",
+    "shard_of",
+    "unwrapped",
+    "watch_unsharded",
+]
 
-ProcessGroup = Any  # torch.distributed.ProcessGroup, None or "auto"
+ProcessGroup = Any  # torch.distributed.ProcessGroup, a DeviceMesh, None or "auto"
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -50,32 +63,129 @@ def runs_once(nodes: Iterable[Any]) -> bool:
     return False
 
 
-def _group(model: nn.Module, process_group: ProcessGroup) -> Any:
-    """The processes whose samples belong together, or None if this one is on its own."""
-    available = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if process_group is None or not available:
-        if process_group not in (None, "auto"):
+# --- which processes -------------------------------------------------------------------------
+
+
+def _groups(model: nn.Module, process_group: ProcessGroup) -> list[Any]:
+    """The groups over which sums are taken, one after the other; none for a process on its own."""
+    if process_group is None:
+        return []
+    if isinstance(process_group, str) and process_group != "auto":
+        raise HeldinError(
+            "process_group: expected 'auto', None, a torch.distributed.ProcessGroup or a "
+            f"DeviceMesh, got {process_group!r}"
+        )
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        if process_group == "auto":
+            return []
+        raise HeldinError(
+            "process_group: torch.distributed is not initialised; call init_process_group() "
+            "first, or leave the argument out"
+        )
+    groups = _own_groups(model) if process_group == "auto" else [process_group]
+    if hasattr(groups[0], "get_all_groups"):  # a DeviceMesh
+        groups = groups[0].get_all_groups()
+    return [group for group in groups if torch.distributed.get_world_size(group) > 1]
+
+
+def _own_groups(model: nn.Module) -> list[Any]:
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        return [model.process_group]
+    for module in _fully_sharded(model):
+        for name, p in module.named_parameters():
+            mesh: Any = getattr(p, "device_mesh", None)
+            placements: Any = getattr(p, "placements", ())
+            if mesh is None:
+                continue
+            if mesh.ndim == 1 or (mesh.ndim == 2 and placements[0].is_replicate()):
+                return [mesh]
             raise HeldinError(
-                "process_group: torch.distributed is not initialised; call init_process_group() "
-                "first, or leave the argument out"
+                f"process_group: parameter {name!r} lies on a mesh of {mesh.ndim} dimensions, and "
+                "which of them are data-parallel is not known; pass their part of the mesh, "
+                "process_group=mesh['dp'] for instance"
             )
-        return None
-    if isinstance(process_group, str):
-        if process_group != "auto":
-            raise HeldinError(
-                f"process_group: expected 'auto', None or a torch.distributed.ProcessGroup, got "
-                f"{process_group!r}"
-            )
-        process_group = getattr(model, "process_group", None) or torch.distributed.group.WORLD
-    return process_group if torch.distributed.get_world_size(process_group) > 1 else None
+    return [torch.distributed.group.WORLD]
 
 
 def ranks_of(
     model: nn.Module, process_group: ProcessGroup, seen: Observation, mean: bool
 ) -> Ranks | None:
     """The ranks that train a model together; None if there is but one process."""
-    group = _group(model, process_group)
-    return None if group is None else Ranks(model, group, seen, mean)
+    groups = _groups(model, process_group)
+    return Ranks(model, groups, seen, mean) if groups else None
+
+
+# --- sharded parameters ----------------------------------------------------------------------
+
+
+def _fully_sharded(model: nn.Module) -> list[nn.Module]:
+    """The modules that `fully_shard` was applied to."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return []
+    from torch.distributed.fsdp import FSDPModule
+
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def watch_unsharded(model: nn.Module, found: Callable[[Tensor, str], None]) -> list[Any]:
+    """Tell of the parameters that `fully_shard` gathers for a forward pass, with their names.
+
+    In the graph these stand for the sharded ones that the model has otherwise. Nothing is gathered
+    for this: the hooks run after those of `fully_shard`.
+    """
+    modules = _fully_sharded(model)
+    owners = {id(module) for module in modules}
+    names = {id(module): name for name, module in model.named_modules()}
+
+    def hook(places: list[tuple[nn.Module, str, str]]) -> Callable[[Any, Any], None]:
+        def gathered(module: Any, args: Any) -> None:
+            for holder, own, name in places:
+                parameter = holder._parameters.get(own)
+                if parameter is not None:
+                    found(parameter, name)
+
+        return gathered
+
+    handles = []
+    for module in modules:
+        places, stack = [], [module]
+        while stack:
+            each = stack.pop()
+            start = names[id(each)] + "." if names[id(each)] else ""
+            places += [(each, own, start + own) for own in each._parameters]
+            stack += [child for child in each.children() if id(child) not in owners]
+        handles.append(module.register_forward_pre_hook(hook(places)))
+    return handles
+
+
+def local_part(parameter: Tensor) -> Tensor:
+    """The part of a parameter that this rank holds (a view), or all of it if it is not sharded."""
+    part: Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    return part
+
+
+def shard_of(whole: Tensor, parameter: Tensor) -> Tensor:
+    """The part of a tensor that this rank holds of the parameter; nothing is sent."""
+    if not hasattr(parameter, "to_local"):
+        return whole
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+    return distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()
+
+
+def as_parameter(part: Tensor, parameter: Tensor) -> Tensor:
+    """A rank's part as a tensor that is sharded as the parameter is."""
+    if not hasattr(parameter, "to_local"):
+        return part
+    from torch.distributed.tensor import DTensor
+
+    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+    shape, stride = parameter.shape, parameter.stride()
+    return DTensor.from_local(part, mesh, placements, shape=shape, stride=stride, run_check=False)
+
+
+# --- pooling ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -103,8 +213,9 @@ class Ranks:
         bytes: what this rank has put into all-reduces in the last step.
     """
 
-    def __init__(self, model: nn.Module, group: Any, seen: Observation, mean: bool) -> None:
-        self.group, self.size, self.bytes = group, torch.distributed.get_world_size(group), 0
+    def __init__(self, model: nn.Module, groups: list[Any], seen: Observation, mean: bool) -> None:
+        self.groups, self.bytes = groups, 0
+        self.size = prod(torch.distributed.get_world_size(group) for group in groups)
         self._seen = seen
         self._by_size = mean and seen.estimator != "microbatch"
         self._model = weakref.ref(model)
@@ -136,15 +247,17 @@ class Ranks:
         self._dtypes = {n: wide(torch.empty(0, dtype=p.dtype)).dtype for n, p in named.items()}
         self._device = next(iter(named.values())).device
         own = {**facts, "parameters": [f"{n} {shape}" for n, shape in self._shapes.items()]}
-        everyone: list[dict[str, Any]] = [{}] * self.size
-        torch.distributed.all_gather_object(everyone, own, self.group)
-        for rank, other in enumerate(everyone):
-            for what, value in everyone[0].items():
-                if other.get(what) != value:
-                    raise HeldinError(
-                        f"rank {rank} and rank 0 differ in {what}: {_short(other.get(what), value)}"
-                        "; every rank must build, load and call the same"
-                    )
+        for group in self.groups:
+            everyone: list[dict[str, Any]] = [{}] * torch.distributed.get_world_size(group)
+            torch.distributed.all_gather_object(everyone, own, group)
+            for rank, other in enumerate(everyone):
+                for what, value in everyone[0].items():
+                    if other.get(what) != value:
+                        difference = _short(other.get(what), value)
+                        raise HeldinError(
+                            f"rank {rank} and rank 0 differ in {what}: {difference}; every rank "
+                            "must build, load and call the same"
+                        )
         self._met = True
 
     # -- uneven inputs
@@ -274,8 +387,9 @@ class Ranks:
         middle = len(head) + sum(t.numel() for t in firsts)
         flat[len(head) : middle] *= unit
         flat[middle:] *= unit**2
-        self.bytes += flat.numel() * flat.element_size()
-        torch.distributed.all_reduce(flat, group=self.group)
+        for group in self.groups:
+            self.bytes += flat.numel() * flat.element_size()
+            torch.distributed.all_reduce(flat, group=group)
         return flat, len(head)
 
     def _read(

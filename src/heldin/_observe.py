@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ._calls import BatchDim, Call, Calls, Knowledge
-from ._distributed import unwrapped
+from ._distributed import unwrapped, watch_unsharded
 from ._errors import HeldinError
 from ._graph import walk
 from ._moments import Moments, Sums
@@ -127,6 +127,9 @@ class Observation(Mapping[str, Moments]):
         self._sums: dict[str, Stored] = {}
         self.names: dict[int, str] = {}  # by id of the parameter
         self._alive: dict[int, weakref.ref[Tensor]] = {}
+        self._gathered: dict[int, tuple[weakref.ref[Tensor], str]] = {}  # of sharded parameters
+        self._watching: list[Any] = []
+        self.sharded = False
         self._find_names()
 
     # -- the mapping; two observations are never the same
@@ -216,6 +219,8 @@ class Observation(Mapping[str, Moments]):
     def resume(self) -> None:
         """Go on observing after `pause`."""
         if self._model is not None and not self.calls.watching:
+            self._watching = watch_unsharded(self._model, self._found)
+            self.sharded = bool(self._watching)
             self.calls.attach()
             _attach(self)
 
@@ -223,6 +228,9 @@ class Observation(Mapping[str, Moments]):
         """Observe nothing, at no cost, until `resume`; sums and what was learnt are kept."""
         _detach(self)
         self.calls.detach()
+        for handle in self._watching:
+            handle.remove()
+        self._watching = []
 
     def __exit__(
         self,
@@ -237,7 +245,7 @@ class Observation(Mapping[str, Moments]):
         self.pause()
         self.calls.close()
         self._model = None
-        self.names, self._alive = {}, {}
+        self.names, self._alive, self._gathered = {}, {}, {}
 
     def call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run a function as if it were the model's forward pass, and return its result.
@@ -264,6 +272,22 @@ class Observation(Mapping[str, Moments]):
         self.calls.parameters = [p for _, p in named]
         self._alive = {id(p): weakref.ref(p) for _, p in named}  # an id may be used again
         self.names = {id(p): n for n, p in named if self._chosen is None or self._chosen(n)}
+        for alive, name in self._gathered.values():
+            parameter = alive()
+            if parameter is not None:
+                self._add_name(parameter, name)
+
+    def _found(self, parameter: Tensor, name: str) -> None:
+        """A sharded parameter was gathered."""
+        known = self._gathered.get(id(parameter))
+        if known is None or known[0]() is not parameter:
+            self._gathered[id(parameter)] = (weakref.ref(parameter), name)
+            self._add_name(parameter, name)
+
+    def _add_name(self, parameter: Tensor, name: str) -> None:
+        self._alive[id(parameter)] = weakref.ref(parameter)
+        if self._chosen is None or self._chosen(name):
+            self.names[id(parameter)] = name
 
 
 def observe(

@@ -113,7 +113,7 @@ class Pass:
         if len(trackers) < len(self.calls):
             return self._surprise(m)
         outputs, once = self._outputs(), runs_once(self.graph.nodes)
-        if outputs and not once and mixes_samples(self.roots, outputs):
+        if outputs and not (once or seen.sharded) and mixes_samples(self.roots, outputs):
             seen.knowledge.warn_mixed({"the loss": "it depends on several samples jointly"})
         owners = {k: v for tracker in trackers for k, v in tracker.nodes.items()}
         slots = {k: v for tracker in trackers for k, v in tracker.slots.items()}
@@ -145,6 +145,9 @@ class Pass:
         them the pass is let go, with a warning, and the next calls are followed again.
         """
         self.seen.knowledge.doubt(self.calls)
+        if self.seen.sharded:
+            self._let_go("backward passes of our own would disturb fully_shard")
+            return None
         plan = self._leaves_only(m)
         found = self._replayed(plan)
         leaves = [self.graph.leaves[i] for i in plan.leaves.values()]
@@ -153,19 +156,21 @@ class Pass:
             whole = wide(grad.to_dense() if grad.is_sparse else grad)
             part = found[name][0] if name in found else torch.zeros_like(whole)
             if not torch.allclose(part, whole, rtol=1e-2, atol=1e-2 * float(whole.abs().max())):
-                self.seen.calls.done(self.calls)
-                warnings.warn(
-                    "this backward pass is not observed: its graph differs from those that the "
-                    "same call of the model has led to before, and not all of the gradient of "
-                    f"{name!r} comes through the model's outputs. The next calls are followed anew",
-                    HeldinWarning,
-                    stacklevel=2,
-                )
+                self._let_go(f"not all of {name!r}'s gradient comes through the model's outputs")
                 return None
         for name, (first, second) in found.items():
             block, weight = self._block_of(name, first, m)
             self.done[name] = (first[block], second[block], None, weight)
         return plan
+
+    def _let_go(self, why: str) -> None:
+        self.seen.calls.done(self.calls)
+        warnings.warn(
+            "this backward pass is not observed: its graph differs from those that the same call "
+            f"of the model has led to before, and {why}. The next calls are followed anew",
+            HeldinWarning,
+            stacklevel=2,
+        )
 
     # -- hooks
 

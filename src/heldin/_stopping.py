@@ -320,7 +320,7 @@ class EvidenceStopping:
     @property
     def join_process_group(self) -> Any:
         """The data-parallel processes."""
-        return None if self._ranks is None else self._ranks.group
+        return None if self._ranks is None else self._ranks.groups[0]
 
     # -- reports
 
