@@ -10,7 +10,9 @@ import copy
 import datetime
 import json
 import os
+import shutil
 import sys
+import tempfile
 import traceback
 import warnings
 from collections.abc import Callable
@@ -551,12 +553,226 @@ def ddp_bytes(rank: int, world: int) -> None:
         assert stopping.metrics()["heldin/bytes_sent"] == stopping.bytes_sent
 
 
+# --- fully_shard -----------------------------------------------------------------------------
+
+
+def sharded(model: nn.Module) -> nn.Module:
+    """Every layer on its own, then the rest; tied weights stay together."""
+    from torch.distributed.fsdp import fully_shard
+
+    if not isinstance(model, Words):
+        for layer in model.modules():
+            if isinstance(layer, (nn.Linear, nn.Conv2d)):
+                fully_shard(layer)
+    return fully_shard(model)
+
+
+@case
+def fsdp_exact(rank: int, world: int) -> None:
+    for kind in ("mlp", "conv", "words"):
+        both(kind, rank, world, estimator="exact", wrap=sharded)
+
+
+@case
+def fsdp_sampled(rank: int, world: int) -> None:
+    for kind in ("mlp", "conv", "words"):
+        both(kind, rank, world, even=False, budget=40, wrap=sharded)
+
+
+@case
+def fsdp_microbatch(rank: int, world: int) -> None:
+    plain = make("mlp")
+    model = sharded(copy.deepcopy(plain))
+    alone = heldin.EvidenceStopping(plain, process_group=None, estimator="microbatch")
+    with alone, heldin.EvidenceStopping(model, estimator="microbatch") as together:
+        x, y = batch("mlp", 12 * world, 0)
+        for a, b in zip(x.split(4), y.split(4), strict=True):
+            loss(plain(a), b).backward()
+        for a, b in list(zip(x.split(4), y.split(4), strict=True))[rank::world]:
+            loss(model(a), b).backward()
+        together.step(), alone.step()
+        close(together.evidence, alone.evidence)
+
+
+@case
+def fsdp_gathers_nothing_more(rank: int, world: int) -> None:
+    """Besides one all-reduce, the collectives are those of the unobserved step."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    x, y = part(batch("mlp", 4 * world, 0), [4] * world, rank)
+    counts = []
+    for watched in (False, True):
+        model = sharded(make("mlp"))
+        stopping = heldin.EvidenceStopping(model, budget=40) if watched else None
+        for _ in range(4):
+            with CommDebugMode() as mode:
+                loss(model(x), y).backward()
+                if stopping is not None:
+                    stopping.step()
+        counts.append({str(op): n for op, n in mode.get_comm_counts().items()})
+        if stopping is not None:
+            stopping.remove()
+    plain, seen = counts
+    more = {op: n - plain.get(op, 0) for op, n in seen.items() if n != plain.get(op, 0)}
+    assert sum(plain.values()) > 0
+    assert sum(more.values()) == 1, (plain, seen)
+    assert "allreduce" in next(iter(more)).replace("_", ""), more
+
+
+@case
+def fsdp_elementwise(rank: int, world: int) -> None:
+    """Single weights of sharded parameters stop as they do in one process."""
+    plain = make("mlp")
+    model = sharded(copy.deepcopy(plain))
+    options: dict[str, Any] = {"smoothing": 0.5, "start": 1.2}
+    alone = heldin.ElementwiseStopping(
+        torch.optim.Adam(plain.parameters(), lr=0.01), plain, process_group=None, **options
+    )
+    together = heldin.ElementwiseStopping(
+        torch.optim.Adam(model.parameters(), lr=0.01), model, **options
+    )
+    for step in range(5):
+        x, y = batch("mlp", 4 * world, step)
+        a, b = part((x, y), [4] * world, rank)
+        for net, optimizer, u, v in ((plain, alone, x, y), (model, together, a, b)):
+            optimizer.zero_grad()
+            loss(net(u), v).backward()
+            optimizer.step()
+    averages = together.state_dict()["heldin"]["averages"]
+    assert 0 < alone.stopped_fraction() < 1
+    for name, p in plain.named_parameters():
+        assert torch.allclose(alone._averages[name], averages[name].full_tensor(), atol=1e-9), name
+        assert torch.allclose(p, dict(model.named_parameters())[name].full_tensor(), atol=1e-9)
+    stopped = sum(int(mask.sum()) for mask in together.masks().values())
+    assert sum(everyone(stopped)) == sum(int(mask.sum()) for mask in alone.masks().values())
+    alone.remove(), together.remove()
+
+
+@case
+def fsdp_meshes(rank: int, world: int) -> None:
+    """Replicas of shards: sums are taken over both dimensions of the mesh."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    if world != 4:
+        return
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    both("mlp", rank, world, budget=40, wrap=lambda model: fully_shard(model, mesh=mesh))
+    model = make("mlp")
+    with heldin.EvidenceStopping(model, process_group=mesh["shards"]) as stopping:
+        x, y = part(batch("mlp", 4 * world, 0), [4] * world, rank)
+        loss(model(x), y).backward()
+        stopping.step()
+        assert stopping.evidence.count == 8
+
+
+# --- checkpoints -----------------------------------------------------------------------------
+
+
+class Trained:
+    """A run with both kinds of stopping, plain or sharded, that can be saved and loaded."""
+
+    def __init__(self, shard: bool, rank: int, world: int) -> None:
+        self.shard, self.rank, self.world = shard, rank, world
+        self.model = sharded(make("mlp")) if shard else make("mlp")
+        group = "auto" if shard else None
+        self.stopping = heldin.EvidenceStopping(
+            self.model, budget=40, window=2, process_group=group
+        )
+        inner = torch.optim.Adam(self.model.parameters(), lr=0.01)
+        self.optimizer = heldin.ElementwiseStopping(
+            inner, self.model, smoothing=0.5, start=1.2, process_group=group
+        )
+
+    def train(self, steps: range) -> list[float]:
+        values = []
+        for step in steps:
+            x, y = batch("mlp", 4 * self.world, step)
+            if self.shard:
+                x, y = part((x, y), [4] * self.world, self.rank)
+            loss(self.model(x), y).backward()
+            self.stopping.step()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            values.append(self.stopping.criterion)
+        return values
+
+    def state(self) -> dict[str, Any]:
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        packed = heldin.Packed(self.stopping)
+        return {"model": model, "optimizer": optimizer, "stopping": packed}
+
+    def load(self, path: Path, **options: Any) -> None:
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict import set_state_dict
+
+        state = self.state()
+        dcp.load(state, checkpoint_id=path, **options)
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+
+    def close(self) -> None:
+        self.stopping.remove()
+        self.optimizer.remove()
+
+
+@case
+def checkpoints_move_between_sizes(rank: int, world: int) -> None:
+    """torch.distributed.checkpoint: written by many, read by one, and the other way round."""
+    import torch.distributed.checkpoint as dcp
+
+    warnings.filterwarnings("ignore", module="torch.distributed")
+    whole = Trained(False, rank, world)
+    expected = whole.train(range(9))
+    fraction = whole.optimizer.stopped_fraction()
+    assert fraction > 0
+    whole.close()
+    here = Path(everyone(tempfile.mkdtemp())[0])
+
+    first = Trained(True, rank, world)
+    first.train(range(5))  # in the middle of a window
+    dcp.save(first.state(), checkpoint_id=here / "many")
+    first.close()
+    again, single = Trained(True, rank, world), Trained(False, rank, world)
+    again.load(here / "many")
+    single.load(here / "many", no_dist=True)
+    for run in (again, single):
+        for one, other in zip(run.train(range(5, 9)), expected[5:], strict=True):
+            near(one, other)
+    assert single.optimizer.stopped_fraction() == fraction
+    again.close(), single.close()
+
+    one = Trained(False, rank, world)
+    one.train(range(5))
+    if rank == 0:
+        dcp.save(one.state(), checkpoint_id=here / "one", no_dist=True)
+    one.close()
+    dist.barrier()
+    many = Trained(True, rank, world)
+    many.load(here / "one")
+    for value, other in zip(many.train(range(5, 9)), expected[5:], strict=True):
+        near(value, other)
+    many.close()
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(here)
+
+
 # --- running ---------------------------------------------------------------------------------
 
 
 def run(out: Path, names: list[str]) -> None:
     warnings.simplefilter("error")
-    warnings.filterwarnings("ignore", message=".*(barrier|nested|Gloo|resource_tracker).*")
+    warnings.filterwarnings(
+        "ignore",
+        message=".*(barrier|nested|Gloo|resource_tracker|returned a view tensor|Full backward hook).*",
+    )
     torch.set_num_threads(1)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group(

@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import ranks
 import torch
+
+import ranks
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.skipif(

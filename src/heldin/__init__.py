@@ -12,6 +12,7 @@ from ._history import History, Record
 from ._leaveoneout import LeaveOneOutStopping
 from ._moments import Moments
 from ._observe import Observation, observe
+from ._packed import Packed
 from ._rules import Use, rule
 from ._stopping import EvidenceStopping
 from ._validation import ValidationStopping
@@ -32,6 +33,7 @@ __all__ = [
     "Moments",
     "NotObservable",
     "Observation",
+    "Packed",
     "Patience",
     "Record",
     "ShadowStopping",

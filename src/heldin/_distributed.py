@@ -136,6 +136,7 @@ def watch_unsharded(model: nn.Module, found: Callable[[Tensor, str], None]) -> l
     modules = _fully_sharded(model)
     owners = {id(module) for module in modules}
     names = {id(module): name for name, module in model.named_modules()}
+    first = {name for name, _ in model.named_parameters()} if modules else set()  # of tied ones
 
     def hook(places: list[tuple[nn.Module, str, str]]) -> Callable[[Any, Any], None]:
         def gathered(module: Any, args: Any) -> None:
@@ -152,7 +153,7 @@ def watch_unsharded(model: nn.Module, found: Callable[[Tensor, str], None]) -> l
         while stack:
             each = stack.pop()
             start = names[id(each)] + "." if names[id(each)] else ""
-            places += [(each, own, start + own) for own in each._parameters]
+            places += [(each, own, start + own) for own in each._parameters if start + own in first]
             stack += [child for child in each.children() if id(child) not in owners]
         handles.append(module.register_forward_pre_hook(hook(places)))
     return handles
