@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -48,3 +50,17 @@ def test_ranks(outcome: dict, name: str) -> None:
     for rank, results in outcome.items():
         assert name in results, f"rank {rank} did not come that far: {list(results.items())[-1:]}"
         assert results[name] == "ok", f"rank {rank}:\n{results[name]}"
+
+
+def test_the_others_do_not_wait_for_a_dead_rank(tmp_path: Path) -> None:
+    """Past the group's own timeout (8 seconds), an error is raised."""
+    start = time.monotonic()
+    processes = launch(3, tmp_path, "die")
+    for process in processes:
+        process.communicate(timeout=60)
+    assert processes[-1].returncode == -signal.SIGKILL
+    for rank in (0, 1):
+        told = json.loads((tmp_path / f"{rank}.json").read_text())["die"]
+        assert "_distributed.py" in told, told
+        assert "Error" in told
+    assert time.monotonic() - start < 50

@@ -135,7 +135,7 @@ def test_absent_tokens_are_dead() -> None:
 
 
 def test_huge_ratios_of_one_parameter_leave_the_others_alone() -> None:
-    """Sums over many small parameters are formed together; one without noise must not spoil them."""
+    """Sums of many small parameters are formed together; one without noise must not spoil them."""
     torch.manual_seed(0)
     rows = {f"p{i}": torch.randn(8, 3, dtype=torch.float64) for i in range(8)}
     rows["p2"] = torch.ones(8, 3, dtype=torch.float64)  # the same from every sample: no noise

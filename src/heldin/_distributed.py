@@ -31,6 +31,7 @@ __all__ = [
     "Ranks",
     "Shadow",
     "as_parameter",
+    "is_parallel",
     "local_part",
     "ranks_of",
     "runs_once",
@@ -157,6 +158,11 @@ def watch_unsharded(model: nn.Module, found: Callable[[Tensor, str], None]) -> l
             stack += [child for child in each.children() if id(child) not in owners]
         handles.append(module.register_forward_pre_hook(hook(places)))
     return handles
+
+
+def is_parallel(tensor: Tensor) -> bool:
+    """Whether a tensor is spread over several devices (a DTensor)."""
+    return hasattr(tensor, "device_mesh")
 
 
 def local_part(parameter: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ._distributed import runs_once
+from ._distributed import is_parallel, runs_once
 from ._errors import HeldinWarning, NotObservable
 from ._graph import Graph, Plan, Sink, hidden, make_plan, move, pull_back
 from ._moments import Sums
@@ -67,6 +67,7 @@ class Pass:
         names = seen.names_of(graph.leaves.values())
         if seen.estimator == "microbatch":
             if any(id(leaf) in names for leaf in graph.leaves.values()):
+                self._refuse_parallel_tensors()
                 self.plan = self._leaves_only(1)
             return
         self.calls = seen.calls.within(graph)
@@ -91,6 +92,7 @@ class Pass:
             )
         if not reached:
             return
+        self._refuse_parallel_tensors()
         if not self.calls:
             raise NotObservable(
                 f"a backward pass reached parameter {reached[0]!r}, but not through a call of the "
@@ -106,6 +108,17 @@ class Pass:
             )
         (m,) = counts
         self.plan = self._leaves_only(1) if m == 1 else self._plan(m, key)
+
+    def _refuse_parallel_tensors(self) -> None:
+        """A parameter that no rank has as a whole, not even during the pass."""
+        for leaf in self.graph.leaves.values():
+            if is_parallel(leaf):
+                name = self.seen.names.get(id(leaf), "of a frozen or unobserved layer")
+                raise NotObservable(
+                    f"parameter {name!r} is a DTensor during the forward pass (tensor parallel): "
+                    "samples cannot be followed through it, nor can its gradient be summed here. "
+                    "Use data-parallel ranks, or fully_shard, for the layers that are observed"
+                )
 
     def _plan(self, m: int, key: Any) -> Plan | None:
         seen = self.seen
