@@ -16,7 +16,7 @@ parser.add_argument("--steps", type=int, default=500, help="stop here at the lat
 parser.add_argument("--checkpoint", type=Path, help="folder to go on from, and to save to")
 options = parser.parse_args()
 
-accelerator = Accelerator(cpu=True, split_batches=True)
+accelerator = Accelerator(cpu=True)
 torch.manual_seed(0)
 x = torch.randn(200, 20)
 y = (x[:, 0] + x[:, 1] + torch.randn(200) > 0).long()
@@ -24,7 +24,7 @@ model = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 2))
 model, optimizer, loader = accelerator.prepare(
     model,
     torch.optim.Adam(model.parameters(), lr=0.003),
-    DataLoader(TensorDataset(x, y), batch_size=200),
+    DataLoader(TensorDataset(x, y), batch_size=200 // accelerator.num_processes),
 )
 evidence = EvidenceStopping(accelerator, model)  # its state is in save_state and load_state
 if options.checkpoint and options.checkpoint.exists():
