@@ -36,14 +36,15 @@ if options.checkpoint and options.checkpoint.exists():
     done = saved["step"]
 
 with stopping:
-    for step in range(done + 1, options.steps + 1):
+    while done < options.steps:
+        done += 1
         F.cross_entropy(model(x[mine]), y[mine]).backward()
         if stopping.step():
             break
         optimizer.step()
         optimizer.zero_grad()
 if options.checkpoint and rank == 0:
-    state = {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+    state = {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "step": done}
     torch.save({**state, "stopping": stopping.state_dict()}, options.checkpoint)
 print(f"rank {rank} of {world}: {stopping.should_stop} at {stopping.reason}", flush=True)
 dist.destroy_process_group()

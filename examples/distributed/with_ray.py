@@ -36,13 +36,14 @@ def train(config: dict[str, Any]) -> None:
         done = saved["step"]
 
     with stopping:
-        for step in range(done + 1, config["steps"] + 1):
+        while done < config["steps"]:
+            done += 1
             F.cross_entropy(model(x[mine]), y[mine]).backward()
             if stopping.step():
                 break
             optimizer.step()
             optimizer.zero_grad()
-    state = {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+    state = {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "step": done}
     with tempfile.TemporaryDirectory() as folder:
         torch.save({**state, "stopping": stopping.state_dict()}, Path(folder) / "state.pt")
         kept = Checkpoint.from_directory(folder) if rank == 0 else None
