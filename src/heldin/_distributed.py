@@ -45,6 +45,14 @@ ProcessGroup = Any  # torch.distributed.ProcessGroup, a DeviceMesh, None or "aut
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The user's own module inside DistributedDataParallel; any other model as it is."""
+    if "torch.distributed.fsdp" in sys.modules:
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+            raise HeldinError(
+                "FullyShardedDataParallel keeps parameters in flat pieces that have no names or "
+                "shapes of their own; use its successor, torch.distributed.fsdp.fully_shard"
+            )
     if isinstance(model, nn.parallel.DistributedDataParallel):
         inner: nn.Module = model.module
         return inner
