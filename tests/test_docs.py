@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
+from collections import defaultdict
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -71,17 +72,18 @@ def importable(name: str) -> bool:
 def test_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = [m for m in BLOCK.finditer(page.read_text()) if "illustration" not in m["mark"]]
     monkeypatch.chdir(tmp_path)
-    space = surroundings()
+    spaces: defaultdict[str, dict[str, Any]] = defaultdict(surroundings)  # one for each tab
     skipped: list[str] = []
     try:
         for block in blocks:
-            needed = FRAMEWORKS.get(tab(page.read_text(), block))
+            label = tab(page.read_text(), block)
+            needed = FRAMEWORKS.get(label)
             if needed is None or importable(needed):
-                exec(compile(dedent(block["code"]), str(page), "exec"), space)
+                exec(compile(dedent(block["code"]), str(page), "exec"), spaces[label])
             else:
                 skipped.append(needed)
     finally:
-        for value in space.values():
+        for value in [value for space in spaces.values() for value in space.values()]:
             if hasattr(value, "remove") and hasattr(value, "should_stop"):
                 value.remove()
     if skipped:

@@ -110,6 +110,70 @@ def test_same_as_plain(case: plain.Case) -> None:
     expect_no_trace(model)
 
 
+@pytest.mark.parametrize("kind", ["rows", "images"])
+def test_batch_normalisation(kind: str) -> None:
+    """As in PyTorch, and trained as by Keras alone, moving averages included."""
+    shape = (plain.INPUTS,) if kind == "rows" else (4, 5, 1)
+    x, y = plain.data(torch.float32)
+    x = x.reshape(-1, *shape)
+
+    def build() -> Any:
+        keras.utils.set_random_seed(3)
+        first = keras.layers.Dense(6) if kind == "rows" else keras.layers.Conv2D(6, 3)
+        layers = [first, keras.layers.BatchNormalization(), keras.layers.Activation("tanh")]
+        model = keras.Sequential(
+            [keras.layers.Input(shape), *layers, keras.layers.Flatten(), keras.layers.Dense(3)]
+        )
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.SGD(plain.RATE), loss)
+        return model
+
+    callback, model, alone = EvidenceStopping(warmup=1000, estimator="exact"), build(), build()
+    same = {"batch_size": 16, "epochs": 3, "shuffle": False, "verbose": 0}
+    weights = [torch.tensor(v.numpy()) for v in model.trainable_variables]
+    with pytest.warns(heldin.MixedSamplesWarning, match="batch normalisation"):
+        model.fit(x.numpy(), y.numpy(), callbacks=[callback], **same)
+    alone.fit(x.numpy(), y.numpy(), **same)
+    for a, b in zip(model.get_weights(), alone.get_weights(), strict=True):
+        torch.testing.assert_close(torch.tensor(a), torch.tensor(b), rtol=SINGLE, atol=1e-5)
+    expect_no_trace(model)
+    assert not [layer for layer in model.layers if "call" in vars(layer)]
+
+    class Twin(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.values = nn.ParameterList(weights)
+
+        def forward(self, x: Any) -> Any:
+            first, bias, gamma, beta, last, last_bias = self.values
+            if kind == "rows":
+                h = x @ first + bias
+            else:
+                h = nn.functional.conv2d(x.movedim(-1, 1), first.permute(3, 2, 0, 1), bias)
+            h = nn.functional.batch_norm(h, None, None, gamma, beta, True, eps=1e-3).tanh()
+            return (h.movedim(1, -1) if h.dim() > 2 else h).flatten(1) @ last + last_bias
+
+    twin = Twin()
+    optimizer = torch.optim.SGD(twin.parameters(), lr=plain.RATE)
+    expected = heldin.EvidenceStopping(twin, warmup=1000, estimator="exact")
+    with pytest.warns(heldin.MixedSamplesWarning):
+        twin(x)
+    for start in [*range(0, plain.ROWS, 16)] * 3:
+        loss = nn.functional.cross_entropy(twin(x[start : start + 16]), y[start : start + 16])
+        loss.backward()
+        expected.step()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected.remove()
+    assert callback.stopping is not None
+    named = {p.data_ptr(): name for name, p in model.named_parameters()}
+    names = [named[v.value.data_ptr()] for v in model.trainable_variables]
+    for a, b in zip(callback.stopping.history, expected.history, strict=True):
+        found = [a.groups[name] for name in names]
+        values = [b.groups[f"values.{i}"] for i in range(len(names))]
+        assert found == pytest.approx(values, rel=SINGLE, abs=SINGLE)
+
+
 def test_logs_and_history() -> None:
     case = plain.CASES[0]
     callback, model = rule(case, log_groups=True), made(case)

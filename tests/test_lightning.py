@@ -98,6 +98,19 @@ def test_manual_optimisation() -> None:
     plain.expect_same(case, callback.stopping, module.net)
 
 
+def test_validation_does_not_count() -> None:
+    class Validated(Module):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val_loss", F.cross_entropy(self(batch[0]), batch[1]))
+
+    case = plain.CASES[0]
+    callback, module = rule(case), Validated()
+    fit = trainer(case, callback, val_check_interval=2)
+    fit.fit(module, loader(case), loader(case))
+    assert "val_loss" in fit.callback_metrics
+    plain.expect_same(case, callback.stopping, module.net)
+
+
 def test_familiar_after_a_few_batches() -> None:
     """The number of a batch does not make each one a new kind of call."""
     case = plain.CASES[0]

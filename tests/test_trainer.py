@@ -66,6 +66,7 @@ def trainer(case: plain.Case, folder: Path, *callbacks: Any, **options: Any) -> 
         model,
         args,
         train_dataset=rows,
+        eval_dataset=rows,
         callbacks=list(callbacks),
         optimizer_cls_and_kwargs=how,
     )
@@ -89,6 +90,16 @@ def test_same_as_plain(case: plain.Case, tmp_path: Path) -> None:
     assert callback.stopping is not None
     assert run.state.global_step == callback.stopping.stopped_step
     plain.expect_no_trace(run.model)
+
+
+def test_evaluation_does_not_count(tmp_path: Path) -> None:
+    case = plain.CASES[0]
+    callback = rule(case)
+    run = trainer(case, tmp_path, callback, eval_strategy="steps", eval_steps=7)
+    run.train()
+    assert any("eval_loss" in entry for entry in run.state.log_history)
+    assert not any("heldin/criterion" in e for e in run.state.log_history if "eval_loss" in e)
+    plain.expect_same(case, callback.stopping, run.model)
 
 
 def test_a_second_run_starts_anew(tmp_path: Path) -> None:

@@ -5,7 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from ._adapter import Detour, Run, any_process, flat_metrics
 from ._errors import HeldinError
@@ -104,6 +109,9 @@ class EvidenceStopping(keras.callbacks.Callback):
             Detour(self.model, "call", stopping.call),
             Detour(self.model.optimizer, "apply", self._apply),
         ]
+        for layer in self.model._flatten_layers():
+            if isinstance(layer, keras.layers.BatchNormalization):
+                self._detours.append(Detour(layer, "call", partial(in_one_piece, layer)))
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Count epochs."""
@@ -163,6 +171,25 @@ class EvidenceStopping(keras.callbacks.Callback):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there in the next fit."""
         self._run.load_state_dict(state)
+
+
+def in_one_piece(
+    layer: Any, call: Callable[..., Any], inputs: Tensor, training: Any = None, mask: Any = None
+) -> Any:
+    """Batch normalisation as one operation of PyTorch, in which samples can be told apart.
+
+    Keras puts it together from means and products, after which every row depends on all others.
+    """
+    common = training and layer.trainable and mask is None and not getattr(layer, "renorm", False)
+    if not common or len(inputs) == 1:
+        return call(inputs, training=training, mask=mask)
+    with torch.no_grad():
+        dtype = call(inputs, training=True).dtype  # the moving averages are Keras' affair
+    scale = layer.gamma.value if layer.scale else None
+    shift = layer.beta.value if layer.center else None
+    x = inputs.float().movedim(layer.axis, 1)
+    out = F.batch_norm(x, None, None, scale, shift, training=True, eps=layer.epsilon)
+    return out.movedim(1, layer.axis).to(dtype)
 
 
 class SavedWithWeights(KerasSaveable):
