@@ -579,6 +579,17 @@ def fsdp_sampled(rank: int, world: int) -> None:
 
 
 @case
+def fsdp_has_no_truth(rank: int, world: int) -> None:
+    """Comparing with one backward pass per sample would disturb the sharding."""
+    model = sharded(make("mlp"))
+    x, y = batch("mlp", 4, 0)
+    seen = heldin.observe(model)
+    seen.truth = {}
+    with seen, refused("before the model is sharded"):
+        loss(model(x), y).backward()
+
+
+@case
 def fsdp_microbatch(rank: int, world: int) -> None:
     plain = make("mlp")
     model = sharded(copy.deepcopy(plain))

@@ -79,6 +79,11 @@ class Pass:
         if self.plan is not None:
             seen.calls.passing += 1
             self._started = True
+            if seen.truth is not None and seen.sharded:
+                raise NotObservable(
+                    "the truth takes backward passes of our own, which would disturb fully_shard; "
+                    "compare before the model is sharded"
+                )
             if seen.truth is not None:
                 seen.truth.update(self._replayed(self.plan))
 
