@@ -132,3 +132,15 @@ def test_absent_tokens_are_dead() -> None:
     with heldin.observe(model) as seen:
         model(torch.tensor([[1, 2], [2, 4]])).sin().sum().backward()
     assert (~seen["weight"].snr.isnan()).any(1).nonzero().flatten().tolist() == [1, 2, 4]
+
+
+def test_huge_ratios_of_one_parameter_leave_the_others_alone() -> None:
+    """Sums of many small parameters are formed together; one without noise must not spoil them."""
+    torch.manual_seed(0)
+    rows = {f"p{i}": torch.randn(8, 3, dtype=torch.float64) for i in range(8)}
+    rows["p2"] = torch.ones(8, 3, dtype=torch.float64)  # the same from every sample: no noise
+    given = {n: heldin.Moments(r.sum(0), r.square().sum(0), 8) for n, r in rows.items()}
+    found = heldin.evidence(given).groups
+    for name, moments in given.items():
+        assert found[name] == pytest.approx(1 - float(moments.snr.mean()), rel=1e-12)
+    assert found["p2"] < -1e14

@@ -13,6 +13,7 @@ from ._history import History, Record
 from ._leaveoneout import LeaveOneOutStopping
 from ._moments import Moments
 from ._observe import Observation, observe
+from ._packed import Packed
 from ._rules import Use, rule
 from ._stopping import EvidenceStopping
 from ._validation import ValidationStopping
@@ -33,6 +34,7 @@ __all__ = [
     "Moments",
     "NotObservable",
     "Observation",
+    "Packed",
     "Patience",
     "Record",
     "ShadowStopping",

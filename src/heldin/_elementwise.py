@@ -12,16 +12,27 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ._checks import all_or_nothing, same_settings, share, signature, state_of, whole
+from ._distributed import (
+    ProcessGroup,
+    Shadow,
+    as_parameter,
+    local_part,
+    ranks_of,
+    shard_of,
+    unwrapped,
+)
 from ._errors import HeldinError
 from ._evidence import Correction, Dead, evidence
 from ._moments import Moments
 from ._observe import BatchDim, observe
+from ._parts import wide
 from ._switch import keep, pieces, smoothed
 
 __all__ = ["ElementwiseStopping"]
 
 # of a saved state
 FORM = {"settings": dict, "step": int, "updates": int, "averages": {str: Tensor}}
+STATE_KEY, GROUP_KEY = "heldin_average", "heldin"  # in the state of a parameter, of a group
 T = TypeVar("T")
 
 
@@ -46,6 +57,7 @@ class ElementwiseStopping(Optimizer):
         dead: a weight to which no sample contributed keeps its average ("out"), or counts as
             f = 0 ("zero") and is stopped in the end.
         batch_dim, parameters: see `heldin.observe`. Parameters not observed are never stopped.
+        reduction, process_group: see `heldin.EvidenceStopping`.
 
     >>> import heldin, torch
     >>> _ = torch.manual_seed(0)
@@ -78,6 +90,8 @@ class ElementwiseStopping(Optimizer):
         dead: Dead = "out",
         batch_dim: BatchDim = 0,
         parameters: Callable[[str], bool] | None = None,
+        reduction: Literal["mean", "sum"] = "mean",
+        process_group: ProcessGroup = "auto",
     ) -> None:
         name = type(self).__name__
         if not isinstance(optimizer, Optimizer):
@@ -103,8 +117,10 @@ class ElementwiseStopping(Optimizer):
         self._patch_step_function()
 
         self._seen = observe(model, batch_dim=batch_dim, parameters=parameters)
-        self._model: nn.Module | None = model
-        self._signature = signature(model)
+        self._ranks = ranks_of(model, process_group, self._seen, reduction == "mean")
+        self._join_config: Any = None  # set by torch.distributed.algorithms.Join
+        self._model: nn.Module | None = unwrapped(model)
+        self._signature = signature(self._model)
         self._averages: dict[str, Tensor] = {}  # smoothed f_k by parameter name
         self._named: dict[str, Tensor] = {}
         self._step = 0
@@ -184,12 +200,16 @@ class ElementwiseStopping(Optimizer):
 
         With a closure, its first call gives the evidence.
         """
+        if closure is None and self._is_trial():
+            return self.optimizer.step(**options)  # type: ignore[no-any-return]
+        if self._ranks is not None:
+            self._ranks.notify(self._join_config, self)
         if closure is None:
             self._weigh()
             held = self._hold()
             result: Any = self.optimizer.step(**options)
         else:
-            held = {name: p.detach().clone() for name, p in self._named.items()}
+            held = {n: local_part(p.detach()).clone() for n, p in self._named.items()}
             first = True
 
             def watched() -> float:
@@ -222,18 +242,34 @@ class ElementwiseStopping(Optimizer):
             else:
                 self._seen.pause()
 
+    def _is_trial(self) -> bool:
+        """Whether a step only fills the optimiser's state, before a checkpoint is read into it.
+
+        That is how torch.distributed.checkpoint does it: no learning rate and no gradient.
+        """
+        if self._seen.passes or any(group.get("lr", 1.0) != 0 for group in self.param_groups):
+            return False
+        grads = [p.grad for p in self._named.values() if p.grad is not None]
+        return not any(bool((local_part(g).to_dense() != 0).any()) for g in grads)
+
     @torch.no_grad()
     def _weigh(self) -> None:
-        seen = self._seen
-        if seen.count == 0:
+        seen: Mapping[str, Moments] = self._seen
+        count = self._seen.count
+        if self._ranks is not None and (self._step + 1) % self.every == 0:
+            self._ranks.meet({"settings": self._settings(), "step": self._step})
+            pooled = self._ranks.pool(1.0)
+            seen, count = pooled.moments, pooled.count
+        if count == 0:
             self._check_unseen()
-        if seen.count < (4 if self.correction == "gaussian" else 2):
+        if count < (4 if self.correction == "gaussian" else 2):
             return
         how = (self.smoothing, self.greedy, self.dead, self.correction)
         for name, moments in seen.items():
             if name not in self._named or not moments.finite:
                 continue
-            total, squares, m = moments.total, moments.squares, moments.count
+            p, m = self._named[name], moments.count
+            total, squares = shard_of(moments.total, p), shard_of(moments.squares, p)
             average = self._averages.get(name)
             if average is None:
                 average = torch.full(total.shape, self.start, dtype=total.dtype)
@@ -247,7 +283,7 @@ class ElementwiseStopping(Optimizer):
         if self._updates or self._model is None or (self._step + 1) % self.every != 0:
             return
         for name, p in self._named.items():
-            if p.grad is not None and bool((p.grad.to_dense() != 0).any()):
+            if p.grad is not None and bool((local_part(p.grad).to_dense() != 0).any()):
                 raise HeldinError(
                     f"ElementwiseStopping.step: {name!r} has a gradient, but no backward pass "
                     "through the model was seen. Wrap the optimiser before the forward pass"
@@ -257,13 +293,14 @@ class ElementwiseStopping(Optimizer):
         """Copies of the parameters in which a weight may be stopped."""
         if self.start * self.smoothing**self._updates > 1.01:
             return {}  # none can be: f >= 0
-        return {n: p.detach().clone() for n, p in self._named.items() if n in self._averages}
+        known = [(n, p) for n, p in self._named.items() if n in self._averages]
+        return {n: local_part(p.detach()).clone() for n, p in known}
 
     @torch.no_grad()
     def _put_back(self, held: Mapping[str, Tensor]) -> None:
         for name, old in held.items():
             if name in self._averages:
-                p, average = self._named[name], self._averages[name]
+                p, average = local_part(self._named[name]), self._averages[name]
                 if not p.is_contiguous():
                     p.copy_(torch.where(average < 1.0, old, p))
                     continue
@@ -273,11 +310,14 @@ class ElementwiseStopping(Optimizer):
     # -- reports
 
     def masks(self) -> dict[str, Tensor]:
-        """Which weights are stopped: a boolean tensor for each parameter."""
+        """Which weights are stopped: a boolean tensor for each parameter.
+
+        Of a sharded parameter, the part that this rank holds.
+        """
         return {
             name: self._averages[name] < 1.0
             if name in self._averages
-            else torch.zeros_like(p, dtype=torch.bool)
+            else torch.zeros_like(local_part(p), dtype=torch.bool)
             for name, p in self._named.items()
         }
 
@@ -286,7 +326,7 @@ class ElementwiseStopping(Optimizer):
     @overload
     def stopped_fraction(self, by: Literal["tensor"]) -> dict[str, float]: ...
     def stopped_fraction(self, by: Literal["tensor"] | None = None) -> float | dict[str, float]:
-        """The share of stopped weights, of the whole model or by tensor.
+        """The share of stopped weights, of the whole model or by tensor (if sharded: of this part).
 
         That is the share of c > 0 in Eq. 15. (Eq. 16 counts c <= 0, which by Eq. 15 are the active
         ones: a sign error.)
@@ -295,7 +335,7 @@ class ElementwiseStopping(Optimizer):
             raise HeldinError(f"stopped_fraction: by must be None or 'tensor', got {by!r}")
         masks = self.masks()
         if by == "tensor":
-            return {name: float(mask.double().mean()) for name, mask in masks.items()}
+            return {n: float(mask.sum()) / max(1, mask.numel()) for n, mask in masks.items()}
         total = sum(mask.numel() for mask in masks.values())
         return sum(int(mask.sum()) for mask in masks.values()) / max(1, total)
 
@@ -319,23 +359,47 @@ class ElementwiseStopping(Optimizer):
             "settings": self._settings(),
             "step": self._step,
             "updates": self._updates,
-            "averages": {name: average.clone() for name, average in self._averages.items()},
+            "averages": {
+                name: as_parameter(average.clone(), self._named[name])
+                for name, average in self._averages.items()
+            },
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimiser's state, and the averages under "heldin"."""
-        return {**self.optimizer.state_dict(), "heldin": self._own_state()}
+        """The wrapped optimiser's state, and the averages under "heldin".
+
+        `torch.distributed.checkpoint.state_dict` keeps only what is known by parameter or group, so
+        averages and settings are there as well, for every parameter: a checkpoint is read into the
+        state of a new optimiser, which must have the same entries.
+        """
+        own = self._own_state()
+        state: dict[str, Any] = self.optimizer.state_dict()
+        entries = {i: dict(entry) for i, entry in state["state"].items()}
+        rest = {key: value for key, value in own.items() if key != "averages"}
+        groups = [{**group, GROUP_KEY: rest} for group in state["param_groups"]]
+        names = {id(p): name for name, p in self._named.items()}
+        for group, saved in zip(self.param_groups, groups, strict=True):
+            for p, i in zip(group["params"], saved["params"], strict=True):
+                average = own["averages"].get(names.get(id(p)))
+                if average is None:
+                    unseen = torch.full_like(
+                        local_part(p.detach()), self.start, dtype=wide(p.new_empty(0)).dtype
+                    )
+                    average = as_parameter(unseen, p)
+                entries.setdefault(i, {})[STATE_KEY] = average
+        return {**state, "state": entries, "param_groups": groups, "heldin": own}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken, stopped weights included."""
         name = "ElementwiseStopping"
-        if not isinstance(state_dict, Mapping) or "heldin" not in state_dict:
+        plain, given = self._apart(state_dict)
+        if given is None:
             raise HeldinError(
                 f"{name}.load_state_dict: this is the state of a plain optimiser; load it into "
-                f"the wrapped one, {name}.optimizer, to start with no weight stopped"
+                f"the wrapped one, {name}.optimizer, to start with no weight stopped (or it was "
+                "flattened, which leaves our part out: flatten_optimizer_state_dict=False)"
             )
-        own = state_of(name, state_dict["heldin"], 1, FORM)
-        plain = {k: v for k, v in state_dict.items() if k != "heldin"}
+        own = state_of(name, given, 1, FORM)
         before = self._own_state()
 
         def take(state: Mapping[str, Any]) -> None:
@@ -344,6 +408,30 @@ class ElementwiseStopping(Optimizer):
                 self.optimizer.load_state_dict(plain)
 
         all_or_nothing(name, take, own, before)
+
+    def _apart(self, state: Any) -> tuple[dict[str, Any], Any]:
+        """The wrapped optimiser's part of a state, and our own (None: there is none)."""
+        if not isinstance(state, Mapping):
+            return {}, None
+        own, averages = state.get("heldin"), {}
+        plain = {key: value for key, value in state.items() if key != "heldin"}
+        names = {id(p): name for name, p in self._named.items()}
+        entries, groups = dict(plain.get("state", {})), list(plain.get("param_groups", []))
+        for group, mine in zip(groups, self.param_groups, strict=False):
+            for i, p in zip(group["params"], mine["params"], strict=False):
+                entry = dict(entries.get(i, {}))
+                average = entry.pop(STATE_KEY, None)
+                if average is not None:
+                    averages[names[id(p)]] = average
+                entries[i] = entry
+        rest = next((group[GROUP_KEY] for group in groups if GROUP_KEY in group), None)
+        if own is None and rest is not None:
+            own = {**rest, "averages": averages}
+        plain["state"] = {i: entry for i, entry in entries.items() if entry}
+        plain["param_groups"] = [
+            {key: value for key, value in group.items() if key != GROUP_KEY} for group in groups
+        ]
+        return plain, own
 
     def _take(self, state: Mapping[str, Any]) -> None:
         same_settings("ElementwiseStopping", state["settings"], self._settings())
@@ -358,10 +446,39 @@ class ElementwiseStopping(Optimizer):
                 )
             if not average.is_floating_point():
                 raise ValueError(f"the averages of {name!r} are {average.dtype}")
-            averages[name] = average.to(named[name].device, copy=True).contiguous()
+            if hasattr(average, "to_local"):
+                part = local_part(average)  # sharded as the parameter is
+            else:
+                part = shard_of(average, named[name])
+            averages[name] = part.to(part.device, copy=True).contiguous()
         self._step, self._updates, self._averages = state["step"], state["updates"], averages
         self._seen.clear()
+        if self._ranks is not None:
+            self._ranks.forget()
         self._prepare()
+
+    # -- in a `Join` context, see torch.distributed.algorithms.Join
+
+    def join_hook(self, **options: Any) -> Shadow:
+        """What a rank that ran out of data does: it follows the steps of the others."""
+        return Shadow(self._follow)
+
+    def _follow(self) -> None:
+        self._weigh()
+        self._step += 1
+        self._seen.clear()
+        self._prepare()
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of the model."""
+        device: torch.device = self.param_groups[0]["params"][0].device
+        return device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The data-parallel processes."""
+        return None if self._ranks is None else self._ranks.groups[0]
 
     def remove(self) -> None:
         """Stop observing. Weights that are stopped stay stopped."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ._calls import BatchDim, Call, Calls, Knowledge
+from ._distributed import unwrapped, watch_unsharded
 from ._errors import HeldinError, NotObservable
 from ._graph import walk
 from ._moments import Moments, Sums
@@ -97,6 +98,7 @@ class Observation(Mapping[str, Moments]):
     ) -> None:
         if not isinstance(model, nn.Module):
             raise HeldinError(f"heldin.observe: expected a torch.nn.Module, got {type(model)}")
+        model = unwrapped(model)
         if not any(p.requires_grad for p in model.parameters()):
             raise HeldinError(
                 "heldin.observe: the model has no parameter that requires a gradient; unfreeze at "
@@ -111,6 +113,8 @@ class Observation(Mapping[str, Moments]):
             raise HeldinError(f"heldin.observe: budget must be at least 1, got {budget}")
         self.count = 0
         self.passes = 0  # backward passes since the last clear
+        self.first = 0  # samples of the first of them
+        self.levelled = False  # let samples count alike, though the sizes of the passes differ
         self.reducing: bool | None = None  # keep no moments but their ratios (True: q, False: f)
         self.reduced: dict[str, tuple[Sums, int]] = {}  # what is kept then, with the size
         self.estimator = estimator
@@ -124,6 +128,9 @@ class Observation(Mapping[str, Moments]):
         self._sums: dict[str, Stored] = {}
         self.names: dict[int, str] = {}  # by id of the parameter
         self._alive: dict[int, weakref.ref[Tensor]] = {}
+        self._gathered: dict[int, tuple[weakref.ref[Tensor], str]] = {}  # of sharded parameters
+        self._watching: list[Any] = []
+        self.sharded = False
         self._find_names()
 
     # -- the mapping; two observations are never the same
@@ -146,6 +153,12 @@ class Observation(Mapping[str, Moments]):
         count = self.count
         return [(n, a, b, count, weight) for n, (a, b, _, weight) in self._sums.items()]
 
+    def parameters(self) -> dict[str, Tensor]:
+        """The parameters that are observed, by name."""
+        assert self._model is not None
+        chosen = set(self.names.values())
+        return {name: p for name, p in self._model.named_parameters() if name in chosen}
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._sums)
 
@@ -164,12 +177,17 @@ class Observation(Mapping[str, Moments]):
     ) -> None:
         """Take in what a backward pass showed."""
         self.passes += 1
+        self.first = self.first or m
         self.reduced = ratios
-        if not self._sums:
+        if not self._sums and m == self.first:
             self._sums = sums
         else:
+            factor = m / self.first if self.levelled else 1.0
             with torch.no_grad():
                 for name, (total, squares, shared, weight) in sums.items():
+                    if factor != 1.0:
+                        total, squares = total * factor, squares * factor**2
+                        shared = None if shared is None else shared * factor
                     if name in self._sums:
                         first, second, third, _ = self._sums[name]
                         total, squares = first + total, second + squares
@@ -186,10 +204,10 @@ class Observation(Mapping[str, Moments]):
             redraw: whether the sampled estimator looks at other coordinates from now on.
         """
         self._sums, self.reduced = {}, {}
-        self.count = self.passes = 0
+        self.count = self.passes = self.first = 0
         self.calls.drop()
-        if redraw and self.sampler is not None:
-            self.sampler.redraw()
+        if self.sampler is not None:
+            self.sampler.close_step(redraw)
 
     # -- opening and closing
 
@@ -202,6 +220,8 @@ class Observation(Mapping[str, Moments]):
     def resume(self) -> None:
         """Go on observing after `pause`."""
         if self._model is not None and not self.calls.watching:
+            self._watching = watch_unsharded(self._model, self._found)
+            self.sharded = bool(self._watching)
             self.calls.attach()
             _attach(self)
 
@@ -209,6 +229,9 @@ class Observation(Mapping[str, Moments]):
         """Observe nothing, at no cost, until `resume`; sums and what was learnt are kept."""
         _detach(self)
         self.calls.detach()
+        for handle in self._watching:
+            handle.remove()
+        self._watching = []
 
     def __exit__(
         self,
@@ -223,7 +246,7 @@ class Observation(Mapping[str, Moments]):
         self.pause()
         self.calls.close()
         self._model = None
-        self.names, self._alive = {}, {}
+        self.names, self._alive, self._gathered = {}, {}, {}
 
     def call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run a function as if it were the model's forward pass, and return its result.
@@ -257,6 +280,22 @@ class Observation(Mapping[str, Moments]):
                     "Keep it as a real one of shape (..., 2) and use torch.view_as_complex in "
                     "forward(), or leave it out with parameters=..."
                 )
+        for alive, name in self._gathered.values():
+            parameter = alive()
+            if parameter is not None:
+                self._add_name(parameter, name)
+
+    def _found(self, parameter: Tensor, name: str) -> None:
+        """A sharded parameter was gathered."""
+        known = self._gathered.get(id(parameter))
+        if known is None or known[0]() is not parameter:
+            self._gathered[id(parameter)] = (weakref.ref(parameter), name)
+            self._add_name(parameter, name)
+
+    def _add_name(self, parameter: Tensor, name: str) -> None:
+        self._alive[id(parameter)] = weakref.ref(parameter)
+        if self._chosen is None or self._chosen(name):
+            self.names[id(parameter)] = name
 
 
 def observe(

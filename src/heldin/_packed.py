@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import base64
+import json
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-__all__ = ["packed", "unpacked"]
+from ._errors import HeldinError
+
+__all__ = ["Packed", "packed", "unpacked"]
 
 
 def packed(value: Any) -> Any:
@@ -52,3 +55,45 @@ def unpacked(value: Any) -> Any:
     if isinstance(value, list):
         return [unpacked(each) for each in value]
     return value
+
+
+class _HasState(Protocol):
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+class Packed:
+    """A stopping rule whose state is one string, for `torch.distributed.checkpoint`.
+
+    That reads a checkpoint into the entries that a state has already, and the state of a rule grows
+    with its history. A string can be replaced by a longer one.
+
+    Args:
+        rule: an `EvidenceStopping`, or anything else with `state_dict` and `load_state_dict`.
+
+    >>> import heldin, torch
+    >>> import torch.distributed.checkpoint as dcp
+    >>> with heldin.EvidenceStopping(torch.nn.Linear(3, 1)) as stopping:
+    ...     state = {"stopping": heldin.Packed(stopping)}      # beside the model and the optimiser
+    ...     # dcp.save(state, checkpoint_id="..."), and later dcp.load(state, checkpoint_id="...")
+    ...     list(state["stopping"].state_dict())
+    ['packed']
+    """
+
+    def __init__(self, rule: _HasState) -> None:
+        self.rule = rule
+
+    def state_dict(self) -> dict[str, str]:
+        """The state of the rule as JSON."""
+        return {"packed": json.dumps(packed(self.rule.state_dict()))}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken."""
+        try:
+            state = unpacked(json.loads(state_dict["packed"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise HeldinError(
+                f"Packed.load_state_dict: this is not a packed state ({error!r}); pass what "
+                "Packed.state_dict() returned"
+            ) from error
+        self.rule.load_state_dict(state)

@@ -71,6 +71,11 @@ class Part(ABC):
         """The same for a block of coordinates only, or None if that would save nothing."""
         return None
 
+    @property
+    def whole_only(self) -> bool:
+        """Whether there is no way to look at a block only."""
+        return type(self).cut is Part.cut
+
 
 def _chunked(take: Callable[[int, int], Tensor], m: int, size: int) -> tuple[Tensor, Tensor]:
     step = max(1, min(m, CHUNK // max(size, 1)))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ._distributed import is_parallel, runs_once
 from ._errors import HeldinWarning, NotObservable
 from ._graph import Graph, Plan, Sink, hidden, make_plan, move, pull_back
 from ._moments import Sums
@@ -66,6 +67,7 @@ class Pass:
         names = seen.names_of(graph.leaves.values())
         if seen.estimator == "microbatch":
             if any(id(leaf) in names for leaf in graph.leaves.values()):
+                self._refuse_parallel_tensors()
                 self.plan = self._leaves_only(1)
             return
         self.calls = seen.calls.within(graph)
@@ -78,6 +80,11 @@ class Pass:
         if self.plan is not None:
             seen.calls.passing += 1
             self._started = True
+            if seen.truth is not None and seen.sharded:
+                raise NotObservable(
+                    "the truth takes backward passes of our own, which would disturb fully_shard; "
+                    "compare before the model is sharded"
+                )
             if seen.truth is not None:
                 seen.truth.update(self._replayed(self.plan))
 
@@ -91,6 +98,7 @@ class Pass:
             )
         if not reached:
             return
+        self._refuse_parallel_tensors()
         if not self.calls:
             raise NotObservable(
                 f"a backward pass reached parameter {reached[0]!r}, but not through a call of the "
@@ -107,19 +115,31 @@ class Pass:
         (m,) = counts
         self.plan = self._leaves_only(1) if m == 1 else self._plan(m, key)
 
+    def _refuse_parallel_tensors(self) -> None:
+        """A parameter that no rank has as a whole, not even during the pass."""
+        for leaf in self.graph.leaves.values():
+            if is_parallel(leaf):
+                name = self.seen.names.get(id(leaf), "of a frozen or unobserved layer")
+                raise NotObservable(
+                    f"parameter {name!r} is a DTensor during the forward pass (tensor parallel): "
+                    "samples cannot be followed through it, nor can its gradient be summed here. "
+                    "Use data-parallel ranks, or fully_shard, for the layers that are observed"
+                )
+
     def _plan(self, m: int, key: Any) -> Plan | None:
         seen = self.seen
         trackers = [call.tracker for call in self.calls if call.tracker is not None]
         if len(trackers) < len(self.calls):
             return self._surprise(m)
+        once = runs_once(self.graph.nodes)
         owners = {k: v for tracker in trackers for k, v in tracker.nodes.items()}
         slots = {k: v for tracker in trackers for k, v in tracker.slots.items()}
         cause = next((t.first_mixed for t in trackers if t.first_mixed), None)
         plan = make_plan(self.graph, seen.names, owners, slots, m, cause)
         outputs = self._outputs() or topmost(self.graph, frontier(self.graph, owners, m))
-        if outputs and mixes_samples(self.roots, outputs):
+        if outputs and not (once or seen.sharded) and mixes_samples(self.roots, outputs):
             seen.knowledge.warn_mixed({"the loss": "it depends on several samples jointly"})
-        if not any(tracker.volatile for tracker in trackers):
+        if not once and not any(tracker.volatile for tracker in trackers):
             seen.knowledge.remember(key, plan, self.calls)
         return plan
 
@@ -145,6 +165,9 @@ class Pass:
         them the pass is let go, with a warning, and the next calls are followed again.
         """
         self.seen.knowledge.doubt(self.calls)
+        if self.seen.sharded:
+            self._let_go("backward passes of our own would disturb fully_shard")
+            return None
         plan = self._leaves_only(m)
         found = self._replayed(plan)
         leaves = [self.graph.leaves[i] for i in plan.leaves.values()]
@@ -155,17 +178,21 @@ class Pass:
             if not bool(whole.isfinite().all()):
                 continue  # nothing to compare; a broken number is reported as such
             if not torch.allclose(part, whole, rtol=1e-2, atol=1e-2 * float(whole.abs().max())):
-                self.seen.calls.done(self.calls)
-                warnings.warn(
-                    "this backward pass is not observed: its graph differs from those that the "
-                    "same call of the model has led to before, and not all of the gradient of "
-                    f"{name!r} comes through the model's outputs. The next calls are followed anew",
-                    HeldinWarning,
-                    stacklevel=2,
-                )
+                self._let_go(f"not all of {name!r}'s gradient comes through the model's outputs")
                 return None
-        self.done = {name: (first, second, None, 1.0) for name, (first, second) in found.items()}
+        for name, (first, second) in found.items():
+            block, weight = self._block_of(name, first, m)
+            self.done[name] = (first[block], second[block], None, weight)
         return plan
+
+    def _let_go(self, why: str) -> None:
+        self.seen.calls.done(self.calls)
+        warnings.warn(
+            "this backward pass is not observed: its graph differs from those that the same call "
+            f"of the model has led to before, and {why}. The next calls are followed anew",
+            HeldinWarning,
+            stacklevel=2,
+        )
 
     # -- hooks
 
@@ -287,7 +314,8 @@ class Pass:
             return
         if plan.m == 1:
             dense = wide(grad.to_dense() if grad.is_sparse else grad)
-            self.done[name] = (dense.clone(), dense.square(), None, 1.0)
+            block, weight = self._block_of(name, dense, 1)
+            self.done[name] = (dense[block].clone(), dense[block].square(), None, weight)
         elif name not in self.done:
             self._settle(plan, name, grad)
 
@@ -332,6 +360,9 @@ class Pass:
     def _sampled(self, name: str, leaf: Tensor, parts: list[Part]) -> Stored | None:
         sampler = self.seen.sampler
         assert sampler is not None
+        shape: tuple[int, ...] = tuple(leaf.shape)
+        if any(part.whole_only and part.shape == shape for part in parts):
+            return None
         spread = leaf.dim() > 1 and all(part.rows == 1 for part in parts)
         reads = max(part.reads for part in parts)
         block, weight = sampler.block(name, leaf.shape, reads, spread)
@@ -345,11 +376,21 @@ class Pass:
         first, second = moments([part for part in smaller if part is not None])
         return first, second, None, weight
 
+    def _block_of(self, name: str, whole: Tensor, reads: int) -> tuple[Any, float]:
+        """The sampled block of moments that are there as a whole."""
+        if self.seen.sampler is None:
+            return (), 1.0
+        block, weight = self.seen.sampler.block(name, whole.shape, reads, whole.dim() > 1)
+        return (() if block is None else block), weight
+
     # -- after the pass
 
     def finish(self) -> None:
         """The pass went through: add what it showed."""
         if self.plan is not None:
+            sampler = self.seen.sampler
+            if sampler is not None and self.plan.m > 1:
+                sampler.whole.update(self.done.keys() - sampler.noted.keys())
             self.seen.add(self.done, self.ratios, self.plan.m, self.calls)
 
     def close(self) -> None:

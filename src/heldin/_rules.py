@@ -200,7 +200,7 @@ class _Narrow(Use):
 def narrowed(use: Use, sampler: Sampler, name: str) -> Use:
     """The use of a vector, cut down to its sampled block before anything is read."""
     grad, layout, node = use.grads[0], use.layouts[0], use.node.name()
-    if grad is None or layout is None or layout.dim is None or use.site.clean is None:
+    if grad is None or layout is None or layout.dim is None:
         return use
     if node in _ALONG_LAST:
         at = -1
@@ -211,7 +211,11 @@ def narrowed(use: Use, sampler: Sampler, name: str) -> Use:
     size = use.shape[0]
     if grad.shape[at] != size or layout.dim == grad.dim() + at:
         return use
-    block, _ = sampler.block(name, use.shape, reads=grad.numel() // size)
+    reads = grad.numel() // size
+    sampler.note(name, reads, False)
+    if use.site.clean is None:
+        return use
+    block, _ = sampler.block(name, use.shape, reads)
     if block is None:
         return use
     start, width = block[0].start, block[0].stop - block[0].start

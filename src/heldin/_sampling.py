@@ -1,14 +1,16 @@
 """Which coordinates of each parameter are looked at, if not all of them.
 
 The criterion is a mean over coordinates, so a random block of them estimates it without bias. A
-block is a tuple of slices; it is a function of the seed, the number of the draw and the parameter's
-name alone, so that every process and every resumed run looks at the same coordinates.
+block is a tuple of slices; it is a function of the seed, the number of the draw, the parameter's
+name and of what reading it has cost before, so that every process and every resumed run looks at
+the same coordinates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
+from typing import Any
 from zlib import crc32
 
 __all__ = ["Block", "Sampler"]
@@ -20,6 +22,7 @@ MATRIX = 1 << 17  # for a matrix that multiplies sequences
 FILTERS = 1 << 17  # for the filters of a convolution
 
 Block = tuple[slice, ...]
+Costs = tuple[int, bool]  # reads and spread, see `Sampler.block`
 
 
 def _mixed(number: int) -> int:
@@ -46,18 +49,61 @@ def _piece(number: int, size: int, width: int, spread: bool) -> tuple[slice, flo
     return slice(start, stop), size / (stop - start)
 
 
+def _note(costs: dict[str, Costs], name: str, reads: int, spread: bool) -> None:
+    old = costs.get(name)
+    costs[name] = (reads, spread) if old is None else (max(reads, old[0]), spread and old[1])
+
+
 class Sampler:
-    """Draws a block of about `budget` coordinates per parameter; smaller ones are taken whole."""
+    """Draws a block of about `budget` coordinates per parameter; smaller ones are taken whole.
+
+    Attributes:
+        known: `reads` and `spread` of each parameter, which decide the shape of its blocks: the
+            least favourable of all steps so far.
+        noted: those of the step under way.
+        pending: those of the steps since the last draw, known from the next one on.
+        agreeing: several processes draw together. A parameter that is not known is taken whole
+            until they have told each other what they noted.
+        whole: parameters that cannot be looked at in part.
+    """
 
     def __init__(self, budget: int, seed: int = 0) -> None:
         self.budget, self.seed, self.draws = budget, seed, 0
+        self.known: dict[str, Costs] = {}
+        self.noted: dict[str, Costs] = {}
+        self.pending: dict[str, Costs] = {}
+        self.agreeing = False
+        self.whole: set[str] = set()
         self._blocks: dict[str, tuple[Block | None, float]] = {}
         self._keys: dict[str, int] = {}
 
-    def redraw(self) -> None:
-        """Other coordinates from now on."""
-        self.draws += 1
-        self._blocks = {}
+    def close_step(self, redraw: bool) -> None:
+        """A step is over; with `redraw`, other coordinates from now on."""
+        for name, (reads, spread) in self.noted.items():
+            _note(self.pending, name, reads, spread)
+        self.noted = {}
+        if redraw:
+            for name, (reads, spread) in self.pending.items():
+                _note(self.known, name, reads, spread)
+            self.pending = {}
+            self.draws += 1
+            self._blocks = {}
+
+    def note(self, name: str, reads: int, spread: bool) -> None:
+        """Note what reading a parameter takes in this step."""
+        _note(self.noted, name, reads, spread)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Numbers and strings only."""
+        known = {name: list(costs) for name, costs in self.known.items()}
+        pending = {name: list(costs) for name, costs in self.pending.items()}
+        return {"draws": self.draws, "known": known, "pending": pending}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken."""
+        self.draws, self._blocks, self.noted = state["draws"], {}, {}
+        self.known = {name: (reads, spread) for name, (reads, spread) in state["known"].items()}
+        self.pending = {name: (reads, spread) for name, (reads, spread) in state["pending"].items()}
 
     def block(
         self, name: str, shape: Sequence[int], reads: int = 0, spread: bool = False
@@ -71,8 +117,19 @@ class Sampler:
                 of a matrix, each channel of filters.
             spread: whether coordinates may lie apart (cheap if each sample has one row).
         """
+        if name not in self.whole:
+            _note(self.noted, name, reads, spread)
+            if not self.agreeing and name not in self.known:
+                self.known[name] = self.noted[name]
+        return self.drawn(name, shape)
+
+    def drawn(self, name: str, shape: Sequence[int]) -> tuple[Block | None, float]:
+        """The same, of a parameter that is known; all of any other."""
         known = self._blocks.get(name)
         if known is None:
+            if name in self.whole or name not in self.known:
+                return None, 1.0
+            reads, spread = self.known[name]
             key = self._keys.get(name)
             if key is None:
                 # the weight and the bias of a layer share their rows: these are read but once

@@ -9,15 +9,18 @@ from dataclasses import asdict, replace
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
+import torch
 from torch import nn
 
 from ._average import FORM as AVERAGE
 from ._average import Average, weight
 from ._checks import all_or_nothing, same_settings, share, signature, state_of, whole
+from ._distributed import ProcessGroup, Shadow, ranks_of, unwrapped
 from ._errors import HeldinError
 from ._evidence import Correction, Dead, Evidence, Groups, evidence, grouping
 from ._history import FORM as HISTORY
 from ._history import History, Record
+from ._moments import Moments
 from ._observe import BUDGET, BatchDim, Estimator, observe
 from ._window import FORM as WINDOW
 from ._window import Window
@@ -45,7 +48,7 @@ FORM = {  # of a saved state
     "average": AVERAGE,
     "recent": AVERAGE,
     "single": int,
-    "draws": int,
+    "sampler": (dict, None),
     "window": WINDOW,
     "history": HISTORY,
 }
@@ -85,11 +88,14 @@ class EvidenceStopping:
         correction: None, "gaussian" or "symmetric": see `heldin.evidence`.
         dead: "out" or "zero": see `heldin.evidence`.
         reduction: whether the loss is a "mean" or a "sum" over the samples of a step. Matters only
-            for windows over batches of different sizes.
+            for windows over batches of different sizes, and for ranks with such.
         estimator, budget, seed: "sampled" looks at a random block of coordinates of each parameter,
             new at every check; see `heldin.observe`, where also "exact" and "microbatch" are
             explained.
         batch_dim, parameters: see `heldin.observe`.
+        process_group: the data-parallel processes whose samples make up a step; they all come to
+            the same decision. "auto": those of DistributedDataParallel or `fully_shard`, else all
+            processes if torch.distributed is initialised. None: this process on its own.
         history: how many records to keep, see `heldin.History`.
 
     >>> import heldin, torch
@@ -130,6 +136,7 @@ class EvidenceStopping:
         seed: int = 0,
         batch_dim: BatchDim = 0,
         parameters: Callable[[str], bool] | None = None,
+        process_group: ProcessGroup = "auto",
         history: int = 4096,
     ) -> None:
         name = type(self).__name__
@@ -168,14 +175,16 @@ class EvidenceStopping:
             budget=budget,
             seed=seed,
         )
-        self._model: nn.Module | None = model
-        self._signature = signature(model)
+        self._ranks = ranks_of(model, process_group, self._seen, reduction == "mean")
+        self._join_config: Any = None  # set by torch.distributed.algorithms.Join
+        self._model: nn.Module | None = unwrapped(model)
+        self._signature = signature(self._model)
         self._groups = grouping(groups)
         # a few groups in the place of samples: the ratio of Gaussian means is known to be too large
         self._correction: Correction = correction
         if estimator == "microbatch" and correction is None:
             self._correction = "gaussian"
-        for each, parameter in model.named_parameters():
+        for each, parameter in self._model.named_parameters():
             if parameter.requires_grad and (parameters is None or parameters(each)):
                 self._groups(each)  # a mapping without an entry is refused now, not in a step
         self._seen.__enter__()
@@ -245,23 +254,34 @@ class EvidenceStopping:
             scale: what the loss was multiplied by. Needed only for windows during which it
                 changes: `stopping.step(scale=scaler.get_scale())`.
         """
+        if self._ranks is not None:
+            self._ranks.notify(self._join_config, self)
+        return self._advance(scale)
+
+    def _advance(self, scale: float = 1.0) -> bool:
         model = self._model
         if model is None:
             raise HeldinError("EvidenceStopping.step: called after remove(); make a new one")
         self._step += 1
         if self._step % self.every == 0:
-            if self._seen.count == self.history.checks == self._window.steps == 0:
+            seen: Mapping[str, Moments] = self._seen
+            count = self._seen.count
+            if self._ranks is not None:
+                self._ranks.meet({"settings": self._settings(), "step": self._step})
+                pooled = self._ranks.pool(scale)
+                seen, count, scale = pooled.moments, pooled.count, pooled.scale
+            if count == self.history.checks == self._window.steps == 0:
                 raise HeldinError(
                     "EvidenceStopping.step: no backward pass through the model was seen. Call "
                     "step() after loss.backward(), and make the EvidenceStopping before the "
                     "forward pass"
                 )
             if self.window == 1:
-                self._check(self._form(self._seen))
+                self._check(self._form(seen))
                 self._choose_way()
             else:
                 trainable = [n for n, p in model.named_parameters() if p.requires_grad]
-                self._window.add(self._seen, trainable, scale)
+                self._window.add(seen, trainable, scale)
                 if self._window.steps == self.window:
                     self._check(self._form(self._window.moments()), tuple(self._window.nonfinite))
                     self._window.clear()
@@ -279,6 +299,8 @@ class EvidenceStopping:
 
     def _choose_way(self) -> None:
         """Steps of one backward pass, one after the other: ratios may be formed on the way."""
+        if self._ranks is not None:
+            return  # sums add up over ranks, ratios do not
         self._single = self._single + 1 if self._seen.passes == 1 else 0
         if self._seen.reducing is None and self._single >= 2:
             self._seen.reducing = self._correction == "symmetric"
@@ -326,7 +348,29 @@ class EvidenceStopping:
             if self._streak >= self.patience:
                 self.should_stop, self.stopped_step = True, self._step
 
+    # -- in a `Join` context, see torch.distributed.algorithms.Join
+
+    def join_hook(self, **options: Any) -> Shadow:
+        """What a rank that ran out of data does: it follows the steps of the others."""
+        return Shadow(self._advance)
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of the model."""
+        assert self._model is not None
+        return next(self._model.parameters()).device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The data-parallel processes."""
+        return None if self._ranks is None else self._ranks.groups[0]
+
     # -- reports
+
+    @property
+    def bytes_sent(self) -> int:
+        """What this rank put into all-reduces for the last step; 0 for a process on its own."""
+        return 0 if self._ranks is None else self._ranks.bytes
 
     def metrics(self) -> dict[str, float]:
         """The state as a flat mapping for any tracker; values that do not exist are left out."""
@@ -337,6 +381,8 @@ class EvidenceStopping:
             "heldin/armed": float(self.armed),
             "heldin/should_stop": float(self.should_stop),
         }
+        if self._ranks is not None:
+            values["heldin/bytes_sent"] = float(self.bytes_sent)
         values |= {f"heldin/group/{name}": value for name, value in self.evidence.groups.items()}
         return {name: value for name, value in values.items() if not math.isnan(value)}
 
@@ -372,7 +418,7 @@ class EvidenceStopping:
             "average": self._average.state_dict(),
             "recent": self._recent.state_dict(),
             "single": self._single,
-            "draws": 0 if self._seen.sampler is None else self._seen.sampler.draws,
+            "sampler": None if self._seen.sampler is None else self._seen.sampler.state_dict(),
             "window": self._window.state_dict(),
             "history": self.history.state_dict(),
         }
@@ -395,12 +441,14 @@ class EvidenceStopping:
         self._step, self._streak = state["step"], state["streak"]
         self._single = state["single"]
         ways = {True: self._correction == "symmetric", False: None}
-        self._seen.reducing = ways[self._single >= 2]
+        self._seen.reducing = ways[self._single >= 2 and self._ranks is None]
         self.armed, self.reason = state["armed"], state["reason"]
         self.should_stop, self.stopped_step = state["should_stop"], state["stopped_step"]
         self._seen.clear()
         if self._seen.sampler is not None:
-            self._seen.sampler.draws = state["draws"]
+            self._seen.sampler.load_state_dict(state["sampler"])
+        if self._ranks is not None:
+            self._ranks.forget()
         self._prepare()
 
     def remove(self) -> None:
