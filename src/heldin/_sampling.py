@@ -13,6 +13,8 @@ from math import prod
 from typing import Any
 from zlib import crc32
 
+from ._checks import fits
+
 __all__ = ["Block", "Sampler"]
 
 ROWS = 32  # rows of a block of a matrix
@@ -52,6 +54,9 @@ def _piece(number: int, size: int, width: int, spread: bool) -> tuple[slice, flo
 def _note(costs: dict[str, Costs], name: str, reads: int, spread: bool) -> None:
     old = costs.get(name)
     costs[name] = (reads, spread) if old is None else (max(reads, old[0]), spread and old[1])
+
+COSTS = {str: [(int, bool)]}
+FORM = {"draws": int, "known": COSTS, "pending": COSTS}  # of a saved state
 
 
 class Sampler:
@@ -101,6 +106,7 @@ class Sampler:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
+        fits(state, FORM, "sampler")
         self.draws, self._blocks, self.noted = state["draws"], {}, {}
         self.known = {name: (reads, spread) for name, (reads, spread) in state["known"].items()}
         self.pending = {name: (reads, spread) for name, (reads, spread) in state["pending"].items()}
