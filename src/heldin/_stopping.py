@@ -16,6 +16,7 @@ from ._checks import all_or_nothing, same_settings, share, state_of, whole
 from ._errors import HeldinError
 from ._evidence import Correction, Dead, Evidence, Groups, evidence, grouping
 from ._history import History, Record
+from ._moments import Moments
 from ._observe import BUDGET, BatchDim, Estimator, observe
 from ._window import Window
 
@@ -224,6 +225,28 @@ class EvidenceStopping:
                     self._window.clear()
             self._seen.clear(redraw=self._window.steps == 0)  # one block for a whole window
         self._prepare()
+        return self.should_stop
+
+    def take(self, moments: Mapping[str, Moments], steps: int = 1) -> bool:
+        """Close steps whose per-sample sums were formed elsewhere; True if training should stop.
+
+        In place of `step()`, for loops that form the sums themselves.
+
+        Args:
+            moments: by parameter name.
+            steps: how many optimiser steps are in them.
+
+        >>> import heldin, torch
+        >>> model = torch.nn.Linear(1, 1, bias=False)
+        >>> stopping = heldin.EvidenceStopping(model, arming=None, estimator="exact")
+        >>> stopping.take({"weight": heldin.Moments(torch.ones(1, 1), torch.full((1, 1), 9.0), 2)})
+        True
+        >>> stopping.remove()
+        """
+        if self._model is None:
+            raise HeldinError("EvidenceStopping.take: called after remove(); make a new one")
+        self._step += whole("EvidenceStopping.take", "steps", steps, 1)
+        self._check(self._form(moments))
         return self.should_stop
 
     def _prepare(self) -> None:
