@@ -14,6 +14,8 @@ from heldin.sklearn import LinearRegression, LogisticRegression, MLPClassifier, 
 
 
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
-@parametrize_with_checks([MLPClassifier(), MLPRegressor(), LogisticRegression(), LinearRegression()])
+@parametrize_with_checks(
+    [MLPClassifier(), MLPRegressor(), LogisticRegression(), LinearRegression()]
+)
 def test_checks(estimator: Any, check: Any) -> None:
     check(estimator)

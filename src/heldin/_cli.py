@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ._errors import HeldinError
+from ._fit import fit, predict
 
 __all__ = ["main"]
 
@@ -141,6 +142,8 @@ def _bench(options: argparse.Namespace) -> int:
 
 COMMANDS: dict[str, Callable[[Parser], None]] = {
     "bench": bench,
+    "fit": fit,
+    "predict": predict,
     "study": study,
 }
 
@@ -164,3 +167,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except HeldinError as error:
         print(f"heldin: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("heldin: interrupted", file=sys.stderr)
+        return 130

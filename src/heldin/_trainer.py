@@ -1,15 +1,14 @@
-"""Plain networks on rows of numbers, trained until a rule asks to stop.
+"""Training of plain networks until a rule asks to stop.
 
-What the scikit-learn estimators and `heldin fit` have in common. The passes are written out by
-hand: for networks this small, recording a graph would cost as much as the arithmetic.
+What the scikit-learn estimators and `heldin fit` have in common.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,146 +20,19 @@ from ._estimates import EstimateHistory
 from ._folds import FoldStopping, ShadowStopping
 from ._history import History
 from ._losses import LossFunction, RowLoss
-from ._moments import Moments
-from ._stack import ACTIVATIONS as SLOPES
+from ._path import PathStopping
+from ._plain import Inputs, Passes, outputs_of
 from ._stopping import EvidenceStopping
 from ._validation import ValidationStopping
 
-__all__ = ["ACTIVATIONS", "RULES", "Outcome", "Pace", "Passes", "Trainer", "build", "outputs_of"]
+__all__ = ["RULES", "Outcome", "Pace", "Report", "Trainer"]
 
 Rule = Literal["auto", "folds", "shadow", "leave-one-out", "evidence", "validation", "none"]
 RULES: tuple[Rule, ...] = ("auto", "folds", "shadow", "leave-one-out", "evidence", "validation")
 SMOOTHING = 0.8  # of the evidence of whole epochs, see docs/which-rule.md
-CHUNK = 4096  # rows in one evaluation
-ACTIVATIONS: dict[str, type[nn.Module]] = {
-    "identity": nn.Identity,
-    "logistic": nn.Sigmoid,
-    "tanh": nn.Tanh,
-    "relu": nn.ReLU,
-}
+TURNED = 3  # checks after the lowest estimate, for it to count as passed
 
 Report = Callable[[int, float, str], None]  # epoch, training loss, what the rule says
-
-
-class Inputs(Protocol):
-    """A dense tensor, or rows that are made dense when they are asked for."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: Any, /) -> Tensor: ...
-
-
-def build(
-    sizes: Sequence[int],
-    activation: str,
-    *,
-    bias: bool = True,
-    dtype: torch.dtype = torch.float64,
-    generator: torch.Generator | None = None,
-) -> nn.Sequential:
-    """Linear layers with activations in between: zeros, or with a generator Glorot's weights.
-
-    The global random stream is not used.
-
-    >>> build([3, 5, 2], "relu")
-    Sequential(
-      (0): Linear(in_features=3, out_features=5, bias=True)
-      (1): ReLU()
-      (2): Linear(in_features=5, out_features=2, bias=True)
-    )
-    """
-    layers: list[nn.Module] = []
-    for above, below in zip(sizes, sizes[1:], strict=False):
-        layers += [ACTIVATIONS[activation]()] if layers else []
-        linear = nn.utils.skip_init(nn.Linear, above, below, bias=bias, dtype=dtype)
-        bound = math.sqrt((2.0 if activation == "logistic" else 6.0) / (above + below))
-        with torch.no_grad():
-            for p in linear.parameters():
-                p.zero_() if generator is None else p.uniform_(-bound, bound, generator=generator)
-        layers.append(linear)
-    return nn.Sequential(*layers)
-
-
-class Passes:
-    """Forward and backward passes of a network that `build` made.
-
-    Gradients are written into the parameters' `grad`. With `observe`, sums of the samples'
-    contributions and of their squares add up until `moments` is called.
-    """
-
-    def __init__(self, model: nn.Sequential, observe: bool = False) -> None:
-        self.layers = list(model)
-        self.parameters = dict(model.named_parameters())
-        self.gradient, views = self._flat()
-        for (_, p), view in zip(self.parameters.items(), views, strict=True):
-            p.grad = view
-        self.total, self.squares = torch.zeros_like(self.gradient), torch.zeros_like(self.gradient)
-        ids = (id(p) for p in self.parameters.values())
-        self.square_of = dict(zip(ids, self._views(self.squares), strict=True))
-        self.observe = observe
-        self.count = 0
-        self.trace: list[Tensor] = []
-
-    def _flat(self) -> tuple[Tensor, list[Tensor]]:
-        first = next(iter(self.parameters.values()))
-        flat = torch.zeros(sum(p.numel() for p in self.parameters.values()), dtype=first.dtype)
-        return flat, self._views(flat)
-
-    def _views(self, flat: Tensor) -> list[Tensor]:
-        parts = flat.split([p.numel() for p in self.parameters.values()])
-        pairs = zip(parts, self.parameters.values(), strict=True)
-        return [part.view(p.shape) for part, p in pairs]
-
-    @torch.no_grad()
-    def forward(self, x: Tensor) -> Tensor:
-        """(b, outputs)."""
-        self.trace = [x]
-        for layer in self.layers:
-            x = layer.forward(x)
-            self.trace.append(x)
-        return x
-
-    @torch.no_grad()
-    def backward(self, slope: Tensor) -> None:
-        """The gradient of the mean of the rows' losses, from (b, outputs), each loss's slope."""
-        for i in range(len(self.layers) - 1, -1, -1):
-            layer, before = self.layers[i], self.trace[i]
-            if not isinstance(layer, nn.Linear):
-                slope = SLOPES[type(layer)](layer, slope, before, self.trace[i + 1])
-                continue
-            weight, bias = layer.weight, layer.bias
-            torch.mm(slope.T, before, out=weight.grad)
-            if bias is not None:
-                torch.sum(slope, 0, out=bias.grad)
-            if self.observe:
-                squared = slope.square()
-                self.square_of[id(weight)].addmm_(squared.T, before.square())
-                if bias is not None:
-                    self.square_of[id(bias)].add_(squared.sum(0))
-            if i:
-                slope = slope.mm(weight)
-        if self.observe:
-            self.total.add_(self.gradient)
-            self.count += len(slope)
-        self.gradient.div_(len(slope))
-
-    def moments(self) -> dict[str, Moments]:
-        """What was added up since the last call."""
-        totals, squares = self._views(self.total.clone()), self._views(self.squares.clone())
-        found = {
-            name: Moments(total, square, self.count)
-            for name, total, square in zip(self.parameters, totals, squares, strict=True)
-        }
-        self.total.zero_()
-        self.squares.zero_()
-        self.count = 0
-        return found
-
-
-@torch.no_grad()
-def outputs_of(model: nn.Sequential, x: Inputs) -> Tensor:
-    """(n, outputs), in pieces that fit into memory."""
-    pieces = [x[slice(i, i + CHUNK)] for i in range(0, len(x), CHUNK)]
-    return torch.cat([model(piece) for piece in pieces])
 
 
 @dataclass(frozen=True)
@@ -190,14 +62,12 @@ class Pace:
     def optimizer(self, model: nn.Module, rows: int) -> Optimizer:
         """Over the weights, which decay by alpha / rows as in scikit-learn, and the biases."""
         named = list(model.named_parameters())
-        groups = [
-            {
-                "params": [p for n, p in named if n.endswith("weight")],
-                "weight_decay": self.alpha / rows,
-            },
-            {"params": [p for n, p in named if n.endswith("bias")]},
+        parts = {end: [p for n, p in named if n.endswith(end)] for end in ("weight", "bias")}
+        groups: list[dict[str, Any]] = [
+            {"params": parts["weight"], "weight_decay": self.alpha / rows}
         ]
-        groups = [group for group in groups if group["params"]]
+        if parts["bias"]:
+            groups.append({"params": parts["bias"]})
         if self.solver == "sgd":
             nesterov = self.nesterovs_momentum and self.momentum > 0
             return torch.optim.SGD(
@@ -220,6 +90,7 @@ class Outcome:
         rule: the rule in charge ("auto" has become another one).
         chosen: why it was this one.
         stopped: whether it asked to stop before `max_iter`.
+        converged: the same, or that the lowest estimate was well before.
         reason: what it said last.
         epochs, steps: how long training took.
         best_step: the step whose weights were kept, or those around it.
@@ -233,6 +104,7 @@ class Outcome:
     rule: str
     chosen: str = ""
     stopped: bool = False
+    converged: bool = False
     reason: str = ""
     epochs: int = 0
     steps: int = 0
@@ -284,9 +156,7 @@ class Trainer:
 
     def _order(self) -> Tensor:
         n = len(self.y)
-        return (
-            torch.randperm(n, generator=self.generator) if self.pace.shuffle else torch.arange(n)
-        )
+        return torch.randperm(n, generator=self.generator) if self.pace.shuffle else torch.arange(n)
 
     def steps(self) -> Iterator[Tensor]:
         """Take the optimiser steps of an epoch; what is given are the row numbers of each."""
@@ -331,13 +201,16 @@ class Trainer:
             report: called after every epoch.
         """
         tell = report or (lambda epoch, loss, status: None)
-        if rule in ("evidence", "none", "validation"):
-            self.outcome.rule = rule
-            {"evidence": self._by_evidence, "none": self._by_loss}.get(
-                rule, lambda tell: self._by_validation(held_out, tell)
-            )(tell)
+        self.outcome.rule = rule
+        if rule == "evidence":
+            self._by_evidence(tell)
+        elif rule == "validation":
+            self._by_validation(held_out, tell)
+        elif rule == "none":
+            self._by_loss(tell)
         else:
             self._by_estimate(rule, tell)
+        self.outcome.converged = self.outcome.converged or self.outcome.stopped
         self.outcome.loss = self.mean_loss(self.x, self.y, self.weights)
         return self.outcome
 
@@ -415,7 +288,7 @@ class Trainer:
             out.rule, out.chosen = "evidence", str(error)
             self._by_evidence(tell)
             return
-        names = {FoldStopping: "folds", ShadowStopping: "shadow"}
+        names: dict[type[PathStopping], str] = {FoldStopping: "folds", ShadowStopping: "shadow"}
         out.rule, out.chosen = names.get(type(rule), "leave-one-out"), rule.reason_chosen
         follow = self._inside if isinstance(rule, (FoldStopping, ShadowStopping)) else self._beside
         with rule:
@@ -423,6 +296,7 @@ class Trainer:
                 follow(rule)
                 tell(out.epochs, out.losses[-1], rule.reason)
         out.stopped, out.reason = rule.should_stop, rule.reason
+        out.converged = sum(record.step > rule.best_step for record in rule.history) >= TURNED
         out.best_step, out.history = rule.best_step, rule.history
         out.estimate, out.standard_error = rule.estimate, rule.standard_error
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
@@ -19,19 +18,17 @@ from sklearn.utils import check_random_state
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 from torch import Tensor, nn
 
-from ._errors import HeldinError
-from ._estimates import EstimateHistory
-from ._network import ACTIVATIONS, RULES, Inputs, Outcome, Pace, Report, Trainer, build, outputs_of
+from heldin._estimates import EstimateHistory
+from heldin._plain import Inputs, build, load, outputs_of
+from heldin._trainer import Outcome, Pace, Report, Trainer
 
-__all__ = ["Estimator", "Layers", "Targets", "Unfit"]
+from ._parameters import Unfit, check
+
+__all__ = ["Estimator", "Layers", "Targets"]
 
 DENSE = 2**28  # bytes up to which sparse inputs are made dense once, not batch by batch
 
 Layers = list[tuple[Any, Any]]  # weights (inputs, outputs) and biases (outputs,) or None
-
-
-class Unfit(HeldinError, ValueError):
-    """Arguments or data that an estimator cannot be fitted with."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,63 +76,10 @@ def merged(X: Any, y: Any, weights: Any) -> tuple[Any, Any, Any]:
     >>> X.tolist(), y.tolist(), w.tolist()
     ([[1.0], [2.0]], [1, 0], [1.0, 2.0])
     """
-    keys = np.ascontiguousarray(np.column_stack([np.asarray(X, np.float64), y]) + 0.0)  # no -0
-    keys = keys.view(np.dtype((np.void, keys.shape[1] * 8))).ravel()
+    rows = np.ascontiguousarray(np.column_stack([np.asarray(X, np.float64), y]) + 0.0)  # no -0
+    keys = rows.view(np.dtype((np.void, rows.shape[1] * 8))).ravel()
     _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
     return X[first], y[first], np.bincount(inverse, weights, len(first))
-
-
-# -- parameters
-
-
-def _number(value: Any, low: float = 0.0, high: float = math.inf) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and low <= value < high
-
-
-def _count(value: Any) -> bool:
-    return isinstance(value, Integral) and _number(value, 1)
-
-
-def _flag(value: Any) -> bool:
-    return isinstance(value, (bool, np.bool_))
-
-
-def _one_of(*known: Any) -> tuple[Callable[[Any], bool], str]:
-    return lambda value: value in known, "one of " + ", ".join(map(repr, known))
-
-
-POSITIVE = (lambda v: _number(v) and v > 0, "a number above 0")
-NOT_NEGATIVE = (_number, "a number >= 0")
-SHARE = (lambda v: _number(v, 0, 1), "a number in [0, 1)")
-COUNT = (_count, "a whole number above 0")
-FLAG = (_flag, "True or False")
-
-KNOWN: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "hidden_layer_sizes": (
-        lambda v: all(map(_count, np.atleast_1d(np.asarray(v, object)))),
-        "whole numbers above 0",
-    ),
-    "activation": _one_of(*ACTIVATIONS),
-    "solver": _one_of("adam", "sgd"),
-    "alpha": NOT_NEGATIVE,
-    "batch_size": (lambda v: v == "auto" or _count(v), "'auto' or a whole number above 0"),
-    "learning_rate": _one_of("constant", "invscaling", "adaptive"),
-    "learning_rate_init": POSITIVE,
-    "power_t": NOT_NEGATIVE,
-    "max_iter": COUNT,
-    "shuffle": FLAG,
-    "tol": NOT_NEGATIVE,
-    "warm_start": FLAG,
-    "momentum": SHARE,
-    "nesterovs_momentum": FLAG,
-    "early_stopping": _one_of(*RULES, True, False),
-    "validation_fraction": (lambda v: _number(v, 0, 1) and v > 0, "a number between 0 and 1"),
-    "beta_1": SHARE,
-    "beta_2": SHARE,
-    "epsilon": POSITIVE,
-    "n_iter_no_change": COUNT,
-    "fit_intercept": FLAG,
-}
 
 
 class Estimator(BaseEstimator):  # type: ignore[misc]
@@ -151,6 +95,7 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
     random_state: Any
     warm_start: bool
     verbose: Any
+    _optimizer_state: Any
 
     # -- what a subclass brings
 
@@ -198,11 +143,7 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
     def _rule(self) -> Any:
         """Check the parameters; the name of the rule."""
         given = self.get_params(deep=False)
-        for name, value in given.items():
-            good, wanted = KNOWN.get(name, (lambda _: True, ""))
-            if not good(value):
-                why = "; lbfgs has no steps to stop at" if value == "lbfgs" else ""
-                raise self._refuse(f"{name} must be {wanted}, got {value!r}{why}")
+        check(type(self).__name__, given)
         rule = {True: "auto", False: "none"}.get(self.early_stopping, self.early_stopping)
         slows_down = given["learning_rate"] == "adaptive" and given["solver"] == "sgd"
         if slows_down and rule != "none":
@@ -298,7 +239,7 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
             )
         outcome = trainer.run(rule, held_out, report or self._printer())
         self._keep(trainer, outcome)
-        if not outcome.stopped:
+        if not outcome.converged:
             warnings.warn(
                 f"{type(self).__name__}: max_iter={self.max_iter} epochs were over before "
                 f"early_stopping={self.early_stopping!r} asked to stop ({outcome.reason}); raise "
@@ -341,8 +282,11 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
         X, pace = self._scale(X, weights, first), self._pace()
         if first:
             pace = self._begin(model, pace, targets.y, weights)
-        else:
-            self._load(model, self._scaled(self._layers(), back=False))
+        elif not load(model, self._scaled(self._layers(), back=False)):
+            raise self._refuse(
+                "to go on from the fit before, the inputs, the layers and the classes must be the "
+                "same; set warm_start=False"
+            )
         equal = bool((weights == 1.0).all())
         return Trainer(
             model,
@@ -354,20 +298,6 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
             seed,
         )
 
-    def _load(self, model: nn.Sequential, layers: Layers) -> None:
-        linear = [layer for layer in model if isinstance(layer, nn.Linear)]
-        shapes = [(layer.in_features, layer.out_features) for layer in linear]
-        if shapes != [weight.shape for weight, _ in layers]:
-            raise self._refuse(
-                "to go on from the fit before, the inputs, the layers and the classes must be the "
-                "same; set warm_start=False"
-            )
-        with torch.no_grad():
-            for layer, (weight, bias) in zip(linear, layers, strict=True):
-                layer.weight.copy_(torch.tensor(weight).T)
-                if layer.bias is not None:
-                    layer.bias.copy_(torch.tensor(bias))
-
     def _keep(self, trainer: Trainer, outcome: Outcome) -> None:
         linear = [layer for layer in trainer.model if isinstance(layer, nn.Linear)]
         layers = [
@@ -377,7 +307,9 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
             )
             for layer in linear
         ]
-        if not all(np.isfinite(part).all() for layer in layers for part in layer if part is not None):
+        if not all(
+            np.isfinite(part).all() for layer in layers for part in layer if part is not None
+        ):
             raise self._refuse(
                 "training ended in weights that are not finite; scale the inputs, or lower "
                 "learning_rate_init"
@@ -387,7 +319,7 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
         self.best_step_ = outcome.best_step
         self.loss_, self.loss_curve_ = outcome.loss, outcome.losses
         self.stopping_rule_, self.stopping_choice_ = outcome.rule, outcome.chosen
-        self.stopping_reason_ = outcome.reason
+        self.stopping_reason_, self.stopped_ = outcome.reason, outcome.stopped
         self.evidence_curve_ = outcome.evidence
         history = outcome.history
         self.estimate_curve_ = (
@@ -395,7 +327,7 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
         )
         self.estimate_, self.estimate_error_ = outcome.estimate, outcome.standard_error
         self.history_ = history
-        self._optimizer_state: Any = None
+        self._optimizer_state = None
 
     def _printer(self) -> Report | None:
         if not self.verbose:
@@ -407,14 +339,12 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
     def _outputs(self, X: Any) -> Any:
         """(n, outputs) of the network."""
         check_is_fitted(self)
-        X = validate_data(
-            self, X, accept_sparse="csr", dtype=(np.float64, np.float32), reset=False
-        )
+        X = validate_data(self, X, accept_sparse="csr", dtype=(np.float64, np.float32), reset=False)
         layers = self._layers()
         sizes = [layers[0][0].shape[0], *(weight.shape[1] for weight, _ in layers)]
         kind = torch.from_numpy(layers[0][0]).dtype
         model = build(sizes, self.activation, bias=layers[0][1] is not None, dtype=kind)
-        self._load(model, layers)
+        load(model, layers)
         return outputs_of(model, _inputs(X.astype(layers[0][0].dtype, copy=False))).numpy()
 
 
