@@ -12,10 +12,18 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 
 from heldin.sklearn import LinearRegression, LogisticRegression, MLPClassifier, MLPRegressor
 
+# Few and large steps, to be quick; with the defaults the checks pass as well, in many minutes.
+QUICK: dict[str, Any] = {"max_iter": 40, "learning_rate_init": 0.05}
+
 
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
 @parametrize_with_checks(
-    [MLPClassifier(), MLPRegressor(), LogisticRegression(), LinearRegression()]
+    [
+        MLPClassifier((16,), **QUICK),
+        MLPRegressor((16,), **QUICK),
+        LogisticRegression(**QUICK),
+        LinearRegression(**QUICK),
+    ]
 )
 def test_checks(estimator: Any, check: Any) -> None:
     check(estimator)

@@ -3,10 +3,9 @@
 They are called as scikit-learn's own. Where those hold rows out to know when to stop, these stop
 without: change the import, keep the rows.
 
->>> from heldin.sklearn import MLPClassifier
+>>> from heldin.sklearn import LogisticRegression
 >>> from sklearn.datasets import load_iris
->>> X, y = load_iris(return_X_y=True)
->>> model = MLPClassifier(random_state=0).fit((X - X.mean(0)) / X.std(0), y)
+>>> model = LogisticRegression(random_state=0).fit(*load_iris(return_X_y=True))
 >>> model.stopping_rule_
 'folds'
 >>> model.estimate_ < 0.2                    # of the loss on new rows, without a held-out row
@@ -77,8 +76,9 @@ class MLPClassifier(Classifier, Hidden):
     >>> from sklearn.pipeline import make_pipeline
     >>> from sklearn.preprocessing import StandardScaler
     >>> X, y = load_breast_cancer(return_X_y=True)
-    >>> model = make_pipeline(StandardScaler(), MLPClassifier((20,), random_state=0))
-    >>> model.fit(X[:200], y[:200]).score(X[200:], y[200:]) > 0.93
+    >>> network = MLPClassifier((10,), learning_rate_init=0.02, random_state=0)
+    >>> model = make_pipeline(StandardScaler(), network).fit(X[:200], y[:200])
+    >>> model.score(X[200:], y[200:]) > 0.93
     True
     """
 
@@ -122,7 +122,7 @@ class MLPRegressor(Regressor, Hidden):
     >>> from sklearn.datasets import load_diabetes
     >>> from sklearn.preprocessing import StandardScaler
     >>> X, y = load_diabetes(return_X_y=True, scaled=True)
-    >>> network = MLPRegressor((20,), random_state=0)
+    >>> network = MLPRegressor((10,), learning_rate_init=0.02, random_state=0)
     >>> model = TransformedTargetRegressor(network, transformer=StandardScaler())
     >>> model.fit(20 * X[:300], y[:300]).score(20 * X[300:], y[300:]) > 0.4
     True

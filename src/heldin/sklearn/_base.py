@@ -73,8 +73,8 @@ def merged(X: Any, y: Any, weights: Any) -> tuple[Any, Any, Any]:
     folds.
 
     >>> X, y, w = merged(np.array([[2.0], [1.0], [2.0]]), np.array([0, 1, 0]), np.ones(3))
-    >>> X.tolist(), y.tolist(), w.tolist()
-    ([[1.0], [2.0]], [1, 0], [1.0, 2.0])
+    >>> sorted(zip(X.ravel().tolist(), y.tolist(), w.tolist()))
+    [(1.0, 1, 1.0), (2.0, 0, 2.0)]
     """
     rows = np.ascontiguousarray(np.column_stack([np.asarray(X, np.float64), y]) + 0.0)  # no -0
     keys = rows.view(np.dtype((np.void, rows.shape[1] * 8))).ravel()
