@@ -167,6 +167,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except HeldinError as error:
         print(f"heldin: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("heldin: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        print(f"heldin: interrupted {interrupt}".rstrip(), file=sys.stderr)
         return 130

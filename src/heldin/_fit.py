@@ -182,8 +182,8 @@ def _train(rows: Any, columns: Any, target: Any, options: Options, hidden: tuple
                 random_state=options.seed,
             )
     except KeyboardInterrupt:
-        raise HeldinError(
-            f"interrupted after {reached} epochs; nothing was written. To end there with a model: "
+        raise KeyboardInterrupt(
+            f"after {reached} epochs; nothing was written. To end there with a model: "
             f"--max-epochs {max(1, reached)}"
         ) from None
 
@@ -194,7 +194,7 @@ def summary(model: Any) -> list[tuple[str, str]]:
     kind = "log loss" if target.task == "classification" else "squared error"
     lines = [("rows", f"{facts['rows']}, all of them trained on")]
     if facts["dropped_rows"]:
-        lines.append(("left out", f"{facts['dropped_rows']} rows without {target.name!r}"))
+        lines.append(("left out", f"{facts['dropped_rows']} without a value of {target.name!r}"))
     columns = model.columns
     lines.append(("columns", f"{len(columns.used)}, as {facts['inputs']} inputs"))
     if columns.constant:

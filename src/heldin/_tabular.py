@@ -127,6 +127,15 @@ def _in_units(history: EstimateHistory, unit: float) -> EstimateHistory:
     return found
 
 
+def _without_nan(value: Any) -> Any:
+    """JSON has no nan: null stands for it."""
+    if isinstance(value, dict):
+        return {name: _without_nan(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_without_nan(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def _order(text: str) -> tuple[int, float, str]:
     """Numbers by size, before texts."""
     try:
@@ -281,9 +290,9 @@ class TabularModel:
             "target": asdict(self.target),
             "columns": self.columns.to_json(),
             "activation": self.activation,
-            "facts": self.facts,
+            "facts": _without_nan(self.facts),
         }
-        text = json.dumps(content, indent=1, allow_nan=True)
+        text = json.dumps(content, indent=1, allow_nan=False)
         (folder / "model.json").write_text(text + "\n", encoding="utf-8")
 
     @classmethod
