@@ -21,6 +21,7 @@ pytest.importorskip("sklearn")
 
 import numpy as np
 from scipy import sparse
+from sklearn.base import clone
 from sklearn.datasets import load_iris
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.model_selection import GridSearchCV, cross_val_score
@@ -389,8 +390,9 @@ def test_linear_models_do_not_mind_units() -> None:
     np.testing.assert_allclose(model.intercept_, exact[4], atol=0.02)
     units = np.array([1e-3, 1.0, 1e4, 10.0])
     for kind, target, factor in ((LinearRegression, y, 1e5), (LogisticRegression, y > 2, 1)):
-        plain = kind(**QUICK).fit(X, target)
-        scaled = kind(**QUICK).fit(X * units + 100 * units, target * factor)
+        model = kind(shuffle=False, **QUICK)  # rows would be sorted by contents, and folds differ
+        plain, scaled = clone(model).fit(X, target), model
+        scaled.fit(X * units + 100 * units, target * factor)
         assert scaled.best_step_ == plain.best_step_
         np.testing.assert_allclose(
             scaled.predict(X * units + 100 * units), plain.predict(X) * factor, rtol=1e-6

@@ -271,7 +271,8 @@ class LinearRegression(Regressor, Linear):
         spread = float(np.sqrt(np.average((y - centre) ** 2, axis=0, weights=weights).mean()))
         if self.solver != "adam" or spread == 0.0:
             return pace
-        return replace(pace, learning_rate_init=self.learning_rate_init * spread)
+        rate, epsilon = self.learning_rate_init * spread, self.epsilon * spread
+        return replace(pace, learning_rate_init=rate, epsilon=epsilon)
 
     def _keep_layers(self, layers: Layers) -> None:
         super()._keep_layers(layers)
