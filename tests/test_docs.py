@@ -60,3 +60,14 @@ def test_demo_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     space["main"](str(tmp_path / "demo.png"), seeds=1)
     assert (tmp_path / "demo.png").stat().st_size > 1000
     assert "all 200 rows" in capsys.readouterr().out
+
+
+def test_sklearn_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("sklearn")
+    space: dict[str, Any] = {"__name__": "sklearn_estimator"}
+    source = (ROOT / "examples" / "sklearn_estimator.py").read_text()
+    assert source.count("MLPClassifier(random_state=seed)") == 1
+    quick = source.replace("random_state=seed)", "random_state=seed, hidden_layer_sizes=(5,))")
+    exec(compile(quick, "sklearn_estimator.py", "exec"), space)
+    space["main"](seeds=1)
+    assert "what heldin had estimated" in capsys.readouterr().out

@@ -43,7 +43,7 @@ def fit(parser: argparse.ArgumentParser) -> None:
         "--drop", action="append", default=[], metavar="COLUMN", help="leave it out"
     )
     parser.add_argument(
-        "--max-epochs", type=int, default=1000, help="a limit that the rule should not reach"
+        "--max-epochs", type=int, default=2000, help="a limit that the rule should not reach"
     )
     parser.add_argument(
         "--seed", type=int, default=0, help="of first weights and orders (default 0)"
@@ -83,6 +83,8 @@ def run_fit(options: Options) -> int:
     """The command."""
     with _needs_extras():
         import matplotlib  # noqa: F401  (missing ones are said before the training, not after)
+        import pandas  # noqa: F401
+        import rich  # noqa: F401
         import safetensors  # noqa: F401
         import sklearn  # noqa: F401
 
@@ -237,6 +239,7 @@ def summary(model: Any) -> list[tuple[str, str]]:
 def run_predict(options: Options) -> int:
     """The command."""
     with _needs_extras():
+        import pandas  # noqa: F401
         import safetensors  # noqa: F401
 
         from ._table import read_table

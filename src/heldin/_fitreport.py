@@ -35,6 +35,7 @@ def _figure(model: Any) -> str:
         axes[0].set_ylabel("training loss")
         if own:
             model.history.plot(axes[1])
+            axes[1].set_xlim(left=0)
             axes[1].set_title(f"rule: {facts['rule']}", fontsize="medium", loc="left")
         file = io.StringIO()
         figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})

@@ -45,7 +45,7 @@ class Pace:
     learning_rate: str = "constant"
     learning_rate_init: float = 1e-3
     power_t: float = 0.5
-    max_iter: int = 1000
+    max_iter: int = 2000
     shuffle: bool = True
     tol: float = 1e-4
     momentum: float = 0.9
