@@ -402,6 +402,12 @@ def test_linear_models_do_not_mind_units() -> None:
     np.testing.assert_allclose(bare.predict(X), X @ bare.coef_)
 
 
+def test_rows_that_are_all_equal() -> None:
+    for kind in (MLPRegressor, LinearRegression):
+        model = kind(**{**QUICK, "max_iter": 300}).fit(np.ones((6, 2)), np.full(6, 3.0))
+        np.testing.assert_allclose(model.predict(np.ones((2, 2))), 3.0, atol=0.1)
+
+
 def test_single_precision_stays() -> None:
     X, y = classes()
     model = MLPClassifier((5,), **QUICK).fit(X.astype(np.float32), y)

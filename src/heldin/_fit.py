@@ -124,6 +124,7 @@ def run_fit(options: Options) -> int:
     model.facts |= {"data": Path(options.data).name, "dropped_rows": int((~there).sum())}
     if test is not None:
         model.facts["test"] = model.test(test, options.test) | {"data": Path(options.test).name}
+        _say_unknown(columns.encode(test, options.test)[1], options.test)
     lines = summary(model)
     try:
         model.save(out)
@@ -236,6 +237,15 @@ def summary(model: Any) -> list[tuple[str, str]]:
     return lines
 
 
+def _say_unknown(unknown: dict[str, int], path: str) -> None:
+    for name, count in unknown.items():
+        print(
+            f"heldin: {path}: column {name!r}: {count} rows have a value that was not there in "
+            "training; they are predicted as if it were none of those known",
+            file=sys.stderr,
+        )
+
+
 def run_predict(options: Options) -> int:
     """The command."""
     with _needs_extras():
@@ -247,12 +257,7 @@ def run_predict(options: Options) -> int:
     model = TabularModel.load(options.model)
     frame = read_table(options.data, separator=options.separator, missing=options.missing)
     table, unknown = model.predict(frame, options.data)
-    for name, count in unknown.items():
-        print(
-            f"heldin: column {name!r}: {count} rows have a value that was not there in training; "
-            "they are predicted as if it were none of those known",
-            file=sys.stderr,
-        )
+    _say_unknown(unknown, options.data)
     try:
         table.to_csv(sys.stdout, index=False, lineterminator="\n")
         sys.stdout.flush()

@@ -220,8 +220,10 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
             rule = "evidence"
         targets = self._targets(y, first)
         if self.shuffle and not sparse.issparse(X):
-            X, y, weights = merged(X, targets.y, weights)
-            targets = replace(targets, y=y)
+            together = merged(X, targets.y, weights)
+            if len(together[0]) > 1:  # a rule needs two rows, be they equal
+                X, y, weights = together
+                targets = replace(targets, y=y)
         weights = self._weigh(targets, weights)
         seed = int(check_random_state(self.random_state).randint(2**31))
         held_out = None

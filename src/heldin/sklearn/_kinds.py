@@ -22,7 +22,7 @@ from ._base import Estimator, Layers, Targets
 __all__ = ["Classifier", "Hidden", "Linear", "Regressor"]
 
 
-class Classifier(ClassifierMixin):  # type: ignore[misc]
+class Classifier(ClassifierMixin, Estimator):  # type: ignore[misc]
     """From labels to targets and back."""
 
     class_weight: Any
@@ -35,7 +35,6 @@ class Classifier(ClassifierMixin):  # type: ignore[misc]
         return tags
 
     def _targets(self, y: Any, first: bool) -> Targets:
-        me: Any = self
         if y.ndim == 2 and y.shape[1] == 1:
             y = column_or_1d(y, warn=True)
         check_classification_targets(y)
@@ -46,14 +45,14 @@ class Classifier(ClassifierMixin):  # type: ignore[misc]
             self.n_outputs_, self.out_activation_, self._several = y.shape[1], "logistic", True
             return Targets(y, y.shape[1], nn.BCEWithLogitsLoss())
         if y.ndim != 1:
-            raise me._refuse(f"labels must be one for each row, got an array of shape {y.shape}")
+            raise self._refuse(f"labels must be one for each row, got an array of shape {y.shape}")
         if first:
             self.classes_ = np.unique(y)
         unknown = np.setdiff1d(y, self.classes_)
         if len(unknown):
-            raise me._refuse(f"y has labels that are not among classes_: {unknown.tolist()}")
+            raise self._refuse(f"y has labels that are not among classes_: {unknown.tolist()}")
         if len(self.classes_) < 2:
-            raise me._refuse(
+            raise self._refuse(
                 "there must be samples of at least 2 classes, but the data contains only one "
                 f"class: {self.classes_[0]!r}"
             )
@@ -66,11 +65,10 @@ class Classifier(ClassifierMixin):  # type: ignore[misc]
         return Targets(codes, len(self.classes_), nn.CrossEntropyLoss(), True)
 
     def _weigh(self, targets: Targets, weights: Any) -> Any:
-        me: Any = self
         if self.class_weight is None:
             return weights
         if not targets.single:
-            raise me._refuse("class_weight is for one class per row; use sample_weight")
+            raise self._refuse("class_weight is for one class per row; use sample_weight")
         codes = targets.y.ravel().astype(int)
         each = compute_class_weight(
             self.class_weight, classes=self.classes_, y=self.classes_[codes], sample_weight=weights
@@ -88,8 +86,7 @@ class Classifier(ClassifierMixin):  # type: ignore[misc]
         Returns:
             The estimator.
         """
-        me: Any = self
-        return me._fit(X, y, sample_weight)
+        return self._fit(X, y, sample_weight)
 
     def partial_fit(self, X: Any, y: Any, sample_weight: Any = None, classes: Any = None) -> Any:
         """Train for one pass over the rows given; no rule stops it.
@@ -103,9 +100,8 @@ class Classifier(ClassifierMixin):  # type: ignore[misc]
         Returns:
             The estimator.
         """
-        me: Any = self
         _check_partial_fit_first_call(self, classes)
-        return me._partial_fit(X, y, sample_weight)
+        return self._partial_fit(X, y, sample_weight)
 
     def predict(self, X: Any) -> Any:
         """(n,) labels, or (n, labels) zeros and ones."""
@@ -116,8 +112,7 @@ class Classifier(ClassifierMixin):  # type: ignore[misc]
 
     def predict_proba(self, X: Any) -> Any:
         """(n, classes) probabilities, in the order of `classes_`."""
-        me: Any = self
-        outputs = me._outputs(X)
+        outputs = self._outputs(X)
         if outputs.shape[1] > 1 and not self._several:
             return softmax(outputs, axis=1)
         shares = expit(outputs)
@@ -129,7 +124,7 @@ class Classifier(ClassifierMixin):  # type: ignore[misc]
             return np.log(self.predict_proba(X))
 
 
-class Regressor(RegressorMixin):  # type: ignore[misc]
+class Regressor(RegressorMixin, Estimator):  # type: ignore[misc]
     """From numbers to targets and back."""
 
     def __sklearn_tags__(self) -> Any:
@@ -154,8 +149,7 @@ class Regressor(RegressorMixin):  # type: ignore[misc]
         Returns:
             The estimator.
         """
-        me: Any = self
-        return me._fit(X, y, sample_weight)
+        return self._fit(X, y, sample_weight)
 
     def partial_fit(self, X: Any, y: Any, sample_weight: Any = None) -> Any:
         """Train for one pass over the rows given; no rule stops it.
@@ -168,13 +162,11 @@ class Regressor(RegressorMixin):  # type: ignore[misc]
         Returns:
             The estimator.
         """
-        me: Any = self
-        return me._partial_fit(X, y, sample_weight)
+        return self._partial_fit(X, y, sample_weight)
 
     def predict(self, X: Any) -> Any:
         """(n,) or (n, outputs) numbers."""
-        me: Any = self
-        outputs = me._outputs(X)
+        outputs = self._outputs(X)
         return outputs[:, 0] if self._one_dimensional else outputs
 
 
