@@ -159,19 +159,19 @@ def _train(rows: Any, columns: Any, target: Any, options: Options, hidden: tuple
         TextColumn("epoch {task.completed}"),
         BarColumn(20),
         TimeElapsedColumn(),
-        TextColumn("loss {task.fields[loss]:.4g}, {task.fields[status]}", markup=False),
+        TextColumn("{task.description}", markup=False),
         console=Console(stderr=True),
         transient=True,
     )
     try:
         with bar, warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)  # the summary says it
-            task = bar.add_task("", total=options.max_epochs, loss=float("nan"), status="")
+            task = bar.add_task("starting", total=options.max_epochs)
 
             def report(epoch: int, loss: float, status: str) -> None:
                 nonlocal reached
                 reached = epoch
-                bar.update(task, completed=epoch, loss=loss, status=status)
+                bar.update(task, completed=epoch, description=f"loss {loss:.4g}; {status}")
 
             return TabularModel.fit(
                 rows,
@@ -185,10 +185,8 @@ def _train(rows: Any, columns: Any, target: Any, options: Options, hidden: tuple
                 random_state=options.seed,
             )
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(
-            f"after {reached} epochs; nothing was written. To end there with a model: "
-            f"--max-epochs {max(1, reached)}"
-        ) from None
+        way_out = f". To end there with a model: --max-epochs {reached}" if reached else ""
+        raise KeyboardInterrupt(f"after {reached} epochs; nothing was written{way_out}") from None
 
 
 def summary(model: Any) -> list[tuple[str, str]]:
