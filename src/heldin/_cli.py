@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ._errors import HeldinError
+from ._fit import fit, predict
 from .reproduce._commands import data, reproduce
 
 __all__ = ["main"]
@@ -178,6 +179,8 @@ def _bench(options: argparse.Namespace) -> int:
 
 COMMANDS: dict[str, Callable[[Parser], None]] = {
     "bench": bench,
+    "fit": fit,
+    "predict": predict,
     "study": study,
     "reproduce": reproduce,
     "data": data,
@@ -203,3 +206,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except HeldinError as error:
         print(f"heldin: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt as interrupt:
+        print(f"heldin: interrupted {interrupt}".rstrip(), file=sys.stderr)
+        return 130

@@ -312,7 +312,9 @@ class LeaveOneOutStopping(PathStopping):
             group.velocity, far = pulse(kind, setting, group.velocity)
             group.time += far
             group.decay += float(setting["lr"]) * float(setting["weight_decay"])
-        rows = sum(len(call[0]) for call in taken.calls if call)
+        rows = (
+            len(index) if index is not None else sum(len(call[0]) for call in taken.calls if call)
+        )
         if rows:
             self._batch = float(rows)
 

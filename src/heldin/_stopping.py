@@ -289,6 +289,28 @@ class EvidenceStopping:
         self._prepare()
         return self.should_stop
 
+    def take(self, moments: Mapping[str, Moments], steps: int = 1) -> bool:
+        """Close steps whose per-sample sums were formed elsewhere; True if training should stop.
+
+        In place of `step()`, for loops that form the sums themselves.
+
+        Args:
+            moments: by parameter name.
+            steps: how many optimiser steps are in them.
+
+        >>> import heldin, torch
+        >>> model = torch.nn.Linear(1, 1, bias=False)
+        >>> stopping = heldin.EvidenceStopping(model, arming=None, estimator="exact")
+        >>> stopping.take({"weight": heldin.Moments(torch.ones(1, 1), torch.full((1, 1), 9.0), 2)})
+        True
+        >>> stopping.remove()
+        """
+        if self._model is None:
+            raise HeldinError("EvidenceStopping.take: called after remove(); make a new one")
+        self._step += whole("EvidenceStopping.take", "steps", steps, 1)
+        self._check(self._form(moments))
+        return self.should_stop
+
     def _prepare(self) -> None:
         """Observe the coming step, or let it pass at no cost."""
         if self.every > 1:

@@ -1,0 +1,280 @@
+"""Neural networks and linear models for scikit-learn that train on every row.
+
+They are called as scikit-learn's own. Where those hold rows out to know when to stop, these stop
+without: change the import, keep the rows.
+
+>>> from heldin.sklearn import LinearRegression
+>>> from sklearn.datasets import load_diabetes
+>>> model = LinearRegression(random_state=0).fit(*load_diabetes(return_X_y=True))
+>>> model.stopping_rule_
+'folds'
+>>> 2500 < model.estimate_ < 3500            # of the loss on new rows, without a held-out row
+True
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+try:
+    import numpy as np
+    import sklearn as _sklearn  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        f"heldin.sklearn: {error.name} is not installed; pip install 'heldin[sklearn]'"
+    ) from error
+import torch
+from torch import nn
+
+from heldin._trainer import Pace
+
+from ._base import Layers
+from ._kinds import Classifier, Hidden, Linear, Regressor
+
+__all__ = ["LinearRegression", "LogisticRegression", "MLPClassifier", "MLPRegressor"]
+
+
+class MLPClassifier(Classifier, Hidden):
+    """A neural network for classes, called as scikit-learn's `MLPClassifier`.
+
+    It trains on every row. Which rule stops it is `early_stopping`:
+
+    - "auto", or True: five shadow models in lock-step for fewer than 1,000 rows, one shadow above;
+      see `heldin.stopping`. Where that does not fit into memory, "evidence".
+    - "folds", "shadow", "leave-one-out": that rule, see `heldin.FoldStopping`,
+      `heldin.ShadowStopping`, `heldin.LeaveOneOutStopping`.
+    - "evidence": `heldin.EvidenceStopping` over whole epochs. The fastest.
+    - "validation": holds `validation_fraction` of the rows out and watches the loss there, with
+      `n_iter_no_change` and `tol`.
+    - False: until the training loss has not improved by `tol` for `n_iter_no_change` epochs.
+
+    Equal rows are put together, with their weights added: a row given twice counts as a row of
+    weight 2 (not with shuffle=False, and not in sparse inputs too large to be made dense).
+
+    Args:
+        hidden_layer_sizes, activation, solver, alpha, batch_size, learning_rate,
+            learning_rate_init, power_t, max_iter, shuffle, random_state, tol, verbose, warm_start,
+            momentum, nesterovs_momentum, validation_fraction, beta_1, beta_2, epsilon,
+            n_iter_no_change: as in scikit-learn, but for solver="lbfgs", which is refused, and
+            max_iter, a limit that the rule should not reach.
+        early_stopping: the rule.
+        class_weight: None, "balanced" or a mapping from labels to weights.
+
+    Attributes:
+        classes_, coefs_, intercepts_, n_iter_, loss_, loss_curve_, t_, n_layers_, n_outputs_,
+            out_activation_: as in scikit-learn. Losses are without the penalty.
+        stopping_rule_, stopping_choice_, stopping_reason_: the rule, why it was this one, and what
+            it said at the end.
+        n_steps_, best_step_: optimiser steps taken, and the one whose weights were kept.
+        evidence_curve_: the criterion after each epoch (early_stopping="evidence"), or None.
+        estimate_, estimate_error_, estimate_curve_: estimated loss on new rows, its standard error,
+            and the estimate at every check, for the rules that have one, or None.
+        history_: the rule's own record, with `plot()`.
+
+    >>> from sklearn.datasets import load_breast_cancer
+    >>> from sklearn.pipeline import make_pipeline
+    >>> from sklearn.preprocessing import StandardScaler
+    >>> X, y = load_breast_cancer(return_X_y=True)
+    >>> network = MLPClassifier((10,), learning_rate_init=0.02, random_state=0)
+    >>> model = make_pipeline(StandardScaler(), network).fit(X[:200], y[:200])
+    >>> model.score(X[200:], y[200:]) > 0.93
+    True
+    """
+
+    def __init__(
+        self,
+        hidden_layer_sizes: Any = (100,),
+        activation: str = "relu",
+        *,
+        solver: str = "adam",
+        alpha: float = 0.0001,
+        batch_size: Any = "auto",
+        learning_rate: str = "constant",
+        learning_rate_init: float = 0.001,
+        power_t: float = 0.5,
+        max_iter: int = 2000,
+        shuffle: bool = True,
+        random_state: Any = None,
+        tol: float = 1e-4,
+        verbose: Any = False,
+        warm_start: bool = False,
+        momentum: float = 0.9,
+        nesterovs_momentum: bool = True,
+        early_stopping: Any = "auto",
+        validation_fraction: float = 0.1,
+        beta_1: float = 0.9,
+        beta_2: float = 0.999,
+        epsilon: float = 1e-8,
+        n_iter_no_change: int = 10,
+        class_weight: Any = None,
+    ) -> None:
+        self._remember(locals())
+
+
+class MLPRegressor(Regressor, Hidden):
+    """A neural network for numbers, called as scikit-learn's `MLPRegressor`.
+
+    See `MLPClassifier` for arguments and attributes; the loss is the mean squared error. Scale
+    targets that are far from 1, as for scikit-learn's.
+
+    >>> from sklearn.compose import TransformedTargetRegressor
+    >>> from sklearn.datasets import load_diabetes
+    >>> from sklearn.preprocessing import StandardScaler
+    >>> X, y = load_diabetes(return_X_y=True, scaled=True)
+    >>> network = MLPRegressor((10,), learning_rate_init=0.02, random_state=0)
+    >>> model = TransformedTargetRegressor(network, transformer=StandardScaler())
+    >>> model.fit(20 * X[:300], y[:300]).score(20 * X[300:], y[300:]) > 0.4
+    True
+    """
+
+    def __init__(
+        self,
+        hidden_layer_sizes: Any = (100,),
+        activation: str = "relu",
+        *,
+        solver: str = "adam",
+        alpha: float = 0.0001,
+        batch_size: Any = "auto",
+        learning_rate: str = "constant",
+        learning_rate_init: float = 0.001,
+        power_t: float = 0.5,
+        max_iter: int = 2000,
+        shuffle: bool = True,
+        random_state: Any = None,
+        tol: float = 1e-4,
+        verbose: Any = False,
+        warm_start: bool = False,
+        momentum: float = 0.9,
+        nesterovs_momentum: bool = True,
+        early_stopping: Any = "auto",
+        validation_fraction: float = 0.1,
+        beta_1: float = 0.9,
+        beta_2: float = 0.999,
+        epsilon: float = 1e-8,
+        n_iter_no_change: int = 10,
+    ) -> None:
+        self._remember(locals())
+
+
+class LogisticRegression(Classifier, Linear):
+    """Linear classification that is regularised by stopping, not by a penalty.
+
+    Inputs are standardised inside for training, so that their units do not matter; `coef_` and
+    `intercept_` are for the inputs as given. For other arguments and attributes see
+    `MLPClassifier`.
+
+    Args:
+        fit_intercept: whether there is one.
+
+    Attributes:
+        coef_: (1, features) for two classes, else (classes, features).
+        intercept_: (1,) or (classes,).
+
+    >>> from sklearn.datasets import load_breast_cancer
+    >>> X, y = load_breast_cancer(return_X_y=True)
+    >>> model = LogisticRegression(random_state=0).fit(X[:200], y[:200])
+    >>> model.coef_.shape
+    (1, 30)
+    >>> model.score(X[200:], y[200:]) > 0.93
+    True
+    """
+
+    def __init__(
+        self,
+        *,
+        fit_intercept: bool = True,
+        solver: str = "adam",
+        alpha: float = 0.0,
+        batch_size: Any = "auto",
+        learning_rate: str = "constant",
+        learning_rate_init: float = 0.01,
+        power_t: float = 0.5,
+        max_iter: int = 2000,
+        shuffle: bool = True,
+        random_state: Any = None,
+        tol: float = 1e-4,
+        verbose: Any = False,
+        warm_start: bool = False,
+        momentum: float = 0.9,
+        nesterovs_momentum: bool = True,
+        early_stopping: Any = "auto",
+        validation_fraction: float = 0.1,
+        beta_1: float = 0.9,
+        beta_2: float = 0.999,
+        epsilon: float = 1e-8,
+        n_iter_no_change: int = 10,
+        class_weight: Any = None,
+    ) -> None:
+        self._remember(locals())
+
+    def decision_function(self, X: Any) -> Any:
+        """(n,) for two classes, else (n, classes): the logarithms of odds."""
+        outputs = self._outputs(X)
+        return outputs[:, 0] if self.n_outputs_ == 1 else outputs
+
+
+class LinearRegression(Regressor, Linear):
+    """Least squares that is regularised by stopping on the way to the solution.
+
+    Inputs are standardised inside for training, and Adam's steps are in units of the targets'
+    spread, so that no units matter; `coef_` and `intercept_` are for the inputs as given. For other
+    arguments and attributes see `MLPClassifier`; the loss is the mean squared error.
+
+    Args:
+        fit_intercept: whether there is one.
+
+    Attributes:
+        coef_: (features,), or (outputs, features) for targets with two dimensions.
+        intercept_: a number, or (outputs,).
+
+    >>> from sklearn.datasets import load_diabetes
+    >>> X, y = load_diabetes(return_X_y=True)
+    >>> model = LinearRegression(random_state=0).fit(X[:300], y[:300])
+    >>> model.score(X[300:], y[300:]) > 0.45
+    True
+    """
+
+    def __init__(
+        self,
+        *,
+        fit_intercept: bool = True,
+        solver: str = "adam",
+        alpha: float = 0.0,
+        batch_size: Any = "auto",
+        learning_rate: str = "constant",
+        learning_rate_init: float = 0.01,
+        power_t: float = 0.5,
+        max_iter: int = 2000,
+        shuffle: bool = True,
+        random_state: Any = None,
+        tol: float = 1e-4,
+        verbose: Any = False,
+        warm_start: bool = False,
+        momentum: float = 0.9,
+        nesterovs_momentum: bool = True,
+        early_stopping: Any = "auto",
+        validation_fraction: float = 0.1,
+        beta_1: float = 0.9,
+        beta_2: float = 0.999,
+        epsilon: float = 1e-8,
+        n_iter_no_change: int = 10,
+    ) -> None:
+        self._remember(locals())
+
+    def _begin(self, model: nn.Sequential, pace: Pace, y: Any, weights: Any) -> Pace:
+        middle = np.average(y, axis=0, weights=weights)
+        if self.fit_intercept:
+            with torch.no_grad():
+                dict(model.named_parameters())["0.bias"].copy_(torch.from_numpy(middle))
+        centre = middle if self.fit_intercept else 0.0
+        spread = float(np.sqrt(np.average((y - centre) ** 2, axis=0, weights=weights).mean()))
+        if self.solver != "adam" or spread == 0.0:
+            return pace
+        rate, epsilon = self.learning_rate_init * spread, self.epsilon * spread
+        return replace(pace, learning_rate_init=rate, epsilon=epsilon)
+
+    def _keep_layers(self, layers: Layers) -> None:
+        super()._keep_layers(layers)
+        if self._one_dimensional:
+            self.coef_, self.intercept_ = self.coef_[0], self.intercept_[0]

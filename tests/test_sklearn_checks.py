@@ -1,0 +1,29 @@
+"""scikit-learn's own checks, all of them, none expected to fail."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sklearn")
+
+from sklearn.utils.estimator_checks import parametrize_with_checks
+
+from heldin.sklearn import LinearRegression, LogisticRegression, MLPClassifier, MLPRegressor
+
+# Few and large steps, to be quick; with the defaults the checks pass as well, in many minutes.
+QUICK: dict[str, Any] = {"max_iter": 40, "learning_rate_init": 0.05}
+
+
+@pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
+@parametrize_with_checks(
+    [
+        MLPClassifier((16,), **QUICK),
+        MLPRegressor((16,), **QUICK),
+        LogisticRegression(**QUICK),
+        LinearRegression(**QUICK),
+    ]
+)
+def test_checks(estimator: Any, check: Any) -> None:
+    check(estimator)
