@@ -24,9 +24,10 @@ test: $(READY)  ## lint, types and all tests (what CI runs)
 	@$(MAKE) --no-print-directory lint
 	$(BIN)/python -m pytest
 
-lint: $(READY)  ## ruff and mypy
+lint: $(READY)  ## ruff, spelling and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell
 	$(BIN)/mypy
 
 format: $(READY)  ## let ruff rewrite what it can
@@ -39,8 +40,9 @@ bench: $(READY)  ## what observing costs, as multiples of a plain step
 peers: $(READY)  ## install the libraries that bench compares with (without their dependencies)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps backpack-for-pytorch opacus opt_einsum unfoldNd einops
 
-docs: $(READY)  ## build the documentation
-	@echo "The documentation is README.md and docs/ for now; there is nothing to build."
+docs: $(READY)  ## build the documentation into site/ (open site/index.html)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "The documentation is in site/index.html"
 
 clean:  ## remove the environment and caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis out
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis out site

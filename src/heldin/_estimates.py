@@ -29,6 +29,10 @@ class Estimate:
         estimate: estimated test loss.
         standard_error: of the estimate, over the rows that it is a mean of.
         training_loss: of the model, over all training rows.
+
+    >>> import heldin
+    >>> heldin.Estimate(step=8, estimate=0.7, standard_error=0.1, training_loss=0.6)
+    Estimate(step=8, estimate=0.7, standard_error=0.1, training_loss=0.6)
     """
 
     step: int

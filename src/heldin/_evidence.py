@@ -31,6 +31,13 @@ class Evidence:
         nonfinite: parameters with an inf or nan contribution; they are left out.
         estimator: how the moments were observed: "exact", "sampled" (from a block of coordinates
             of each parameter) or "microbatch" (approximate; `count` is the number of groups).
+
+    >>> import heldin, torch
+    >>> contributions = torch.tensor([[1.0], [-1.0], [1.0], [0.0]])
+    >>> seen = {"w": heldin.Moments(contributions.sum(0), contributions.square().sum(0), 4)}
+    >>> found = heldin.evidence(seen)
+    >>> round(found.criterion, 3), found.count, found.live
+    (0.727, 4, {'w': 1})
     """
 
     criterion: float
