@@ -20,6 +20,7 @@ from markdown.preprocessors import Preprocessor
 
 ROOT = Path(__file__).parent.parent
 FENCE = re.compile(r"\s*(```|~~~)")
+MARK = re.compile(r"^(\s*```\w+) illustration.*$")  # for the tests only
 FORMULA = re.compile(r'<(span|div) class="arithmatex">(.*?)</\1>', re.S)
 NAME = re.compile(r"(?<![\[`])`heldin\.(\w+)`(?![\]`])")
 LINK = re.compile(r"(\]\()(?:docs/)([^)]*\))")
@@ -43,6 +44,7 @@ class Doctests(Preprocessor):
         for line in lines:
             if not example and FENCE.match(line):
                 fenced = not fenced
+                line = MARK.sub(r"\1", line)
             elif not fenced and not example and line.startswith(">>> "):
                 result += ["", "```pycon"]
                 example = True

@@ -142,6 +142,7 @@ class EstimateHistory(Sequence[Estimate]):
         if self.stopped_step is not None:
             ax.axvline(self.stopped_step, color="0.6", linestyle=":", label="training stopped")
         ax.set_xscale("symlog", linthresh=1)
+        ax.set_xlim(left=0)
         ax.set_xlabel("step")
         ax.set_ylabel("loss")
         ax.legend(fontsize="small")
