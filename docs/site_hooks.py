@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import html
 import re
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ ROOT = Path(__file__).parent.parent
 FENCE = re.compile(r"\s*(```|~~~)")
 MARK = re.compile(r"^(\s*```\w+) illustration.*$")  # for the tests only
 FORMULA = re.compile(r'<(span|div) class="arithmatex">(.*?)</\1>', re.S)
+SCRIPT = re.compile(r'<mi mathvariant="script">([A-Z])</mi>')
 NAME = re.compile(r"(?<![\[`])`heldin\.(\w+)`(?![\]`])")
 LINK = re.compile(r"(\]\()(?:docs/)([^)]*\))")
 
@@ -88,4 +90,14 @@ def on_post_page(output: str, **_: Any) -> str:
 def _mathml(match: re.Match[str]) -> str:
     formula = html.unescape(match[2]).strip()[2:-2]  # without \( and \) or \[ and \]
     display = "block" if match[1] == "div" else "inline"
-    return convert(formula, display=display)
+    return SCRIPT.sub(_script, convert(formula, display=display))
+
+
+def _script(match: re.Match[str]) -> str:
+    """Browsers know script letters by their own code points only."""
+    for kind in ("SCRIPT", "MATHEMATICAL SCRIPT"):
+        try:
+            return f"<mi>{unicodedata.lookup(f'{kind} CAPITAL {match[1]}')}</mi>"
+        except KeyError:
+            continue
+    return match[0]

@@ -281,7 +281,9 @@ class ElementwiseStopping(Optimizer):
         ones: a sign error.)
         """
         if by not in (None, "tensor"):
-            raise HeldinError(f"stopped_fraction: by must be None or 'tensor', got {by!r}")
+            raise HeldinError(
+                f"ElementwiseStopping.stopped_fraction: by must be None or 'tensor', got {by!r}"
+            )
         masks = self.masks()
         if by == "tensor":
             return {name: float(mask.double().mean()) for name, mask in masks.items()}

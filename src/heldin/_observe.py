@@ -79,7 +79,7 @@ class Observation(Mapping[str, Moments]):
     used are absent.
 
     Attributes:
-        count: number of samples seen (of groups, if micro-batches are taken for samples).
+        count: number of samples seen (of micro-batches, if these are taken for samples).
         estimator: "exact", "sampled" or "microbatch".
         reducing: for steps of one backward pass, let the ratios be formed during the pass and
             keep nothing of the parameters' size; the mapping is empty then, and `heldin.evidence`
