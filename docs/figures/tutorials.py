@@ -2,8 +2,8 @@
 
     python docs/figures/tutorials.py [--out FOLDER] [--write] [NAME ...]
 
-A tutorial is a page of docs/tutorials: its Python blocks, one after the other, are a program. A
-block of text after a Python block is what the program prints there.
+A tutorial is a page of docs/tutorials: its blocks of code, one after the other, are a program. A
+block of text after one of them is what the program prints there.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 PAGES = Path(__file__).parent.parent / "tutorials"
 NAMES = ("small-data", "text", "label-noise", "single-weights")
-BLOCK = re.compile(r"^```(?P<kind>python|text)\n(?P<code>.*?)^```", re.M | re.S)
+BLOCK = re.compile(r"^```(?P<kind>py|text)\n(?P<code>.*?)^```", re.M | re.S)
 
 
 def play(name: str, out: Path, changes: Mapping[str, str] | None = None) -> list[str]:
@@ -44,7 +44,7 @@ def play(name: str, out: Path, changes: Mapping[str, str] | None = None) -> list
     printed = []
     with _in(out):
         for block in BLOCK.finditer(text):
-            if block["kind"] == "python":
+            if block["kind"] == "py":
                 with contextlib.redirect_stdout(io.StringIO()) as stream:
                     exec(compile(block["code"], page.name, "exec"), space)
                 if stream.getvalue():
@@ -74,7 +74,7 @@ def write(name: str, printed: list[str]) -> None:
     page, lines = PAGES / f"{name}.md", iter(printed)
 
     def renewed(block: re.Match[str]) -> str:
-        return block[0] if block["kind"] == "python" else f"```text\n{next(lines)}```"
+        return block[0] if block["kind"] == "py" else f"```text\n{next(lines)}```"
 
     page.write_text(BLOCK.sub(renewed, page.read_text()))
 

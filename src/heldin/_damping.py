@@ -46,7 +46,7 @@ def rmsprop_factors(optimizer: Optimizer, model: nn.Module | None = None) -> dic
     if not isinstance(inner, KNOWN):
         raise HeldinError(
             "heldin.rmsprop_factors: expected RMSprop, Adam, AdamW or NAdam, got "
-            f"{type(inner).__name__}, which keeps no average of squared gradients that is known here"
+            f"{type(inner).__name__}, which keeps no average of squared gradients known here"
         )
     names = {} if model is None else {id(p): name for name, p in model.named_parameters()}
     roots: dict[str, Tensor] = {}
