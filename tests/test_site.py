@@ -6,6 +6,7 @@ import ast
 import doctest
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -117,3 +118,31 @@ def test_both_colour_schemes(site: Path) -> None:
     text = (site / "index.html").read_text()
     assert 'data-md-color-scheme="slate"' in text
     assert 'data-md-color-scheme="default"' in text
+
+
+def test_a_reader_without_a_network(site: Path) -> None:
+    """From a folder, in a browser: nothing is fetched, nothing fails, search finds things."""
+    playwright = pytest.importorskip("playwright.sync_api")
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
+    if browser is None:
+        pytest.skip("no Chromium to open the site with")
+    said: list[str] = []
+    with playwright.sync_playwright() as started:
+        running = started.chromium.launch(executable_path=browser, args=["--no-sandbox"])
+        page = running.new_page(viewport={"width": 1400, "height": 900}, color_scheme="light")
+        page.on("console", lambda message: said.append(message.text))
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.on("request", lambda request: said.append(request.url))
+        page.goto((site / "index.html").as_uri())
+        tabs = page.locator(".md-tabs__link").all_inner_texts()
+        page.fill(".md-search__input", "leave-one-out")
+        page.wait_for_selector(".md-search-result__item", timeout=20_000)
+        page.keyboard.press("Escape")
+        page.locator("label[for=__palette_1]").click()
+        assert page.get_attribute("body", "data-md-color-scheme") == "slate"
+        running.close()
+    assert [line for line in said if not line.startswith(("file:", "data:", "blob:"))] == []
+    assert [tab.strip() for tab in tabs] == [
+        "Start", "Tutorials", "How it works", "Guides", "Guarantees", "Benchmarks", "Reproduction",
+        "API", "Contributing",
+    ]  # fmt: skip
