@@ -3,9 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+SEEDS ?= 5
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format bench peers docs clean
+.PHONY: help setup demo test lint format bench peers frameworks reproduction docs clean
 
 help:  ## list what can be done
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -39,6 +40,13 @@ bench: $(READY)  ## what observing costs, as multiples of a plain step
 
 peers: $(READY)  ## install the libraries that bench compares with (without their dependencies)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps backpack-for-pytorch opacus opt_einsum unfoldNd einops
+
+frameworks: $(READY)  ## install the frameworks that the adapters are tested with
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[frameworks]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps fastai
+
+reproduction: $(READY)  ## run the paper's experiments (heldin data fetch first) and write docs/reproduction.md
+	$(BIN)/python -m heldin reproduce all --seeds $(SEEDS) --resume --out out/reproduction --docs docs/reproduction.md
 
 docs: $(READY)  ## build the documentation into site/ (open site/index.html)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

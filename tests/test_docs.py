@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 import re
+from collections import defaultdict
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import pytest
@@ -11,10 +15,22 @@ import torch
 from torch import nn
 
 import heldin
+import plain
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
-BLOCK = re.compile(r"^```python(?P<mark>[^\n]*)\n(?P<code>.*?)^```", re.M | re.S)
+BLOCK = re.compile(r"^(?P<indent> *)```python(?P<mark>[^\n]*)\n(?P<code>.*?)^ *```", re.M | re.S)
+TAB = re.compile(r'^=== "(?P<label>[^"]*)"$', re.M)
+FRAMEWORKS = {
+    "Accelerate": "accelerate",
+    "Hugging Face": "transformers",
+    "Ignite": "ignite",
+    "Keras": "keras",
+    "Lightning": "lightning",
+    "fastai": "fastai",
+    "skorch": "skorch",
+}
+PARTS = [pytest.param(p, marks=plain.foreign if p.stem == "frameworks" else ()) for p in PAGES]
 
 
 def surroundings() -> dict[str, Any]:
@@ -37,18 +53,41 @@ def surroundings() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def tab(text: str, block: re.Match[str]) -> str:
+    """The label of the tab in which a block is."""
+    labels = [m["label"] for m in TAB.finditer(text, 0, block.start())]
+    return labels[-1] if block["indent"] and labels else ""
+
+
+def importable(name: str) -> bool:
+    os.environ.setdefault("KERAS_BACKEND", "torch")
+    try:
+        importlib.import_module(f"heldin.{name}")
+    except ImportError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("page", PARTS, ids=lambda page: str(page.relative_to(ROOT)))
 def test_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = [m for m in BLOCK.finditer(page.read_text()) if "illustration" not in m["mark"]]
     monkeypatch.chdir(tmp_path)
-    space = surroundings()
+    spaces: defaultdict[str, dict[str, Any]] = defaultdict(surroundings)  # one for each tab
+    skipped: list[str] = []
     try:
         for block in blocks:
-            exec(compile(block["code"], str(page), "exec"), space)
+            label = tab(page.read_text(), block)
+            needed = FRAMEWORKS.get(label)
+            if needed is None or importable(needed):
+                exec(compile(dedent(block["code"]), str(page), "exec"), spaces[label])
+            else:
+                skipped.append(needed)
     finally:
-        for value in space.values():
+        for value in [value for space in spaces.values() for value in space.values()]:
             if hasattr(value, "remove") and hasattr(value, "should_stop"):
                 value.remove()
+    if skipped:
+        pytest.skip(f"not installed: {', '.join(dict.fromkeys(skipped))}; the rest ran")
 
 
 def test_demo_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -410,7 +410,8 @@ def test_sequences_are_not_taken_for_plain_rows() -> None:
     assert stopping.engine == "vmap"
 
 
-def test_sample_weights() -> None:
+@pytest.mark.parametrize(("cls", "part"), [(heldin.FoldStopping, 3), (heldin.ShadowStopping, 0.4)])
+def test_sample_weights(cls: Any, part: float) -> None:
     torch.manual_seed(9)
     start = MODELS["relu"]().double()
     x, y = data()
@@ -419,8 +420,8 @@ def test_sample_weights() -> None:
     rows, batches, make = (x, y), minibatches(8, 6), OPTIMIZERS["sgd"]
     model = copy.deepcopy(start)
     optimizer = make(model.parameters())
-    stopping = heldin.FoldStopping(
-        model, optimizer, F.mse_loss, rows, 3, patience=None, sample_weight=3 * weights
+    stopping = cls(
+        model, optimizer, F.mse_loss, rows, part, patience=None, sample_weight=3 * weights
     )
     for index in batches:
         rowwise = (model(x[index]) - y[index]).square()[:, 0]
@@ -455,14 +456,20 @@ def test_dropout_draws_for_each_shadow() -> None:
     assert torch.equal(stopping._held_out(), stopping._held_out())
 
 
-def test_one_shadow() -> None:
+@pytest.mark.parametrize("engine", ["dense", "vmap", "loop"])
+@pytest.mark.parametrize("size", [2, 8])  # with two rows, some minibatches leave it none
+def test_one_shadow(engine: str, size: int) -> None:
     torch.manual_seed(11)
     start = MODELS["relu"]().double()
-    rows, batches, make = data(), minibatches(8, 12), OPTIMIZERS["adam"]
-    stopping = run(copy.deepcopy(start), make, F.mse_loss, rows, batches, cls=heldin.ShadowStopping)
-    assert int((stopping._label == 0).sum()) == round(0.2 * N)
-    assert len(stopping._curves[0]) == round(0.2 * N)
-    check_shadows(stopping, start, make, F.mse_loss, rows, batches)
+    rows, batches, make = data(), minibatches(size, 12), OPTIMIZERS["adam"]
+    options: dict[str, Any] = {"cls": heldin.ShadowStopping, "engine": engine}
+    for share in (0.2, 0.6):
+        model = copy.deepcopy(start)
+        stopping = run(model, make, F.mse_loss, rows, batches, fraction=share, **options)
+        assert int((stopping._label == 0).sum()) == round(share * N)
+        assert len(stopping._curves[0]) == round(share * N)
+        check_shadows(stopping, start, make, F.mse_loss, rows, batches)
+    assert size == 8 or any(bool((stopping._label[b] == 0).all()) for b in batches)
     chosen = torch.arange(N) < 4
     stopping = heldin.ShadowStopping(
         start, make(start.parameters()), F.mse_loss, rows, fraction=chosen
@@ -549,6 +556,26 @@ def test_all_kinds_of_data_follow_the_contract(kind: str) -> None:
             batches.append(torch.stack([(x == row).all(1).nonzero()[0, 0] for row in a]))
             stopping.step()
     check_shadows(stopping, start, OPTIMIZERS["adam"], F.mse_loss, (x, y), batches)
+
+
+def test_random_numbers_of_the_loop_are_left_alone() -> None:
+    x, y = data()
+    model = nn.Sequential(nn.Linear(D, 4), nn.Dropout(0.5), nn.Linear(4, 1)).double()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    loader = DataLoader(Pairs(x, y), batch_size=8, shuffle=True)
+
+    def orders(make: Any) -> Tensor:
+        torch.manual_seed(0)
+        source = make()
+        return torch.cat([b for _ in range(2) for _, b in source()])
+
+    def plain() -> Any:
+        return lambda: loader
+
+    def followed() -> Any:
+        return heldin.FoldStopping(model, optimizer, F.mse_loss, loader).batches
+
+    assert torch.equal(orders(plain), orders(followed))
 
 
 def test_batches_know_their_rows_even_when_augmented() -> None:

@@ -371,6 +371,7 @@ def rows_of(regrets: dict[str, list[float]]) -> list[dict[str, Any]]:
                     "regret": regret,
                     "fired": i != 0,
                     "steps_spent": 10 * i,
+                    "stop_step": 9 if rule == "oracle" else 10 * i + 4,
                     "test_accuracy": 0.5,
                     "test_loss": 1.0,
                     "estimate": 1.0 + 0.14 * i if rule == "folds" else math.nan,
@@ -402,6 +403,9 @@ def test_summaries_are_the_statistics_they_name() -> None:
     assert math.isclose(line["p90"], 1.18)
     diverged = rows_of({"split 20 %": [1.0, 1.0], "folds": [math.nan, 1.0]})
     assert _tables.summarise(diverged, resamples=5)[1]["worst"] == 1000.0
+    late = rows_of({"split 20 %": [1.0] * 3, "oracle": [1.0] * 3})  # stops at 4, 14, 24; best at 9
+    assert [line["stop_ratio"] for line in _tables.summarise(late, resamples=5)] == [1.5, 1.0]
+    assert math.isnan(folds["stop_ratio"])
     (covered,) = _tables.coverage(rows)  # estimates off by 0, 1.4, 2.8 and 4.2 standard errors
     assert (covered["within_1"], covered["within_2"], covered["within_3"]) == (0.25, 0.5, 0.75)
 
@@ -531,3 +535,21 @@ def test_importing_heldin_imports_nothing_of_the_study() -> None:
     loaded = set(result.stdout.split())
     assert "heldin._folds" in loaded
     assert not loaded & {"joblib", "rich", "sklearn", "matplotlib", "heldin.study"}
+
+
+# -- agreement of sampled and exact
+
+
+def test_agreement_of_sampled_and_exact(tmp_path: Path) -> None:
+    from heldin.study import _agreement
+
+    lines = _agreement.agreement(
+        tmp_path, models=["transformer"], seeds=1, steps=8, budgets=(64, 1 << 20)
+    )
+    small, everything = lines
+    assert small["difference"] > 1e-3
+    assert everything["difference"] < 1e-4  # a budget above every size is exact
+    assert everything["moved"] == 0
+    assert "| transformer | 64 |" in (tmp_path / "agreement.md").read_text()
+    assert (tmp_path / "agreement.png").exists()
+    assert len(_tables.read(tmp_path / "agreement.csv")) == 2

@@ -8,13 +8,13 @@ from typing import Any, Literal
 from torch import nn
 from torch.optim import Optimizer
 
+from ._engines import is_plain
 from ._errors import HeldinError
 from ._folds import FoldStopping, ShadowStopping
 from ._leaveoneout import KNOWN, LeaveOneOutStopping
 from ._losses import LossFunction
 from ._path import PathStopping
 from ._rows import Rows
-from ._stack import is_plain
 
 __all__ = ["stopping"]
 

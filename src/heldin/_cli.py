@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ._errors import HeldinError
+from .reproduce._commands import data, reproduce
 
 __all__ = ["main"]
 
@@ -49,6 +50,15 @@ def study(parser: Parser) -> None:
     quality.add_argument("--jobs", type=int, default=1, help="processes")
     quality.add_argument("--steps", type=int, default=2500, help="optimiser steps of a run")
     quality.set_defaults(run=_quality)
+    agree = kinds.add_parser(
+        "agreement",
+        help="the sampled criterion beside the exact one, over whole runs",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    agree.add_argument("--seeds", type=int, default=5, help="runs of each model")
+    agree.add_argument("--steps", type=int, default=600, help="optimiser steps of a run")
+    agree.add_argument("--out", default="out/agreement", help="folder for table and figure")
+    agree.set_defaults(run=_agreement)
 
 
 def _quality(options: argparse.Namespace) -> int:
@@ -84,6 +94,29 @@ def _quality(options: argparse.Namespace) -> int:
     return 0
 
 
+def _agreement(options: argparse.Namespace) -> int:
+    try:
+        from .study import agreement
+        from .study._agreement import table
+    except ImportError as error:
+        raise HeldinError(
+            f"study: {error.name} is not installed; pip install 'heldin[study]'"
+        ) from error
+    lines = agreement(options.out, seeds=options.seeds, steps=options.steps, progress=_tell)
+    _tell("")
+    print(table(lines), end="")
+    print(f"Table and figure are in {options.out}")
+    return 0
+
+
+def _tell(line: str) -> None:
+    """A line on stderr that the next one replaces; a line of its own where that is no terminal."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
+    elif line:
+        print(line, file=sys.stderr, flush=True)
+
+
 def _progress(finished: Iterable[Any], total: int) -> Iterable[Any]:
     """A bar on stderr."""
     from rich.console import Console
@@ -98,6 +131,11 @@ def bench(parser: Parser) -> None:
     parser.add_argument("--list", action="store_true", help="list workloads and methods")
     parser.add_argument("--methods", default="all", help="methods, separated by commas")
     parser.add_argument("--no-memory", action="store_true", help="do not measure peak memory")
+    parser.add_argument(
+        "--system-heap",
+        action="store_true",
+        help="let glibc give freed memory back to the system (default: keep it, as jemalloc does)",
+    )
     parser.add_argument("--no-growth", action="store_true", help="do not measure growth with size")
     parser.add_argument("--out", default="out/bench", help="folder for JSON, table and charts")
     parser.set_defaults(run=_bench)
@@ -106,7 +144,7 @@ def bench(parser: Parser) -> None:
 def _bench(options: argparse.Namespace) -> int:
     from pathlib import Path
 
-    from .bench import WORKLOADS, growth, measure, peak_memory, write_report
+    from .bench import WORKLOADS, growth, measure, peak_memory, steady_heap, write_report
     from .bench._methods import METHODS
     from .bench._run import GROWTH
 
@@ -122,18 +160,17 @@ def _bench(options: argparse.Namespace) -> int:
             if name not in known:
                 raise HeldinError(f"bench: {name!r} is unknown; there are {', '.join(known)}")
 
-    def tell(line: str) -> None:
-        print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
-
+    if not options.system_heap:
+        steady_heap()
     ours = [m for m in ("heldin sampled", "heldin exact") if m in methods]
     results = []
     for name in names:
-        results.append(measure(name, methods, tell))
+        results.append(measure(name, methods, _tell))
         if WORKLOADS[name].memory and not options.no_memory:
-            tell(f"{name}: peak memory")
+            _tell(f"{name}: peak memory")
             results[-1].memory = peak_memory(name, [m for m in methods if m != "plain"])
-    growing = {} if options.no_growth else {what: growth(what, ours, tell) for what in GROWTH}
-    tell("")
+    growing = {} if options.no_growth else {what: growth(what, ours, _tell) for what in GROWTH}
+    _tell("")
     print(write_report(results, growing, Path(options.out)))
     print(f"JSON and charts are in {options.out}")
     return 0
@@ -142,6 +179,8 @@ def _bench(options: argparse.Namespace) -> int:
 COMMANDS: dict[str, Callable[[Parser], None]] = {
     "bench": bench,
     "study": study,
+    "reproduce": reproduce,
+    "data": data,
 }
 
 

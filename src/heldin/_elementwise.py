@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,8 @@ from ._observe import BatchDim, observe
 from ._switch import keep, pieces, smoothed
 
 __all__ = ["ElementwiseStopping"]
+
+T = TypeVar("T")
 
 
 class ElementwiseStopping(Optimizer):
@@ -202,6 +204,12 @@ class ElementwiseStopping(Optimizer):
         self._seen.clear()
         self._prepare()
         return result  # type: ignore[no-any-return]
+
+    def call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Run a function as if it were the model's forward pass, see `heldin.Observation.call`."""
+        if self._seen.calls.watching:
+            return self._seen.call(function, *args, **kwargs)
+        return function(*args, **kwargs)
 
     def _prepare(self) -> None:
         """Observe the coming step, or let it pass at no cost."""

@@ -7,17 +7,24 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 import torch
 
 from ._errors import HeldinError
 
-__all__ = ["COVERAGE", "Estimate", "EstimateHistory"]
+__all__ = ["COVERAGE", "Estimate", "EstimateHistory", "Rule"]
 
-# Share of runs whose test loss at the stop lay within so many standard errors of the estimate, as
-# measured, not nominal: docs/which-rule.md.
-COVERAGE: Mapping[int, float] = {2: 0.80, 3: 0.89}
+Rule = Literal["folds", "shadow", "leave-one-out"]
+
+# Share of the study's runs whose test loss at the stop lay within so many standard errors of the
+# estimate: measured, not nominal. Folds and leave-one-out at n <= 200, a shadow at n >= 500;
+# docs/which-rule.md has the table, and a test compares.
+COVERAGE: Mapping[Rule, Mapping[int, float]] = {
+    "folds": {2: 0.80, 3: 0.89},
+    "shadow": {2: 0.80, 3: 0.89},
+    "leave-one-out": {2: 0.80, 3: 0.89},
+}
 
 
 @dataclass(frozen=True)
@@ -45,6 +52,7 @@ class EstimateHistory(Sequence[Estimate]):
     """The checks of a run, oldest first.
 
     Attributes:
+        rule: what made the estimates.
         best_step: the step with the lowest estimate.
         stopped_step: the step at which training was stopped, if it was.
 
@@ -54,7 +62,8 @@ class EstimateHistory(Sequence[Estimate]):
     [0.7]
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rule: Rule = "folds") -> None:
+        self.rule = rule
         self.best_step: int | None = None
         self.stopped_step: int | None = None
         self._records: list[Estimate] = []
@@ -113,7 +122,8 @@ class EstimateHistory(Sequence[Estimate]):
         Returns:
             The matplotlib axes.
         """
-        if errors not in COVERAGE:
+        covered = COVERAGE[self.rule].get(errors)
+        if covered is None:
             raise HeldinError(f"history.plot: errors must be 2 or 3, got {errors!r}")
         if ax is None:
             try:
@@ -133,7 +143,7 @@ class EstimateHistory(Sequence[Estimate]):
             color="tab:orange",
             alpha=0.2,
             linewidth=0,
-            label=f"±{errors} standard errors (covered {COVERAGE[errors]:.0%} in our study)",
+            label=f"±{errors} standard errors (covered {covered:.0%} in our study)",
         )
         ax.plot(steps, table["training_loss"], color="0.4", label="training loss")
         ax.plot(steps, middle, color="tab:orange", label="estimated test loss")

@@ -12,11 +12,12 @@ from torch.optim import Optimizer
 
 from ._checks import whole
 from ._curves import Patience, next_check
+from ._engines import Engine
 from ._errors import HeldinError, HeldinWarning
 from ._losses import LossFunction
 from ._path import CHUNK, Average, PathStopping, Taken
 from ._rows import WAY_OUT, Finder
-from ._stack import Engine, Stack, hyperparameters
+from ._stack import Stack, hyperparameters
 
 __all__ = ["FoldStopping", "ShadowStopping"]
 
@@ -333,6 +334,8 @@ class FoldStopping(_Shadows):
     True
     """
 
+    _rule = "folds"
+
     def __init__(
         self,
         model: nn.Module,
@@ -423,6 +426,8 @@ class ShadowStopping(_Shadows):
     >>> len(stopping.history) > 10
     True
     """
+
+    _rule = "shadow"
 
     def __init__(
         self,

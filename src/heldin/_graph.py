@@ -28,7 +28,7 @@ _SYNONYMS = {"ReshapeAliasBackward0": "ViewBackward0", "UnsafeViewBackward0": "V
 # Nodes behind which parameters are hidden from a walk, and what to do instead.
 _HIDING = {
     "CheckpointFunctionBackward": "call torch.utils.checkpoint.checkpoint with use_reentrant=False",
-    "CompiledFunctionBackward": "observe the model before torch.compile (or its _orig_mod)",
+    "CompiledFunctionBackward": "do not compile what is outside the model (the loss, say)",
 }
 # Nodes that put every element of their input in one place: squares move as the elements do.
 _MOVING = {

@@ -22,16 +22,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.optim import Optimizer
 
 from ._checks import whole
 from ._curves import Patience
 from ._errors import HeldinError
+from ._jacobians import chosen
 from ._losses import LossFunction
 from ._path import Average, PathStopping, Taken
 
-__all__ = ["KNOWN", "LeaveOneOutStopping", "directions", "jacobians", "pulse", "solve"]
+__all__ = ["KNOWN", "LeaveOneOutStopping", "directions", "pulse", "solve"]
 
 MEMORY = 256 * 2**20
 PATIENCE = Patience(factor=2.0, slack=200, checks=5)
@@ -224,6 +224,8 @@ class LeaveOneOutStopping(PathStopping):
     True
     """
 
+    _rule = "leave-one-out"
+
     def __init__(
         self,
         model: nn.Module,
@@ -270,6 +272,7 @@ class LeaveOneOutStopping(PathStopping):
                 "optimizer: none of its parameters is a trainable parameter of the model; give the "
                 "optimiser that trains this model"
             )
+        self._derive = chosen(model, list(self._places), self._rows.inputs)
         self._optimizer = optimizer
         self._groups = [_Group() for _ in optimizer.param_groups]
         self._batch = float(len(self._rows))
@@ -437,13 +440,9 @@ class LeaveOneOutStopping(PathStopping):
     def _jacobians(self, inputs: Sequence[Tensor], basis: Tensor) -> Iterator[tuple[Tensor, str]]:
         """(q, b, size) of every parameter; one after the other where memory is scarce."""
         assert self._model is not None
-        rest = {name: p.detach() for name, p in self._model.named_parameters()}
-        rest |= dict(self._model.named_buffers())
-        self._bare.eval()
         every = list(self._places)
         for names in [[name] for name in every] if self.lazy else [every]:
-            weights = {name: rest[name] for name in names}
-            found = jacobians(self._bare, weights, rest, inputs, basis)
+            found = self._derive(self._model, names, inputs, basis)
             for name in names:
                 yield found[name].flatten(2), name
 
@@ -467,45 +466,3 @@ class LeaveOneOutStopping(PathStopping):
         self._basis = state["basis"].to(self._basis)
         self._groups = [_Group(*values) for values in state["groups"]]
         self._batch = state["batch"]
-
-
-def jacobians(
-    model: nn.Module,
-    weights: dict[str, Tensor],
-    rest: Mapping[str, Tensor],
-    inputs: Sequence[Tensor],
-    directions: Tensor,
-) -> dict[str, Tensor]:
-    """Derivatives of the outputs along directions, sample by sample.
-
-    Args:
-        model: run with one sample at a time.
-        weights: what to differentiate by.
-        rest: everything else the model holds.
-        inputs: (q, ...) each.
-        directions: (q, b, ...), shaped like the outputs.
-
-    Returns:
-        (q, b, ...) for each of the weights.
-    """
-
-    def one(direction: Tensor, *row: Tensor) -> dict[str, Tensor]:
-        def outputs(some: dict[str, Tensor]) -> Tensor:
-            result: Tensor = functional_call(
-                model, {**rest, **some}, tuple(x.unsqueeze(0) for x in row)
-            )
-            return result[0]
-
-        pull: Any = torch.func.vjp(outputs, weights)[1]
-        found: dict[str, Tensor] = torch.func.vmap(pull)(direction)[0]
-        return found
-
-    try:
-        mapped = torch.func.vmap(one)(directions, *inputs)
-    except Exception as error:
-        raise HeldinError(
-            f"LeaveOneOutStopping: per-sample Jacobians could not be taken through torch.func "
-            f"({error}); heldin.FoldStopping works with any model"
-        ) from error
-    result: dict[str, Tensor] = mapped
-    return result

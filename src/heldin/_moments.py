@@ -45,24 +45,17 @@ def ratio_sums(
     >>> ratio_sums([(torch.tensor([2.0, 0.0]), torch.tensor([4.0, 0.0]))], 2)
     [(1.0, 1.0, True)]
     """
-    groups: dict[Any, list[int]] = {}  # small tensors are worked on together
+    if all(total.device.type == "cpu" for total, _ in pairs):
+        return [_in_pieces(total, squares, count, symmetric) for total, squares in pairs]
     found: list[Sums] = [(0.0, 0.0, True)] * len(pairs)
-    for i, (total, squares) in enumerate(pairs):
-        if total.numel() <= CACHE or total.device.type != "cpu":
-            groups.setdefault((total.device, total.dtype), []).append(i)
-        else:
-            found[i] = _in_pieces(total, squares, count, symmetric)
+    groups: dict[Any, list[int]] = {}  # one wait for a device, not one for each tensor
+    for i, (total, _) in enumerate(pairs):
+        groups.setdefault((total.device, total.dtype), []).append(i)
     for members in groups.values():
-        together = _together([pairs[i] for i in members], count, symmetric)
+        together = _sums_of([pairs[i] for i in members], count, symmetric)
         for i, sums in zip(members, together, strict=True):
             found[i] = sums
     return found
-
-
-def _together(pairs: Sequence[tuple[Tensor, Tensor]], count: int, symmetric: bool) -> list[Sums]:
-    if len(pairs) <= 4 and pairs[0][0].device.type == "cpu":
-        return [piece_sums(total, squares, count, symmetric) for total, squares in pairs]
-    return _sums_of(pairs, count, symmetric)
 
 
 def _sums_of(pairs: Sequence[tuple[Tensor, Tensor]], count: int, symmetric: bool) -> list[Sums]:
@@ -70,15 +63,9 @@ def _sums_of(pairs: Sequence[tuple[Tensor, Tensor]], count: int, symmetric: bool
     total = torch.cat([t.reshape(-1) for t, _ in pairs])
     squares = torch.cat([s.reshape(-1) for _, s in pairs])
     rows = [_ratios(total, squares, count, symmetric), (squares != 0).to(total.dtype), squares]
-    running = torch.stack(rows).cumsum(1, dtype=torch.float64)
-    ends = torch.tensor(sizes).cumsum(0) - 1
-    upto = running[:, ends.to(running.device)].T.tolist()  # the only wait for a device
-    if not math.isfinite(upto[-1][2]) and len(pairs) > 1:  # one would spoil those behind it
-        return [_sums_of([pair], count, symmetric)[0] for pair in pairs]
-    before = [[0.0, 0.0, 0.0], *upto]
-    return [
-        (a - x, b - y, math.isfinite(c)) for (a, b, c), (x, y, _) in zip(upto, before, strict=False)
-    ]
+    parts = torch.stack(rows).split(sizes, 1)
+    sums = torch.stack([part.sum(1, dtype=torch.float64) for part in parts])
+    return [(a, b, math.isfinite(c)) for a, b, c in sums.tolist()]  # the only wait for a device
 
 
 def _ratios(total: Tensor, squares: Tensor, count: int, symmetric: bool) -> Tensor:
@@ -89,22 +76,34 @@ def _ratios(total: Tensor, squares: Tensor, count: int, symmetric: bool) -> Tens
 
 def _in_pieces(total: Tensor, squares: Tensor, count: int, symmetric: bool) -> Sums:
     """In pieces that stay in the cache."""
+    if total.numel() <= CACHE:
+        return piece_sums(total, squares, count, symmetric)
     flat, across = total.reshape(-1).split(CACHE), squares.reshape(-1).split(CACHE)
     each = [piece_sums(a, b, count, symmetric) for a, b in zip(flat, across, strict=True)]
     return sum(e[0] for e in each), sum(e[1] for e in each), all(e[2] for e in each)
 
 
-def piece_sums(total: Tensor, squares: Tensor, count: int, symmetric: bool) -> Sums:
-    """`ratio_sums` of one piece. Where nothing is dead or extreme, it takes fewer passes."""
-    below = squares
-    if not symmetric:  # the variance, but for a factor: f = (1 - 1/m) total^2 / (squares - ...)
-        below = torch.addcmul(squares, total, total, value=-1 / count)
-    if below.numel() and below.amin().item() > 0:  # false for nan
-        ratio = torch.div(total, below, out=None if symmetric else below)
-        summed = torch.dot(ratio.reshape(-1), total.reshape(-1)).item()
-        if summed < 1e5 * count:  # so none is extreme; false for nan
-            factor = 1.0 if symmetric else 1 - 1 / count
-            return summed * factor, float(total.numel()), True
+def piece_sums(
+    total: Tensor, squares: Tensor, count: int, symmetric: bool, consume: bool = False
+) -> Sums:
+    """`ratio_sums` of one piece, in few passes where nothing is extreme.
+
+    Args:
+        consume: `squares` is not needed any more and may be overwritten.
+    """
+    # Dead coordinates add nothing. One whose variance is lost in rounding adds so much that the
+    # sum shows it.
+    tiny = torch.finfo(squares.dtype).tiny
+    if symmetric:
+        below = squares.clamp_min(tiny)
+    else:  # the variance, but for a factor: f = (1 - 1/m) total^2 / (squares - total^2 / m)
+        below = torch.addcmul(squares, total, total, value=-1 / count).clamp_min_(tiny)
+    ratio = torch.div(total, below, out=below)
+    summed = torch.dot(ratio.reshape(-1), total.reshape(-1)).item()
+    if summed < 1e5 * count:  # false for nan
+        live = squares.sign_() if consume else squares.sign()
+        factor = 1.0 if symmetric else 1 - 1 / count
+        return summed * factor, live.sum().item(), True
     return _sums_of([(total, squares)], count, symmetric)[0]
 
 

@@ -125,6 +125,7 @@ class Observation(Mapping[str, Moments]):
         self.estimator = estimator
         self.sampler = Sampler(budget, seed) if estimator == "sampled" else None
         self.truth: dict[str, tuple[Tensor, Tensor]] | None = None  # filled in if it is a dict
+        self.rows: dict[str, Tensor] | None = None  # if it is a dict: (m, ...) instead of moments
         self.knowledge = Knowledge()
         self.calls = Calls(model, batch_dim, self.knowledge)
         self._model: nn.Module | None = model

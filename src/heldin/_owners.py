@@ -173,7 +173,9 @@ class Tracker(TorchDispatchMode):
         self._stamps: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
         self._fickle: MutableMapping[Tensor, bool] = WeakTensorKeyDictionary()
         self._whole: dict[int, tuple[Tensor, int]] = {}  # storage -> planes of all its elements
-        self._names = {id(sub): name for name, sub in model.named_modules()} if model else {}
+        self._names = (
+            {id(sub): name for name, sub in model.named_modules()} if model is not None else {}
+        )
         self._stack: list[nn.Module] = []
 
     # -- entering and leaving

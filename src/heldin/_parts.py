@@ -35,6 +35,7 @@ __all__ = [
 
 CHUNK = 1 << 22  # elements of per-sample gradients held at a time
 CACHE = 1 << 17  # elements of one sample's gradient worked on at a time
+STRIP = 1 << 18  # of a matrix, where one product gives the squares
 
 
 def wide(tensor: Tensor) -> Tensor:
@@ -159,7 +160,7 @@ class Outer(Part):
     def _strips(self) -> list[tuple[int, int]]:
         """Rows of the matrix that are worked on at a time, to stay in the cache."""
         a, b = self.shape
-        height = max(1, CACHE // b)
+        height = max(1, (STRIP if self.rows == 1 else CACHE) // b)
         return [(top, min(a, top + height)) for top in range(0, a, height)]
 
     def ratios(self, total: Tensor | None, symmetric: bool) -> Sums:
@@ -176,7 +177,7 @@ class Outer(Part):
                 torch.mm(left[:, 0, top:bottom].mT, right[:, 0], out=squares)
             else:
                 _strip_squares(left[:, :, top:bottom], right, squares)
-            each.append(piece_sums(total[top:bottom], squares, self.m, symmetric))
+            each.append(piece_sums(total[top:bottom], squares, self.m, symmetric, consume=True))
         return sum(e[0] for e in each), sum(e[1] for e in each), all(e[2] for e in each)
 
 

@@ -213,7 +213,7 @@ class Pass:
             use = narrowed(use, sampler, sink.params[0])
         part = contributions(use)
         if isinstance(part, Lazy):  # what it reads will be gone when the node has run
-            if alone and not plan.shared:
+            if alone and not plan.shared and self.seen.rows is None:
                 first, second = self._in_place(sink, part).moments(None)
                 self.done[sink.params[0]] = (first, second, None, 1.0)
                 return
@@ -254,7 +254,8 @@ class Pass:
         leaves = [self.graph.leaves[plan.leaves[name]] for name in sink.params]
         sizes = sum(leaf.numel() for leaf in leaves) + sum(p.numel for p in parts)
         step = max(1, min(plan.m, CHUNK // max(1, sizes)))
-        single = not plan.shared and all(len(plan.sinks[name]) == 1 for name in sink.params)
+        single = self.seen.rows is None and not plan.shared
+        single = single and all(len(plan.sinks[name]) == 1 for name in sink.params)
         chunks = []
         for lo in range(0, plan.m, step):
             value = parts[0].take(lo, min(plan.m, lo + step))
@@ -299,6 +300,10 @@ class Pass:
                 zero = torch.zeros_like(wide(grad))
                 shared = wide(grad).clone() if penalised else None
                 self.done[name] = (zero, zero.clone(), shared, 1.0)
+            return
+        if self.seen.rows is not None:
+            first, *others = (part.take(0, plan.m) for part in parts)
+            self.seen.rows[name] = sum(others, start=first)
             return
         sampler = self.seen.sampler
         if sampler is not None and not penalised:

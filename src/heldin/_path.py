@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +17,12 @@ from torch.optim import Optimizer
 
 from ._checks import all_or_nothing, same_settings, state_of, whole
 from ._curves import Patience, best_check, mean_and_error, next_check, votes
+from ._engines import skeleton
 from ._errors import HeldinError
-from ._estimates import Estimate, EstimateHistory
+from ._estimates import Estimate, EstimateHistory, Rule
 from ._losses import LossFunction, RowLoss
 from ._rows import Rows
-from ._stack import hyperparameters, skeleton
+from ._stack import hyperparameters
 
 __all__ = ["CHUNK", "Average", "PathStopping", "Taken"]
 
@@ -92,6 +93,8 @@ class PathStopping(ABC):
     that were not trained on (`_held_out`).
     """
 
+    _rule: ClassVar[Rule]  # its name
+
     def __init__(
         self,
         model: nn.Module,
@@ -137,7 +140,7 @@ class PathStopping(ABC):
         self.stopped_step: int | None = None
         self.reason = "no check yet"
         self.reason_chosen = ""  # by `heldin.stopping`
-        self.history = EstimateHistory()
+        self.history = EstimateHistory(self._rule)
 
         self._model: nn.Module | None = model
         self._bare = skeleton(model)

@@ -54,6 +54,7 @@ class Rows:
                 source,
                 batch_size=len(source),  # type: ignore[arg-type]
                 collate_fn=None if loader is None else loader.collate_fn,
+                generator=torch.Generator(),  # the loop's own random numbers are left alone
             )
             tensors = next(iter(gathered))
         else:
@@ -97,6 +98,7 @@ class Rows:
                 collate_fn=_Collate(self.loader.collate_fn),
                 num_workers=self.loader.num_workers,
                 pin_memory=self.loader.pin_memory,
+                generator=self.loader.generator,
             )
             for index, batch in numbered:
                 yield index, tuple(batch)

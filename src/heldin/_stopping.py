@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from torch import nn
 
@@ -21,6 +21,7 @@ from ._window import Window
 
 __all__ = ["EvidenceStopping"]
 
+T = TypeVar("T")
 NOTHING = Evidence(math.nan, {}, 0)
 
 
@@ -194,6 +195,21 @@ class EvidenceStopping:
     def criterion(self) -> float:
         """The smoothed criterion; above zero, it asks to stop. nan before the first value."""
         return self._average.value if self._average.count else math.nan
+
+    @property
+    def watching(self) -> bool:
+        """Whether a model is watched: from the beginning until `remove`."""
+        return self._model is not None
+
+    def call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Run a function as if it were the model's forward pass, and return its result.
+
+        For training steps that do not go through the model's own `forward`, see
+        `heldin.Observation.call`.
+        """
+        if self._seen.calls.watching:
+            return self._seen.call(function, *args, **kwargs)
+        return function(*args, **kwargs)
 
     def step(self, scale: float = 1.0) -> bool:
         """Close a training step; True if training should stop.

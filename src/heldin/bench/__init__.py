@@ -1,7 +1,7 @@
 """What observing costs, beside other ways to get the same: `heldin bench` or `make bench`."""
 
 from ._report import write_report
-from ._run import Measurement, growth, measure, peak_memory
+from ._run import Measurement, growth, measure, peak_memory, steady_heap
 from ._workloads import WORKLOADS, Workload
 
 __all__ = [
@@ -11,5 +11,6 @@ __all__ = [
     "growth",
     "measure",
     "peak_memory",
+    "steady_heap",
     "write_report",
 ]

@@ -24,29 +24,66 @@ def table(results: Sequence[Measurement]) -> str:
     """Ratios to a plain step, one row per workload."""
     methods = list(dict.fromkeys(m for r in results for m in (*r.seconds, *r.skipped)))
     methods.remove("plain")
-    lines = [
-        "| workload | plain step | " + " | ".join(methods) + " |",
-        "|---" * (len(methods) + 2) + "|",
-    ]
+    rows = []
     for result in results:
-        cells = [f"{r:.2f}" if (r := result.ratios.get(m)) else "-" for m in methods]
         base = result.seconds["plain"]
         unit = f"{base * 1e3:.1f} ms" if base > 1e-3 else f"{base * 1e6:.0f} us"
-        lines.append(f"| {result.title} | {unit} | " + " | ".join(cells) + " |")
-    if any(result.memory for result in results):
-        lines += ["", "Peak memory as a multiple of the plain step's:", ""]
-        kept = list(dict.fromkeys(m for r in results for m in r.memory if m != "plain"))
-        lines += ["| workload | " + " | ".join(kept) + " |", "|---" * (len(kept) + 1) + "|"]
-        for result in results:
-            if result.memory:
-                cells = [f"{v:.2f}" if (v := result.memory.get(m)) else "-" for m in kept]
-                lines.append(f"| {result.title} | " + " | ".join(cells) + " |")
-    notes = [
-        f"- {result.workload}: {method}: {why}"
+        rows.append([result.title, unit, *(_cell(result.ratios.get(m)) for m in methods)])
+    return _markdown(["workload", "plain step", *methods], rows)
+
+
+def memory_table(results: Sequence[Measurement]) -> str:
+    """Peak memory as a multiple of the plain step's."""
+    kept = list(dict.fromkeys(m for r in results for m in r.memory if m != "plain"))
+    rows = [[r.title, *(_cell(r.memory.get(m)) for m in kept)] for r in results if r.memory]
+    return _markdown(["workload", *kept], rows) if rows else ""
+
+
+def targets_table(results: Sequence[Measurement]) -> str:
+    """What was asked for, and whether it was reached."""
+    rows = []
+    for result in results:
+        workload = WORKLOADS[result.workload]
+        for what, asked, found in (
+            ("time", workload.targets, result.ratios),
+            ("memory", workload.memory, result.memory),
+        ):
+            for estimator, most in asked.items():
+                if (value := found.get(f"heldin {estimator}")) is not None:
+                    verdict = "yes" if value <= most else "no"
+                    row = [result.workload, estimator, what, f"{most:.2f}", f"{value:.2f}", verdict]
+                    rows.append(row)
+    head = ["workload", "estimator", "of", "at most", "measured", "reached"]
+    return _markdown(head, rows) if rows else ""
+
+
+def left_out(results: Sequence[Measurement]) -> str:
+    """Why some methods have no number."""
+    return "".join(
+        f"- {result.workload}: {method}: {why}\n"
         for result in results
         for method, why in result.skipped.items()
+    )
+
+
+def growth_table(growing: Growth) -> str:
+    """Slopes in log-log of the time per step."""
+    if not growing:
+        return ""
+    methods = list(next(iter(growing.values()))[1])
+    rows = [
+        [what, *(_cell(slopes[m]) for m in methods)] for what, (_, _, slopes) in growing.items()
     ]
-    return "\n".join([*lines, *(["", "Left out:", "", *notes] if notes else [])])
+    return _markdown(["with", *methods], rows)
+
+
+def _cell(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
 def machine() -> dict[str, Any]:
@@ -65,7 +102,7 @@ def machine() -> dict[str, Any]:
 
 
 def write_report(results: Sequence[Measurement], growing: Growth, out: Path) -> str:
-    """Write cost.json, cost.md and the charts into a folder; return the Markdown."""
+    """Write cost.json, tables and charts into a folder; return the tables."""
     out.mkdir(parents=True, exist_ok=True)
     where = machine()
     data = {
@@ -92,18 +129,27 @@ def write_report(results: Sequence[Measurement], growing: Growth, out: Path) -> 
     head = (
         f"A whole training step (forward, backward, evidence, SGD) as a multiple of the same step "
         f"without heldin; medians of interleaved repetitions. {where['date']}, "
-        f"{where['processor']}, {where['threads']} threads, torch {where['torch']}."
+        f"{where['processor']}, {where['threads']} threads, torch {where['torch']}.\n\n"
     )
-    text = f"{head}\n\n{table(results)}\n"
-    if growing:
-        text += "\nGrowth of the time per step (slope in log-log):\n\n"
-        methods = next(iter(growing.values()))[1]
-        text += "| with | " + " | ".join(methods) + " |\n" + "|---" * (len(methods) + 1) + "|\n"
-        for what, (_, _, slopes) in growing.items():
-            text += f"| {what} | " + " | ".join(f"{slopes[m]:.2f}" for m in methods) + " |\n"
-    (out / "cost.md").write_text(text)
+    parts = {
+        "cost": head + table(results),
+        "memory": memory_table(results),
+        "targets": targets_table(results),
+        "left-out": left_out(results),
+        "growth": growth_table(growing),
+    }
+    for name, text in parts.items():
+        if text:
+            (out / f"{name}.md").write_text(text, encoding="utf-8")
     _draw(results, growing, out)
-    return text
+    titles = {
+        "cost": "",
+        "memory": "Peak memory as a multiple of the plain step's:\n\n",
+        "targets": "Asked for:\n\n",
+        "left-out": "Left out:\n\n",
+        "growth": "Growth of the time per step (slope in log-log):\n\n",
+    }
+    return "\n".join(titles[name] + text for name, text in parts.items() if text)
 
 
 def _draw(results: Sequence[Measurement], growing: Growth, out: Path) -> None:

@@ -3,8 +3,10 @@
 `heldin study quality` trains small models on real tables, logs every run once and replays all
 rules on the log. What is logged and when (`_run`), what each rule makes of it (`_rules`, with the
 rivals in `_rivals`), and how the results are put together (`_tables`, `_report`) are separate.
+`heldin study agreement` compares the sampled criterion with the exact one.
 """
 
+from ._agreement import agreement
 from ._quality import quality
 
-__all__ = ["quality"]
+__all__ = ["agreement", "quality"]

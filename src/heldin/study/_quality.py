@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from heldin import FoldStopping, LeaveOneOutStopping, _leaveoneout
 from heldin._errors import HeldinError
 
 from . import _rules, _run
@@ -19,7 +21,7 @@ from ._rules import RULES, Run, replay
 from ._run import MODELS, NOISE, OPTIMIZERS, Spec, log, save
 from ._tables import BASE, COLUMNS, COVERAGE, SUMMARY, coverage, summarise, write
 
-__all__ = ["plan", "quality"]
+__all__ = ["constants", "plan", "quality"]
 
 EXTRA = (*COLUMNS[:7], "clean_loss", "best_clean_loss", "estimate", "standard_error")
 
@@ -168,7 +170,7 @@ def _write(
             spec = Spec(**{key: row[key] for key in Spec.__dataclass_fields__})
             table = by_name[spec.dataset]
             worst.append((Run(spec, table, _log_of(spec, table, folder / "runs")), row))
-    write_report(folder / "report.html", rows, summary, groups, covered, worst, _constants())
+    write_report(folder / "report.html", rows, summary, groups, covered, worst, constants())
     return summary
 
 
@@ -190,11 +192,20 @@ def _parts(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     return {name: part for name, part in parts.items() if part}
 
 
-def _constants() -> dict[str, Any]:
+def constants() -> dict[str, Any]:
+    """Of every rule, and of the runs."""
     return {
-        "folds": _run.FOLDS,
+        "folds; share that a shadow does not see": (_run.FOLDS, 1 / _run.FOLDS),
+        "ratio of successive checks of folds and shadow, of leave-one-out": (
+            _default(FoldStopping, "grid"),
+            _default(LeaveOneOutStopping, "grid"),
+        ),
         "patience of folds and shadow": _rules.FOLD_PATIENCE,
         "patience of leave-one-out": _rules.LOO_PATIENCE,
+        "leave-one-out: floor of second moments, most probes": (
+            _leaveoneout.FLOOR,
+            _leaveoneout.MOST,
+        ),
         "draws of bagged weights": _rules.RESAMPLES,
         "epochs of patience on a split": _rules.VALIDATION_PATIENCE,
         "Prechelt's GL alpha": _rules.GL_ALPHA,
@@ -202,9 +213,15 @@ def _constants() -> dict[str, Any]:
         "evidence: smoothing per step / per epoch, arming": (0.9, 0.8, _rules.ARMING),
         "gradient disparity: batches, rises": (_run.DISPARITY_BATCHES, 5),
         "label wave: window, epochs": (3, 10),
+        "gradient-weight alignment: added to the excess kurtosis": 1.2,
+        "optimiser steps; ratio of the steps at which the test loss is known": (2500, _run.FINE),
         "width of hidden layers": _run.WIDTH,
         "label noise": NOISE,
     }
+
+
+def _default(rule: type, argument: str) -> Any:
+    return inspect.signature(rule).parameters[argument].default
 
 
 def _joblib() -> Any:

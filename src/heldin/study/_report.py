@@ -201,6 +201,7 @@ def write_report(
         "win_rate": f"wins against {BASE}",
         "never_fired": "never fired",
         "steps_spent": "steps (median)",
+        "stop_ratio": "stop / best step",
         "accuracy": "accuracy or R²",
     }
     few = {key: columns[key] for key in ("rule", "runs", "gm", "p90", "win_rate")}

@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 from heldin._curves import best_check, next_check
 from heldin._evidence import evidence
 from heldin._folds import FoldStopping
-from heldin._leaveoneout import LeaveOneOutStopping, jacobians
+from heldin._jacobians import mapped
+from heldin._leaveoneout import LeaveOneOutStopping
 from heldin._losses import RowLoss
 from heldin._moments import Moments
 from heldin._observe import observe
@@ -105,8 +106,7 @@ def sharpness(model: nn.Module, loss: RowLoss, x: Tensor, y: Tensor) -> float:
             for c in range(outputs.shape[1])
         ]
     basis = torch.eye(outputs.shape[1]).expand(len(x), -1, -1)
-    weights = {name: p.detach() for name, p in model.named_parameters()}
-    found = jacobians(model, weights, {}, [x], basis)
+    found = mapped(model, [name for name, _ in model.named_parameters()], [x], basis)
     jacobian = torch.cat([part.flatten(2) for part in found.values()], dim=2)
     bend = torch.stack(bends, dim=1)  # (rows, outputs, outputs)
     vector = torch.ones(jacobian.shape[2])

@@ -78,6 +78,7 @@ SUMMARY = (
     *(f"{name}{end}" for name in STATISTICS for end in ("", "_low", "_high")),
     "steps_spent",
     "accuracy",
+    "stop_ratio",  # median of stop step / step of the lowest test loss, both plus 1
 )
 
 
@@ -89,6 +90,7 @@ def summarise(
     Rules that are not defined on all runs are summarised over those on which they are.
     """
     base = {_same_run(row): row["regret"] for row in rows if row["rule"] == BASE}
+    lowest = {_same_run(row): row["stop_step"] for row in rows if row["rule"] == "oracle"}
     result = []
     for rule in dict.fromkeys(row["rule"] for row in rows):
         own = [row for row in rows if row["rule"] == rule and _same_run(row) in base]
@@ -119,6 +121,9 @@ def summarise(
             line[f"{name}_low"], line[f"{name}_high"] = float(low), float(high)
         line["steps_spent"] = float(np.median([row["steps_spent"] for row in own]))
         line["accuracy"] = float(np.mean([row["test_accuracy"] for row in own]))
+        known = [(row["stop_step"], lowest.get(_same_run(row))) for row in own]
+        ratios = [(stop + 1) / (best + 1) for stop, best in known if best is not None]
+        line["stop_ratio"] = float(np.median(ratios)) if ratios else math.nan
         result.append(line)
     return result
 

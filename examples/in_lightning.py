@@ -1,0 +1,40 @@
+"""Lightning: a Trainer without a validation loop."""
+
+import lightning
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from heldin.lightning import EvidenceStopping
+
+
+class Classifier(lightning.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 2))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(self.net(x), y)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=0.003)
+
+
+lightning.seed_everything(0, verbose=False)
+x = torch.randn(200, 20)
+y = (x[:, 0] + x[:, 1] + torch.randn(200) > 0).long()
+callback = EvidenceStopping(verbose=True)
+trainer = lightning.Trainer(
+    max_epochs=200,
+    callbacks=[callback],
+    accelerator="cpu",
+    logger=False,  # or your logger: it gets heldin/criterion
+    enable_checkpointing=False,
+    enable_progress_bar=False,
+    enable_model_summary=False,
+)
+trainer.fit(Classifier(), DataLoader(TensorDataset(x, y), batch_size=40, shuffle=True))
+stopping = callback.stopping
+print(f"stopped at {stopping.reason}")

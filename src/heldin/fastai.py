@@ -1,0 +1,143 @@
+"""heldin in fastai: `Learner(..., cbs=EvidenceStopping())`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from ._adapter import Run, any_process, missing
+from ._evidence import grouping
+from ._stopping import EvidenceStopping as Stopping
+
+try:
+    from fastai.callback.core import Callback, CancelFitException, CancelTrainException
+    from fastai.callback.fp16 import MixedPrecision
+    from fastai.learner import ValueMetric
+    from fastai.torch_core import get_model
+except ImportError as error:
+    raise missing("fastai", "fastai", error) from error
+
+__all__ = ["EvidenceStopping"]
+
+
+class EvidenceStopping(Callback):
+    """Stops a fit by evidence, in the middle of an epoch if need be; no validation set.
+
+    The step that asks for the stop leaves the weights as they are. The epoch is still recorded. The
+    criterion is one of the metrics of the Recorder, `heldin/criterion`, so that it is in the table
+    and in what fastai's loggers write.
+
+    Args:
+        patience: number of consecutive checks that must ask for a stop.
+        verbose: tell of the stop.
+        log_groups: also make a metric of each group of parameters.
+        reset_on_fit: each fit starts anew; False: it goes on where the last one was, or where
+            `load_state_dict` says.
+        options: any other argument of `heldin.EvidenceStopping`.
+
+    Attributes:
+        stopping: the `heldin.EvidenceStopping` of the last fit, with its history.
+
+    >>> from heldin.fastai import EvidenceStopping
+    >>> callback = EvidenceStopping(patience=3)
+    """
+
+    order = MixedPrecision.order - 2  # after accumulation has decided, before gradients are scaled
+    run_valid = False
+
+    def __init__(
+        self,
+        patience: int = 1,
+        verbose: bool = False,
+        log_groups: bool = False,
+        reset_on_fit: bool = True,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        self._watch = Run("EvidenceStopping", {"patience": patience, **options})
+        self.verbose, self.log_groups, self.reset_on_fit = verbose, log_groups, reset_on_fit
+
+    @property
+    def stopping(self) -> Stopping | None:
+        """The `heldin.EvidenceStopping` of the last fit, with its history."""
+        return self._watch.stopping
+
+    # -- the fit
+
+    def before_fit(self) -> None:
+        """Watch the model, but not while a learning rate is searched for."""
+        learn = self.learn
+        self.run = not hasattr(learn, "lr_finder") and not hasattr(learn, "gather_preds")
+        if not self.run:
+            return
+        if not self.reset_on_fit:
+            self._watch.load_state_dict(self._watch.state_dict())
+        model = get_model(learn.model)
+        self._watch.begin(model)
+        metrics = [ValueMetric(self._criterion, "heldin/criterion")]
+        if self.log_groups:
+            group_of = grouping(self._watch.options.get("groups", "tensor"))
+            names = dict.fromkeys(group_of(n) for n, p in model.named_parameters())
+            metrics += [ValueMetric(partial(self._group, n), f"heldin/group/{n}") for n in names]
+        learn.metrics = self._others() + metrics
+
+    def _criterion(self) -> float:
+        return self.stopping.criterion if self.stopping is not None else math.nan
+
+    def _group(self, name: str) -> float:
+        found = self.stopping.evidence.groups if self.stopping is not None else {}
+        return found.get(name, math.nan)
+
+    def _others(self) -> Any:
+        own = "heldin/"
+        return self.learn.metrics.filter(lambda m: not m.name.startswith(own))
+
+    def before_step(self) -> None:
+        """Weigh the evidence of all batches since the last step."""
+        stopping = self.stopping
+        if stopping is None or not stopping.watching:
+            return
+        if any_process(stopping.step(), next(self.learn.model.parameters()).device):
+            if self.verbose:
+                print(f"No more evidence ({stopping.reason}): early stopping")
+            self.learn.opt.zero_grad()  # nobody else would, before the next fit
+            raise CancelTrainException
+
+    def after_train(self) -> None:
+        """Let the Recorder record the losses of the epoch that was cut short."""
+        if self._stopped():
+            self.learn.recorder.cancel_train = False
+
+    def before_epoch(self) -> None:
+        """End the fit; the epoch of the stop was ended by all other callbacks."""
+        if self._stopped():
+            raise CancelFitException
+
+    def _stopped(self) -> bool:
+        return self.stopping is not None and self.stopping.should_stop
+
+    def after_fit(self) -> None:
+        """Watch no more."""
+        self._watch.end()
+        self.learn.metrics = self._others()
+
+    # -- saving
+
+    def state_dict(self) -> dict[str, Any]:
+        """To be saved beside the learner, as `Learner.save` keeps no callbacks."""
+        return self._watch.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there in the next fit (with `reset_on_fit=False` also in those after it)."""
+        self._watch.load_state_dict(state)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_watch": (self._watch.options, self.state_dict())}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        options, saved = state.pop("_watch")
+        super().__setstate__(state)
+        self._watch = Run("EvidenceStopping", options)
+        self._watch.load_state_dict(saved)

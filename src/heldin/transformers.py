@@ -1,0 +1,219 @@
+"""heldin in the Hugging Face Trainer: `Trainer(..., callbacks=[EvidenceStoppingCallback()])`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+from ._adapter import Run, any_process, flat_metrics, forget_gradients, missing
+from ._elementwise import ElementwiseStopping
+from ._errors import HeldinError
+from ._packed import packed, unpacked
+from ._stopping import EvidenceStopping
+
+try:
+    import accelerate  # noqa: F401  (without it there is a Trainer, which fails when it is made)
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers.trainer_callback import CallbackHandler, ExportableState
+    from transformers.utils import logging
+except ImportError as error:
+    raise missing("transformers and accelerate", "transformers", error) from error
+
+__all__ = ["ElementwiseLoggingCallback", "EvidenceStoppingCallback", "elementwise"]
+
+logger = logging.get_logger(__name__)
+
+
+class EvidenceStoppingCallback(TrainerCallback, ExportableState):
+    """Stops a Hugging Face `Trainer` by evidence; needs no evaluation set and no best metric.
+
+    Training stops at the step that asks for it, with its weights; if checkpoints are saved by
+    steps, one is saved there. Values are in the Trainer's logs as `heldin/criterion` and others, so
+    that its log history and all `report_to` integrations have them.
+
+    The state is in `trainer_state.json` of every checkpoint, and a resumed run takes it up by
+    itself. With `restore_callback_states_from_checkpoint=True` the Trainer also builds a new
+    callback from the saved arguments and drops the one it was given: look for the new one in
+    `trainer.callback_handler.callbacks` then.
+
+    Args:
+        early_stopping_patience: number of consecutive checks that must ask for a stop.
+        log_groups: also log the value of each group of parameters.
+        options: any other argument of `heldin.EvidenceStopping`.
+
+    Attributes:
+        stopping: the `heldin.EvidenceStopping` of the last run, with its history.
+
+    >>> from heldin.transformers import EvidenceStoppingCallback
+    >>> callback = EvidenceStoppingCallback(early_stopping_patience=3)
+    >>> callback.state()["args"]
+    {'early_stopping_patience': 3, 'log_groups': False}
+    """
+
+    def __init__(
+        self, early_stopping_patience: int = 1, log_groups: bool = False, **options: Any
+    ) -> None:
+        lost = options.pop("not_in_json", None)
+        if lost:
+            raise HeldinError(
+                f"EvidenceStoppingCallback: the Trainer builds this callback anew from JSON, which "
+                f"cannot hold {' and '.join(lost)}. Set restore_callback_states_from_checkpoint="
+                "False: the state is taken up without it"
+            )
+        self.early_stopping_patience, self.log_groups = early_stopping_patience, log_groups
+        self.saved: dict[str, Any] | None = None  # set by the Trainer that builds a callback anew
+        options["patience"] = early_stopping_patience
+        self._run = Run("EvidenceStoppingCallback", options)
+
+    @property
+    def stopping(self) -> EvidenceStopping | None:
+        """The `heldin.EvidenceStopping` of the last run, with its history."""
+        return self._run.stopping
+
+    # -- the run
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, *, model: nn.Module, **_: Any
+    ) -> None:
+        """Watch the model, from the state of the checkpoint if there is one."""
+        name = type(self).__name__
+        if state.global_step:
+            self.saved = self.saved or _stored(state.stateful_callbacks.get(name), self.state())
+            self._run.load_state_dict(unpacked(self.saved or {}))
+        self._run.begin(model)
+        # a checkpoint made without this callback would make the next save fail
+        state.stateful_callbacks.setdefault(name, self.state())
+        self.saved = None
+        put_before_loggers(self)
+
+    def on_pre_optimizer_step(
+        self, args: Any, state: Any, control: Any, *, model: nn.Module, optimizer: Any, **_: Any
+    ) -> None:
+        """Weigh the evidence of all batches since the last step."""
+        stopping = self.stopping
+        if stopping is None or not stopping.watching:
+            return
+        if any_process(stopping.step(), args.device):
+            logger.info(f"{stopping.reason}. Stopping training.")
+            control.should_training_stop = True
+            if getattr(optimizer, "scaler", None) is None:  # a scaler needs gradients to step
+                forget_gradients(model.parameters())
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Log and save the last step, as the Trainer does at the end."""
+        if self.stopping is not None and self.stopping.should_stop:
+            control.should_log = True
+            if args.save_strategy == "steps":
+                control.should_save = True
+
+    def on_log(self, args: Any, state: Any, control: Any, *, logs: Any, **_: Any) -> None:
+        """Add the values to those that the Trainer logs while it trains."""
+        if "loss" in logs:
+            add_to_logs(state, logs, flat_metrics(self.stopping, self.log_groups))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Watch no more."""
+        self._run.end()
+
+    # -- checkpoints
+
+    def state(self) -> dict[str, Any]:
+        """The arguments and the state, as JSON."""
+        args: dict[str, Any] = {
+            "early_stopping_patience": self.early_stopping_patience,
+            "log_groups": self.log_groups,
+        }
+        args |= {k: v for k, v in self._run.options.items() if k != "patience" and not callable(v)}
+        lost = [name for name, value in self._run.options.items() if callable(value)]
+        if lost:
+            args["not_in_json"] = lost
+        return {"args": args, "attributes": {"saved": packed(self._run.state_dict())}}
+
+
+class ElementwiseLoggingCallback(TrainerCallback):
+    """Logs the fraction of stopped weights, as `heldin/stopped`, of a run with `elementwise`.
+
+    Args:
+        log_groups: also log the stopped fraction of each parameter.
+
+    >>> from heldin.transformers import ElementwiseLoggingCallback
+    >>> callback = ElementwiseLoggingCallback(log_groups=True)
+    """
+
+    def __init__(self, log_groups: bool = False) -> None:
+        self.log_groups = log_groups
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Come before the loggers."""
+        put_before_loggers(self)
+
+    def on_log(
+        self, args: Any, state: Any, control: Any, *, logs: Any, optimizer: Any, **_: Any
+    ) -> None:
+        """Add the values to those that the Trainer logs while it trains."""
+        inner = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
+        if "loss" in logs and isinstance(inner, ElementwiseStopping):
+            add_to_logs(state, logs, flat_metrics(inner, self.log_groups))
+
+
+def elementwise(
+    model: nn.Module, args: TrainingArguments, **options: Any
+) -> tuple[type[ElementwiseStopping], dict[str, Any]]:
+    """The Trainer's own optimiser, around which single weights stop by evidence.
+
+    For `Trainer(model, args, optimizer_cls_and_kwargs=elementwise(model, args))`. The averages are
+    kept with the optimiser's state in the Trainer's checkpoints.
+
+    Args:
+        model: the model that the Trainer gets.
+        args: its arguments: optimiser, learning rate and weight decay are taken from there.
+        options: arguments of `heldin.ElementwiseStopping`.
+
+    >>> import torch
+    >>> from transformers import TrainingArguments
+    >>> from heldin.transformers import elementwise
+    >>> args = TrainingArguments("out", optim="sgd", learning_rate=0.1, report_to="none")
+    >>> kind, kwargs = elementwise(torch.nn.Linear(2, 1), args, smoothing=0.99)
+    >>> kwargs
+    {'lr': 0.1}
+    """
+    inner, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)
+
+    class Elementwise(ElementwiseStopping):
+        def __init__(self, params: Iterable[Any], **settings: Any) -> None:
+            super().__init__(inner(params, **settings), model, **options)
+
+    return Elementwise, kwargs
+
+
+# -- the Trainer's logs
+
+
+def put_before_loggers(callback: TrainerCallback) -> None:
+    """Let a callback's `on_log` come first, so that what it adds is logged.
+
+    The Trainer calls its integrations first, and those that its users gave it have no way to it:
+    the list of callbacks is known only to the handler that is calling us. If that should change,
+    the values are still printed and in the log history.
+    """
+    handler = sys._getframe(2).f_locals.get("self")
+    if isinstance(handler, CallbackHandler) and callback in handler.callbacks:
+        handler.callbacks.remove(callback)
+        handler.callbacks.insert(0, callback)
+
+
+def add_to_logs(state: Any, logs: dict[str, Any], values: Mapping[str, float]) -> None:
+    """Add values to the logs and to the entry of the log history that was made from them."""
+    logs.update(values)
+    if state.log_history and state.log_history[-1].get("step") == state.global_step:
+        state.log_history[-1].update(values)
+
+
+def _stored(states: Any, own: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The state that a callback with the same arguments has saved last."""
+    every = states if isinstance(states, list) else [states] if states else []
+    same = [s for s in every if s["args"] == own["args"]] or every
+    return same[-1]["attributes"]["saved"] if same else None
