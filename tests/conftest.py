@@ -1,3 +1,4 @@
+import os
 import sys
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import heldin._flow
 
 sys.path.insert(0, str(Path(__file__).parent))
 heldin._flow.DEBUG = True
+os.environ.setdefault("KERAS_BACKEND", "torch")  # read when keras is imported
 
 
 @pytest.fixture

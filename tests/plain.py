@@ -58,6 +58,7 @@ CASES = [
     Case("everything", clip=0.3, accumulate=3, bf16=True),
     Case("patience", special={"patience": 3, "groups": "all", "estimator": "exact"}),
 ]
+EXACT = 1e-300  # a tolerance for nothing but the same bits
 RATE, MOMENTUM = 0.125, 0.5  # numbers that single precision holds exactly
 
 cases = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

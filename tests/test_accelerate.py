@@ -98,7 +98,7 @@ def test_same_as_plain(case: plain.Case) -> None:
 def test_exact_resume(case: plain.Case, step: int, tmp_path: Path) -> None:
     run(case, stop=step, folder=tmp_path)
     stopping, model = run(case, folder=tmp_path, resume=step)
-    plain.expect_same(case, stopping.stopping, model)
+    plain.expect_same(case, stopping.stopping, model, rtol=plain.EXACT)
 
 
 def test_wrong_settings_are_refused_at_once() -> None:

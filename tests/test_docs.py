@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import re
 from collections import defaultdict
 from pathlib import Path
@@ -60,7 +59,6 @@ def tab(text: str, block: re.Match[str]) -> str:
 
 
 def importable(name: str) -> bool:
-    os.environ.setdefault("KERAS_BACKEND", "torch")
     try:
         importlib.import_module(f"heldin.{name}")
     except ImportError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import runpy
 from pathlib import Path
 
@@ -23,7 +22,6 @@ def test_runs(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     name = path.stem.removeprefix("in_")
-    monkeypatch.setenv("KERAS_BACKEND", os.environ.get("KERAS_BACKEND", "torch"))
     pytest.importorskip(name)
     try:
         importlib.import_module(f"heldin.{name}" if name != "torch" else "heldin")

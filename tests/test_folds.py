@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import heldin
-from heldin import _curves
+from heldin import _curves, _stack
 from heldin._losses import RowLoss
 from heldin._rows import Finder, Rows
 
@@ -435,7 +435,8 @@ def test_models_that_branch_on_their_data_are_run_one_by_one() -> None:
 
 
 @pytest.mark.parametrize(("cls", "part"), [(heldin.FoldStopping, 3), (heldin.ShadowStopping, 0.4)])
-def test_sample_weights(cls: Any, part: float) -> None:
+def test_sample_weights(cls: Any, part: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_stack, "WORTHWHILE", 0)
     torch.manual_seed(9)
     start = MODELS["relu"]().double()
     x, y = data()
@@ -482,7 +483,11 @@ def test_dropout_draws_for_each_shadow() -> None:
 
 @pytest.mark.parametrize("engine", ["dense", "vmap", "loop"])
 @pytest.mark.parametrize("size", [2, 8])  # with two rows, some minibatches leave it none
-def test_one_shadow(engine: str, size: int) -> None:
+@pytest.mark.parametrize("worthwhile", [0, 1 << 20])
+def test_one_shadow(
+    engine: str, size: int, worthwhile: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_stack, "WORTHWHILE", worthwhile)
     torch.manual_seed(11)
     start = MODELS["relu"]().double()
     rows, batches, make = data(), minibatches(size, 12), OPTIMIZERS["adam"]

@@ -56,7 +56,7 @@ def study(parser: Parser) -> None:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     agree.add_argument("--seeds", type=int, default=5, help="runs of each model")
-    agree.add_argument("--steps", type=int, default=600, help="optimiser steps of a run")
+    agree.add_argument("--steps", type=int, default=1000, help="optimiser steps of a run")
     agree.add_argument("--out", default="out/agreement", help="folder for table and figure")
     agree.set_defaults(run=_agreement)
 

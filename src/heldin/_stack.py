@@ -40,6 +40,8 @@ ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
     }
 )
 
+WORTHWHILE = 1 << 20  # weights x rows from which leaving rows out saves more than it costs
+
 
 def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
     """What each parameter group is set to just now (rates may be changed by a scheduler)."""
@@ -77,6 +79,7 @@ class Stack:
                 "optimizer: none of its parameters is a trainable parameter of the model; give the "
                 "optimiser that trains this model"
             )
+        self.size = sum(block[0].numel() for block in self.blocks.values())
         self.elementwise = type(optimizer) in ELEMENTWISE
         self.optimizers = self._optimizers(optimizer, names)
         self.engine, self.forward = engine_for(model, self, inputs, engine)
@@ -168,7 +171,8 @@ class Stack:
         weights: Tensor | None = None,
     ) -> None:
         """One optimiser step of every copy on the rows of the minibatch that it keeps."""
-        if self.copies == 1 and 0 < int(keep.sum()) < keep.numel():  # no other copy wants the rest
+        large = self.size * keep.numel() > WORTHWHILE
+        if large and self.copies == 1 and 0 < int(keep.sum()) < keep.numel():  # for no other copy
             inputs, targets = [x[keep[0]] for x in inputs], targets[keep[0]]
             weights = None if weights is None else weights[keep[0]]
             keep = keep[:, keep[0]]

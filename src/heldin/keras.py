@@ -86,18 +86,16 @@ class EvidenceStopping(keras.callbacks.Callback):
     def set_model(self, model: Any) -> None:
         """Join the model, so that its weights are saved and restored with the state."""
         super().set_model(model)
-        other = getattr(model, "_heldin_state", None)
-        if other is not None and other.callback is not self:
-            if not other.callback._detours:
-                raise HeldinError("EvidenceStopping: one is enough for a fit, there are two")
-            other.callback._end()  # that of a fit that ended in an error
+        left = getattr(model, "_heldin_state", None)
+        if left is not None:
+            left.callback._end()  # that of a fit that ended in an error
         model._heldin_state = SavedWithWeights(self)
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Watch the model."""
-        self._close()
+        if self.model._heldin_state.callback is not self:
+            raise HeldinError("EvidenceStopping: there are two in this fit, but one state is saved")
         if self.model.jit_compile:
-            self._end()
             raise HeldinError(
                 "EvidenceStopping: gradients of single samples cannot be seen in a compiled model; "
                 "call model.compile with jit_compile=False"

@@ -97,12 +97,17 @@ def criterion(axes: Any, table: Any) -> None:
 
     Linear between -1 and 1, logarithmic beyond.
     """
+    from matplotlib.ticker import SymmetricalLogLocator
+
     if "raw" in table:
         axes.plot(table.step, table.raw, color=LIGHT_BLUE, linewidth=0.6)
     axes.plot(table.step, table.criterion, color=BLUE)
     axes.axhline(0.0, color="0.3", linewidth=0.8)
     axes.set_yscale("symlog", linthresh=1.0)
+    axes.yaxis.set_major_locator(locator := SymmetricalLogLocator(base=10.0, linthresh=1.0))
+    locator.set_params(numticks=6)
     axes.yaxis.set_major_formatter(lambda value, place: _plain(value))
+    axes.set_ylim(top=1.5)  # it never exceeds 1
     bar(axes, _stop(table), BLUE)
 
 

@@ -22,7 +22,7 @@ __all__ = ["HEAD", "cells", "claim_rows", "write_docs", "write_report"]
 
 DPI = 150  # good enough to print
 DOCS_DPI = 90  # small enough for a repository
-OVERVIEW = ("experiment", "in the paper", "claims confirmed", "runs", "CPU time")
+OVERVIEW = ("experiment", "claims confirmed", "runs", "CPU time")
 HEAD = ("claim", "paper", "ours: median (range)", "holds if", "verdict")
 STYLE = """
 :root { --line: #d5d5d5; --soft: #666; --yes: #00682f; --no: #a52300; }
@@ -145,20 +145,21 @@ def _summary(found: Reproduction) -> str:
 def _time(seconds: float) -> str:
     """A duration in words.
 
-    >>> _time(90), _time(5400)
-    ('1.5 minutes', '1.5 hours')
+    >>> _time(9), _time(90), _time(5400)
+    ('9 seconds', '1.5 minutes', '1.5 hours')
     """
-    hours = seconds / 3600
-    return f"{hours:.1f} hours" if hours >= 1 else f"{60 * hours:.1f} minutes"
+    for name, size in (("hours", 3600), ("minutes", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {name}"
+    return f"{seconds:.0f} seconds"
 
 
 def _overview(found: Reproduction) -> Iterable[tuple[str, ...]]:
     """A row for each experiment, see `OVERVIEW`."""
     for outcome in found.outcomes:
-        e, verdicts = outcome.experiment, outcome.verdicts
+        verdicts = outcome.verdicts
         yield (
-            e.name,
-            e.place,
+            outcome.experiment.name,
             f"{sum(verdict.confirmed for verdict in verdicts)} of {len(verdicts)}",
             str(sum(map(len, outcome.results.values()))),
             _time(outcome.seconds),

@@ -25,7 +25,7 @@ from heldin._stopping import EvidenceStopping
 __all__ = ["BUDGETS", "MODELS", "Agreement", "agreement"]
 
 BUDGETS = (256, 1024, 4096, 16384)
-ROWS, BATCH, RATE = 200, 32, 0.05
+ROWS, BATCH, RATE = 200, 32, 0.2
 
 
 class _Rows(nn.Module):
@@ -117,7 +117,7 @@ def agreement(
     *,
     models: Sequence[str] = tuple(MODELS),
     seeds: int = 5,
-    steps: int = 600,
+    steps: int = 1000,
     budgets: Sequence[int] = BUDGETS,
     progress: Callable[[str], None] = lambda _: None,
 ) -> list[dict[str, Any]]:
