@@ -25,9 +25,10 @@ test: $(READY)  ## lint, types and all tests (what CI runs)
 	@$(MAKE) --no-print-directory lint
 	$(BIN)/python -m pytest
 
-lint: $(READY)  ## ruff and mypy
+lint: $(READY)  ## ruff, spelling and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell
 	$(BIN)/mypy
 
 format: $(READY)  ## let ruff rewrite what it can
@@ -47,8 +48,9 @@ frameworks: $(READY)  ## install the frameworks that the adapters are tested wit
 reproduction: $(READY)  ## run the paper's experiments (heldin data fetch first) and write docs/reproduction.md
 	$(BIN)/python -m heldin reproduce all --seeds $(SEEDS) --resume --out out/reproduction --docs docs/reproduction.md
 
-docs: $(READY)  ## build the documentation
-	@echo "The documentation is README.md and docs/ for now; there is nothing to build."
+docs: $(READY)  ## build the documentation into site/ (open site/index.html)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "The documentation is in site/index.html"
 
 clean:  ## remove the environment and caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis out
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis out site

@@ -410,6 +410,30 @@ def test_sequences_are_not_taken_for_plain_rows() -> None:
     assert stopping.engine == "vmap"
 
 
+class Branching(nn.Module):
+    """As transformers do with a mask: a shortcut where nothing is padded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(D, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = x != 0
+        return self.last(x) if bool(given.all()) else self.last(x * given)
+
+
+def test_models_that_branch_on_their_data_are_run_one_by_one() -> None:
+    torch.manual_seed(8)
+    start, make = Branching().double(), OPTIMIZERS["sgd"]
+    rows, batches = data(), minibatches(8, 6)
+    stopping = run(copy.deepcopy(start), make, F.mse_loss, rows, batches, folds=3)
+    assert stopping.engine == "loop"
+    check_shadows(stopping, start, make, F.mse_loss, rows, batches)
+    optimizer = make(start.parameters())
+    with pytest.raises(heldin.HeldinError, match=r"engine='vmap': .* use engine='loop'"):
+        heldin.FoldStopping(start, optimizer, F.mse_loss, rows, engine="vmap")
+
+
 @pytest.mark.parametrize(("cls", "part"), [(heldin.FoldStopping, 3), (heldin.ShadowStopping, 0.4)])
 def test_sample_weights(cls: Any, part: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_stack, "WORTHWHILE", 0)

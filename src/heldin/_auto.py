@@ -81,9 +81,9 @@ def _chosen(case: _Case, budget: float, memory: int) -> tuple[str, str]:
             f"{size}: a second model would cost more than the budget of {budget:g} or the memory"
         )
     raise HeldinError(
-        f"stopping: with {size} no rule that estimates the test loss fits a budget of {budget:g} "
-        f"and {memory:,} bytes; raise them, or use heldin.EvidenceStopping(model, window=steps of "
-        "an epoch), which needs neither"
+        f"heldin.stopping: with {size} no rule that estimates the test loss fits a budget of "
+        f"{budget:g} and {memory:,} bytes; raise them, or use heldin.EvidenceStopping(model, "
+        "window=steps of an epoch), which needs neither"
     )
 
 
@@ -125,14 +125,16 @@ def stopping(
     '50 rows and 4 parameters: with fewer than 1000 rows five folds lose least, ...'
     """
     if rule != "auto" and rule not in RULES:
-        raise HeldinError(f"stopping: expected 'auto', {', '.join(map(repr, RULES))}, got {rule!r}")
+        raise HeldinError(
+            f"heldin.stopping: expected 'auto', {', '.join(map(repr, RULES))}, got {rule!r}"
+        )
     reason = f"asked for {rule!r}"
     if rule == "auto":
         params = [p for p in model.parameters() if p.requires_grad]
         if not params:
             raise HeldinError(
-                "stopping: the model has no parameter that requires a gradient; unfreeze at least "
-                "one"
+                "heldin.stopping: the model has no parameter that requires a gradient; unfreeze at "
+                "least one"
             )
         rows = Rows.of(data, params[0].device)
         case = _Case(

@@ -45,8 +45,8 @@ def rmsprop_factors(optimizer: Optimizer, model: nn.Module | None = None) -> dic
     inner = getattr(optimizer, "optimizer", optimizer)
     if not isinstance(inner, KNOWN):
         raise HeldinError(
-            f"rmsprop_factors: expected RMSprop, Adam, AdamW or NAdam, got {type(inner).__name__}, "
-            "which keeps no average of squared gradients that is known here"
+            "heldin.rmsprop_factors: expected RMSprop, Adam, AdamW or NAdam, got "
+            f"{type(inner).__name__}, which keeps no average of squared gradients known here"
         )
     names = {} if model is None else {id(p): name for name, p in model.named_parameters()}
     roots: dict[str, Tensor] = {}
@@ -57,7 +57,9 @@ def rmsprop_factors(optimizer: Optimizer, model: nn.Module | None = None) -> dic
                 name = given[j] if given else f"{i}.{j}"
                 roots[names.get(id(p), name)] = _denominator(inner.state[p], group)
     if not roots:
-        raise HeldinError("rmsprop_factors: the optimiser has made no step yet")
+        raise HeldinError(
+            "heldin.rmsprop_factors: the optimiser has made no step yet; call it after one"
+        )
     smallest = min(float(r.nan_to_num(torch.inf).min()) for r in roots.values())
     return {name: torch.full_like(root, smallest).div_(root) for name, root in roots.items()}
 
@@ -100,9 +102,9 @@ def fraction_below(
     {'a': 0.5, 'b': 1.0}
     """
     if not 0 < threshold < 1:
-        raise HeldinError(f"fraction_below: threshold must lie in (0, 1), got {threshold!r}")
+        raise HeldinError(f"heldin.fraction_below: threshold must lie in (0, 1), got {threshold!r}")
     if by not in (None, "tensor"):
-        raise HeldinError(f"fraction_below: by must be None or 'tensor', got {by!r}")
+        raise HeldinError(f"heldin.fraction_below: by must be None or 'tensor', got {by!r}")
     below = {name: int((f < threshold).sum()) for name, f in factors.items()}
     known = {name: int((~f.isnan()).sum()) for name, f in factors.items()}
     if by == "tensor":

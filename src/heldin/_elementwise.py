@@ -332,7 +332,9 @@ class ElementwiseStopping(Optimizer):
         ones: a sign error.)
         """
         if by not in (None, "tensor"):
-            raise HeldinError(f"stopped_fraction: by must be None or 'tensor', got {by!r}")
+            raise HeldinError(
+                f"ElementwiseStopping.stopped_fraction: by must be None or 'tensor', got {by!r}"
+            )
         masks = self.masks()
         if by == "tensor":
             return {n: float(mask.sum()) / max(1, mask.numel()) for n, mask in masks.items()}

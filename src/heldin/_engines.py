@@ -89,6 +89,10 @@ def _why_not_mapped(model: nn.Module, mapped: _Vmap, inputs: Sequence[Tensor]) -
         with torch.random.fork_rng():
             mapped(some, torch.ones(1, 2, dtype=torch.bool), train=True)
             mapped.outputs = None
+            # At checks each copy has rows of its own: a model that branches on its data (on a mask
+            # without padding, say) can be mapped over weights alone, but not over these.
+            copies = mapped.stack.copies
+            mapped([x.expand(copies, *x.shape) for x in some], None, train=False)
     except Exception as error:
         return f"the model cannot be mapped by torch.func.vmap ({error})"
     return None

@@ -16,12 +16,36 @@ class HeldinError(Exception):
 
 
 class NotObservable(HeldinError):
-    """The per-sample contributions to some parameter cannot be established."""
+    """The per-sample contributions to some parameter cannot be established.
+
+    >>> import heldin, torch
+    >>> model = torch.nn.Linear(3, 1)
+    >>> with heldin.observe(model):
+    ...     try:
+    ...         model.weight.sum().backward()              # no batch went through the model
+    ...     except heldin.NotObservable as error:
+    ...         print(error)
+    a backward pass reached parameter 'weight', but not through a call of the model ...
+    """
 
 
 class HeldinWarning(UserWarning):
-    """Base class of all warnings that heldin gives."""
+    """Base class of all warnings that heldin gives.
+
+    >>> import warnings, heldin
+    >>> warnings.simplefilter("error", heldin.HeldinWarning)     # to be stopped by them
+    >>> warnings.simplefilter("default", heldin.HeldinWarning)
+    """
 
 
 class MixedSamplesWarning(HeldinWarning):
-    """Samples influence each other, so that per-sample gradients do not exist as such."""
+    """Samples influence each other, so that per-sample gradients do not exist as such.
+
+    >>> import warnings, heldin, torch
+    >>> model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    >>> with warnings.catch_warnings(record=True) as caught, heldin.observe(model):
+    ...     warnings.simplefilter("always")
+    ...     model(torch.randn(4, 3)).square().mean().backward()
+    >>> caught[0].category.__name__
+    'MixedSamplesWarning'
+    """

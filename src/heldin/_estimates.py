@@ -40,6 +40,10 @@ class Estimate:
         estimate: estimated test loss.
         standard_error: of the estimate, over the rows that it is a mean of.
         training_loss: of the model, over all training rows.
+
+    >>> import heldin
+    >>> heldin.Estimate(step=8, estimate=0.7, standard_error=0.1, training_loss=0.6)
+    Estimate(step=8, estimate=0.7, standard_error=0.1, training_loss=0.6)
     """
 
     step: int
@@ -152,6 +156,7 @@ class EstimateHistory(Sequence[Estimate]):
         if self.stopped_step is not None:
             ax.axvline(self.stopped_step, color="0.6", linestyle=":", label="training stopped")
         ax.set_xscale("symlog", linthresh=1)
+        ax.set_xlim(left=0)
         ax.set_xlabel("step")
         ax.set_ylabel("loss")
         ax.legend(fontsize="small")

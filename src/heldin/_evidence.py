@@ -30,7 +30,14 @@ class Evidence:
         live: number of coordinates per group that carry evidence.
         nonfinite: parameters with an inf or nan contribution; they are left out.
         estimator: how the moments were observed: "exact", "sampled" (from a block of coordinates
-            of each parameter) or "microbatch" (approximate; `count` is the number of groups).
+            of each parameter) or "microbatch" (approximate; `count` is that of micro-batches).
+
+    >>> import heldin, torch
+    >>> contributions = torch.tensor([[1.0], [-1.0], [1.0], [0.0]])
+    >>> seen = {"w": heldin.Moments(contributions.sum(0), contributions.square().sum(0), 4)}
+    >>> found = heldin.evidence(seen)
+    >>> round(found.criterion, 3), found.count, found.live
+    (0.727, 4, {'w': 1})
     """
 
     criterion: float
@@ -42,7 +49,7 @@ class Evidence:
 
     @property
     def approximate(self) -> bool:
-        """Whether groups were taken for samples."""
+        """Whether micro-batches were taken for samples."""
         return self.estimator == "microbatch"
 
 
@@ -111,7 +118,7 @@ def evidence(
         raise HeldinError(f"dead: expected 'out' or 'zero', got {dead!r}")
     estimator = seen.estimator if isinstance(seen, Observation) else "exact"
     if estimator == "microbatch" and correction is None:
-        correction = "gaussian"  # few groups: the ratio of Gaussian means is too large otherwise
+        correction = "gaussian"  # few of them: the ratio of Gaussian means is too large otherwise
     return replace(_gathered(seen, grouping(groups), correction, dead), estimator=estimator)
 
 

@@ -210,12 +210,12 @@ def summary(model: Any) -> list[tuple[str, str]]:
     lines.append(("stopped", why))
     lines.append(("training loss", f"{facts['training_loss']:.4g} ({kind})"))
     if facts["estimate"] is not None:
+        covered = COVERAGE[facts["rule"]][2]
         lines.append(
             (
                 "estimate",
                 f"{facts['estimate']:.4g} on new rows, standard error "
-                f"{facts['standard_error']:.2g} (two of them covered {COVERAGE[2]:.0%} in our "
-                "study)",
+                f"{facts['standard_error']:.2g} (two of them covered {covered:.0%} in our study)",
             )
         )
     if "test" in facts:

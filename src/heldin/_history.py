@@ -40,6 +40,10 @@ class Record:
         criterion: the smoothed value that decides.
         groups: raw values per group.
         nonfinite: parameters with an inf or nan contribution.
+
+    >>> import heldin
+    >>> heldin.Record(step=3, count=64, raw=-0.5, criterion=-0.2).criterion
+    -0.2
     """
 
     step: int

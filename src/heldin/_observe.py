@@ -80,11 +80,20 @@ class Observation(Mapping[str, Moments]):
     used are absent.
 
     Attributes:
-        count: number of samples seen (of groups, if micro-batches are taken for samples).
+        count: number of samples seen (of micro-batches, if these are taken for samples).
         estimator: "exact", "sampled" or "microbatch".
         reducing: for steps of one backward pass, let the ratios be formed during the pass and
             keep nothing of the parameters' size; the mapping is empty then, and `heldin.evidence`
             takes what is in `reduced`.
+
+    >>> import heldin, torch
+    >>> model = torch.nn.Linear(3, 1)
+    >>> with heldin.observe(model) as seen:
+    ...     model(torch.randn(8, 3)).sum().backward()
+    >>> sorted(seen), seen.count
+    (['bias', 'weight'], 8)
+    >>> seen["bias"].total
+    tensor([8.])
     """
 
     def __init__(

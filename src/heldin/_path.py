@@ -354,7 +354,9 @@ class PathStopping(ABC):
     def restore(self) -> None:
         """Put the chosen weights (averaged, if so asked) into the model."""
         if self._model is None:
-            raise HeldinError(f"{type(self).__name__}.restore: called after remove()")
+            raise HeldinError(
+                f"{type(self).__name__}.restore: called after remove(); make a new one"
+            )
         if self._step > self.history.last().step:
             self._check()  # the last weights are a candidate too
         numbers = {self.history[i].step: i for i in self._kept}
@@ -412,7 +414,7 @@ class PathStopping(ABC):
         state = state_of(name, state, 1, FORM)
         same_settings(name, state["settings"], self._settings())
         if self._model is None:
-            raise HeldinError(f"{name}.load_state_dict: called after remove()")
+            raise HeldinError(f"{name}.load_state_dict: called after remove(); make a new one")
         all_or_nothing(name, self._take, state, self.state_dict())
         self._watch.take()
         self._watch.calls = []

@@ -56,6 +56,11 @@ class Use:
         layouts: where each sample's rows lie in them.
         argument: number of the op's differentiable input that the parameter reaches.
         shape: shape of that input.
+
+    >>> import heldin
+    >>> @heldin.rule("SinBackward0")
+    ... def sine(use: heldin.Use):
+    ...     return use.per_sample_sum(use.grad * use.saved("self").cos())
     """
 
     node: Any

@@ -55,6 +55,7 @@ def _note(costs: dict[str, Costs], name: str, reads: int, spread: bool) -> None:
     old = costs.get(name)
     costs[name] = (reads, spread) if old is None else (max(reads, old[0]), spread and old[1])
 
+
 COSTS = {str: [(int, bool)]}
 FORM = {"draws": int, "known": COSTS, "pending": COSTS}  # of a saved state
 

@@ -180,7 +180,7 @@ class EvidenceStopping:
         self._model: nn.Module | None = unwrapped(model)
         self._signature = signature(self._model)
         self._groups = grouping(groups)
-        # a few groups in the place of samples: the ratio of Gaussian means is known to be too large
+        # a few micro-batches in the place of samples: the ratio of Gaussian means is too large
         self._correction: Correction = correction
         if estimator == "microbatch" and correction is None:
             self._correction = "gaussian"
@@ -453,7 +453,9 @@ class EvidenceStopping:
     def _take(self, state: Mapping[str, Any]) -> None:
         same_settings("EvidenceStopping", state["settings"], self._settings())
         if self._model is None:
-            raise HeldinError("EvidenceStopping.load_state_dict: called after remove()")
+            raise HeldinError(
+                "EvidenceStopping.load_state_dict: called after remove(); make a new one"
+            )
         self._window.load_state_dict(state["window"], self._model)
         self._average.load_state_dict(state["average"])
         self._recent.load_state_dict(state["recent"])

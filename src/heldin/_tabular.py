@@ -113,7 +113,7 @@ class Target:
 
 
 def _in_units(history: EstimateHistory, unit: float) -> EstimateHistory:
-    found = EstimateHistory()
+    found = EstimateHistory(history.rule)
     for record in history:
         found.append(
             Estimate(

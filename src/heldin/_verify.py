@@ -26,6 +26,15 @@ class Verification:
         errors: per parameter, the larger of the relative errors of `total` and `squares`.
         tolerance: what was allowed.
         count: number of samples compared.
+
+    >>> import heldin
+    >>> found = heldin.Verification({"weight": 1e-7, "bias": 0.5}, tolerance=1e-3, count=8)
+    >>> print(found)
+    some parameters do NOT agree with 8 single-sample gradients (to 1e-03)
+    weight   1.00e-07  ok
+    bias     5.00e-01  WRONG
+    >>> found.ok
+    False
     """
 
     errors: dict[str, float]

@@ -1,0 +1,132 @@
+"""What the site adds to plain Markdown, so that the pages stay readable without it.
+
+- Formulas become MathML, which browsers draw by themselves: no script, no fonts to fetch.
+- Doctests, in pages and docstrings, become highlighted blocks without needing a fence.
+- `heldin.name` in running text links to the API page.
+- The API page gets every public name that it does not list itself: integrations, above all.
+- CONTRIBUTING.md of the repository is the page contributing.md.
+"""
+
+from __future__ import annotations
+
+import ast
+import html
+import re
+import unicodedata
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from latex2mathml.converter import convert
+from markdown import Markdown
+from markdown.extensions import Extension
+from markdown.preprocessors import Preprocessor
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "src" / "heldin"
+COMMANDS = {"bench", "reproduce", "study"}  # modules behind `heldin bench` and so on
+FENCE = re.compile(r"\s*(```|~~~)")
+MARK = re.compile(r"^(\s*```\w+) illustration.*$")  # for the tests only
+FORMULA = re.compile(r'<(span|div) class="arithmatex">(.*?)</\1>', re.S)
+SCRIPT = re.compile(r'<mi mathvariant="script">([A-Z])</mi>')
+NAME = re.compile(r"(?<![\[`])`heldin\.(\w+)`(?![\]`])")
+LINK = re.compile(r"(\]\()(?:docs/)([^)]*\))")
+
+
+def names_in(module: Path) -> list[str]:
+    """__all__ of a module, read from its source: building the site needs no torch."""
+    for node in ast.parse(module.read_text()).body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
+            return [str(name) for name in ast.literal_eval(node.value)]
+    return []
+
+
+def public() -> dict[str, list[str]]:
+    """Public names by module: of the package, and of integrations with frameworks."""
+    found = {"heldin": names_in(PACKAGE / "__init__.py")}
+    for path in sorted(PACKAGE.iterdir()):
+        source = path / "__init__.py" if path.is_dir() else path
+        if re.match(r"[a-z]", path.stem) and source.suffix == ".py" and source.exists():
+            if path.stem not in COMMANDS:
+                found[f"heldin.{path.stem}"] = names_in(source)
+    return found
+
+
+class Doctests(Preprocessor):
+    """Fences around doctests, links around names."""
+
+    names = frozenset(public()["heldin"])
+
+    def run(self, lines: list[str]) -> list[str]:
+        """A doctest begins with >>> and ends at an empty line."""
+        result: list[str] = []
+        fenced = example = False
+        for line in lines:
+            if not example and FENCE.match(line):
+                fenced = not fenced
+                line = MARK.sub(r"\1", line)
+            elif not fenced and not example and line.startswith(">>> "):
+                result += ["", "```pycon"]
+                example = True
+            elif example and not line.strip():
+                result.append("```")
+                example = False
+            result.append(line if fenced or example else NAME.sub(self._link, line))
+        return [*result, "```"] if example else result
+
+    def _link(self, match: re.Match[str]) -> str:
+        name = f"heldin.{match[1]}"
+        return f"[`{name}`][{name}]" if match[1] in self.names else match[0]
+
+
+class Examples(Extension):
+    """Registers the preprocessor, before fences are looked for."""
+
+    def extendMarkdown(self, md: Markdown) -> None:
+        """Called by Python-Markdown."""
+        md.preprocessors.register(Doctests(md), "heldin_doctests", 200)
+
+
+def on_config(config: Any) -> Any:
+    """Pages and docstrings alike are converted with these extensions."""
+    config.markdown_extensions.append(Examples())
+    return config
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Contributing is the file at the top of the repository; the API page is completed."""
+    if page.file.src_uri == "contributing.md":
+        return LINK.sub(r"\1\2", (ROOT / "CONTRIBUTING.md").read_text())
+    if page.file.src_uri == "api.md":
+        return markdown + "\n".join(_unlisted(markdown))
+    return markdown
+
+
+def _unlisted(markdown: str) -> Iterator[str]:
+    """Entries for public names that the page does not place itself, a section for each module."""
+    for module, names in public().items():
+        missing = [f"{module}.{n}" for n in names if f"::: {module}.{n}\n" not in markdown + "\n"]
+        if missing:
+            yield "\n## More\n" if module == "heldin" else f"\n## {module}\n"
+            yield from (f"::: {name}\n" for name in missing)
+
+
+def on_post_page(output: str, **_: Any) -> str:
+    """Formulas to MathML."""
+    return FORMULA.sub(_mathml, output)
+
+
+def _mathml(match: re.Match[str]) -> str:
+    formula = html.unescape(match[2]).strip()[2:-2]  # without \( and \) or \[ and \]
+    display = "block" if match[1] == "div" else "inline"
+    return SCRIPT.sub(_script, convert(formula, display=display))
+
+
+def _script(match: re.Match[str]) -> str:
+    """Browsers know script letters by their own code points only."""
+    for kind in ("SCRIPT", "MATHEMATICAL SCRIPT"):
+        try:
+            return f"<mi>{unicodedata.lookup(f'{kind} CAPITAL {match[1]}')}</mi>"
+        except KeyError:
+            continue
+    return match[0]
