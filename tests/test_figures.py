@@ -55,6 +55,8 @@ def test_the_page_on_rules_has_the_numbers_of_the_study() -> None:
     text = WHICH.read_text(encoding="utf-8")
     assert module.filled(text) == text
     assert all(f"<!-- begin {name} -->\n" in text for name in module.BLOCKS)
+    result = WHICH.parent / "results" / "quality.md"
+    assert result.read_text(encoding="utf-8") == module.quality()
     for image in RULES.parent.glob("which-rule-*.png"):
         assert f"figures/{image.name}" in text
 
