@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -56,6 +58,17 @@ def test_a_method_with_another_second_moment_is_left_out(
 
 def test_slope_is_that_of_a_power() -> None:
     assert _run._slope([1, 2, 4, 8], [3 * n**1.5 for n in (1, 2, 4, 8)]) == pytest.approx(1.5)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_peak_memory_is_that_of_the_child_and_not_of_its_parent() -> None:
+    held = bytearray(1 << 29)  # as the benchmark itself may hold
+    program = "from heldin.bench._run import peak_bytes; before = peak_bytes(); "
+    program += "held = bytearray(100_000_000); print(before, peak_bytes() - before)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    before, grown = map(int, done.stdout.split())
+    assert _run.peak_bytes() > before + len(held) // 2
+    assert 90e6 < grown < 120e6
 
 
 def test_report(tiny: str, tmp_path: Path) -> None:

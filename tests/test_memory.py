@@ -8,9 +8,10 @@ import sys
 import pytest
 
 PROGRAM = """
-import resource, sys, torch, heldin
+import sys, torch, heldin
+from heldin.bench._run import peak_bytes
 torch.set_num_threads(1)
-observed, kind = sys.argv[1] == "observed", sys.argv[2]
+how, kind = sys.argv[1:]
 if kind == "linear":
     model, x = torch.nn.Linear(3000, 2000, bias=False), torch.randn(64, 3000)
 elif kind == "sequence":
@@ -21,23 +22,31 @@ small = torch.nn.Linear(2, 2)
 with heldin.observe(small):                              # imports and first uses
     small(torch.randn(4, 2)).sum().backward()
 seen = heldin.observe(model)
-if observed:
+if how == "observed":
     seen.__enter__()
 model(x).sum().backward()
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+if how == "written out":
+    torch.ones(16, 6_000_000)
+print(peak_bytes())
 """
 
 
-def peak(observed: str, kind: str) -> int:
+def peak(how: str, kind: str) -> int:
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, observed, kind], capture_output=True, text=True, check=True
+        [sys.executable, "-c", PROGRAM, how, kind], capture_output=True, text=True, check=True
     )
     return int(done.stdout)
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ru_maxrss is in KiB on Linux")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize("kind", ["linear", "sequence", "embedding"])
 def test_extra_memory_is_a_few_times_the_parameter(kind: str) -> None:
     weights = 6_000_000 * 4  # bytes; per-sample gradients would be 64 times this
     extra = peak("observed", kind) - peak("plain", kind)
     assert extra < 4 * weights, f"{extra / weights:.1f} times the parameter"
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_gradients_of_sixteen_samples_would_be_noticed() -> None:
+    extra = peak("written out", "linear") - peak("plain", "linear")
+    assert extra > 10 * 6_000_000 * 4

@@ -471,9 +471,9 @@ def quality() -> str:
         for label, rule in names.items()
     ]
     text = (
-        "Test loss at the stop over the lowest on the path of the model that saw all rows (1: could "
-        f"not be better): geometric mean and 90th percentile over {small[AUTO]['runs']} runs on "
-        f"{small[AUTO]['datasets']} tables, and {large[AUTO]['runs']} runs with more rows. None of "
+        "Test loss at the stop over the lowest on the path of the model that saw all rows (1: "
+        "could not be better): geometric mean and 90th percentile over "
+        f"{small[AUTO]['runs']} runs on {small[AUTO]['datasets']} tables, and {large[AUTO]['runs']} runs with more rows. None of "
         "these tables was used to choose a constant of the rules by an estimated test loss.\n\n"
     )
     return text + _table(head, lines) + "\n"

@@ -109,9 +109,21 @@ def _agreeing(
 
 # --- memory ----------------------------------------------------------------------------------
 
+
+def peak_bytes() -> int:
+    """The most memory that this program has had (Linux).
+
+    Not `ru_maxrss`: that survives exec, so the child of a large process starts with its parent's.
+    """
+    with open("/proc/self/status") as status:
+        line = next(line for line in status if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
 _PROGRAM = """
 import resource, sys, torch, heldin
 from heldin.bench._methods import METHODS
+from heldin.bench._run import peak_bytes
 from heldin.bench._workloads import WORKLOADS
 torch.set_num_threads(2)
 method, workload = sys.argv[1:]
@@ -126,7 +138,7 @@ way = METHODS[method](model, x, y)
 with way.active():
     for _ in range(4):
         way.step()
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - base)
+print(peak_bytes() - base)
 """
 
 
