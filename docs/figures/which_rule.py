@@ -473,8 +473,9 @@ def quality() -> str:
     text = (
         "Test loss at the stop over the lowest on the path of the model that saw all rows (1: "
         "could not be better): geometric mean and 90th percentile over "
-        f"{small[AUTO]['runs']} runs on {small[AUTO]['datasets']} tables, and {large[AUTO]['runs']} runs with more rows. None of "
-        "these tables was used to choose a constant of the rules by an estimated test loss.\n\n"
+        f"{small[AUTO]['runs']} runs on {small[AUTO]['datasets']} tables, and "
+        f"{large[AUTO]['runs']} runs with more rows. None of these tables was used "
+        "to choose a constant of the rules by an estimated test loss.\n\n"
     )
     return text + _table(head, lines) + "\n"
 
