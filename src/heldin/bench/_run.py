@@ -142,18 +142,26 @@ print(peak_bytes() - base)
 """
 
 
-def peak_memory(name: str, methods: Sequence[str]) -> dict[str, float]:
-    """Peak memory of four steps as multiples of the plain one's, each in a process of its own.
+def peak_memory(name: str, methods: Sequence[str], repeats: int = 5) -> dict[str, float]:
+    """Peak memory of four steps as multiples of the plain one's, each in processes of its own.
 
-    What the interpreter and its libraries take is left out. Linux only.
+    What the interpreter and its libraries take is left out. The heap's layout is luck to some
+    extent, hence the median of several processes; one is enough for a method that takes long.
+    Linux only.
     """
     found = {}
     for method in dict.fromkeys(["plain", *methods]):
-        done = subprocess.run(
-            [sys.executable, "-c", _PROGRAM, method, name], capture_output=True, text=True
-        )
-        if done.returncode == 0:
-            found[method] = float(done.stdout)
+        values: list[float] = []
+        start = time.perf_counter()
+        while len(values) < repeats and (not values or time.perf_counter() - start < 30):
+            done = subprocess.run(
+                [sys.executable, "-c", _PROGRAM, method, name], capture_output=True, text=True
+            )
+            if done.returncode:
+                break
+            values.append(float(done.stdout))
+        if values:
+            found[method] = statistics.median(values)
     return {method: value / found["plain"] for method, value in found.items() if "plain" in found}
 
 
