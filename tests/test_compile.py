@@ -110,10 +110,10 @@ def test_compiled_loss_is_refused() -> None:
 def test_micro_batches_of_a_compiled_model() -> None:
     model = Net("aot_eager")
     x, y = torch.randn(24, 5), torch.randint(0, 3, (24,))
-    stopping = heldin.EvidenceStopping(model, estimator="microbatch")
-    for part in range(4):
-        rows = slice(6 * part, 6 * part + 6)
-        (nn.functional.cross_entropy(model(x[rows]), y[rows]) / 4).backward()
-    stopping.step()
+    with heldin.EvidenceStopping(model, estimator="microbatch") as stopping:
+        for part in range(4):
+            rows = slice(6 * part, 6 * part + 6)
+            (nn.functional.cross_entropy(model(x[rows]), y[rows]) / 4).backward()
+        stopping.step()
     assert stopping.evidence.approximate
     assert set(stopping.evidence.groups) == {n for n, _ in model.named_parameters()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -96,6 +97,7 @@ def signature(model: nn.Module) -> str:
     names = []
     for name, p in model.named_parameters():
         plain = ".".join(part for part in name.split(".") if part not in wrappers)
+        plain = re.sub(r"_\d+(?=[./]|$)", "", plain)  # Keras counts all layers of a session
         names.append(f"{plain}:{tuple(p.shape)}")
     code = zlib.crc32("\n".join(sorted(names)).encode())
     size = sum(p.numel() for p in model.parameters())
