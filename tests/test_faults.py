@@ -18,7 +18,7 @@ from torch import nn
 import heldin
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
+sys.path.append(str(BENCHMARKS))
 
 import faults
 import soak

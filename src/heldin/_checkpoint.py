@@ -78,6 +78,12 @@ def load(path: str | Path, /) -> dict[str, Any]:
 
     Returns:
         The states by name, as they were given to `heldin.save`.
+
+    >>> import heldin
+    >>> path = getfixture("tmp_path") / "run.ckpt"
+    >>> heldin.save(path, step=7)
+    >>> heldin.load(path)
+    {'step': 7}
     """
     path = Path(path)
     with open(path, "rb") as file:
