@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -287,7 +287,7 @@ def test_tensors_of_any_size_and_memory_layout() -> None:
     wrapper.remove()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.filter_too_much])
 @given(
     st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16]),
     st.lists(

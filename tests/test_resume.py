@@ -303,3 +303,30 @@ def test_history_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     with pytest.raises(heldin.HeldinError, match=r"heldin\[plot\]"):
         example().plot()
+
+
+def test_first_step_after_resuming_is_as_any_other_where_batched_passes_are_tried() -> None:
+    """A plan that is new is compared with single passes; that must not leave a trace."""
+
+    class Quadratic(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.w = nn.Parameter(torch.randn(20))
+            self.b, self.zeta, self.error = torch.randn(20, 20), torch.randn(20), torch.randn(20)
+
+        def forward(self, side: torch.Tensor) -> torch.Tensor:
+            shift = self.w + self.zeta
+            return 0.5 * shift @ (self.b @ shift) + side * (self.error @ self.w)
+
+    model, side = Quadratic(), torch.tensor([-1.0, 1.0])
+    found = []
+    with heldin.observe(model) as seen:
+        for _ in range(3):
+            seen.clear()
+            model.zero_grad()
+            model(side).mean().backward()
+            found.append((seen["w"].total.clone(), seen["w"].squares.clone()))
+    for total, squares in found[1:]:
+        assert torch.equal(total, found[0][0])
+        assert torch.equal(squares, found[0][1])

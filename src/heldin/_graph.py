@@ -536,7 +536,8 @@ def pull_back(
             apart = [torch.stack(each) for each in zip(*map(single, cotangents), strict=True)]
             if grads is not None and all(bool(a.isfinite().all()) for a in apart):
                 trusted[sink.key] = all(map(_agree, grads, apart))
-            grads = apart
+            if grads is None or not trusted.get(sink.key):  # else as from now on (resumed runs)
+                grads = apart
     finally:
         for live, saved in hooks:
             live.update(saved)
