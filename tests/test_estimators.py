@@ -18,6 +18,7 @@ from heldin._sampling import Sampler
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Using padding='same'"),
     pytest.mark.filterwarnings("ignore:LSTM with projections"),
+    pytest.mark.filterwarnings("ignore:Sparse CSR tensor support"),
 ]
 
 
