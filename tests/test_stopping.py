@@ -60,6 +60,21 @@ def test_accumulated_micro_batches_are_one_step_of_equation_10() -> None:
         assert stopping.evidence.count == 60
 
 
+def test_ratios_formed_during_a_pass_give_way_to_a_second_pass() -> None:
+    """Exact evidence of a large layer, in steps of one pass and of several."""
+    model, x = nn.Linear(90, 80).double(), torch.randn(32, 90, dtype=torch.float64)
+    with heldin.EvidenceStopping(model, estimator="exact") as stopping:
+        found = []
+        for passes in (2, 1, 2, 1, 1, 1, 4, 4, 1):
+            for part in x.chunk(passes):
+                model(part).square().sum().backward()
+            stopping.step()
+            found.append(stopping.evidence.criterion)
+        lost = found.pop(6)  # after many steps of one pass nothing is held for a second
+        assert math.isnan(lost)
+        assert found == pytest.approx([found[0]] * len(found), rel=1e-10)
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_a_window_pools_the_samples_of_its_steps(reduction: Any) -> None:
     model, (x, y) = net(), data(44)

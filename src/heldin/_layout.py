@@ -65,6 +65,8 @@ class Layout:
         size = tensor.shape[dim]
         if size == self.m:
             return (tensor.movedim(dim, 0) if dim else tensor).unsqueeze(1)
+        if dim == 0 and size == self.m * self.inner:
+            return tensor.reshape(self.m, self.inner, *tensor.shape[1:])
         outer = size // (self.m * self.inner)
         parts = tensor.reshape(
             *tensor.shape[:dim], outer, self.m, self.inner, *tensor.shape[dim + 1 :]

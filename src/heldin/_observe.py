@@ -16,6 +16,7 @@ from ._distributed import unwrapped, watch_unsharded
 from ._errors import HeldinError, NotObservable
 from ._graph import walk
 from ._moments import Moments, Sums
+from ._parts import Part
 from ._pass import Pass, Stored
 from ._sampling import Sampler
 
@@ -85,6 +86,7 @@ class Observation(Mapping[str, Moments]):
         reducing: for steps of one backward pass, let the ratios be formed during the pass and
             keep nothing of the parameters' size; the mapping is empty then, and `heldin.evidence`
             takes what is in `reduced`.
+        careful: while reducing, be prepared for a second pass in the same step.
 
     >>> import heldin, torch
     >>> model = torch.nn.Linear(3, 1)
@@ -126,6 +128,8 @@ class Observation(Mapping[str, Moments]):
         self.levelled = False  # let samples count alike, though the sizes of the passes differ
         self.reducing: bool | None = None  # keep no moments but their ratios (True: q, False: f)
         self.reduced: dict[str, tuple[Sums, int]] = {}  # what is kept then, with the size
+        self.careful = False
+        self.held: dict[str, Part] = {}  # if careful: what the moments can be formed from
         self.estimator = estimator
         self.sampler = Sampler(budget, seed) if estimator == "sampled" else None
         self.truth: dict[str, tuple[Tensor, Tensor]] | None = None  # filled in if it is a dict
@@ -181,13 +185,15 @@ class Observation(Mapping[str, Moments]):
         self,
         sums: dict[str, Stored],
         ratios: dict[str, tuple[Sums, int]],
+        held: dict[str, Part],
         m: int,
         calls: Sequence[Call],
     ) -> None:
         """Take in what a backward pass showed."""
         self.passes += 1
         self.first = self.first or m
-        self.reduced = ratios
+        self.reduced.update(ratios)
+        self.held.update(held)
         if not self._sums and m == self.first:
             self._sums = sums
         else:
@@ -206,13 +212,20 @@ class Observation(Mapping[str, Moments]):
         self.count += m
         self.calls.done(calls)
 
+    def write_out(self) -> None:
+        """Another pass comes: what was reduced is needed as moments, which add up."""
+        for name, part in self.held.items():
+            self._sums[name] = (*part.moments(None), None, 1.0)
+            del self.reduced[name]
+        self.held = {}
+
     def clear(self, redraw: bool = True) -> None:
         """Forget the sums, and calls not followed by a backward pass; what was learnt is kept.
 
         Args:
             redraw: whether the sampled estimator looks at other coordinates from now on.
         """
-        self._sums, self.reduced = {}, {}
+        self._sums, self.reduced, self.held = {}, {}, {}
         self.count = self.passes = self.first = 0
         self.calls.drop()
         if self.sampler is not None:

@@ -50,6 +50,7 @@ class Part(ABC):
     shape: tuple[int, ...]
     rows = 0  # how many rows of an activation each sample has; 0 if that says nothing
     reads = 0  # how many elements are read for each row, column or channel
+    holds = 0  # how many elements `held` would copy; 0 if it cannot
 
     @property
     def numel(self) -> int:
@@ -70,6 +71,10 @@ class Part(ABC):
     def cut(self, block: Block) -> Part | None:
         """The same for a block of coordinates only, or None if that would save nothing."""
         return None
+
+    def held(self) -> Part:
+        """A copy that outlives the pass."""
+        raise NotImplementedError
 
     @property
     def whole_only(self) -> bool:
@@ -108,15 +113,22 @@ def moments(parts: Sequence[Part], total: Tensor | None = None) -> tuple[Tensor,
     return _chunked(take, parts[0].m, parts[0].numel)
 
 
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
 class Rows(Part):
     """Contributions written out: (m, *shape)."""
 
     def __init__(self, values: Tensor) -> None:
-        self.values = values
+        self.values, self.holds = values, values.numel()
         self.m, self.shape = values.shape[0], tuple(values.shape[1:])
 
     def take(self, lo: int, hi: int) -> Tensor:
         return self.values[lo:hi]
+
+    def held(self) -> Part:
+        return Rows(_copy(self.values))
 
     def moments(self, total: Tensor | None) -> tuple[Tensor, Tensor]:
         return self.values.sum(0), self.values.square().sum(0)
@@ -132,6 +144,7 @@ class Outer(Part):
         self.left, self.right = left, right  # (m, r, a), (m, r, b)
         self.m, self.rows = left.shape[0], left.shape[1]
         self.reads = self.m * self.rows
+        self.holds = left.numel() + right.numel()
         self.shape = (left.shape[2], right.shape[2])
 
     def t(self) -> Outer:
@@ -143,6 +156,9 @@ class Outer(Part):
 
     def cut(self, block: Block) -> Part:
         return Outer(self.left[:, :, block[0]], self.right[:, :, block[1]])
+
+    def held(self) -> Part:
+        return Outer(_copy(self.left), _copy(self.right))
 
     def moments(self, total: Tensor | None) -> tuple[Tensor, Tensor]:
         left, right = wide(self.left), wide(self.right)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["Pass", "Stored"]
 
 NOTHING = Graph([], {}, [], [], {})
+SMALL = 1 << 18  # elements of what is copied, to be looked at after the pass
 
 Stored = tuple[Tensor, Tensor, Tensor | None, float]  # total, squares, a penalty's part, weight
 
@@ -52,9 +53,11 @@ class Pass:
         self.calls: list[Call] = []
         self.done: dict[str, Stored] = {}
         self.ratios: dict[str, tuple[Sums, int]] = {}
+        self.held: dict[str, Part] = {}  # see `Observation.careful`
         self._handles: list[Any] = []
         self._parts: dict[tuple[int, int], list[Part]] = {}  # per sink, until it is complete
         self._written: dict[str, list[Part]] = {}  # per parameter, pulled back already
+        self._later: list[tuple[str, list[Part], float]] = []  # small, for the end of the pass
         self._uses: dict[str, int] = {}
         self._busy = self._started = False
         self._autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
@@ -78,6 +81,8 @@ class Pass:
             self.plan = None
             self._inspect([name for name in leaves if name is not None], key)
         if self.plan is not None:
+            if seen.passes:
+                seen.write_out()
             seen.calls.passing += 1
             self._started = True
             if seen.truth is not None and seen.sharded:
@@ -238,11 +243,11 @@ class Pass:
 
     def _take(self, use: Use, sink: Sink, plan: Plan) -> None:
         sampler = self.seen.sampler
-        alone = sink.chain is not None and plan.alone(sink.params[0])
         if sampler is not None and sink.chain == () and len(use.shape) == 1:
             use = narrowed(use, sampler, sink.params[0])
         part = contributions(use)
         if isinstance(part, Lazy):  # what it reads will be gone when the node has run
+            alone = sink.chain is not None and plan.alone(sink.params[0])
             if alone and not plan.shared and self.seen.rows is None:
                 first, second = self._in_place(sink, part).moments(None)
                 self.done[sink.params[0]] = (first, second, None, 1.0)
@@ -339,17 +344,19 @@ class Pass:
             return
         sampler = self.seen.sampler
         if sampler is not None and not penalised:
-            block = self._sampled(name, leaf, parts)
-            if block is not None:
-                self.done[name] = block
+            parts, weight = self._sampled(name, leaf, parts)
+            if all(0 < part.holds <= SMALL for part in parts):
+                self._later.append((name, [part.held() for part in parts], weight))
+                return
+            if weight != 1.0:
+                self.done[name] = (*moments(parts), None, weight)
                 return
         total = grad
         if grad is None or penalised or leaf._backward_hooks or grad.is_sparse:
             total = None
         elif wide(grad) is not grad:
             total = None  # the gradient is rounded more than the statistics are
-        if self.seen.reducing is not None and not penalised and len(parts) == 1:
-            self.ratios[name] = (parts[0].ratios(total, self.seen.reducing), leaf.numel())
+        if not penalised and len(parts) == 1 and self._reduced(name, leaf, parts[0], total):
             return
         first, second = moments(parts, total)
         if first is total:
@@ -357,24 +364,36 @@ class Pass:
         shared = wide(grad) - first if penalised and grad is not None else None
         self.done[name] = (first, second, shared, 1.0)
 
-    def _sampled(self, name: str, leaf: Tensor, parts: list[Part]) -> Stored | None:
+    def _reduced(self, name: str, leaf: Tensor, part: Part, total: Tensor | None) -> bool:
+        """Form the ratios at once, if that is asked for and can be undone where it has to be."""
+        seen = self.seen
+        if seen.reducing is None or (seen.careful and seen.passes):
+            return False
+        if seen.careful:
+            if not 0 < part.holds <= part.numel // 4:
+                return False
+            self.held[name] = part.held()
+        self.ratios[name] = (part.ratios(total, seen.reducing), leaf.numel())
+        return True
+
+    def _sampled(self, name: str, leaf: Tensor, parts: list[Part]) -> tuple[list[Part], float]:
+        """The parts of the sampled block, and how many coordinates each one stands for."""
         sampler = self.seen.sampler
         assert sampler is not None
         shape: tuple[int, ...] = tuple(leaf.shape)
         if any(part.whole_only and part.shape == shape for part in parts):
-            return None
+            return parts, 1.0
         spread = leaf.dim() > 1 and all(part.rows == 1 for part in parts)
         reads = max(part.reads for part in parts)
         block, weight = sampler.block(name, leaf.shape, reads, spread)
         if block is None:
-            return None
+            return parts, 1.0
         sizes = zip(block, leaf.shape, strict=False)
         shape = (*[len(range(size)[piece]) for piece, size in sizes], *leaf.shape[len(block) :])
         smaller = [part if part.shape == shape else part.cut(block) for part in parts]
         if not all(smaller):
-            return None
-        first, second = moments([part for part in smaller if part is not None])
-        return first, second, None, weight
+            return parts, 1.0
+        return [part for part in smaller if part is not None], weight
 
     def _block_of(self, name: str, whole: Tensor, reads: int) -> tuple[Any, float]:
         """The sampled block of moments that are there as a whole."""
@@ -389,9 +408,13 @@ class Pass:
         """The pass went through: add what it showed."""
         if self.plan is not None:
             sampler = self.seen.sampler
+            if self._later:
+                with torch.no_grad(), _no_autocast():  # together: the caches are warm
+                    for name, parts, weight in self._later:
+                        self.done[name] = (*moments(parts), None, weight)
             if sampler is not None and self.plan.m > 1:
                 sampler.whole.update(self.done.keys() - sampler.noted.keys())
-            self.seen.add(self.done, self.ratios, self.plan.m, self.calls)
+            self.seen.add(self.done, self.ratios, self.held, self.plan.m, self.calls)
 
     def close(self) -> None:
         """Let go of the graph, also after an error."""
@@ -402,6 +425,6 @@ class Pass:
             handle.remove()
         for call in self.calls:
             call.release()
-        self._handles, self._parts, self._written = [], {}, {}
-        self.done, self.ratios = {}, {}
+        self._handles, self._parts, self._written, self._later = [], {}, {}, []
+        self.done, self.ratios, self.held = {}, {}, {}
         self.graph, self.roots, self.seeds = NOTHING, [], None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -40,10 +40,14 @@ class Site:
     Attributes:
         clean: whether no sum over rows is nothing but rounding noise.
         batched: whether `vmap` of the node gives what the node itself gives.
+        along: the dimension of the output, from the end, along which a vector lies; 0: none.
+        sums: the dimensions that `Use.per_sample_sum` takes sums over, by its `axis`.
     """
 
     clean: bool | None = None
     batched: bool | None = None
+    along: int | None = None
+    sums: dict[int | None, list[int] | None] = field(default_factory=dict)
 
 
 @dataclass
@@ -102,28 +106,50 @@ class Use:
         `axis` is the dimension of the output where the argument's shape begins (default: as in
         broadcasting, aligned at the end).
         """
-        layout, values = self.layout, wide(values)
-        assert layout.dim is not None
+        layout, values, site = self.layout, wide(values), self.site
+        rows = None
+        if axis not in site.sums:
+            rows = layout.split(values)
+            site.sums[axis] = self._summed_over(values, rows, axis)
+        over = site.sums[axis]
+        if over is None:
+            return self._owned(values, axis)
+        if rows is None:
+            rows = layout.split(values)  # (m, r, the other dimensions)
+        summed = rows.sum(over) if over else rows
+        if over and not site.clean:
+            step = max(1, PIECE * layout.m // max(1, rows.numel()))  # samples at a time
+            sizes = torch.cat([part.abs().sum(over) for part in rows.split(step)])
+            summed = self._without_noise(summed, sizes, rows.numel() // max(1, summed.numel()))
+        return Rows(summed.reshape(layout.m, *self.shape))
+
+    def _spread(self, values: Tensor, axis: int | None) -> tuple[int, list[int]]:
+        """Where the argument's shape begins in that of the output, and it with ones elsewhere."""
         start = values.dim() - len(self.shape) if axis is None else axis
         shape = [1] * values.dim()
         shape[start : start + len(self.shape)] = self.shape
-        if shape[layout.dim] != 1:  # the argument has its own entry for each row
-            over = [d for d in range(values.dim()) if shape[d] == 1 and values.shape[d] > 1]
-            whole = values.sum(over, keepdim=True) if over else values
-            ones = [d for d in range(values.dim()) if not start <= d < start + len(self.shape)]
-            owner = layout.owner.to(values.device)
-            for d in reversed(ones):
-                owner = owner.squeeze(d)
-            return Owned(whole.reshape(self.shape), owner, layout.m)
-        rows = layout.split(values)  # (m, r, the other dimensions)
+        return start, shape
+
+    def _summed_over(self, values: Tensor, rows: Tensor, axis: int | None) -> list[int] | None:
+        """Dimensions of the rows to sum over; None: the argument has an entry for each row."""
+        _, shape = self._spread(values, axis)
+        layout = self.layout
+        assert layout.dim is not None
+        if shape[layout.dim] != 1:
+            return None
         kept = [d for d in range(values.dim()) if d != layout.dim]
         over = [1] if rows.shape[1] > 1 else []
-        over += [i + 2 for i, d in enumerate(kept) if shape[d] == 1 and values.shape[d] > 1]
-        summed = rows.sum(over) if over else rows
-        if over and not self.site.clean:
-            terms = rows.numel() // max(1, summed.numel())
-            summed = self._without_noise(summed, rows.abs().sum(over), terms)
-        return Rows(summed.reshape(layout.m, *self.shape))
+        return over + [i + 2 for i, d in enumerate(kept) if shape[d] == 1 and values.shape[d] > 1]
+
+    def _owned(self, values: Tensor, axis: int | None) -> Part:
+        start, shape = self._spread(values, axis)
+        over = [d for d in range(values.dim()) if shape[d] == 1 and values.shape[d] > 1]
+        whole = values.sum(over, keepdim=True) if over else values
+        ones = [d for d in range(values.dim()) if not start <= d < start + len(self.shape)]
+        owner = self.layout.owner.to(values.device)
+        for d in reversed(ones):
+            owner = owner.squeeze(d)
+        return Owned(whole.reshape(self.shape), owner, self.layout.m)
 
     def _without_noise(self, summed: Tensor, size: Tensor, terms: int) -> Tensor:
         """Nothing but rounding noise is no evidence (the key biases of attention, for one).
@@ -137,6 +163,7 @@ class Use:
         return summed.masked_fill(faint, 0.0)
 
 
+PIECE = 1 << 20  # elements of temporary sums
 Rule = Callable[[Use], Part | Tensor | None]
 RULES: dict[str, Rule] = {}
 
@@ -204,29 +231,34 @@ class _Narrow(Use):
 
 def narrowed(use: Use, sampler: Sampler, name: str) -> Use:
     """The use of a vector, cut down to its sampled block before anything is read."""
-    grad, layout, node = use.grads[0], use.layouts[0], use.node.name()
-    if grad is None or layout is None or layout.dim is None:
+    grad, site = use.grads[0], use.site
+    if grad is None:
         return use
-    if node in _ALONG_LAST:
-        at = -1
-    elif node in _ALONG_CHANNELS:
-        at = 1 - grad.dim()
-    else:
+    at = site.along
+    if at is None:
+        at = site.along = _along(use, grad)
+    if at == 0:
         return use
     size = use.shape[0]
-    if grad.shape[at] != size or layout.dim == grad.dim() + at:
-        return use
     reads = grad.numel() // size
-    sampler.note(name, reads, False)
-    if use.site.clean is None:
+    if site.clean is None:
+        sampler.note(name, reads, False)
         return use
     block, _ = sampler.block(name, use.shape, reads)
     if block is None:
         return use
     start, width = block[0].start, block[0].stop - block[0].start
     part = grad.narrow(at, start, width)
-    smaller = replace(layout, shape=tuple(part.shape))
-    return _Narrow(use.node, [part], [smaller], use.argument, (width,), use.site, at, size, start)
+    return _Narrow(use.node, [part], use.layouts, use.argument, (width,), site, at, size, start)
+
+
+def _along(use: Use, grad: Tensor) -> int:
+    layout, node = use.layouts[0], use.node.name()
+    if layout is None or layout.dim is None:
+        return 0
+    at = -1 if node in _ALONG_LAST else 1 - grad.dim() if node in _ALONG_CHANNELS else 0
+    fits = at != 0 and grad.shape[at] == use.shape[0] and layout.dim != grad.dim() + at
+    return at if fits else 0
 
 
 # --- the generic path ------------------------------------------------------------------------

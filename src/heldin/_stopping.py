@@ -164,7 +164,7 @@ class EvidenceStopping:
         self._window = Window(mean=reduction == "mean")
         self._streak = 0
         self._step = 0
-        self._single = 0  # steps of one backward pass in a row
+        self._single = 1  # steps of one backward pass in a row, as if there had been one
 
         # Everything that decides what is observed, and how, is said here.
         self._seen = observe(
@@ -278,7 +278,7 @@ class EvidenceStopping:
                 )
             if self.window == 1:
                 self._check(self._form(seen))
-                self._choose_way()
+                self._single = self._single + 1 if self._seen.passes == 1 else 0
             else:
                 trainable = [n for n, p in model.named_parameters() if p.requires_grad]
                 self._window.add(seen, trainable, scale)
@@ -313,21 +313,15 @@ class EvidenceStopping:
 
     def _prepare(self) -> None:
         """Observe the coming step, or let it pass at no cost."""
+        # Ratios of several passes, steps or ranks do not add up, sums do.
+        reduces = self._single > 0 and self.window == 1 and self._ranks is None
+        self._seen.reducing = self._correction == "symmetric" if reduces else None
+        self._seen.careful = self._single < 3
         if self.every > 1:
             if (self._step + 1) % self.every == 0:
                 self._seen.resume()
             else:
                 self._seen.pause()
-
-    def _choose_way(self) -> None:
-        """Steps of one backward pass, one after the other: ratios may be formed on the way."""
-        if self._ranks is not None:
-            return  # sums add up over ranks, ratios do not
-        self._single = self._single + 1 if self._seen.passes == 1 else 0
-        if self._seen.reducing is None and self._single >= 2:
-            self._seen.reducing = self._correction == "symmetric"
-        elif self._single == 0:
-            self._seen.reducing = None
 
     def _form(self, moments: Mapping[str, Any]) -> Evidence:
         found = evidence(moments, self._groups, correction=self._correction, dead=self.dead)
@@ -464,8 +458,6 @@ class EvidenceStopping:
         self.evidence = Evidence(**{**found, "nonfinite": tuple(found["nonfinite"])})
         self._step, self._streak = state["step"], state["streak"]
         self._single = state["single"]
-        ways = {True: self._correction == "symmetric", False: None}
-        self._seen.reducing = ways[self._single >= 2 and self._ranks is None]
         self.armed, self.reason = state["armed"], state["reason"]
         self.should_stop, self.stopped_step = state["should_stop"], state["stopped_step"]
         self._seen.clear()
