@@ -84,24 +84,24 @@ def _in_pieces(total: Tensor, squares: Tensor, count: int, symmetric: bool) -> S
 
 
 def piece_sums(
-    total: Tensor, squares: Tensor, count: int, symmetric: bool, consume: bool = False
+    total: Tensor, squares: Tensor, count: int, symmetric: bool, room: Tensor | None = None
 ) -> Sums:
     """`ratio_sums` of one piece, in few passes where nothing is extreme.
 
     Args:
-        consume: `squares` is not needed any more and may be overwritten.
+        room: a tensor like `squares` to work in; the squares themselves are then used up, too.
     """
     # Dead coordinates add nothing. One whose variance is lost in rounding adds so much that the
     # sum shows it.
     tiny = torch.finfo(squares.dtype).tiny
     if symmetric:
-        below = squares.clamp_min(tiny)
+        below = torch.clamp_min(squares, tiny, out=room)
     else:  # the variance, but for a factor: f = (1 - 1/m) total^2 / (squares - total^2 / m)
-        below = torch.addcmul(squares, total, total, value=-1 / count).clamp_min_(tiny)
+        below = torch.addcmul(squares, total, total, value=-1 / count, out=room).clamp_min_(tiny)
     ratio = torch.div(total, below, out=below)
     summed = torch.dot(ratio.reshape(-1), total.reshape(-1)).item()
     if summed < 1e5 * count:  # false for nan
-        live = squares.sign_() if consume else squares.sign()
+        live = squares.sign() if room is None else squares.sign_()
         factor = 1.0 if symmetric else 1 - 1 / count
         return summed * factor, live.sum().item(), True
     return _sums_of([(total, squares)], count, symmetric)[0]

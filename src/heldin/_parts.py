@@ -36,6 +36,7 @@ __all__ = [
 CHUNK = 1 << 22  # elements of per-sample gradients held at a time
 CACHE = 1 << 17  # elements of one sample's gradient worked on at a time
 STRIP = 1 << 18  # of a matrix, where one product gives the squares
+PATCHES = 1 << 20  # elements of images that are cut into patches at a time
 
 
 def wide(tensor: Tensor) -> Tensor:
@@ -48,7 +49,7 @@ class Part(ABC):
 
     m: int
     shape: tuple[int, ...]
-    rows = 0  # how many rows of an activation each sample has; 0 if that says nothing
+    spread = False  # whether coordinates that are looked at should lie apart (and cheaply can)
     reads = 0  # how many elements are read for each row, column or channel
     holds = 0  # how many elements `held` would copy; 0 if it cannot
 
@@ -68,9 +69,9 @@ class Part(ABC):
         """Sum of f over all coordinates, without keeping anything of the tensor's size."""
         return ratio_sums([self.moments(total)], self.m, symmetric)[0]
 
-    def cut(self, block: Block) -> Part | None:
-        """The same for a block of coordinates only, or None if that would save nothing."""
-        return None
+    def cut(self, block: Block) -> Part:
+        """The same for a block of coordinates only."""
+        raise NotImplementedError
 
     def held(self) -> Part:
         """A copy that outlives the pass."""
@@ -118,17 +119,17 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 class Rows(Part):
-    """Contributions written out: (m, *shape)."""
+    """Contributions written out: (m, *shape); `own` if no other tensor has their memory."""
 
-    def __init__(self, values: Tensor) -> None:
-        self.values, self.holds = values, values.numel()
+    def __init__(self, values: Tensor, own: bool = False) -> None:
+        self.values, self.own, self.holds = values, own, values.numel()
         self.m, self.shape = values.shape[0], tuple(values.shape[1:])
 
     def take(self, lo: int, hi: int) -> Tensor:
         return self.values[lo:hi]
 
     def held(self) -> Part:
-        return Rows(_copy(self.values))
+        return self if self.own else Rows(_copy(self.values))
 
     def moments(self, total: Tensor | None) -> tuple[Tensor, Tensor]:
         return self.values.sum(0), self.values.square().sum(0)
@@ -140,8 +141,8 @@ class Rows(Part):
 class Outer(Part):
     """A matrix in a product with the data: contribution i is left_i^T right_i, over r rows."""
 
-    def __init__(self, left: Tensor, right: Tensor) -> None:
-        self.left, self.right = left, right  # (m, r, a), (m, r, b)
+    def __init__(self, left: Tensor, right: Tensor, spread: bool = False) -> None:
+        self.left, self.right, self.spread = left, right, spread  # (m, r, a), (m, r, b)
         self.m, self.rows = left.shape[0], left.shape[1]
         self.reads = self.m * self.rows
         self.holds = left.numel() + right.numel()
@@ -149,7 +150,7 @@ class Outer(Part):
 
     def t(self) -> Outer:
         """The same for the transposed matrix."""
-        return Outer(self.right, self.left)
+        return Outer(self.right, self.left, self.spread)
 
     def take(self, lo: int, hi: int) -> Tensor:
         return wide(self.left[lo:hi]).mT @ wide(self.right[lo:hi])
@@ -175,7 +176,8 @@ class Outer(Part):
             total = left.flatten(0, 1).mT @ right.flatten(0, 1)
         squares = torch.empty_like(total)
         for top, bottom in self._strips():
-            _strip_squares(left[:, :, top:bottom], right, squares[top:bottom])
+            strip = squares[top:bottom]
+            _strip_squares(left[:, :, top:bottom], right, strip, torch.empty_like(strip))
         return total, squares
 
     def _strips(self) -> list[tuple[int, int]]:
@@ -191,20 +193,21 @@ class Outer(Part):
         if self.rows == 1:
             left, right = left.square(), right.square()
         each = []
-        room = total.new_empty(self._strips()[0][1], self.shape[1])
+        room, other = total.new_empty(2, self._strips()[0][1], self.shape[1])
         for top, bottom in self._strips():
             squares = room[: bottom - top]
             if self.rows == 1:
                 torch.mm(left[:, 0, top:bottom].mT, right[:, 0], out=squares)
             else:
-                _strip_squares(left[:, :, top:bottom], right, squares)
-            each.append(piece_sums(total[top:bottom], squares, self.m, symmetric, consume=True))
+                _strip_squares(left[:, :, top:bottom], right, squares, other[: bottom - top])
+            each.append(
+                piece_sums(total[top:bottom], squares, self.m, symmetric, other[: bottom - top])
+            )
         return sum(e[0] for e in each), sum(e[1] for e in each), all(e[2] for e in each)
 
 
-def _strip_squares(left: Tensor, right: Tensor, out: Tensor) -> None:
+def _strip_squares(left: Tensor, right: Tensor, out: Tensor, each: Tensor) -> None:
     """Sum over samples of (left_i^T right_i)^2, for a strip small enough for the cache."""
-    each = torch.empty_like(out)
     strip = left.mT
     torch.mm(strip[0], right[0], out=each)
     torch.mul(each, each, out=out)
@@ -267,7 +270,7 @@ class Filters(Part):
 
     def moments(self, total: Tensor | None) -> tuple[Tensor, Tensor]:
         work = self.reads * prod(self.shape[1:]) // self.m + self.numel
-        step = max(1, min(self.m, CHUNK // max(1, work)))
+        step = max(1, min(self.m, PATCHES // max(1, work)))
         first, second = total, None
         for lo in range(0, self.m, step):
             each = self.take(lo, min(self.m, lo + step))

@@ -253,15 +253,16 @@ class Pass:
                 self.done[sink.params[0]] = (first, second, None, 1.0)
                 return
             part = part.written_out()
+        name = sink.params[0]
+        expected = 0 if sampler is None else plan.direct.get(name, 0)
+        if expected == 1:
+            self._look(plan, name, [self._in_place(sink, part)], None)
+            return
         self._parts.setdefault(sink.key, []).append(part)
-        if sampler is not None and sink.params[0] in plan.direct:
-            self._use_complete(plan, sink.params[0])
-
-    def _use_complete(self, plan: Plan, name: str) -> None:
-        """One more use of a parameter was taken; with the last one, it can be settled."""
-        uses = self._uses[name] = self._uses.get(name, 0) + 1
-        if uses == plan.direct[name]:
-            self._settle(plan, name, None)
+        if expected:  # with the last use of a parameter, it can be settled
+            uses = self._uses[name] = self._uses.get(name, 0) + 1
+            if uses == expected:
+                self._settle(plan, name, None)
 
     def _in_place(self, sink: Sink, part: Part) -> Part:
         """The part in the shape of its parameter."""
@@ -330,14 +331,17 @@ class Pass:
         for sink in plan.sinks.get(name, []):
             if sink.chain is not None:
                 parts += [self._in_place(sink, part) for part in self._parts.pop(sink.key, [])]
+        if parts:
+            self._look(plan, name, parts, grad)
+        elif grad is not None and (name in plan.shared or name in plan.silent):
+            zero = torch.zeros_like(wide(grad))
+            shared = wide(grad).clone() if name in plan.shared else None
+            self.done[name] = (zero, zero.clone(), shared, 1.0)
+
+    def _look(self, plan: Plan, name: str, parts: list[Part], grad: Tensor | None) -> None:
+        """Form the moments of a parameter from its parts, or what is asked for in their place."""
         penalised = name in plan.shared
         leaf = self.graph.leaves[plan.leaves[name]]
-        if not parts:
-            if grad is not None and (penalised or name in plan.silent):
-                zero = torch.zeros_like(wide(grad))
-                shared = wide(grad).clone() if penalised else None
-                self.done[name] = (zero, zero.clone(), shared, 1.0)
-            return
         if self.seen.rows is not None:
             first, *others = (part.take(0, plan.m) for part in parts)
             self.seen.rows[name] = sum(others, start=first)
@@ -381,19 +385,18 @@ class Pass:
         sampler = self.seen.sampler
         assert sampler is not None
         shape: tuple[int, ...] = tuple(leaf.shape)
-        if any(part.whole_only and part.shape == shape for part in parts):
-            return parts, 1.0
-        spread = leaf.dim() > 1 and all(part.rows == 1 for part in parts)
-        reads = max(part.reads for part in parts)
-        block, weight = sampler.block(name, leaf.shape, reads, spread)
+        whole = [part.shape == shape for part in parts]  # others were narrowed before
+        for part, uncut in zip(parts, whole, strict=True):
+            if uncut and part.whole_only:
+                return parts, 1.0
+        spread, reads = parts[0].spread, parts[0].reads
+        for part in parts[1:]:
+            spread, reads = spread and part.spread, max(reads, part.reads)
+        block, weight = sampler.block(name, shape, reads, spread and len(shape) > 1)
         if block is None:
             return parts, 1.0
-        sizes = zip(block, leaf.shape, strict=False)
-        shape = (*[len(range(size)[piece]) for piece, size in sizes], *leaf.shape[len(block) :])
-        smaller = [part if part.shape == shape else part.cut(block) for part in parts]
-        if not all(smaller):
-            return parts, 1.0
-        return [part for part in smaller if part is not None], weight
+        cut = [p.cut(block) if uncut else p for p, uncut in zip(parts, whole, strict=True)]
+        return cut, weight
 
     def _block_of(self, name: str, whole: Tensor, reads: int) -> tuple[Any, float]:
         """The sampled block of moments that are there as a whole."""

@@ -121,7 +121,7 @@ class Use:
             step = max(1, PIECE * layout.m // max(1, rows.numel()))  # samples at a time
             sizes = torch.cat([part.abs().sum(over) for part in rows.split(step)])
             summed = self._without_noise(summed, sizes, rows.numel() // max(1, summed.numel()))
-        return Rows(summed.reshape(layout.m, *self.shape))
+        return Rows(summed.reshape(layout.m, *self.shape), own=bool(over))
 
     def _spread(self, values: Tensor, axis: int | None) -> tuple[int, list[int]]:
         """Where the argument's shape begins in that of the output, and it with ones elsewhere."""
@@ -361,12 +361,19 @@ def noise(dtype: torch.dtype, terms: int) -> float:
 def _matrix(use: Use, left: str, right: str, argument: int, scale: float = 1.0) -> Part | None:
     """out = left @ right: contributions to one of the two, whose rows or columns are samples."""
     if use.layout.dim == 0 and argument == 1:
-        x, delta = use.layout.split(_dense(use.saved(left))), use.layout.split(use.grad)
-        return Outer(x if scale == 1 else x * scale, delta)
+        kept = use.saved(left)
+        x, delta = use.layout.split(_dense(kept)), use.layout.split(use.grad)
+        return Outer(x if scale == 1 else x * scale, delta, _spreads(x, kept))
     if use.layout.dim == 1 and argument == 0:
-        x, delta = use.layout.split(_dense(use.saved(right)), 1), use.layout.split(use.grad)
-        return Outer(delta, x if scale == 1 else x * scale)
+        kept = use.saved(right)
+        x, delta = use.layout.split(_dense(kept), 1), use.layout.split(use.grad)
+        return Outer(delta, x if scale == 1 else x * scale, _spreads(x, kept))
     return None
+
+
+def _spreads(x: Tensor, kept: Tensor) -> bool:
+    """Neighbours in the data (pixels, say) are alike, hidden units are not; one row is cheap."""
+    return x.shape[1] == 1 and not kept.requires_grad
 
 
 def _dense(tensor: Tensor) -> Tensor:

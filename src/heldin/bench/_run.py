@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import subprocess
 import sys
@@ -121,15 +122,20 @@ def peak_bytes() -> int:
 
 
 _PROGRAM = """
-import resource, sys, torch, heldin
-from heldin.bench._methods import METHODS
+import resource, sys, torch
+from heldin.bench._methods import METHODS, Skip
 from heldin.bench._run import peak_bytes
-from heldin.bench._workloads import WORKLOADS
+from heldin.bench._workloads import SMALL, WORKLOADS
 torch.set_num_threads(2)
 method, workload = sys.argv[1:]
-small = torch.nn.Linear(2, 2)
-with heldin.observe(small):
-    small(torch.randn(4, 2)).sum().backward()
+for make in SMALL:
+    try:
+        way = METHODS[method](*make())
+    except Skip:
+        continue
+    with way.active():
+        for _ in range(4):
+            way.step()
 page = resource.getpagesize()
 with open("/proc/self/statm") as f:
     base = int(f.read().split()[1]) * page
@@ -145,17 +151,21 @@ print(peak_bytes() - base)
 def peak_memory(name: str, methods: Sequence[str], repeats: int = 5) -> dict[str, float]:
     """Peak memory of four steps as multiples of the plain one's, each in processes of its own.
 
-    What the interpreter and its libraries take is left out. The heap's layout is luck to some
-    extent, hence the median of several processes; one is enough for a method that takes long.
-    Linux only.
+    What the interpreter and its libraries take is left out. The heap is told to give every larger
+    block back at once: how much of what was freed it would keep otherwise is luck, up to a quarter
+    more here. Medians of several processes; one is enough for a method that takes long. Linux only.
     """
     found = {}
+    exact = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     for method in dict.fromkeys(["plain", *methods]):
         values: list[float] = []
         start = time.perf_counter()
         while len(values) < repeats and (not values or time.perf_counter() - start < 30):
             done = subprocess.run(
-                [sys.executable, "-c", _PROGRAM, method, name], capture_output=True, text=True
+                [sys.executable, "-c", _PROGRAM, method, name],
+                capture_output=True,
+                text=True,
+                env={**os.environ, **exact},
             )
             if done.returncode:
                 break

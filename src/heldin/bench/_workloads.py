@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["WORKLOADS", "Workload", "encoder", "mlp"]
+__all__ = ["SMALL", "WORKLOADS", "Workload", "encoder", "mlp"]
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,15 @@ def mlp(
     return model, torch.randn(batch, sizes[0]), torch.randint(0, sizes[-1], (batch,))
 
 
-def cnn() -> tuple[nn.Module, Tensor, Tensor]:
+def cnn(width: int = 32, batch: int = 64) -> tuple[nn.Module, Tensor, Tensor]:
     """Three convolutions and two linear layers on images of 32 x 32."""
     stages: list[nn.Module] = []
-    for a, b in ((3, 32), (32, 64), (64, 128)):
+    for a, b in ((3, width), (width, 2 * width), (2 * width, 4 * width)):
         stages += [nn.Conv2d(a, b, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
-    head = [nn.Flatten(), nn.Linear(128 * 16, 128), nn.ReLU(), nn.Linear(128, 10)]
-    return nn.Sequential(*stages, *head), torch.randn(64, 3, 32, 32), torch.randint(0, 10, (64,))
+    wide = 4 * width
+    head = [nn.Flatten(), nn.Linear(16 * wide, wide), nn.ReLU(), nn.Linear(wide, 10)]
+    labels = torch.randint(0, 10, (batch,))
+    return nn.Sequential(*stages, *head), torch.randn(batch, 3, 32, 32), labels
 
 
 class _Encoder(nn.Module):
@@ -112,6 +114,13 @@ def logistic() -> tuple[nn.Module, Tensor, Tensor]:
     """The paper's logistic regression: nothing but overhead."""
     return nn.Linear(496, 2), torch.randn(200, 496), torch.randint(0, 2, (200,))
 
+
+# The same kinds of layers, for whatever a first use brings with it.
+SMALL: list[Callable[[], tuple[nn.Module, Tensor, Tensor]]] = [
+    lambda: mlp((6, 5, 4), batch=4),
+    lambda: cnn(2, batch=4),
+    lambda: encoder(8, 1, 4, batch=4),
+]
 
 WORKLOADS: dict[str, Workload] = {
     "mlp": Workload(
