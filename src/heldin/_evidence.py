@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from ._errors import HeldinError
@@ -119,7 +119,7 @@ def evidence(
     estimator = seen.estimator if isinstance(seen, Observation) else "exact"
     if estimator == "microbatch" and correction is None:
         correction = "gaussian"  # few of them: the ratio of Gaussian means is too large otherwise
-    return replace(_gathered(seen, grouping(groups), correction, dead), estimator=estimator)
+    return _gathered(seen, grouping(groups), correction, dead, estimator)
 
 
 def _gathered(
@@ -127,6 +127,7 @@ def _gathered(
     group_of: Callable[[str], str],
     correction: Correction,
     dead: Dead,
+    estimator: str,
 ) -> Evidence:
     sums: dict[str, float] = {}
     live: dict[str, int] = {}
@@ -151,7 +152,7 @@ def _gathered(
         if seen.passes == 1 and seen.reducing == symmetric:
             found += [(name, sums, size, 1.0, count) for name, (sums, size) in seen.reduced.items()]
         else:  # ratios of several passes do not add up
-            return Evidence(math.nan, {}, count)
+            return Evidence(math.nan, {}, count, estimator=estimator)
     fewest = 4 if correction == "gaussian" else 2
     for name, (summed, number, finite), whole, weight, m in found:
         group = group_of(name)
@@ -169,4 +170,4 @@ def _gathered(
     values = {g: 1.0 - summed / sizes[g] for g, summed in sums.items() if g not in spoilt}
     criterion = math.fsum(values.values()) / len(values) if values else math.nan
     kept = {g: n for g, n in live.items() if g in values}
-    return Evidence(criterion, values, count, kept, tuple(nonfinite))
+    return Evidence(criterion, values, count, kept, tuple(nonfinite), estimator)

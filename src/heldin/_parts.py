@@ -34,8 +34,7 @@ __all__ = [
 ]
 
 CHUNK = 1 << 22  # elements of per-sample gradients held at a time
-CACHE = 1 << 17  # elements of one sample's gradient worked on at a time
-STRIP = 1 << 18  # of a matrix, where one product gives the squares
+CACHE = 1 << 18  # elements of a matrix worked on at a time
 PATCHES = 1 << 20  # elements of images that are cut into patches at a time
 
 
@@ -183,7 +182,7 @@ class Outer(Part):
     def _strips(self) -> list[tuple[int, int]]:
         """Rows of the matrix that are worked on at a time, to stay in the cache."""
         a, b = self.shape
-        height = max(1, (STRIP if self.rows == 1 else CACHE) // b)
+        height = max(1, CACHE // b)
         return [(top, min(a, top + height)) for top in range(0, a, height)]
 
     def ratios(self, total: Tensor | None, symmetric: bool) -> Sums:

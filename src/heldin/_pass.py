@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 __all__ = ["Pass", "Stored"]
 
 NOTHING = Graph([], {}, [], [], {})
-SMALL = 1 << 18  # elements of what is copied, to be looked at after the pass
+# Elements of activations that are copied, to be looked at after the pass:
+BLOCK = 1 << 18  # for a block of coordinates
+WHOLE = 1 << 14  # for all of them
 
 Stored = tuple[Tensor, Tensor, Tensor | None, float]  # total, squares, a penalty's part, weight
 
@@ -349,7 +351,8 @@ class Pass:
         sampler = self.seen.sampler
         if sampler is not None and not penalised:
             parts, weight = self._sampled(name, leaf, parts)
-            if all(0 < part.holds <= SMALL for part in parts):
+            most = BLOCK if weight > 1 else WHOLE
+            if all(0 < part.holds <= most for part in parts):
                 self._later.append((name, [part.held() for part in parts], weight))
                 return
             if weight != 1.0:

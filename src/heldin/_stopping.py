@@ -325,7 +325,8 @@ class EvidenceStopping:
 
     def _form(self, moments: Mapping[str, Any]) -> Evidence:
         found = evidence(moments, self._groups, correction=self._correction, dead=self.dead)
-        return replace(found, estimator=self._seen.estimator)
+        same = found.estimator == self._seen.estimator
+        return found if same else replace(found, estimator=self._seen.estimator)
 
     def _check(self, found: Evidence, skipped: tuple[str, ...] = ()) -> None:
         self.evidence = found
