@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import math
+from array import array
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,6 +56,45 @@ class Record:
     nonfinite: tuple[str, ...] = ()
 
 
+class _Table:
+    """Records as columns of numbers: eight bytes for each, however many groups there are."""
+
+    def __init__(self) -> None:
+        self.steps, self.counts = array("q"), array("q")
+        self.raw, self.criterion = array("d"), array("d")
+        self.groups: dict[str, array[float]] = {}  # nan: not in this record
+        self.nonfinite: dict[int, tuple[str, ...]] = {}  # by step
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def add(self, record: Record) -> None:
+        for name in record.groups:
+            if name not in self.groups:
+                self.groups[name] = array("d", [math.nan]) * len(self)
+        for name, values in self.groups.items():
+            values.append(record.groups.get(name, math.nan))
+        if record.nonfinite:
+            self.nonfinite[record.step] = record.nonfinite
+        self.steps.append(record.step)
+        self.counts.append(record.count)
+        self.raw.append(record.raw)
+        self.criterion.append(record.criterion)
+
+    def thin(self) -> None:
+        """Drop every second record."""
+        self.steps, self.counts = self.steps[::2], self.counts[::2]
+        self.raw, self.criterion = self.raw[::2], self.criterion[::2]
+        self.groups = {name: values[::2] for name, values in self.groups.items()}
+        self.nonfinite = {s: self.nonfinite[s] for s in self.steps if s in self.nonfinite}
+
+    def record(self, i: int) -> Record:
+        values = {name: column[i] for name, column in self.groups.items()}
+        groups = {name: value for name, value in values.items() if not math.isnan(value)}
+        bad = self.nonfinite.get(self.steps[i], ())
+        return Record(self.steps[i], self.counts[i], self.raw[i], self.criterion[i], groups, bad)
+
+
 class History(Sequence[Record]):
     """The checks of a run, oldest first.
 
@@ -73,7 +114,7 @@ class History(Sequence[Record]):
         self.checks = 0
         self.stopped: Record | None = None
         self._stride = 1
-        self._kept: list[Record] = []
+        self._kept = _Table()
         self._last: Record | None = None
 
     def append(self, record: Record, stopped: bool = False) -> None:
@@ -82,24 +123,31 @@ class History(Sequence[Record]):
             self.stopped = record
         if self.checks % self._stride == 0:
             if len(self._kept) >= self.limit:
-                self._kept = self._kept[::2]
+                self._kept.thin()
                 self._stride *= 2
             if self.checks % self._stride == 0:
-                self._kept.append(record)
+                self._kept.add(record)
         self._last = record
         self.checks += 1
 
+    def _extras(self) -> dict[int, Record]:
+        """The stop and the latest check, where they are not kept anyway, by their place."""
+        found: dict[int, Record] = {}
+        by_step = {r.step: r for r in (self.stopped, self._last) if r is not None}
+        for step, record in sorted(by_step.items()):
+            at = bisect_left(self._kept.steps, step)
+            if at == len(self._kept) or self._kept.steps[at] != step:
+                found[at + len(found)] = record
+        return found
+
     def _records(self) -> list[Record]:
-        records = list(self._kept)
-        steps = {record.step for record in records}
-        for extra in (self.stopped, self._last):
-            if extra is not None and extra.step not in steps:
-                steps.add(extra.step)
-                records.append(extra)
-        return sorted(records, key=lambda record: record.step)
+        records = [self._kept.record(i) for i in range(len(self._kept))]
+        for at, record in self._extras().items():
+            records.insert(at, record)
+        return records
 
     def __len__(self) -> int:
-        return len(self._records())
+        return len(self._kept) + len(self._extras())
 
     def __iter__(self) -> Iterator[Record]:
         return iter(self._records())
@@ -109,7 +157,11 @@ class History(Sequence[Record]):
     @overload
     def __getitem__(self, index: slice) -> list[Record]: ...
     def __getitem__(self, index: int | slice) -> Record | list[Record]:
-        return self._records()[index]
+        if isinstance(index, slice):
+            return self._records()[index]
+        extras = self._extras()
+        i = range(len(self._kept) + len(extras))[index]
+        return extras[i] if i in extras else self._kept.record(i - sum(at < i for at in extras))
 
     def __repr__(self) -> str:
         return f"<heldin.History: {len(self)} of {self.checks} checks>"
@@ -189,7 +241,7 @@ class History(Sequence[Record]):
     def state_dict(self) -> dict[str, Any]:
         """Tensors, numbers and strings only."""
         extra = [r for r in (self.stopped, self._last) if r is not None]
-        records = [*self._kept, *extra]
+        records = [*map(self._kept.record, range(len(self._kept))), *extra]
         names = _group_names(records)
         values = [
             [r.raw, r.criterion, *(r.groups.get(n, math.nan) for n in names)] for r in records
@@ -219,7 +271,9 @@ class History(Sequence[Record]):
             present = {n: v for n, v in zip(names, groups, strict=True) if not math.isnan(v)}
             records.append(Record(step, count, raw, criterion, present, tuple(bad.get(i, ()))))
         self.limit, self._stride, self.checks = state["limit"], state["stride"], state["checks"]
-        self._kept = records[:kept]
+        self._kept = _Table()
+        for record in records[:kept]:
+            self._kept.add(record)
         self.stopped = records[kept] if state["stopped"] else None
         self._last = records[-1] if records else None
 
