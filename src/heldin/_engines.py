@@ -203,18 +203,17 @@ def _named(model: nn.Module, names: Iterable[str]) -> list[nn.Parameter]:
 
 
 def _write(stack: Stack, outputs: Tensor, gradient: Tensor) -> None:
-    """Put the gradients into the flat vectors, whose tensors have the order of the blocks."""
+    """Put the gradients into their places in the flat vectors."""
     blocks = list(stack.blocks.values())
-    found: list[Tensor | None] = [None] * len(blocks)
+    found: Sequence[Tensor | None] = [None] * len(blocks)
     if outputs.requires_grad:
-        found = list(torch.autograd.grad(outputs, blocks, gradient, allow_unused=True))
+        found = torch.autograd.grad(outputs, blocks, gradient, allow_unused=True)
         stack.idle = {n for n, value in zip(stack.blocks, found, strict=True) if value is None}
-    full = [torch.zeros_like(b) if v is None else v for b, v in zip(blocks, found, strict=True)]
-    start = 0
-    for flat, number in stack.flats:
-        assert flat.grad is not None
-        torch.cat([value.flatten() for value in full[start : start + number]], out=flat.grad)
-        start += number
+    for place, value in zip(stack.grads.values(), found, strict=True):
+        if value is None:
+            place.zero_()
+        else:
+            place.copy_(value)
 
 
 Slope = Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]  # module, gradient, input, output

@@ -192,9 +192,7 @@ class _Shadows(PathStopping):
             self._take_in()
         settings = hyperparameters(self._optimizer)
         while self._step < max_steps and not self.should_stop:
-            for index, batch in self._rows.batches(batch_size, shuffle, generator):
-                index = index.to(self._label.device)
-                inputs = [x.to(self._label.device) for x in batch[:-1]]
+            for index, inputs in self._epoch(batch_size, shuffle, generator):
                 self._advance(self._stack, inputs, index, self._keep(index), settings)
                 self._step += 1
                 if self._step >= next_check(self.history.last().step, self.grid):
@@ -203,6 +201,18 @@ class _Shadows(PathStopping):
                 if self._step >= max_steps or self.should_stop:
                     break
         self._give_back()
+
+    def _epoch(
+        self, size: int | None, shuffle: bool, generator: torch.Generator | None
+    ) -> Iterator[tuple[Tensor, list[Tensor]]]:
+        """Row numbers and inputs of the batches of an epoch."""
+        rows, device = self._rows, self._label.device
+        if rows.loader is None:
+            for index in rows.order(size, shuffle, generator):
+                yield index, [x[index] for x in rows.inputs]
+        else:
+            for index, batch in rows.batches(size, shuffle, generator):
+                yield index.to(device), [x.to(device) for x in batch[:-1]]
 
     def _take_in(self) -> None:
         """Make the model one more copy, which misses no row."""

@@ -103,14 +103,20 @@ class Rows:
             for index, batch in numbered:
                 yield index, tuple(batch)
             return
+        for index in self.order(size, shuffle, generator):
+            yield index, (*(x[index] for x in self.inputs), self.targets[index])
+
+    def order(
+        self, size: int | None, shuffle: bool, generator: torch.Generator | None
+    ) -> Sequence[Tensor]:
+        """The row numbers of the batches of one epoch."""
         n = len(self)
         size = n if size is None else size
         if size < 1:
             raise HeldinError(f"batches: batch_size must be at least 1, got {size}")
         order = torch.randperm(n, generator=generator) if shuffle else torch.arange(n)
-        for index in order.split(size):
-            place = index.to(self.targets.device)
-            yield index, (*(x[place] for x in self.inputs), self.targets[place])
+        parts: Sequence[Tensor] = order.to(self.targets.device).split(size)
+        return parts
 
 
 class _Numbered(Dataset[Any]):

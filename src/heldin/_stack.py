@@ -72,7 +72,6 @@ class Stack:
         self.blocks: dict[str, Tensor] = {}  # (K, ...) leaves that share the flat vectors' memory
         self.grads: dict[str, Tensor] = {}
         self.idle: set[str] = set()  # parameters that have no part in the outputs
-        self.flats: list[tuple[nn.Parameter, int]] = []  # with the number of blocks in them
         self.members: list[list[nn.Parameter]] = []  # the flat vectors of each group
         self._gather(optimizer, names)
         if not self.blocks:
@@ -105,7 +104,6 @@ class Stack:
                     self.blocks[names[id(p)]] = block.requires_grad_()
                     self.grads[names[id(p)]] = flat.grad[start:end].view(shape)
                     start = end
-                self.flats.append((flat, len(params)))
                 self.members[-1].append(flat)
 
     def _optimizers(self, optimizer: Optimizer, names: Mapping[int, str]) -> list[Optimizer]:
