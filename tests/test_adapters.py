@@ -18,7 +18,7 @@ from torch import nn
 
 import heldin
 import plain
-from heldin._adapter import BeforeStep, Run, any_process
+from heldin._adapter import BeforeStep, Run
 from heldin._packed import packed, unpacked
 
 ROOT = Path(__file__).parent.parent
@@ -123,8 +123,3 @@ def test_steps_are_seen_once() -> None:
     around.remove()
     del before  # a lost one goes with its hook
     plain.expect_no_trace(model)
-
-
-def test_one_process_decides_alone() -> None:
-    assert any_process(True) is True
-    assert any_process(False) is False

@@ -84,11 +84,19 @@ def test_report(tiny: str, tmp_path: Path) -> None:
     assert (tmp_path / "cost.png").stat().st_size > 1000
 
 
-def test_command(tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_run, "PROCESSES", 2)
     options = ["--methods", "heldin exact", "--no-memory", "--no-growth", "--system-heap"]
-    assert _cli.main(["bench", tiny, *options, "--out", str(tmp_path)]) == 0
-    assert "| tiny |" in capsys.readouterr().out
+    assert _cli.main(["bench", "logistic", *options, "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr()
+    assert "| logistic |" in printed.out
+    assert "in process 2" in printed.err
     assert (tmp_path / "cost.md").exists()
+    (found,) = json.loads((tmp_path / "cost.json").read_text())["workloads"]
+    (one, other) = found["apart"]["heldin exact"]
+    assert found["ratios"]["heldin exact"] == pytest.approx((one + other) / 2)
     assert _cli.main(["bench", "--list"]) == 0
     assert "mlp" in capsys.readouterr().out
     assert _cli.main(["bench", "none-such"]) == 2

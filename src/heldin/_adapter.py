@@ -20,7 +20,6 @@ __all__ = [
     "BeforeStep",
     "Detour",
     "Run",
-    "any_process",
     "flat_metrics",
     "forget_gradients",
     "missing",
@@ -132,15 +131,6 @@ def forget_gradients(parameters: Iterable[Tensor]) -> None:
     """
     for parameter in parameters:
         parameter.grad = None
-
-
-def any_process(stop: bool, device: torch.device | str = "cpu") -> bool:
-    """Whether any process asks for the stop: all have to take the same decision in a step."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return stop
-    asked = torch.tensor(float(stop), device=device)
-    torch.distributed.all_reduce(asked, torch.distributed.ReduceOp.MAX)
-    return bool(asked.item())
 
 
 class BeforeStep:

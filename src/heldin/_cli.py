@@ -145,7 +145,7 @@ def bench(parser: Parser) -> None:
 def _bench(options: argparse.Namespace) -> int:
     from pathlib import Path
 
-    from .bench import WORKLOADS, growth, measure, peak_memory, steady_heap, write_report
+    from .bench import WORKLOADS, growth, measure_apart, peak_memory, steady_heap, write_report
     from .bench._methods import METHODS
     from .bench._run import GROWTH
 
@@ -166,7 +166,7 @@ def _bench(options: argparse.Namespace) -> int:
     ours = [m for m in ("heldin sampled", "heldin exact") if m in methods]
     results = []
     for name in names:
-        results.append(measure(name, methods, _tell))
+        results.append(measure_apart(name, methods, _tell, not options.system_heap))
         if WORKLOADS[name].memory and not options.no_memory:
             _tell(f"{name}: peak memory")
             results[-1].memory = peak_memory(name, [m for m in methods if m != "plain"])

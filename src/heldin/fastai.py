@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from ._adapter import Run, any_process, missing
+from ._adapter import Run, missing
 from ._evidence import grouping
 from ._stopping import EvidenceStopping as Stopping
 
@@ -99,7 +99,7 @@ class EvidenceStopping(Callback):
         stopping = self.stopping
         if stopping is None or not stopping.watching:
             return
-        if any_process(stopping.step(), next(self.learn.model.parameters()).device):
+        if stopping.step():
             if self.verbose:
                 print(f"No more evidence ({stopping.reason}): early stopping")
             self.learn.opt.zero_grad()  # nobody else would, before the next fit

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ._adapter import BeforeStep, Run, any_process, flat_metrics, forget_gradients, missing
+from ._adapter import BeforeStep, Run, flat_metrics, forget_gradients, missing
 from ._stopping import EvidenceStopping as Stopping
 
 try:
@@ -80,8 +80,7 @@ class EvidenceStopping:
         if stopping is None or not stopping.watching:
             return
         known = stopping.should_stop
-        device = next(self._model.parameters()).device
-        if any_process(stopping.step(), device):
+        if stopping.step():
             forget_gradients(self._model.parameters())
             trainer.terminate()
             if not known:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._adapter import Detour, Run, any_process, flat_metrics
+from ._adapter import Detour, Run, flat_metrics
 from ._errors import HeldinError
 from ._packed import packed, unpacked
 from ._stopping import EvidenceStopping as Stopping
@@ -122,7 +122,7 @@ class EvidenceStopping(keras.callbacks.Callback):
         together = inner.gradient_accumulation_steps or 1
         due = (int(inner._iterations) + 1) % together == 0  # `iterations` counts the updates
         if due and stopping is not None and stopping.watching:
-            stop = any_process(stopping.step(), gradients[0].device)
+            stop = stopping.step()
             if stop and self._epoch >= self.start_from_epoch:
                 self.stopped_epoch = self._epoch
                 self.model.stop_training = True

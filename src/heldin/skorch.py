@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ._adapter import DEFAULTS, BeforeStep, Run, any_process, forget_gradients, missing
+from ._adapter import DEFAULTS, BeforeStep, Run, forget_gradients, missing
 from ._elementwise import ElementwiseStopping as Elementwise
 from ._stopping import EvidenceStopping as Stopping
 
@@ -102,7 +102,7 @@ class EvidenceStopping(Callback):
         stopping = self.stopping_
         if stopping is None or not stopping.watching or not net.module_.training:
             return
-        if any_process(stopping.step(), net.device or "cpu"):
+        if stopping.step():
             forget_gradients(net.module_.parameters())
         values = {KEY: stopping.criterion}
         if self.log_groups:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ._adapter import Run, any_process, flat_metrics, forget_gradients, missing
+from ._adapter import Run, flat_metrics, forget_gradients, missing
 from ._elementwise import ElementwiseStopping
 from ._errors import HeldinError
 from ._packed import packed, unpacked
@@ -96,7 +96,7 @@ class EvidenceStoppingCallback(TrainerCallback, ExportableState):
         stopping = self.stopping
         if stopping is None or not stopping.watching:
             return
-        if any_process(stopping.step(), args.device):
+        if stopping.step():
             logger.info(f"{stopping.reason}. Stopping training.")
             control.should_training_stop = True
             if getattr(optimizer, "scaler", None) is None:  # a scaler needs gradients to step

@@ -1,7 +1,7 @@
 """What observing costs, beside other ways to get the same: `heldin bench` or `make bench`."""
 
 from ._report import write_report
-from ._run import Measurement, growth, measure, peak_memory, steady_heap
+from ._run import Measurement, growth, measure, measure_apart, peak_memory, steady_heap
 from ._workloads import WORKLOADS, Workload
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "Workload",
     "growth",
     "measure",
+    "measure_apart",
     "peak_memory",
     "steady_heap",
     "write_report",

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ._run import Measurement
+from ._run import PROCESSES, Measurement
 from ._workloads import WORKLOADS
 
 __all__ = ["table", "write_report"]
@@ -51,8 +51,10 @@ def targets_table(results: Sequence[Measurement]) -> str:
             for estimator, most in asked.items():
                 if (value := found.get(f"heldin {estimator}")) is not None:
                     verdict = "yes" if value <= most else "no"
-                    row = [result.workload, estimator, what, f"{most:.2f}", f"{value:.2f}", verdict]
-                    rows.append(row)
+                    each = result.apart.get(f"heldin {estimator}") if what == "time" else None
+                    span = f" ({min(each):.2f} to {max(each):.2f})" if each else ""
+                    number = f"{value:.2f}{span}"
+                    rows.append([result.workload, estimator, what, f"{most:.2f}", number, verdict])
     head = ["workload", "estimator", "of", "at most", "measured", "reached"]
     return _markdown(head, rows) if rows else ""
 
@@ -113,6 +115,7 @@ def write_report(results: Sequence[Measurement], growing: Growth, out: Path) -> 
                 "title": r.title,
                 "seconds": r.seconds,
                 "ratios": r.ratios,
+                "apart": r.apart,
                 "memory": r.memory,
                 "skipped": r.skipped,
                 "targets": WORKLOADS[r.workload].targets,
@@ -128,7 +131,8 @@ def write_report(results: Sequence[Measurement], growing: Growth, out: Path) -> 
     (out / "cost.json").write_text(json.dumps(data, indent=1))
     head = (
         f"A whole training step (forward, backward, evidence, SGD) as a multiple of the same step "
-        f"without heldin; medians of interleaved repetitions. {where['date']}, "
+        f"without heldin; medians of interleaved repetitions, over {PROCESSES} processes. "
+        f"{where['date']}, "
         f"{where['processor']}, {where['threads']} threads, torch {where['torch']}.\n\n"
     )
     parts = {

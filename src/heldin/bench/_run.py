@@ -1,4 +1,4 @@
-"""Timing: every method in the same process, interleaved, medians of many."""
+"""Timing: every method in the same process, interleaved, in several processes; medians of many."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import log
+from multiprocessing import get_context
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +18,11 @@ from torch import Tensor, nn
 from ._methods import METHODS, Skip, Way
 from ._workloads import WORKLOADS, encoder, mlp
 
-__all__ = ["Measurement", "growth", "measure", "peak_memory", "steady_heap"]
+__all__ = ["Measurement", "growth", "measure", "measure_apart", "peak_memory", "steady_heap"]
 
 Progress = Callable[[str], None]
+PROCESSES = 3
+SLOW = 20.0  # times a plain step: a few rounds are enough
 
 
 def steady_heap() -> bool:
@@ -37,11 +40,16 @@ def steady_heap() -> bool:
 
 @dataclass
 class Measurement:
-    """One workload: median seconds per step of each method, and what was left out and why."""
+    """One workload: median seconds per step of each method, and what was left out and why.
+
+    Attributes:
+        apart: the multiples of the plain step in each of several processes.
+    """
 
     workload: str
     title: str
     seconds: dict[str, float] = field(default_factory=dict)
+    apart: dict[str, list[float]] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     memory: dict[str, float] = field(default_factory=dict)
 
@@ -50,6 +58,37 @@ class Measurement:
         """Multiples of the plain step."""
         base = self.seconds["plain"]
         return {name: value / base for name, value in self.seconds.items()}
+
+
+def measure_apart(
+    name: str, methods: Sequence[str], progress: Progress, steady: bool = True
+) -> Measurement:
+    """`measure` in several new processes, one after the other.
+
+    Where the memory of a process happens to lie moves a ratio by some hundredths, however often it
+    is measured there; hence the medians of the ratios over processes. Methods that are far behind
+    are timed in the first one only.
+    """
+    found: list[Measurement] = []
+    fast = list(methods)
+    for number in range(PROCESSES):
+        with get_context("spawn").Pool(1) as pool:
+            args = (name, fast, progress, f" in process {number + 1}", steady)
+            found.append(pool.apply(_in_process, args))
+        fast = [m for m in fast if found[0].ratios.get(m, SLOW) < SLOW or m == "plain"]
+    result = found[0]
+    apart = {m: [f.ratios[m] for f in found if m in f.seconds] for m in result.seconds}
+    base = statistics.median(f.seconds["plain"] for f in found)
+    seconds = {m: base * statistics.median(each) for m, each in apart.items()}
+    return replace(result, seconds=seconds, apart=apart)
+
+
+def _in_process(
+    name: str, methods: Sequence[str], progress: Progress, where: str, steady: bool
+) -> Measurement:
+    if steady:
+        steady_heap()
+    return measure(name, methods, lambda line: progress(line + where if line else line))
 
 
 def measure(name: str, methods: Sequence[str], progress: Progress = lambda _: None) -> Measurement:
@@ -67,8 +106,8 @@ def measure(name: str, methods: Sequence[str], progress: Progress = lambda _: No
     for repeat in range(workload.repeats):
         progress(f"{name}: round {repeat + 1} of {workload.repeats}")
         for method, way in ways.items():
-            if method != "plain" and repeat > 2 and times[method][0] > 20 * times["plain"][0]:
-                continue  # far behind: a few rounds are enough
+            if repeat > 2 and times[method][0] > SLOW * times["plain"][0]:
+                continue
             with way.active():
                 start = time.perf_counter()
                 for _ in range(workload.inner):

@@ -20,7 +20,7 @@ class Workload:
     Attributes:
         make: the model and a batch.
         targets: largest ratios asked for, by estimator (time, then memory).
-        repeats: rounds of the timing.
+        repeats: rounds of the timing in each process.
         inner: steps per timing; more for tiny ones.
     """
 
@@ -28,7 +28,7 @@ class Workload:
     make: Callable[[], tuple[nn.Module, Tensor, Tensor]]
     targets: dict[str, float]
     memory: dict[str, float]
-    repeats: int = 15
+    repeats: int = 9
     inner: int = 1
 
 
@@ -128,21 +128,21 @@ WORKLOADS: dict[str, Workload] = {
         mlp,
         {"sampled": 1.03, "exact": 1.45},
         {"sampled": 1.02, "exact": 1.35},
-        repeats=25,
+        repeats=15,
     ),
     "cnn": Workload(
         "CNN (3 conv + 2 linear, 32x32x3), batch 64",
         cnn,
         {"sampled": 1.05, "exact": 1.8},
         {"sampled": 1.02, "exact": 1.35},
-        repeats=25,
+        repeats=15,
     ),
     "encoder": Workload(
         "transformer encoder, 4 layers, d = 256, T = 128, batch 16",
         encoder,
         {"sampled": 1.05, "exact": 1.4},
         {"sampled": 1.02, "exact": 1.35},
-        repeats=11,
+        repeats=7,
     ),
     "gpt2": Workload(
         "GPT-2 small shape (d = 768, 12 layers, T = 128), batch 4",
@@ -156,7 +156,7 @@ WORKLOADS: dict[str, Workload] = {
         logistic,
         {"sampled": 1.6, "exact": 1.6},
         {},
-        repeats=60,
+        repeats=20,
         inner=20,
     ),
 }
