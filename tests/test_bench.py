@@ -85,12 +85,12 @@ def test_report(tiny: str, tmp_path: Path) -> None:
 
 
 def test_command(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_run, "PROCESSES", 2)
     options = ["--methods", "heldin exact", "--no-memory", "--no-growth", "--system-heap"]
     assert _cli.main(["bench", "logistic", *options, "--out", str(tmp_path)]) == 0
-    printed = capsys.readouterr()
+    printed = capfd.readouterr()
     assert "| logistic |" in printed.out
     assert "in process 2" in printed.err
     assert (tmp_path / "cost.md").exists()
@@ -98,6 +98,6 @@ def test_command(
     (one, other) = found["apart"]["heldin exact"]
     assert found["ratios"]["heldin exact"] == pytest.approx((one + other) / 2)
     assert _cli.main(["bench", "--list"]) == 0
-    assert "mlp" in capsys.readouterr().out
+    assert "mlp" in capfd.readouterr().out
     assert _cli.main(["bench", "none-such"]) == 2
-    assert "none-such" in capsys.readouterr().err
+    assert "none-such" in capfd.readouterr().err
