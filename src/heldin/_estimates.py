@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
-from pathlib import Path
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
+from ._columns import Columns, axes
 from ._errors import HeldinError
 
 __all__ = ["COVERAGE", "FORM", "Estimate", "EstimateHistory", "Rule"]
@@ -52,7 +51,7 @@ class Estimate:
     training_loss: float
 
 
-class EstimateHistory(Sequence[Estimate]):
+class EstimateHistory(Columns, Sequence[Estimate]):
     """The checks of a run, oldest first.
 
     Attributes:
@@ -96,25 +95,6 @@ class EstimateHistory(Sequence[Estimate]):
         """The records as columns: step, estimate, standard_error, training_loss."""
         return {f.name: [getattr(r, f.name) for r in self._records] for f in fields(Estimate)}
 
-    def to_dataframe(self) -> Any:
-        """A pandas DataFrame, one row per check."""
-        try:
-            import pandas
-        except ImportError as error:
-            raise HeldinError(
-                "history.to_dataframe needs pandas: pip install 'heldin[frame]', or use columns() "
-                "or to_csv()"
-            ) from error
-        return pandas.DataFrame(self.columns())
-
-    def to_csv(self, path: str | Path) -> None:
-        """Write one line per check, with a header."""
-        table = self.columns()
-        with open(path, "w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            writer.writerow(table)
-            writer.writerows(zip(*table.values(), strict=True))
-
     def plot(self, ax: Any = None, *, errors: int = 2) -> Any:
         """Draw the training loss, the estimated test loss with its band, and the chosen step.
 
@@ -129,14 +109,7 @@ class EstimateHistory(Sequence[Estimate]):
         covered = COVERAGE[self.rule].get(errors)
         if covered is None:
             raise HeldinError(f"history.plot: errors must be 2 or 3, got {errors!r}")
-        if ax is None:
-            try:
-                from matplotlib import pyplot
-            except ImportError as error:
-                raise HeldinError(
-                    "history.plot needs matplotlib: pip install 'heldin[plot]'"
-                ) from error
-            ax = pyplot.figure(figsize=(6, 3.5), layout="constrained").add_subplot()
+        ax = axes(ax, (6, 3.5))
         table = self.columns()
         steps, middle = table["step"], table["estimate"]
         pairs = list(zip(middle, table["standard_error"], strict=True))

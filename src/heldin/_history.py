@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, overload
 
 import torch
 from torch import Tensor
 
-from ._errors import HeldinError
+from ._columns import Columns, axes
 
 __all__ = ["FORM", "History", "Record"]
 
@@ -95,7 +93,7 @@ class _Table:
         return Record(self.steps[i], self.counts[i], self.raw[i], self.criterion[i], groups, bad)
 
 
-class History(Sequence[Record]):
+class History(Columns, Sequence[Record]):
     """The checks of a run, oldest first.
 
     At most `limit` records are kept: when it is full every second one is dropped, and from then on
@@ -182,25 +180,6 @@ class History(Sequence[Record]):
             table[f"group/{name}"] = [r.groups.get(name, math.nan) for r in records]
         return table
 
-    def to_dataframe(self) -> Any:
-        """A pandas DataFrame, one row per check."""
-        try:
-            import pandas
-        except ImportError as error:
-            raise HeldinError(
-                "history.to_dataframe needs pandas: pip install 'heldin[frame]', or use columns() "
-                "or to_csv()"
-            ) from error
-        return pandas.DataFrame(self.columns())
-
-    def to_csv(self, path: str | Path) -> None:
-        """Write one line per check, with a header."""
-        table = self.columns()
-        with open(path, "w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            writer.writerow(table)
-            writer.writerows(zip(*table.values(), strict=True))
-
     def plot(self, ax: Any = None, *, groups: bool = False) -> Any:
         """Draw the criterion over the steps, as in the bottom row of the paper's figures.
 
@@ -214,14 +193,7 @@ class History(Sequence[Record]):
         Returns:
             The matplotlib axes.
         """
-        if ax is None:
-            try:
-                from matplotlib import pyplot
-            except ImportError as error:
-                raise HeldinError(
-                    "history.plot needs matplotlib: pip install 'heldin[plot]'"
-                ) from error
-            ax = pyplot.figure(figsize=(6, 2.5), layout="constrained").add_subplot()
+        ax = axes(ax, (6, 2.5))
         table = self.columns()
         for name in table if groups else ():
             if name.startswith("group/"):
