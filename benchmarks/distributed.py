@@ -62,9 +62,10 @@ class Job:
 
 def block(job: Job, name: str) -> tuple[int, ...]:
     """The shape of a sampled block; the sampler itself says it."""
-    shape, single = job.shapes[name], job.rows == 1
+    shape = job.shapes[name]
     reads = job.ranks * job.batch * job.rows  # of the concatenated batch
-    found, _ = Sampler(BUDGET).block(name, shape, reads, single and len(shape) > 1)
+    first = next(n for n, s in job.shapes.items() if len(s) > 1)  # the one that reads the data
+    found, _ = Sampler(BUDGET).block(name, shape, reads, job.rows == 1 and name == first)
     if found is None:
         return shape
     return tuple(len(range(n)[piece]) for piece, n in zip(found, shape, strict=True))

@@ -278,7 +278,8 @@ class EvidenceStopping:
                 )
             if self.window == 1:
                 self._check(self._form(seen))
-                self._single = self._single + 1 if self._seen.passes == 1 else 0
+                if self._ranks is None:
+                    self._single = self._single + 1 if self._seen.passes == 1 else 0
             else:
                 trainable = [n for n, p in model.named_parameters() if p.requires_grad]
                 self._window.add(seen, trainable, scale)
