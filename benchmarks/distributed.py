@@ -64,6 +64,8 @@ def block(job: Job, name: str) -> tuple[int, ...]:
     """The shape of a sampled block; the sampler itself says it."""
     shape = job.shapes[name]
     reads = job.ranks * job.batch * job.rows  # of the concatenated batch
+    if len(shape) > 1 and job.rows == 1:
+        reads = 0
     first = next(n for n, s in job.shapes.items() if len(s) > 1)  # the one that reads the data
     found, _ = Sampler(BUDGET).block(name, shape, reads, job.rows == 1 and name == first)
     if found is None:

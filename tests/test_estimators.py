@@ -153,3 +153,16 @@ def test_arguments() -> None:
         heldin.observe(model, estimator="guessed")  # type: ignore[arg-type]
     with pytest.raises(heldin.HeldinError, match="at least 1"):
         heldin.observe(model, estimator="sampled", budget=0)
+
+
+def test_small_matrices_are_exact_however_many_samples() -> None:
+    """A whole data set as one batch: hidden layers below the budget are taken whole."""
+    model = nn.Sequential(
+        nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2)
+    )
+    x = torch.randn(5000, 20)
+    with heldin.EvidenceStopping(model) as stopping:
+        for _ in range(3):
+            model(x).square().sum().backward()
+            stopping.step()
+        assert stopping.evidence.live["2.weight"] == 64 * 64

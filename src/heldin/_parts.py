@@ -143,7 +143,7 @@ class Outer(Part):
     def __init__(self, left: Tensor, right: Tensor, spread: bool = False) -> None:
         self.left, self.right, self.spread = left, right, spread  # (m, r, a), (m, r, b)
         self.m, self.rows = left.shape[0], left.shape[1]
-        self.reads = self.m * self.rows
+        self.reads = self.m * self.rows if self.rows > 1 else 0  # one row is cheap
         self.holds = left.numel() + right.numel()
         self.shape = (left.shape[2], right.shape[2])
 
