@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from heldin.bench._run import GIVEN_BACK
+
 PROGRAM = """
 import sys, torch, heldin
 from heldin.bench._run import peak_bytes
@@ -37,13 +39,12 @@ print(peak_bytes())
 
 
 def peak(how: str, kind: str) -> int:
-    given_back = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, how, kind],
         capture_output=True,
         text=True,
         check=True,
-        env={**os.environ, **given_back},  # what a heap keeps of freed memory is luck
+        env={**os.environ, **GIVEN_BACK},  # what a heap keeps of freed memory is luck
     )
     return int(done.stdout)
 

@@ -75,7 +75,7 @@ def measure_apart(
         with get_context("spawn").Pool(1) as pool:
             args = (name, fast, progress, f" in process {number + 1}", steady)
             found.append(pool.apply(_in_process, args))
-        fast = [m for m in fast if found[0].ratios.get(m, SLOW) < SLOW or m == "plain"]
+        fast = [m for m in fast if found[0].ratios.get(m, SLOW) < SLOW]
     result = found[0]
     apart = {m: [f.ratios[m] for f in found if m in f.seconds] for m in result.seconds}
     base = statistics.median(f.seconds["plain"] for f in found)
@@ -160,6 +160,9 @@ def peak_bytes() -> int:
     return int(line.split()[1]) * 1024
 
 
+# For the environment of a process: the heap gives every larger block back as soon as it is freed.
+GIVEN_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+
 _PROGRAM = """
 import resource, sys, torch
 from heldin.bench._methods import METHODS, Skip
@@ -195,7 +198,6 @@ def peak_memory(name: str, methods: Sequence[str], repeats: int = 5) -> dict[str
     more here. Medians of several processes; one is enough for a method that takes long. Linux only.
     """
     found = {}
-    exact = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     for method in dict.fromkeys(["plain", *methods]):
         values: list[float] = []
         start = time.perf_counter()
@@ -204,7 +206,7 @@ def peak_memory(name: str, methods: Sequence[str], repeats: int = 5) -> dict[str
                 [sys.executable, "-c", _PROGRAM, method, name],
                 capture_output=True,
                 text=True,
-                env={**os.environ, **exact},
+                env={**os.environ, **GIVEN_BACK},
             )
             if done.returncode:
                 break
