@@ -22,6 +22,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("budget", [1, 5])
 @pytest.mark.parametrize("case", [c for c in CASES if c.exact], ids=repr)
 def test_blocks_of_the_exact_moments(case: Case, budget: int) -> None:
@@ -104,7 +105,7 @@ def test_small_parameters_are_exact() -> None:
     sampled = heldin.observe(model, estimator="sampled")
     with heldin.observe(model) as exact, sampled:
         model(x).sin().sum().backward()
-    assert heldin.evidence(sampled).criterion == pytest.approx(heldin.evidence(exact).criterion)
+    assert heldin.evidence(sampled).criterion == heldin.evidence(exact).criterion
     assert sampled["weight"].total.shape == (3, 6)
 
 

@@ -150,7 +150,7 @@ def _gathered(
     if isinstance(seen, Observation) and seen.reduced:
         count = seen.count
         if seen.passes == 1 and seen.reducing == symmetric:
-            found += [(name, sums, size, 1.0, count) for name, (sums, size) in seen.reduced.items()]
+            found += [(name, *reduced, count) for name, reduced in seen.reduced.items()]
         else:  # ratios of several passes do not add up
             return Evidence(math.nan, {}, count, estimator=estimator)
     fewest = 4 if correction == "gaussian" else 2

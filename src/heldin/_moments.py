@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Moments", "Sums", "piece_sums", "ratio_sums", "snr"]
+from ._kernels import KERNELS, Kernels, readable
+
+__all__ = ["Moments", "Sums", "piece_sums", "ratio_sums", "snr", "usual"]
 
 CACHE = 1 << 17  # coordinates worked on at a time
 
@@ -91,6 +94,12 @@ def piece_sums(
     Args:
         room: a tensor like `squares` to work in; the squares themselves are then used up, too.
     """
+    kernels = KERNELS.get(squares.dtype)
+    if kernels is not None:
+        found = _at_once(kernels, total, squares, 0.0 if symmetric else 1 / count)
+        sums = None if found is None else usual(found[0], found[1], count, symmetric)
+        if sums is not None:
+            return sums
     # Dead coordinates add nothing. One whose variance is lost in rounding adds so much that the
     # sum shows it.
     tiny = torch.finfo(squares.dtype).tiny
@@ -100,11 +109,33 @@ def piece_sums(
         below = torch.addcmul(squares, total, total, value=-1 / count, out=room).clamp_min_(tiny)
     ratio = torch.div(total, below, out=below)
     summed = torch.dot(ratio.reshape(-1), total.reshape(-1)).item()
+    finite = squares.amax().item() < math.inf if squares.numel() else True
+    live = squares.sign() if room is None else torch.sign(squares, out=below)
+    sums = usual(summed, live.sum().item(), count, symmetric) if finite else None
+    return sums or _sums_of([(total, squares)], count, symmetric)[0]
+
+
+def usual(summed: float, live: float, count: int, symmetric: bool | None) -> Sums | None:
+    """From the sum of total^2 / (squares - total^2 / m), or of q; None if something is extreme."""
     if summed < 1e5 * count:  # false for nan
-        live = squares.sign() if room is None else squares.sign_()
-        factor = 1.0 if symmetric else 1 - 1 / count
-        return summed * factor, live.sum().item(), True
-    return _sums_of([(total, squares)], count, symmetric)[0]
+        return summed if symmetric else summed * (1 - 1 / count), live, True
+    return None
+
+
+def _at_once(kernels: Kernels, total: Tensor, squares: Tensor, part: float) -> Any:
+    """The sum of total^2 / (squares - part total^2), and the number of live coordinates."""
+    if total.dtype is not squares.dtype or not (readable(total) and readable(squares)):
+        return None
+    out = (ctypes.c_double * 2)()
+    if total.is_contiguous() and squares.is_contiguous():
+        rows, columns, above, below = 1, total.numel(), 0, 0
+    elif total.dim() == 2 and total.stride(1) == squares.stride(1) == 1:
+        (rows, columns), above, below = total.shape, total.stride(0), squares.stride(0)
+    else:
+        return None
+    at = total.data_ptr()
+    kernels.ratios(at, above, squares.data_ptr(), below, rows, columns, part, out)
+    return out
 
 
 @dataclass(frozen=True, eq=False)

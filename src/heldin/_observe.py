@@ -15,9 +15,8 @@ from ._calls import BatchDim, Call, Calls, Knowledge
 from ._distributed import unwrapped, watch_unsharded
 from ._errors import HeldinError, NotObservable
 from ._graph import walk
-from ._moments import Moments, Sums
-from ._parts import Part
-from ._pass import Pass, Stored
+from ._moments import Moments
+from ._pass import Held, Pass, Reduced, Stored
 from ._sampling import Sampler
 
 __all__ = ["BUDGET", "BatchDim", "Estimator", "Observation", "observe"]
@@ -127,9 +126,9 @@ class Observation(Mapping[str, Moments]):
         self.first = 0  # samples of the first of them
         self.levelled = False  # let samples count alike, though the sizes of the passes differ
         self.reducing: bool | None = None  # keep no moments but their ratios (True: q, False: f)
-        self.reduced: dict[str, tuple[Sums, int]] = {}  # what is kept then, with the size
+        self.reduced: dict[str, Reduced] = {}  # what is kept then
         self.careful = False
-        self.held: dict[str, Part] = {}  # if careful: what the moments can be formed from
+        self.held: dict[str, Held] = {}  # if careful: what the moments can be formed from
         self.estimator = estimator
         self.sampler = Sampler(budget, seed) if estimator == "sampled" else None
         self.truth: dict[str, tuple[Tensor, Tensor]] | None = None  # filled in if it is a dict
@@ -184,8 +183,8 @@ class Observation(Mapping[str, Moments]):
     def add(
         self,
         sums: dict[str, Stored],
-        ratios: dict[str, tuple[Sums, int]],
-        held: dict[str, Part],
+        ratios: dict[str, Reduced],
+        held: dict[str, Held],
         m: int,
         calls: Sequence[Call],
     ) -> None:
@@ -214,8 +213,8 @@ class Observation(Mapping[str, Moments]):
 
     def write_out(self) -> None:
         """Another pass comes: what was reduced is needed as moments, which add up."""
-        for name, part in self.held.items():
-            self._sums[name] = (*part.moments(None), None, 1.0)
+        for name, (moments, weight) in self.held.items():
+            self._sums[name] = (*moments(), None, weight)
             del self.reduced[name]
         self.held = {}
 

@@ -30,6 +30,7 @@ __all__ = [
     "Rows",
     "Scattered",
     "moments",
+    "overlap",
     "wide",
 ]
 
@@ -255,17 +256,12 @@ class Filters(Part):
         return each.reshape(hi - lo, *self.shape)
 
     def _overlap(self, axis: int) -> tuple[slice, slice]:
-        """Where outputs and inputs meet at the one place in the kernel; the rest is padding."""
         assert self.place is not None
-        stride = self.settings["stride"][axis]
-        shift = self.place[axis] * self.settings["dilation"][axis] - self.settings["padding"][axis]
+        stride, padding, dilation = (
+            self.settings[name][axis] for name in ("stride", "padding", "dilation")
+        )
         size, outputs = self.x.shape[3 + axis], self.grad.shape[3 + axis]
-        first = max(0, -(shift // stride))
-        last = min(outputs, (size - 1 - shift) // stride + 1)
-        if last <= first:
-            return slice(0, 0), slice(0, 0)
-        start = first * stride + shift
-        return slice(first, last), slice(start, start + (last - first - 1) * stride + 1, stride)
+        return overlap(self.place[axis], stride, padding, dilation, size, outputs)
 
     def moments(self, total: Tensor | None) -> tuple[Tensor, Tensor]:
         work = self.reads * prod(self.shape[1:]) // self.m + self.numel
@@ -281,6 +277,23 @@ class Filters(Part):
         assert first is not None
         assert second is not None
         return first, second
+
+
+def overlap(
+    place: int, stride: int, padding: int, dilation: int, size: int, outputs: int
+) -> tuple[slice, slice]:
+    """Where outputs and inputs meet at one place in the kernel, along an axis; the rest is padding.
+
+    >>> overlap(0, 1, 1, 1, 4, 4)                  # the left column of a kernel of 3
+    (slice(1, 4, None), slice(0, 3, 1))
+    """
+    shift = place * dilation - padding
+    first = max(0, -(shift // stride))
+    last = min(outputs, (size - 1 - shift) // stride + 1)
+    if last <= first:
+        return slice(0, 0), slice(0, 0)
+    start = first * stride + shift
+    return slice(first, last), slice(start, start + (last - first - 1) * stride + 1, stride)
 
 
 class Scattered(Part):

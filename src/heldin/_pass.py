@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,16 +14,17 @@ from torch import Tensor
 from ._distributed import is_parallel, runs_once
 from ._errors import HeldinWarning, NotObservable
 from ._graph import Graph, Plan, Sink, hidden, make_plan, move, pull_back
-from ._moments import Sums
+from ._moments import Sums, usual
 from ._parts import CHUNK, Lazy, Moved, Part, Rows, moments, wide
 from ._replay import Output, frontier, mixes_samples, replay, topmost
 from ._rules import Site, Use, contributions, narrowed
+from ._shortcuts import Blocks, Cell, cell_for, shortcut
 
 if TYPE_CHECKING:
     from ._calls import Call
     from ._observe import Observation
 
-__all__ = ["Pass", "Stored"]
+__all__ = ["Held", "Pass", "Reduced", "Stored"]
 
 NOTHING = Graph([], {}, [], [], {})
 # Elements of activations that are copied, to be looked at after the pass:
@@ -30,6 +32,8 @@ BLOCK = 1 << 18  # for a block of coordinates
 WHOLE = 1 << 14  # for all of them
 
 Stored = tuple[Tensor, Tensor, Tensor | None, float]  # total, squares, a penalty's part, weight
+Reduced = tuple[Sums, int, float]  # with the number of coordinates and the weight of each
+Held = tuple[Callable[[], tuple[Tensor, Tensor]], float]  # total and squares, if needed; weight
 
 
 @contextmanager
@@ -54,12 +58,14 @@ class Pass:
         self.plan: Plan | None = None
         self.calls: list[Call] = []
         self.done: dict[str, Stored] = {}
-        self.ratios: dict[str, tuple[Sums, int]] = {}
-        self.held: dict[str, Part] = {}  # see `Observation.careful`
+        self.ratios: dict[str, Reduced] = {}
+        self.held: dict[str, Held] = {}  # see `Observation.careful`
         self._handles: list[Any] = []
         self._parts: dict[tuple[int, int], list[Part]] = {}  # per sink, until it is complete
         self._written: dict[str, list[Part]] = {}  # per parameter, pulled back already
         self._later: list[tuple[str, list[Part], float]] = []  # small, for the end of the pass
+        self._blocks: list[Blocks] = []  # read by shortcuts
+        self._short: set[str] = set()  # parameters of which no more is waited for
         self._uses: dict[str, int] = {}
         self._busy = self._started = False
         self._autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
@@ -209,12 +215,22 @@ class Pass:
         if plan is None:
             return
         add, listen = self._handles.append, self._listener
-        for position in plan.uses:
-            add(nodes[position].register_prehook(listen(self._used, position)))
+        sampler, cells = self.seen.sampler, []
+        for position, uses in plan.uses.items():
+            mine: list[Cell | None] = [None] * len(uses)
+            if self.seen.rows is None:
+                for i, (argument, sink) in enumerate(uses):
+                    mine[i] = cell_for(plan.sites.get((position, argument)), sink, sampler)
+            cells += [cell for cell in mine if cell is not None]
+            add(nodes[position].register_prehook(self._reader(position, mine)))
+        if cells:
+            self._blocks.append(Blocks(cells, self._part))
+            self._short = {cell.name for cell in cells}
         for position in plan.general:
             add(nodes[position].register_prehook(listen(self._pulled, position)))
-        for name, position in plan.watched(self.seen.sampler is not None):
-            add(nodes[position].register_prehook(listen(self._arrived, name)))
+        for name, position in plan.watched(sampler is not None):
+            if name not in self._short:
+                add(nodes[position].register_prehook(listen(self._arrived, name)))
 
     def _listener(self, respond: Callable[[Any, Any], None], what: Any) -> Callable[[Any], None]:
         def fired(grads: Sequence[Tensor | None]) -> None:
@@ -232,16 +248,32 @@ class Pass:
 
         return fired
 
-    def _used(self, position: int, grads: Sequence[Tensor | None]) -> None:
+    def _reader(self, position: int, cells: Sequence[Cell | None]) -> Callable[[Any], None]:
+        """A listener that takes the shortcuts that there are."""
+        node, general = self.graph.nodes[position], self._listener(self._used, position)
+
+        def fired(grads: Sequence[Tensor | None]) -> None:
+            if self._busy:
+                return
+            grad = grads[0]
+            for i, cell in enumerate(cells):
+                if cell is None or grad is None or not cell.read(node, grad, *cell.places):
+                    general((i, grads))
+                else:
+                    cell.full = True
+
+        return fired
+
+    def _used(self, position: int, given: tuple[int, Sequence[Tensor | None]]) -> None:
         """A parameter meets data, and the gradient is about to pass by."""
-        plan = self.plan
+        plan, (i, grads) = self.plan, given
         assert plan is not None
+        argument, sink = plan.uses[position][i]
+        site = plan.sites.get((position, argument))
+        if site is None:
+            site = plan.sites[position, argument] = Site()
         node, layouts = self.graph.nodes[position], plan.layouts[position]
-        for argument, sink in plan.uses[position]:
-            site = plan.sites.get((position, argument))
-            if site is None:
-                site = plan.sites[position, argument] = Site()
-            self._take(Use(node, grads, layouts, argument, sink.shape, site), sink, plan)
+        self._take(Use(node, grads, layouts, argument, sink.shape, site), sink, plan)
 
     def _take(self, use: Use, sink: Sink, plan: Plan) -> None:
         sampler = self.seen.sampler
@@ -256,7 +288,12 @@ class Pass:
                 return
             part = part.written_out()
         name = sink.params[0]
-        expected = 0 if sampler is None else plan.direct.get(name, 0)
+        expected = plan.direct.get(name, 0)
+        if expected == 1 and use.site.shortcut is None and self.seen.rows is None:
+            if self._shortened(use, sink):
+                return
+        if sampler is None and name not in self._short:
+            expected = 0  # the gradient is waited for: it is the sum
         if expected == 1:
             self._look(plan, name, [self._in_place(sink, part)], None)
             return
@@ -265,6 +302,23 @@ class Pass:
             uses = self._uses[name] = self._uses.get(name, 0) + 1
             if uses == expected:
                 self._settle(plan, name, None)
+
+    def _shortened(self, use: Use, sink: Sink) -> bool:
+        """Look for a shortcut, and take it at once: a resumed run must not differ by a bit."""
+        use.site.shortcut = shortcut(use, sink) or False
+        cell = cell_for(use.site, sink, self.seen.sampler)
+        if cell is None:
+            return False
+        blocks = Blocks([cell], self._part)
+        cell.full = bool(cell.read(use.node, use.grad, *cell.places))
+        self._blocks.append(blocks)
+        return cell.full
+
+    @property
+    def _part(self) -> float:
+        """What `ratios` in `_kernels.c` takes."""
+        assert self.plan is not None
+        return 0.0 if self.seen.reducing else 1 / self.plan.m
 
     def _in_place(self, sink: Sink, part: Part) -> Part:
         """The part in the shape of its parameter."""
@@ -379,8 +433,8 @@ class Pass:
         if seen.careful:
             if not 0 < part.holds <= part.numel // 4:
                 return False
-            self.held[name] = part.held()
-        self.ratios[name] = (part.ratios(total, seen.reducing), leaf.numel())
+            self.held[name] = (partial(part.held().moments, None), 1.0)
+        self.ratios[name] = (part.ratios(total, seen.reducing), leaf.numel(), 1.0)
         return True
 
     def _sampled(self, name: str, leaf: Tensor, parts: list[Part]) -> tuple[list[Part], float]:
@@ -418,9 +472,26 @@ class Pass:
                 with torch.no_grad(), _no_autocast():  # together: the caches are warm
                     for name, parts, weight in self._later:
                         self.done[name] = (*moments(parts), None, weight)
+            for blocks in self._blocks:
+                self._collect(blocks, self.plan.m)
             if sampler is not None and self.plan.m > 1:
                 sampler.whole.update(self.done.keys() - sampler.noted.keys())
             self.seen.add(self.done, self.ratios, self.held, self.plan.m, self.calls)
+
+    def _collect(self, blocks: Blocks, m: int) -> None:
+        """Take in what the shortcuts have read."""
+        seen = self.seen
+        reduces = seen.reducing is not None and not seen.passes
+        ratios = iter(blocks.ratios() if reduces else ())
+        for cell in blocks.cells:
+            sums = usual(next(ratios), next(ratios), m, seen.reducing) if reduces else None
+            if not cell.full:
+                continue
+            if sums is None:
+                self.done[cell.name] = (*blocks.moments(cell), None, cell.weight)
+            else:
+                self.ratios[cell.name] = (sums, cell.size, cell.weight)
+                self.held[cell.name] = (partial(blocks.moments, cell), cell.weight)
 
     def close(self) -> None:
         """Let go of the graph, also after an error."""
@@ -432,5 +503,6 @@ class Pass:
         for call in self.calls:
             call.release()
         self._handles, self._parts, self._written, self._later = [], {}, {}, []
+        self._blocks = []
         self.done, self.ratios, self.held = {}, {}, {}
         self.graph, self.roots, self.seeds = NOTHING, [], None

@@ -26,9 +26,12 @@ __all__ = [
     "Site",
     "Use",
     "all_at_once",
+    "along",
     "contributions",
     "generic",
+    "keep_readable",
     "narrowed",
+    "noise",
     "rule",
 ]
 
@@ -42,12 +45,14 @@ class Site:
         batched: whether `vmap` of the node gives what the node itself gives.
         along: the dimension of the output, from the end, along which a vector lies; 0: none.
         sums: the dimensions that `Use.per_sample_sum` takes sums over, by its `axis`.
+        shortcut: see `_shortcuts`; False: there is none.
     """
 
     clean: bool | None = None
     batched: bool | None = None
     along: int | None = None
     sums: dict[int | None, list[int] | None] = field(default_factory=dict)
+    shortcut: Any = None
 
 
 @dataclass
@@ -236,7 +241,7 @@ def narrowed(use: Use, sampler: Sampler, name: str) -> Use:
         return use
     at = site.along
     if at is None:
-        at = site.along = _along(use, grad)
+        at = site.along = along(use, grad)
     if at == 0:
         return use
     size = use.shape[0]
@@ -252,7 +257,8 @@ def narrowed(use: Use, sampler: Sampler, name: str) -> Use:
     return _Narrow(use.node, [part], use.layouts, use.argument, (width,), site, at, size, start)
 
 
-def _along(use: Use, grad: Tensor) -> int:
+def along(use: Use, grad: Tensor) -> int:
+    """The dimension of the output, from the end, along which a vector lies; 0: none."""
     layout, node = use.layouts[0], use.node.name()
     if layout is None or layout.dim is None:
         return 0

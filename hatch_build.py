@@ -1,0 +1,48 @@
+"""Compiles src/heldin/_kernels.c while the package is built or installed, if that can be done.
+
+heldin works without it, more slowly. The compiler is that of the environment variable CC, or the
+first of cc, gcc and clang.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+from packaging.tags import sys_tags
+
+FLAGS = ["-O3", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"]
+# With OpenMP the library shares PyTorch's threads; macOS has none.
+WAYS = [[*FLAGS, "-fopenmp"], [*FLAGS, "-fopenmp-simd"], FLAGS]
+
+
+class CompileKernels(BuildHookInterface):
+    """The build hook, see pyproject.toml."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Compile; on success the wheel is one for this platform."""
+        folder = Path(self.root, "src", "heldin")
+        target = folder / "libheldin.so"
+        target.unlink(missing_ok=True)
+        if self.target_name == "wheel" and compiled(folder / "_kernels.c", target):
+            build_data["pure_python"] = False
+            build_data["tag"] = f"py3-none-{next(sys_tags()).platform}"
+
+
+def compiled(source: Path, target: Path) -> bool:
+    """Whether the source could be compiled."""
+    named = os.environ.get("CC")
+    known = [shutil.which(name) for name in ((named,) if named else ("cc", "gcc", "clang"))]
+    compiler = next((path for path in known if path is not None), None)
+    if compiler is None or sys.platform == "win32":
+        return False
+    for flags in WAYS:
+        command = [compiler, *flags, str(source), "-o", str(target)]
+        if subprocess.run(command, capture_output=True).returncode == 0:
+            return True
+    return False
