@@ -23,7 +23,11 @@
 typedef int64_t I;
 
 #define TILE 512
+#define CHUNKS 4 /* of samples, for several threads; the same however many there are */
+#define LARGE 262144 /* products, above which several threads take part */
 #define AHEAD 8 /* rows: where they lie far apart, nobody else asks for the next ones in time */
+#define NEXT(line, row) \
+    (__builtin_prefetch((line) + AHEAD * (row)), __builtin_prefetch((line) + AHEAD * (row) + WIDTH))
 #define ABS(value) ((value) < 0 ? -(value) : (value))
 
 #define REAL float
@@ -82,8 +86,7 @@ static inline __attribute__((always_inline)) void NAME(pack)(const REAL *from, I
 {
     for (I t = 0; t < rows; t++) {
         const REAL *line = from + t * row;
-        __builtin_prefetch(line + AHEAD * row);
-        __builtin_prefetch(line + AHEAD * row + WIDTH);
+        NEXT(line, row);
         REAL *put = to + t * wide;
         if (column == 1)
             for (I j = 0; j < columns; j++) put[j] = line[j];
@@ -93,60 +96,92 @@ static inline __attribute__((always_inline)) void NAME(pack)(const REAL *from, I
     }
 }
 
+/* Adds up the sums of several chunks of samples, in their order, whoever has formed them. */
+static inline __attribute__((always_inline)) void NAME(gather)(const REAL *sums, I chunks, I size,
+                                                               REAL *total, REAL *squares)
+{
+    for (I i = 0; i < size; i++) total[i] = sums[i], squares[i] = sums[size + i];
+    for (I chunk = 1; chunk < chunks; chunk++) {
+        const REAL *more = sums + 2 * size * chunk;
+        for (I i = 0; i < size; i++) total[i] += more[i], squares[i] += more[size + i];
+    }
+}
+
 /* Over samples, the sum and the sum of squares of left_i^T right_i, each over r rows: (a, b). */
 FAST int NAME(outer)(const REAL *left, I left_sample, I left_row, I left_column, const REAL *right,
                      I right_sample, I right_row, I right_column, I m, I r, I a, I b, REAL *total,
                      REAL *squares, double part, double *out)
 {
-    I tall = (a + 3) / 4 * 4, tiles = (b + WIDTH - 1) / WIDTH, rows = r == 1 ? m : r;
-    REAL *room = malloc((rows * (tall + WIDTH) + 2 * tall * tiles * WIDTH) * sizeof(REAL));
+    I tall = (a + 3) / 4 * 4, tiles = (b + WIDTH - 1) / WIDTH, large = m * r * a * b > LARGE;
+    I chunks = r > 1 && large ? (m < CHUNKS ? m : CHUNKS) : 1, width = tiles * WIDTH;
+    I rows = r == 1 ? m : r, size = tall * width, lines = rows * (tall + WIDTH);
+    I packing = r == 1 ? rows * (tall + width) : chunks * lines;
+    REAL *room = malloc((2 * chunks * size + packing) * sizeof(REAL));
     if (!room) return 0;
-    REAL *x = room, *y = x + rows * tall;
-    vec *first = (vec *)(y + rows * WIDTH), *second = first + tall * tiles, zero = {0};
-    if (r == 1)
+    REAL *sums = room, *rest = room + 2 * chunks * size;
+    vec zero = {0};
+    if (r == 1) { /* one row of each sample: all of them for a tile, then the next one */
+        REAL *x = rest, *packed = x + rows * tall;
         NAME(pack)(left, left_sample, left_column, m, a, x, tall);
-    else
-        for (I i = 0; i < 2 * tall * tiles; i++) first[i] = zero;
-    for (I k = 0; k < (r == 1 ? 1 : m); k++) {
-        if (r > 1) NAME(pack)(left + k * left_sample, left_row, left_column, r, a, x, tall);
+#pragma omp parallel for schedule(static) if (large)
         for (I tile = 0; tile < tiles; tile++) {
-            I at = tile * WIDTH, n = b - at < WIDTH ? b - at : WIDTH;
-            const REAL *z = right + k * right_sample + at * right_column;
-            I step = r == 1 ? right_sample : right_row;
+            I at = tile * WIDTH, n = b - at < WIDTH ? b - at : WIDTH, step = right_sample;
+            const REAL *z = right + at * right_column;
             if (tall > 4 || right_column != 1 || n < WIDTH) { /* else it is read once, in place */
-                NAME(pack)(z, step, right_column, rows, n, y, WIDTH);
+                REAL *y = packed + tile * rows * WIDTH;
+                NAME(pack)(z, step, right_column, m, n, y, WIDTH);
                 z = y, step = WIDTH;
             }
-            vec *f = first + tile * tall, *g = second + tile * tall;
             for (I i = 0; i < tall; i += 4) {
                 vec s0 = zero, s1 = zero, s2 = zero, s3 = zero;
-                if (r > 1) { /* rows of one sample */
-                    for (I t = 0; t < r; t++) {
-                        const REAL *u = x + t * tall + i;
-                        vec v = *(const vec *)(z + t * step);
-                        s0 += v * u[0], s1 += v * u[1], s2 += v * u[2], s3 += v * u[3];
+                vec q0 = zero, q1 = zero, q2 = zero, q3 = zero;
+                for (I k = 0; k < m; k++) {
+                    const REAL *u = x + k * tall + i;
+                    vec v = *(const vec *)(z + k * step);
+                    vec e0 = v * u[0], e1 = v * u[1], e2 = v * u[2], e3 = v * u[3];
+                    s0 += e0, s1 += e1, s2 += e2, s3 += e3;
+                    q0 += e0 * e0, q1 += e1 * e1, q2 += e2 * e2, q3 += e3 * e3;
+                }
+                REAL *f = sums + i * width + at, *g = f + size;
+                *(vec *)f = s0, *(vec *)(f + width) = s1;
+                *(vec *)(f + 2 * width) = s2, *(vec *)(f + 3 * width) = s3;
+                *(vec *)g = q0, *(vec *)(g + width) = q1;
+                *(vec *)(g + 2 * width) = q2, *(vec *)(g + 3 * width) = q3;
+            }
+        }
+    } else { /* one sample after the other */
+#pragma omp parallel for schedule(static) if (large)
+        for (I chunk = 0; chunk < chunks; chunk++) {
+            REAL *x = rest + chunk * lines, *y = x + rows * tall, *mine = sums + 2 * chunk * size;
+            for (I i = 0; i < 2 * size; i++) mine[i] = 0;
+            for (I k = m * chunk / chunks; k < m * (chunk + 1) / chunks; k++) {
+                NAME(pack)(left + k * left_sample, left_row, left_column, r, a, x, tall);
+                for (I at = 0; at < b; at += WIDTH) {
+                    NAME(pack)(right + k * right_sample + at * right_column, right_row,
+                               right_column, r, b - at < WIDTH ? b - at : WIDTH, y, WIDTH);
+                    for (I i = 0; i < tall; i += 4) {
+                        vec e0 = zero, e1 = zero, e2 = zero, e3 = zero;
+                        for (I t = 0; t < r; t++) {
+                            const REAL *u = x + t * tall + i;
+                            vec v = *(const vec *)(y + t * WIDTH);
+                            e0 += v * u[0], e1 += v * u[1], e2 += v * u[2], e3 += v * u[3];
+                        }
+                        vec e[4] = {e0, e1, e2, e3};
+                        for (int n = 0; n < 4; n++) {
+                            REAL *f = mine + (i + n) * width + at;
+                            *(vec *)f += e[n], *(vec *)(f + size) += e[n] * e[n];
+                        }
                     }
-                    f[i] += s0, f[i + 1] += s1, f[i + 2] += s2, f[i + 3] += s3;
-                    g[i] += s0 * s0, g[i + 1] += s1 * s1, g[i + 2] += s2 * s2, g[i + 3] += s3 * s3;
-                } else { /* one row of each sample */
-                    vec q0 = zero, q1 = zero, q2 = zero, q3 = zero;
-                    for (I t = 0; t < m; t++) {
-                        const REAL *u = x + t * tall + i;
-                        vec v = *(const vec *)(z + t * step);
-                        vec e0 = v * u[0], e1 = v * u[1], e2 = v * u[2], e3 = v * u[3];
-                        s0 += e0, s1 += e1, s2 += e2, s3 += e3;
-                        q0 += e0 * e0, q1 += e1 * e1, q2 += e2 * e2, q3 += e3 * e3;
-                    }
-                    f[i] = s0, f[i + 1] = s1, f[i + 2] = s2, f[i + 3] = s3;
-                    g[i] = q0, g[i + 1] = q1, g[i + 2] = q2, g[i + 3] = q3;
                 }
             }
         }
     }
     for (I i = 0; i < a; i++)
         for (I j = 0; j < b; j++) {
-            total[i * b + j] = first[j / WIDTH * tall + i][j % WIDTH];
-            squares[i * b + j] = second[j / WIDTH * tall + i][j % WIDTH];
+            REAL *f = sums + i * width + j, first = f[0], second = f[size];
+            for (I chunk = 1; chunk < chunks; chunk++)
+                first += f[2 * chunk * size], second += f[(2 * chunk + 1) * size];
+            total[i * b + j] = first, squares[i * b + j] = second;
         }
     free(room);
     return NAME(ratios)(total, 0, squares, 0, 1, a * b, part, out);
@@ -160,33 +195,42 @@ FAST int NAME(columns)(const REAL *values, I sample, I row, I column, I m, I r, 
                        const REAL *scale, I s_sample, I s_row, REAL *total, REAL *squares,
                        double part, double *out)
 {
+    int image = !x && row == 1 && column != 1; /* channels, each of which lies in one piece */
+    int plain = !x && r == 1 && column == 1;
     I tiles = (w + TILE - 1) / TILE;
-    REAL limit = (REAL)faint;
-#pragma omp parallel for schedule(static) if (tiles > 1 && m * r * w > 262144)
-    for (I tile = 0; tile < tiles; tile++) {
-        I lo = tile * TILE, n = w - lo < TILE ? w - lo : TILE;
-        REAL each[TILE], size[TILE], *sums = total + lo, *seconds = squares + lo;
-        for (I j = 0; j < n; j++) sums[j] = seconds[j] = 0;
-        for (I i = 0; i < m; i++) {
+    I chunks = m < CHUNKS ? m : CHUNKS;
+    REAL limit = (REAL)faint, *sums = malloc(2 * chunks * w * sizeof(REAL));
+    if (!sums) return 0;
+#pragma omp parallel for schedule(static) if (m * r * w > LARGE / 16)
+    for (I unit = 0; unit < tiles * chunks; unit++) {
+        I chunk = unit / tiles, lo = unit % tiles * TILE, n = w - lo < TILE ? w - lo : TILE;
+        REAL each[TILE], size[TILE], *first = sums + 2 * chunk * w + lo, *second = first + w;
+        for (I j = 0; j < n; j++) first[j] = second[j] = 0;
+        for (I i = m * chunk / chunks; i < m * (chunk + 1) / chunks; i++) {
             const REAL *v = values + i * sample + lo * column;
-            if (r == 1 && !x && column == 1) {
-                for (I j = 0; j < n; j++) sums[j] += v[j], seconds[j] += v[j] * v[j];
+            if (plain) {
+                __builtin_prefetch(v + sample);
+                for (I j = 0; j < n; j++) first[j] += v[j], second[j] += v[j] * v[j];
                 continue;
             }
             for (I j = 0; j < n; j++) each[j] = size[j] = 0;
-            if (!x && row == 1 && column != 1) { /* channels of images */
+            if (image) {
                 for (I j = 0; j < n; j++) {
                     const REAL *g = v + j * column;
                     REAL e = 0, f = 0;
+                    if (limit > 0) {
 #pragma omp simd reduction(+ : e, f)
-                    for (I t = 0; t < r; t++) e += g[t], f += ABS(g[t]);
+                        for (I t = 0; t < r; t++) e += g[t], f += ABS(g[t]);
+                    } else {
+#pragma omp simd reduction(+ : e)
+                        for (I t = 0; t < r; t++) e += g[t];
+                    }
                     each[j] = e, size[j] = f;
                 }
             } else if (!x && column == 1) {
                 for (I t = 0; t < r; t++) {
                     const REAL *g = v + t * row;
-                    __builtin_prefetch(g + AHEAD * row);
-                    __builtin_prefetch(g + AHEAD * row + WIDTH);
+                    NEXT(g, row);
                     for (I j = 0; j < n; j++) each[j] += g[j];
                     if (limit > 0)
                         for (I j = 0; j < n; j++) size[j] += ABS(g[j]);
@@ -197,10 +241,8 @@ FAST int NAME(columns)(const REAL *values, I sample, I row, I column, I m, I r, 
                     const REAL *y = x ? x + i * x_sample + t * x_row + lo * x_column : g;
                     REAL centre = x ? mean[i * s_sample + t * s_row] : 0;
                     REAL by = x ? scale[i * s_sample + t * s_row] : 1;
-                    __builtin_prefetch(g + AHEAD * row);
-                    __builtin_prefetch(g + AHEAD * row + WIDTH);
-                    __builtin_prefetch(y + AHEAD * x_row);
-                    __builtin_prefetch(y + AHEAD * x_row + WIDTH);
+                    NEXT(g, row);
+                    NEXT(y, x_row);
                     if (x && column == 1 && x_column == 1)
                         for (I j = 0; j < n; j++) {
                             REAL e = g[j] * ((y[j] - centre) * by);
@@ -217,9 +259,11 @@ FAST int NAME(columns)(const REAL *values, I sample, I row, I column, I m, I r, 
             if (limit > 0)
                 for (I j = 0; j < n; j++)
                     if (ABS(each[j]) <= limit * size[j]) each[j] = 0;
-            for (I j = 0; j < n; j++) sums[j] += each[j], seconds[j] += each[j] * each[j];
+            for (I j = 0; j < n; j++) first[j] += each[j], second[j] += each[j] * each[j];
         }
     }
+    NAME(gather)(sums, chunks, w, total, squares);
+    free(sums);
     return NAME(ratios)(total, 0, squares, 0, 1, w, part, out);
 }
 
@@ -229,29 +273,35 @@ FAST int NAME(planes)(const REAL *left, const I *ls, const REAL *right, const I 
                       I high, I wide, REAL *total, REAL *squares, double part, double *out)
 {
     I size = high * wide, whole = (size + WIDTH - 1) / WIDTH * WIDTH;
-    REAL *room = malloc((a + b) * whole * sizeof(REAL)), *y = room + a * whole;
+    I chunks = m < CHUNKS ? m : CHUNKS;
+    REAL *room = malloc(chunks * ((a + b) * whole + 2 * a * b) * sizeof(REAL));
     if (!room) return 0;
-    for (I n = 0; n < a * b; n++) total[n] = squares[n] = 0;
-    for (I k = 0; k < m; k++) {
-        for (I i = 0; i < a; i++) {
-            NAME(pack)(left + k * ls[0] + i * ls[1], ls[2], ls[3], high, wide, room + i * whole, wide);
-            for (I n = size; n < whole; n++) room[i * whole + n] = 0;
+    REAL *packed = room + 2 * chunks * a * b;
+#pragma omp parallel for schedule(static) if (m * size * a * b > LARGE / 8)
+    for (I chunk = 0; chunk < chunks; chunk++) {
+        REAL *first = room + 2 * chunk * a * b, *second = first + a * b;
+        REAL *x = packed + chunk * (a + b) * whole, *y = x + a * whole;
+        for (I n = 0; n < 2 * a * b; n++) first[n] = 0;
+        for (I n = 0; n < (a + b) * whole; n++) x[n] = 0;
+        for (I k = m * chunk / chunks; k < m * (chunk + 1) / chunks; k++) {
+            for (I i = 0; i < a; i++)
+                NAME(pack)(left + k * ls[0] + i * ls[1], ls[2], ls[3], high, wide, x + i * whole,
+                           wide);
+            for (I j = 0; j < b; j++)
+                NAME(pack)(right + k * rs[0] + j * rs[1], rs[2], rs[3], high, wide, y + j * whole,
+                           wide);
+            for (I i = 0; i < a; i++)
+                for (I j = 0; j < b; j++) {
+                    vec sum = {0};
+                    for (I n = 0; n < whole; n += WIDTH)
+                        sum += *(vec *)(x + i * whole + n) * *(vec *)(y + j * whole + n);
+                    REAL e = 0;
+                    for (int n = 0; n < WIDTH; n++) e += sum[n];
+                    first[i * b + j] += e, second[i * b + j] += e * e;
+                }
         }
-        for (I j = 0; j < b; j++) {
-            NAME(pack)(right + k * rs[0] + j * rs[1], rs[2], rs[3], high, wide, y + j * whole, wide);
-            for (I n = size; n < whole; n++) y[j * whole + n] = 0;
-        }
-        for (I i = 0; i < a; i++)
-            for (I j = 0; j < b; j++) {
-                vec sum = {0};
-                for (I n = 0; n < whole; n += WIDTH)
-                    sum += *(vec *)(room + i * whole + n) * *(vec *)(y + j * whole + n);
-                REAL e = 0;
-                for (int n = 0; n < WIDTH; n++) e += sum[n];
-                total[i * b + j] += e;
-                squares[i * b + j] += e * e;
-            }
     }
+    NAME(gather)(room, chunks, a * b, total, squares);
     free(room);
     return NAME(ratios)(total, 0, squares, 0, 1, a * b, part, out);
 }

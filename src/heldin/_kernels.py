@@ -43,14 +43,13 @@ class Kernels:
             setattr(self, name, function)
 
 
+_PLAIN, _STRIDED = (Tensor, nn.Parameter), torch.strided
+
+
 def readable(tensor: Tensor) -> bool:
-    """Whether the numbers lie in memory as strides say."""
-    return (
-        type(tensor) in (Tensor, nn.Parameter)
-        and tensor.device.type == "cpu"
-        and tensor.layout is torch.strided
-        and not tensor.is_neg()
-    )
+    """Whether the numbers lie in the memory of the CPU as the strides say."""
+    plain = type(tensor) in _PLAIN and tensor.is_cpu and tensor.layout is _STRIDED
+    return plain and not tensor.is_neg()
 
 
 def _load() -> dict[torch.dtype, Kernels]:

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ._kernels import KERNELS
 from ._moments import Sums, piece_sums, ratio_sums
 from ._sampling import Block
 
@@ -175,15 +176,15 @@ class Outer(Part):
         if total is None:
             total = left.flatten(0, 1).mT @ right.flatten(0, 1)
         squares = torch.empty_like(total)
-        for top, bottom in self._strips():
+        for top, bottom in self._strips(CACHE):
             strip = squares[top:bottom]
             _strip_squares(left[:, :, top:bottom], right, strip, torch.empty_like(strip))
         return total, squares
 
-    def _strips(self) -> list[tuple[int, int]]:
+    def _strips(self, most: int) -> list[tuple[int, int]]:
         """Rows of the matrix that are worked on at a time, to stay in the cache."""
         a, b = self.shape
-        height = max(1, CACHE // b)
+        height = max(1, most // b)
         return [(top, min(a, top + height)) for top in range(0, a, height)]
 
     def ratios(self, total: Tensor | None, symmetric: bool) -> Sums:
@@ -192,17 +193,18 @@ class Outer(Part):
         left, right = wide(self.left), wide(self.right)
         if self.rows == 1:
             left, right = left.square(), right.square()
+        once = self.rows == 1 and total.dtype in KERNELS  # squares are read but once
+        strips = self._strips(4 * CACHE if once else CACHE)
+        room = total.new_empty(1 if once else 2, strips[0][1], self.shape[1])
         each = []
-        room, other = total.new_empty(2, self._strips()[0][1], self.shape[1])
-        for top, bottom in self._strips():
-            squares = room[: bottom - top]
+        for top, bottom in strips:
+            squares, other = room[0, : bottom - top], room[-1, : bottom - top]
             if self.rows == 1:
                 torch.mm(left[:, 0, top:bottom].mT, right[:, 0], out=squares)
             else:
-                _strip_squares(left[:, :, top:bottom], right, squares, other[: bottom - top])
-            each.append(
-                piece_sums(total[top:bottom], squares, self.m, symmetric, other[: bottom - top])
-            )
+                _strip_squares(left[:, :, top:bottom], right, squares, other)
+            spare = None if once else other
+            each.append(piece_sums(total[top:bottom], squares, self.m, symmetric, spare))
         return sum(e[0] for e in each), sum(e[1] for e in each), all(e[2] for e in each)
 
 

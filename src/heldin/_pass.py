@@ -257,10 +257,9 @@ class Pass:
                 return
             grad = grads[0]
             for i, cell in enumerate(cells):
-                if cell is None or grad is None or not cell.read(node, grad, *cell.places):
-                    general((i, grads))
-                else:
-                    cell.full = True
+                if cell is not None and grad is not None and cell.fill(node, grad):
+                    continue
+                general((i, grads))
 
         return fired
 
@@ -310,9 +309,8 @@ class Pass:
         if cell is None:
             return False
         blocks = Blocks([cell], self._part)
-        cell.full = bool(cell.read(use.node, use.grad, *cell.places))
         self._blocks.append(blocks)
-        return cell.full
+        return cell.fill(use.node, use.grad)
 
     @property
     def _part(self) -> float:

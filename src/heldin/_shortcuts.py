@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ._graph import Sink
-from ._kernels import KERNELS, readable
+from ._kernels import KERNELS, Kernels, readable
 from ._layout import Layout
 from ._parts import overlap
 from ._rules import RULES, Site, Use, along, keep_readable, noise
@@ -29,8 +29,8 @@ __all__ = ["Blocks", "Cell", "cell_for", "shortcut"]
 # Addresses for the sum and the sum of squares of the contributions; then what `ratios` in
 # `_kernels.c` takes, and the address for what it gives.
 Places = tuple[int, int, float, int]
-# Takes a node, its incoming gradient, and places; False (or 0): it does not apply.
-Read = Callable[..., Any]
+# Takes a node, its incoming gradient, compiled functions and places; False: it does not apply.
+Read = Callable[[Any, Tensor, Kernels, Places], Any]
 # The block that is drawn: its shape, what each coordinate stands for, and how it is read.
 Aimed = tuple[tuple[int, ...], float, Read]
 Aim = Callable[[Sampler | None], Aimed | None]
@@ -53,6 +53,12 @@ class Cell:
         self.start = 0  # in the memory of all of them
         self.places: Places = (0, 0, 0.0, 0)
         self.full = False
+
+    def fill(self, node: Any, grad: Tensor) -> bool:
+        """Put the moments into their places; False if that cannot be done."""
+        fits = grad.dtype is self.dtype and readable(grad)
+        self.full = fits and bool(self.read(node, grad, KERNELS[self.dtype], self.places))
+        return self.full
 
 
 def cell_for(site: Site | None, sink: Sink, sampler: Sampler | None) -> Cell | None:
@@ -159,7 +165,7 @@ def _kept(node: Any, name: str) -> Tensor:
 
 
 def _alike(grad: Tensor, other: Tensor) -> bool:
-    return other.dtype is grad.dtype and readable(other) and readable(grad)
+    return other.dtype is grad.dtype and readable(other)
 
 
 def _drawn(
@@ -191,13 +197,12 @@ def _matrix(
         top, down, a = (0, 1, shape[0]) if piece is None else _extent(piece[0])
         start, step, b = (0, 1, shape[1]) if piece is None else _extent(piece[1])
 
-        def block(node: Any, grad: Tensor, *places: Any) -> Any:
+        def block(node: Any, grad: Tensor, kernels: Kernels, places: Places) -> Any:
             x = _kept(node, saved)
             if not _alike(grad, x) or (scale is not None and getattr(node, scale) != 1):
                 return False
             left, right = (grad, x) if flip else (x, grad)
-            (i, j, k), (u, v, w), kernels = read(left), read(right), KERNELS[grad.dtype]
-            size = kernels.size
+            (i, j, k), (u, v, w), size = read(left), read(right), kernels.size
             return kernels.outer(
                 left.data_ptr() + top * k * size, i, j, k * down,
                 right.data_ptr() + start * w * size, u, v, w * step,
@@ -230,10 +235,10 @@ def _vector(
         start, step, w = (0, 1, shape[0]) if piece is None else _extent(piece[0])
         quiet = rows == 1 or bool(site.clean)
 
-        def block(node: Any, grad: Tensor, *places: Any) -> Any:
-            if not readable(grad) or (scale is not None and getattr(node, scale) != 1):
+        def block(node: Any, grad: Tensor, kernels: Kernels, places: Places) -> Any:
+            if scale is not None and getattr(node, scale) != 1:
                 return False
-            (i, j, k), kernels, others = read(grad), KERNELS[grad.dtype], NOTHING
+            (i, j, k), others = read(grad), NOTHING
             if norm:
                 x, mean, by = (_kept(node, n) for n in ("input", "result1", "result2"))
                 if not (_alike(grad, x) and _alike(grad, mean) and mean.stride() == by.stride()):
@@ -261,11 +266,10 @@ def _channels(layout: Layout, shape: tuple[int, ...], name: str, site: Site) -> 
         piece, weight = _drawn(sampler, name, shape, m * rows)
         start, step, w = (0, 1, shape[0]) if piece is None else _extent(piece[0])
 
-        def block(node: Any, grad: Tensor, *places: Any) -> Any:
+        def block(node: Any, grad: Tensor, kernels: Kernels, places: Places) -> Any:
             i, k, far, j = grad.stride()
-            if not readable(grad) or far != line * j:
+            if far != line * j:
                 return False
-            kernels = KERNELS[grad.dtype]
             faint = 0.0 if site.clean else noise(grad.dtype, rows)
             at = grad.data_ptr() + start * k * kernels.size
             return kernels.columns(at, i, j, k * step, m, rows, w, faint, *NOTHING, *places)
@@ -289,7 +293,7 @@ def _filters(layout: Layout, shape: tuple[int, ...], name: str) -> Aim:
         rows, columns, down, right = piece
         (top, up, a), (start, step, b) = _extent(rows), _extent(columns)
 
-        def block(node: Any, grad: Tensor, *places: Any) -> Any:
+        def block(node: Any, grad: Tensor, kernels: Kernels, places: Places) -> Any:
             if node._saved_groups != 1 or node._saved_transposed:
                 return False
             x = _kept(node, "input")
@@ -303,7 +307,6 @@ def _filters(layout: Layout, shape: tuple[int, ...], name: str) -> Aim:
             (g0, g1, g2, g3), (x0, x1, x2, x3) = grad.stride(), x.stride()
             first = top * g1 + out_h.start * g2 + out_w.start * g3
             second = start * x1 + in_h.start * x2 + in_w.start * x3
-            kernels = KERNELS[grad.dtype]
             return kernels.planes(
                 grad.data_ptr() + first * kernels.size, _FOUR(g0, g1 * up, g2, g3),
                 x.data_ptr() + second * kernels.size,
