@@ -76,6 +76,8 @@ class Graph:
 
 
 _OUTPUTS = 1 << 20  # more than any op has outputs
+_NAMES: dict[type, str] = {}  # of nodes, by type
+KINDS = 4096  # types that are remembered
 
 
 def walk(roots: Sequence[Any]) -> Graph:
@@ -86,7 +88,12 @@ def walk(roots: Sequence[Any]) -> Graph:
     edges: list[int] = []
     leaves: dict[int, Tensor] = {}
     for position, node in enumerate(nodes):  # grows while it is gone through
-        name = node.name()
+        kind = type(node)
+        name = _NAMES.get(kind)
+        if name is None:
+            name = node.name()
+            if name.endswith(kind.__name__) and len(_NAMES) < KINDS:  # not if several share a type
+                _NAMES[kind] = name
         names.append(_SYNONYMS.get(name, name))
         if name == LEAF:
             leaves[position] = node.variable

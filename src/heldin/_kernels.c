@@ -30,6 +30,28 @@ typedef int64_t I;
     (__builtin_prefetch((line) + AHEAD * (row)), __builtin_prefetch((line) + AHEAD * (row) + WIDTH))
 #define ABS(value) ((value) < 0 ? -(value) : (value))
 
+/* Memory to work in. Little of it is kept by each thread: taken and given back in every call, it
+   would move what PyTorch takes next to it. */
+#define KEEP (1 << 20)
+static __thread void *kept;
+static __thread size_t kept_size;
+
+static void *borrow(size_t size)
+{
+    if (size > KEEP) return malloc(size);
+    if (size > kept_size) {
+        free(kept);
+        kept = malloc(size);
+        kept_size = kept ? size : 0;
+    }
+    return kept;
+}
+
+static void give_back(void *room)
+{
+    if (room != kept) free(room);
+}
+
 #define REAL float
 #define WIDTH 16
 #define TINY FLT_MIN
@@ -112,78 +134,78 @@ FAST int NAME(outer)(const REAL *left, I left_sample, I left_row, I left_column,
                      I right_sample, I right_row, I right_column, I m, I r, I a, I b, REAL *total,
                      REAL *squares, double part, double *out)
 {
-    I tall = (a + 3) / 4 * 4, tiles = (b + WIDTH - 1) / WIDTH, large = m * r * a * b > LARGE;
-    I chunks = r > 1 && large ? (m < CHUNKS ? m : CHUNKS) : 1, width = tiles * WIDTH;
-    I rows = r == 1 ? m : r, size = tall * width, lines = rows * (tall + WIDTH);
-    I packing = r == 1 ? rows * (tall + width) : chunks * lines;
-    REAL *room = malloc((2 * chunks * size + packing) * sizeof(REAL));
+    I tall = (a + 3) / 4 * 4, width = (b + WIDTH - 1) / WIDTH * WIDTH, size = tall * width;
+    I large = m * r * a * b > LARGE, chunks = large ? (m < CHUNKS ? m : CHUNKS) : 1;
+    I rows = r == 1 ? (m + chunks - 1) / chunks : r; /* that are packed at a time */
+    int once = tall == 4 && right_column == 1 && b == width; /* right is read once, in place */
+    REAL *room = borrow(chunks * (2 * size + rows * (tall + width)) * sizeof(REAL));
     if (!room) return 0;
-    REAL *sums = room, *rest = room + 2 * chunks * size;
-    vec zero = {0};
-    if (r == 1) { /* one row of each sample: all of them for a tile, then the next one */
-        REAL *x = rest, *packed = x + rows * tall;
-        NAME(pack)(left, left_sample, left_column, m, a, x, tall);
+    REAL *sums = room, *packed = room + 2 * chunks * size;
 #pragma omp parallel for schedule(static) if (large)
-        for (I tile = 0; tile < tiles; tile++) {
-            I at = tile * WIDTH, n = b - at < WIDTH ? b - at : WIDTH, step = right_sample;
-            const REAL *z = right + at * right_column;
-            if (tall > 4 || right_column != 1 || n < WIDTH) { /* else it is read once, in place */
-                REAL *y = packed + tile * rows * WIDTH;
-                NAME(pack)(z, step, right_column, m, n, y, WIDTH);
-                z = y, step = WIDTH;
+    for (I chunk = 0; chunk < chunks; chunk++) {
+        REAL *x = packed + chunk * rows * (tall + width), *mine = sums + 2 * chunk * size;
+        I from = m * chunk / chunks, to = m * (chunk + 1) / chunks;
+        vec zero = {0};
+        if (r == 1) { /* all samples at once, one row of each */
+            const REAL *y = right + from * right_sample;
+            I step = right_sample;
+            NAME(pack)(left + from * left_sample, left_sample, left_column, to - from, a, x, tall);
+            if (!once) {
+                REAL *z = x + rows * tall;
+                NAME(pack)(y, step, right_column, to - from, b, z, width);
+                y = z, step = width;
             }
-            for (I i = 0; i < tall; i += 4) {
-                vec s0 = zero, s1 = zero, s2 = zero, s3 = zero;
-                vec q0 = zero, q1 = zero, q2 = zero, q3 = zero;
-                for (I k = 0; k < m; k++) {
-                    const REAL *u = x + k * tall + i;
-                    vec v = *(const vec *)(z + k * step);
-                    vec e0 = v * u[0], e1 = v * u[1], e2 = v * u[2], e3 = v * u[3];
-                    s0 += e0, s1 += e1, s2 += e2, s3 += e3;
-                    q0 += e0 * e0, q1 += e1 * e1, q2 += e2 * e2, q3 += e3 * e3;
-                }
-                REAL *f = sums + i * width + at, *g = f + size;
-                *(vec *)f = s0, *(vec *)(f + width) = s1;
-                *(vec *)(f + 2 * width) = s2, *(vec *)(f + 3 * width) = s3;
-                *(vec *)g = q0, *(vec *)(g + width) = q1;
-                *(vec *)(g + 2 * width) = q2, *(vec *)(g + 3 * width) = q3;
-            }
-        }
-    } else { /* one sample after the other */
-#pragma omp parallel for schedule(static) if (large)
-        for (I chunk = 0; chunk < chunks; chunk++) {
-            REAL *x = rest + chunk * lines, *y = x + rows * tall, *mine = sums + 2 * chunk * size;
-            for (I i = 0; i < 2 * size; i++) mine[i] = 0;
-            for (I k = m * chunk / chunks; k < m * (chunk + 1) / chunks; k++) {
-                NAME(pack)(left + k * left_sample, left_row, left_column, r, a, x, tall);
-                for (I at = 0; at < b; at += WIDTH) {
-                    NAME(pack)(right + k * right_sample + at * right_column, right_row,
-                               right_column, r, b - at < WIDTH ? b - at : WIDTH, y, WIDTH);
-                    for (I i = 0; i < tall; i += 4) {
-                        vec e0 = zero, e1 = zero, e2 = zero, e3 = zero;
-                        for (I t = 0; t < r; t++) {
-                            const REAL *u = x + t * tall + i;
-                            vec v = *(const vec *)(y + t * WIDTH);
-                            e0 += v * u[0], e1 += v * u[1], e2 += v * u[2], e3 += v * u[3];
-                        }
-                        vec e[4] = {e0, e1, e2, e3};
-                        for (int n = 0; n < 4; n++) {
-                            REAL *f = mine + (i + n) * width + at;
-                            *(vec *)f += e[n], *(vec *)(f + size) += e[n] * e[n];
-                        }
+            for (I at = 0; at < width; at += WIDTH)
+                for (I i = 0; i < tall; i += 4) {
+                    vec s0 = zero, s1 = zero, s2 = zero, s3 = zero;
+                    vec q0 = zero, q1 = zero, q2 = zero, q3 = zero;
+                    for (I k = 0; k < to - from; k++) {
+                        const REAL *u = x + k * tall + i;
+                        vec v = *(const vec *)(y + k * step + at);
+                        vec e0 = v * u[0], e1 = v * u[1], e2 = v * u[2], e3 = v * u[3];
+                        s0 += e0, s1 += e1, s2 += e2, s3 += e3;
+                        q0 += e0 * e0, q1 += e1 * e1, q2 += e2 * e2, q3 += e3 * e3;
+                    }
+                    vec s[4] = {s0, s1, s2, s3}, q[4] = {q0, q1, q2, q3};
+                    for (int n = 0; n < 4; n++) {
+                        REAL *f = mine + (i + n) * width + at;
+                        *(vec *)f = s[n], *(vec *)(f + size) = q[n];
                     }
                 }
-            }
+            continue;
+        }
+        REAL *y = x + rows * tall;
+        for (I i = 0; i < 2 * size; i++) mine[i] = 0;
+        for (I k = from; k < to; k++) { /* one sample after the other */
+            NAME(pack)(left + k * left_sample, left_row, left_column, r, a, x, tall);
+            NAME(pack)(right + k * right_sample, right_row, right_column, r, b, y, width);
+            for (I at = 0; at < width; at += WIDTH)
+                for (I i = 0; i < tall; i += 4) {
+                    vec e0 = zero, e1 = zero, e2 = zero, e3 = zero;
+                    for (I t = 0; t < r; t++) {
+                        const REAL *u = x + t * tall + i;
+                        vec v = *(const vec *)(y + t * width + at);
+                        e0 += v * u[0], e1 += v * u[1], e2 += v * u[2], e3 += v * u[3];
+                    }
+                    vec e[4] = {e0, e1, e2, e3};
+                    for (int n = 0; n < 4; n++) {
+                        REAL *f = mine + (i + n) * width + at;
+                        *(vec *)f += e[n], *(vec *)(f + size) += e[n] * e[n];
+                    }
+                }
         }
     }
-    for (I i = 0; i < a; i++)
-        for (I j = 0; j < b; j++) {
-            REAL *f = sums + i * width + j, first = f[0], second = f[size];
-            for (I chunk = 1; chunk < chunks; chunk++)
-                first += f[2 * chunk * size], second += f[(2 * chunk + 1) * size];
-            total[i * b + j] = first, squares[i * b + j] = second;
+    for (I i = 0; i < a; i++) {
+        REAL *first = total + i * b, *second = squares + i * b;
+        for (I chunk = 0; chunk < chunks; chunk++) {
+            const REAL *f = sums + 2 * chunk * size + i * width, *g = f + size;
+            if (chunk == 0)
+                for (I j = 0; j < b; j++) first[j] = f[j], second[j] = g[j];
+            else
+                for (I j = 0; j < b; j++) first[j] += f[j], second[j] += g[j];
         }
-    free(room);
+    }
+    give_back(room);
     return NAME(ratios)(total, 0, squares, 0, 1, a * b, part, out);
 }
 
@@ -199,7 +221,7 @@ FAST int NAME(columns)(const REAL *values, I sample, I row, I column, I m, I r, 
     int plain = !x && r == 1 && column == 1;
     I tiles = (w + TILE - 1) / TILE;
     I chunks = m < CHUNKS ? m : CHUNKS;
-    REAL limit = (REAL)faint, *sums = malloc(2 * chunks * w * sizeof(REAL));
+    REAL limit = (REAL)faint, *sums = borrow(2 * chunks * w * sizeof(REAL));
     if (!sums) return 0;
 #pragma omp parallel for schedule(static) if (m * r * w > LARGE / 16)
     for (I unit = 0; unit < tiles * chunks; unit++) {
@@ -263,7 +285,7 @@ FAST int NAME(columns)(const REAL *values, I sample, I row, I column, I m, I r, 
         }
     }
     NAME(gather)(sums, chunks, w, total, squares);
-    free(sums);
+    give_back(sums);
     return NAME(ratios)(total, 0, squares, 0, 1, w, part, out);
 }
 
@@ -274,7 +296,7 @@ FAST int NAME(planes)(const REAL *left, const I *ls, const REAL *right, const I 
 {
     I size = high * wide, whole = (size + WIDTH - 1) / WIDTH * WIDTH;
     I chunks = m < CHUNKS ? m : CHUNKS;
-    REAL *room = malloc(chunks * ((a + b) * whole + 2 * a * b) * sizeof(REAL));
+    REAL *room = borrow(chunks * ((a + b) * whole + 2 * a * b) * sizeof(REAL));
     if (!room) return 0;
     REAL *packed = room + 2 * chunks * a * b;
 #pragma omp parallel for schedule(static) if (m * size * a * b > LARGE / 8)
@@ -302,7 +324,7 @@ FAST int NAME(planes)(const REAL *left, const I *ls, const REAL *right, const I 
         }
     }
     NAME(gather)(room, chunks, a * b, total, squares);
-    free(room);
+    give_back(room);
     return NAME(ratios)(total, 0, squares, 0, 1, a * b, part, out);
 }
 

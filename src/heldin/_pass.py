@@ -18,7 +18,7 @@ from ._moments import Sums, usual
 from ._parts import CHUNK, Lazy, Moved, Part, Rows, moments, wide
 from ._replay import Output, frontier, mixes_samples, replay, topmost
 from ._rules import Site, Use, contributions, narrowed
-from ._shortcuts import Blocks, Cell, cell_for, shortcut
+from ._shortcuts import Blocks, Cell, cell_for, fill, shortcut
 
 if TYPE_CHECKING:
     from ._calls import Call
@@ -224,7 +224,8 @@ class Pass:
             cells += [cell for cell in mine if cell is not None]
             add(nodes[position].register_prehook(self._reader(position, mine)))
         if cells:
-            self._blocks.append(Blocks(cells, self._part))
+            room, self.seen.room = self.seen.room, None  # a pass inside this one takes another
+            self._blocks.append(Blocks(cells, self._part, room))
             self._short = {cell.name for cell in cells}
         for position in plan.general:
             add(nodes[position].register_prehook(listen(self._pulled, position)))
@@ -255,10 +256,7 @@ class Pass:
         def fired(grads: Sequence[Tensor | None]) -> None:
             if self._busy:
                 return
-            grad = grads[0]
-            for i, cell in enumerate(cells):
-                if cell is not None and grad is not None and cell.fill(node, grad):
-                    continue
+            for i in fill(cells, node, grads[0]):
                 general((i, grads))
 
         return fired
@@ -308,9 +306,9 @@ class Pass:
         cell = cell_for(use.site, sink, self.seen.sampler)
         if cell is None:
             return False
-        blocks = Blocks([cell], self._part)
+        blocks = Blocks([cell], self._part, None)
         self._blocks.append(blocks)
-        return cell.fill(use.node, use.grad)
+        return not [*fill([cell], use.node, use.grad)]
 
     @property
     def _part(self) -> float:
@@ -473,7 +471,7 @@ class Pass:
             for blocks in self._blocks:
                 self._collect(blocks, self.plan.m)
             if sampler is not None and self.plan.m > 1:
-                sampler.whole.update(self.done.keys() - sampler.noted.keys())
+                sampler.whole.update(self.done.keys() - sampler.noted.keys() - sampler.known.keys())
             self.seen.add(self.done, self.ratios, self.held, self.plan.m, self.calls)
 
     def _collect(self, blocks: Blocks, m: int) -> None:
@@ -501,6 +499,8 @@ class Pass:
         for call in self.calls:
             call.release()
         self._handles, self._parts, self._written, self._later = [], {}, {}, []
+        if self._blocks:
+            self.seen.room = self._blocks[0].room
         self._blocks = []
         self.done, self.ratios, self.held = {}, {}, {}
         self.graph, self.roots, self.seeds = NOTHING, [], None

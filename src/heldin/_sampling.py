@@ -25,6 +25,8 @@ FILTERS = 1 << 17  # for the filters of a convolution
 
 Block = tuple[slice, ...]
 Costs = tuple[int, bool]  # reads and spread, see `Sampler.block`
+# Size and width of each dimension that is cut, whether pieces are spread, a number for the layer.
+Axes = tuple[tuple[tuple[int, int], ...], bool, int]
 
 
 def _mixed(number: int) -> int:
@@ -42,13 +44,13 @@ def _piece(number: int, size: int, width: int, spread: bool) -> tuple[slice, flo
     drawn from the first step; in one piece, the piece is drawn by its length.
     """
     if width >= size:
-        return slice(0, size), 1.0
+        return slice(0, size, 1), 1.0
     if spread:
         step = -(-size // width)
         return slice(number % step, size, step), float(step)
     start = number % size // width * width
     stop = min(size, start + width)
-    return slice(start, stop), size / (stop - start)
+    return slice(start, stop, 1), size / (stop - start)
 
 
 def _note(costs: dict[str, Costs], name: str, reads: int, spread: bool) -> None:
@@ -66,7 +68,7 @@ class Sampler:
     Attributes:
         known: `reads` and `spread` of each parameter, which decide the shape of its blocks: the
             least favourable of all steps so far.
-        noted: those of the step under way.
+        noted: those of the step under way, where they are less favourable.
         pending: those of the steps since the last draw, known from the next one on.
         agreeing: several processes draw together. A parameter that is not known is taken whole
             until they have told each other what they noted.
@@ -80,8 +82,9 @@ class Sampler:
         self.pending: dict[str, Costs] = {}
         self.agreeing = False
         self.whole: set[str] = set()
-        self._blocks: dict[str, tuple[Block | None, float]] = {}
-        self._keys: dict[str, int] = {}
+        self._blocks: dict[str, tuple[Block, float]] = {}
+        self._numbers: dict[int, int] = {}
+        self._axes: dict[str, Axes] = {}
 
     def close_step(self, redraw: bool) -> None:
         """A step is over; with `redraw`, other coordinates from now on."""
@@ -91,13 +94,16 @@ class Sampler:
         if redraw:
             for name, (reads, spread) in self.pending.items():
                 _note(self.known, name, reads, spread)
+                self._axes.pop(name, None)
             self.pending = {}
             self.draws += 1
-            self._blocks = {}
+            self._blocks, self._numbers = {}, {}
 
     def note(self, name: str, reads: int, spread: bool) -> None:
-        """Note what reading a parameter takes in this step."""
-        _note(self.noted, name, reads, spread)
+        """Note what reading a parameter takes in this step, if it is more than was known."""
+        old = self.known.get(name)
+        if old is None or reads > old[0] or (old[1] and not spread):
+            _note(self.noted, name, reads, spread)
 
     def state_dict(self) -> dict[str, Any]:
         """Numbers and strings only."""
@@ -108,7 +114,8 @@ class Sampler:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
         fits(state, FORM, "sampler")
-        self.draws, self._blocks, self.noted = state["draws"], {}, {}
+        self.draws, self.noted = state["draws"], {}
+        self._blocks, self._numbers, self._axes = {}, {}, {}
         self.known = {name: (reads, spread) for name, (reads, spread) in state["known"].items()}
         self.pending = {name: (reads, spread) for name, (reads, spread) in state["pending"].items()}
 
@@ -125,7 +132,7 @@ class Sampler:
             spread: whether coordinates may lie apart (cheap if each sample has one row).
         """
         if name not in self.whole:
-            _note(self.noted, name, reads, spread)
+            self.note(name, reads, spread)
             if not self.agreeing and name not in self.known:
                 self.known[name] = self.noted[name]
         return self.drawn(name, shape)
@@ -136,52 +143,54 @@ class Sampler:
         if known is None:
             if name in self.whole or name not in self.known:
                 return None, 1.0
-            reads, spread = self.known[name]
-            key = self._keys.get(name)
-            if key is None:
-                # the weight and the bias of a layer share their rows: these are read but once
-                key = self._keys[name] = crc32(name.rpartition(".")[0].encode()) << 32
-            number = _mixed(key ^ (self.seed * 0x10001) ^ self.draws)
-            if len(shape) == 4 and reads:
-                known = self._of_filters(number, shape, reads)
-            elif not shape:
-                known = (None, 1.0)
-            elif len(shape) == 1:
-                width = min(self.budget, max(1, VECTOR // reads) if reads else shape[0])
-                piece, weight = _piece(number & 0xFFFFFFFF, shape[0], width, spread)
-                known = ((piece,), weight) if weight > 1 else (None, 1.0)
-            else:
-                known = self._of_matrix(number, shape, reads, spread)
-            self._blocks[name] = known
+            axes, spread, key = self._axes.get(name) or self._measure(name, shape)
+            if not axes:
+                return None, 1.0
+            number = self._numbers.get(key)
+            if number is None:
+                number = self._numbers[key] = _mixed(key ^ (self.seed * 0x10001) ^ self.draws)
+            pieces, stands_for, bits = [], 1.0, 64 // len(axes)
+            for size, width in axes:
+                piece, weight = _piece(number & ((1 << bits) - 1), size, width, spread)
+                pieces.append(piece)
+                stands_for *= weight
+                number >>= bits
+            known = self._blocks[name] = tuple(pieces), stands_for
         return known
 
-    def _of_matrix(
-        self, number: int, shape: Sequence[int], reads: int, spread: bool
-    ) -> tuple[Block | None, float]:
+    def _measure(self, name: str, shape: Sequence[int]) -> Axes:
+        """Along which dimensions a parameter is cut, and how long the pieces are."""
+        reads, spread = self.known[name]
+        if len(shape) == 4 and reads:
+            widths, spread = self._of_filters(shape, reads), False
+        elif len(shape) > 1:
+            widths = self._of_matrix(shape, reads, spread)
+        elif shape:
+            widths = [min(self.budget, max(1, VECTOR // reads) if reads else shape[0])]
+        else:
+            widths = []
+        axes = tuple(zip(shape, widths, strict=False))
+        if all(width >= size for size, width in axes):
+            axes = ()
+        # the weight and the bias of a layer share their rows: these are read but once
+        key = crc32(name.rpartition(".")[0].encode()) << 32
+        found = self._axes[name] = (axes, spread, key)
+        return found
+
+    def _of_matrix(self, shape: Sequence[int], reads: int, spread: bool) -> list[int]:
         size = prod(shape)
         sides = max(32, MATRIX // reads) if reads and not spread else 2 * size
         if size <= self.budget and shape[0] + shape[1] <= sides:
-            return None, 1.0
+            return []
         inner = size // (shape[0] * shape[1])
         height = min(shape[0], ROWS, sides // 2, max(1, self.budget // inner))
-        rows, above = _piece(number & 0xFFFFFFFF, shape[0], height, spread)
-        across = min(sides - height, max(1, self.budget // (height * inner)))
-        columns, beside = _piece(number >> 32, shape[1], across, spread)
-        return (rows, columns), above * beside
+        return [height, min(sides - height, max(1, self.budget // (height * inner)))]
 
-    def _of_filters(
-        self, number: int, shape: Sequence[int], reads: int
-    ) -> tuple[Block | None, float]:
+    def _of_filters(self, shape: Sequence[int], reads: int) -> list[int]:
         """Output channels, input channels and one place in the kernel (or all of them)."""
         taps = shape[2] * shape[3]
         channels = max(4, FILTERS // reads)
         if prod(shape) <= self.budget and shape[0] + shape[1] * taps <= channels:
-            return None, 1.0
+            return []
         height = min(shape[0], ROWS, max(1, channels // 2))
-        rows, above = _piece(number & 0xFFFF, shape[0], height, False)
-        across = max(1, min(channels - height, self.budget // height))
-        columns, beside = _piece(number >> 16 & 0xFFFF, shape[1], across, False)
-        down, right = divmod(number >> 32, shape[3])
-        down %= shape[2]
-        place = (slice(down, down + 1), slice(right, right + 1))
-        return (rows, columns, *place), above * beside * taps
+        return [height, max(1, min(channels - height, self.budget // height)), 1, 1]

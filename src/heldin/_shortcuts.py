@@ -10,31 +10,31 @@ does not apply, the general way is taken.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ._graph import Sink
-from ._kernels import KERNELS, Kernels, readable
+from ._kernels import KERNELS, readable
 from ._layout import Layout
 from ._parts import overlap
 from ._rules import RULES, Site, Use, along, keep_readable, noise
 from ._sampling import Block, Sampler
 
-__all__ = ["Blocks", "Cell", "cell_for", "shortcut"]
+__all__ = ["Blocks", "Cell", "cell_for", "fill", "shortcut"]
 
 # Addresses for the sum and the sum of squares of the contributions; then what `ratios` in
 # `_kernels.c` takes, and the address for what it gives.
 Places = tuple[int, int, float, int]
-# Takes a node, its incoming gradient, compiled functions and places; False: it does not apply.
-Read = Callable[[Any, Tensor, Kernels, Places], Any]
+# Takes a node, address and strides of its incoming gradient, and places; False: does not apply.
+Read = Callable[[Any, int, tuple[int, ...], Places], Any]
 # The block that is drawn: its shape, what each coordinate stands for, and how it is read.
 Aimed = tuple[tuple[int, ...], float, Read]
 Aim = Callable[[Sampler | None], Aimed | None]
-Strides = tuple[int, int, int]  # of a tensor: to the next sample, row and column
 LARGE = 1 << 23  # products of two numbers, above which matrices are left to larger machinery
 
 
@@ -54,11 +54,20 @@ class Cell:
         self.places: Places = (0, 0, 0.0, 0)
         self.full = False
 
-    def fill(self, node: Any, grad: Tensor) -> bool:
-        """Put the moments into their places; False if that cannot be done."""
-        fits = grad.dtype is self.dtype and readable(grad)
-        self.full = fits and bool(self.read(node, grad, KERNELS[self.dtype], self.places))
-        return self.full
+
+def fill(cells: Sequence[Cell | None], node: Any, grad: Tensor | None) -> Iterator[int]:
+    """Put the moments into their places; gives the numbers of those for which that failed."""
+    if grad is None or not readable(grad):
+        yield from range(len(cells))
+        return
+    at, strides, dtype = grad.data_ptr(), grad.stride(), grad.dtype
+    for i, cell in enumerate(cells):
+        if cell is None or cell.dtype is not dtype:
+            yield i
+        elif cell.read(node, at, strides, cell.places):
+            cell.full = True
+        else:
+            yield i
 
 
 def cell_for(site: Site | None, sink: Sink, sampler: Sampler | None) -> Cell | None:
@@ -71,29 +80,35 @@ def cell_for(site: Site | None, sink: Sink, sampler: Sampler | None) -> Cell | N
 
 
 class Blocks:
-    """Blocks that are read by shortcuts, in one piece of memory."""
+    """Blocks that are read by shortcuts, in one piece of memory.
 
-    def __init__(self, cells: list[Cell], part: float) -> None:
+    The same piece, `room`, serves one pass after the other: memory that is taken and given back in
+    every step would move what PyTorch takes next to it, which costs more than all of this.
+    """
+
+    def __init__(self, cells: list[Cell], part: float, room: Tensor | None) -> None:
         self.cells = cells
         end = 2 * len(cells)  # ratios first
         for cell in cells:
             cell.start = end
             end += (2 * cell.size * cell.dtype.itemsize + 7) // 8
-        self._room = torch.empty(end, dtype=torch.float64, device="cpu")
-        base = self._room.data_ptr()
+        if room is None or len(room) < end:
+            room = torch.empty(end, dtype=torch.float64, device="cpu")
+        self.room = room
+        base = room.data_ptr()
         for i, cell in enumerate(cells):
             total = base + 8 * cell.start
             cell.places = (total, total + cell.size * cell.dtype.itemsize, part, base + 16 * i)
 
     def moments(self, cell: Cell) -> tuple[Tensor, Tensor]:
-        """Sum and sum of squares of the contributions."""
-        numbers = self._room[cell.start :].view(cell.dtype)[: 2 * cell.size]
-        total, squares = numbers.view(2, *cell.shape).unbind()
+        """Sum and sum of squares of the contributions, copied."""
+        numbers = self.room[cell.start :].view(cell.dtype)[: 2 * cell.size]
+        total, squares = numbers.clone().view(2, *cell.shape).unbind()
         return total, squares
 
     def ratios(self) -> list[float]:
         """Two numbers for each cell."""
-        numbers: list[float] = self._room[: 2 * len(self.cells)].tolist()
+        numbers: list[float] = self.room[: 2 * len(self.cells)].tolist()
         return numbers
 
 
@@ -111,61 +126,55 @@ def _aim(use: Use, sink: Sink, layout: Layout, name: str, kind: str) -> Aim | No
     straight = sink.chain == ()
     if kind == "AddmmBackward0" and use.argument == 2 and (straight or sink.transposed):
         apart = given[1] is None
-        return _matrix(layout, use.shape, sink.transposed, name, "mat1", "_saved_alpha", apart)
+        return _matrix(use, layout, sink.transposed, name, "mat1", "_saved_alpha", apart)
     if kind == "MmBackward0" and use.argument == 1 and (straight or sink.transposed):
-        return _matrix(layout, use.shape, sink.transposed, name, "self", None, given[0] is None)
+        return _matrix(use, layout, sink.transposed, name, "self", None, given[0] is None)
     if not straight:
         return None
     if kind == "ConvolutionBackward0" and len(layout.shape) == 4 and layout.shape[0] == layout.m:
         if use.argument == 1 and layout.dim == 0 and len(use.shape) == 4:
-            return _filters(layout, use.shape, name)
+            return _filters(use, layout, name)
         if use.argument == 2 and layout.dim == 0:
-            return _channels(layout, use.shape, name, use.site)
+            return _channels(use, layout, name)
     if len(use.shape) == 1 and along(use, use.grad) == -1:
         if kind == "AddmmBackward0" and use.argument == 0:
-            return _vector(layout, use.shape, name, use.site, "_saved_beta")
+            return _vector(use, layout, name, "_saved_beta")
         if kind == "AddBackward0":
             scale = "_saved_alpha" if use.argument == 1 else None
-            return _vector(layout, use.shape, name, use.site, scale)
+            return _vector(use, layout, name, scale)
         if kind == "NativeLayerNormBackward0":
-            return _vector(layout, use.shape, name, use.site, None, use.argument == 1)
+            return _vector(use, layout, name, None, use.argument == 1)
     return None
 
 
-def _reader(layout: Layout) -> Callable[[Tensor], Strides] | None:
-    """How a tensor is read that has the samples where the layout has them."""
+def _reader(layout: Layout) -> tuple[int, int, int, int] | None:
+    """Where the next sample and the next row lie in tensors with the samples of the layout.
+
+    The dimension and the number of steps along it for the sample, then for the row.
+    """
     m, dim, inner = layout.m, layout.dim, layout.inner
     assert dim is not None
     assert inner is not None
     if len(layout.shape) == 2 and dim == 0:
         outer = layout.shape[0] // (m * inner)
-        if inner > 1 and outer > 1:
-            return None
-        between = m if outer > 1 else 1
-
-        def flat(tensor: Tensor) -> Strides:
-            row, column = tensor.stride()
-            return row * inner, row * between, column
-
-        return flat
+        return None if inner > 1 and outer > 1 else (0, inner, 0, m if outer > 1 else 1)
     if len(layout.shape) == 3 and dim < 2 and layout.shape[dim] == m:
-
-        def deep(tensor: Tensor) -> Strides:
-            strides = tensor.stride()
-            return strides[dim], strides[1 - dim], strides[2]
-
-        return deep
+        return dim, 1, 1 - dim, 1
     return None
 
 
-def _kept(node: Any, name: str) -> Tensor:
-    keep_readable(getattr(node, "_raw_saved_" + name))
-    tensor: Tensor = getattr(node, "_saved_" + name)
-    return tensor
+class _Kept:
+    """Reads a tensor that a node has saved."""
 
+    def __init__(self, name: str, dtype: torch.dtype) -> None:
+        self._raw = attrgetter("_raw_saved_" + name)
+        self._saved = attrgetter("_saved_" + name)
+        self._dtype = dtype
 
-def _alike(grad: Tensor, other: Tensor) -> bool:
-    return other.dtype is grad.dtype and readable(other)
+    def __call__(self, node: Any) -> Tensor | None:
+        keep_readable(self._raw(node))
+        tensor: Tensor = self._saved(node)
+        return tensor if tensor.dtype is self._dtype and readable(tensor) else None
 
 
 def _drawn(
@@ -176,36 +185,40 @@ def _drawn(
 
 def _extent(piece: slice) -> tuple[int, int, int]:
     """First index, step and number of a slice of known ends."""
-    step = piece.step or 1
+    step: int = piece.step
     return piece.start, step, -((piece.start - piece.stop) // step)
 
 
 def _matrix(
-    layout: Layout, of: tuple[int, ...], flip: bool, name: str, saved: str, scale: str | None,
-    apart: bool,
-) -> Aim | None:  # fmt: skip
+    use: Use, layout: Layout, flip: bool, name: str, saved: str, scale: str | None, apart: bool
+) -> Aim | None:
     """out = x @ matrix, or its transpose: the block of sum_t x_t^T grad_t."""
-    read, m = _reader(layout), layout.m
-    if read is None or len(layout.shape) != 2:
+    way, m = _reader(layout), layout.m
+    if way is None or len(layout.shape) != 2:
         return None
-    shape = (of[1], of[0]) if flip else of
+    _, far, _, near = way
+    shape = (use.shape[1], use.shape[0]) if flip else use.shape
     rows = layout.shape[0] // m
     reads, spread = (m * rows, False) if rows > 1 else (0, apart)
+    kept, scaled = _Kept(saved, use.grad.dtype), None if scale is None else attrgetter(scale)
+    kernels = KERNELS[use.grad.dtype]
+    size = kernels.size
 
     def aim(sampler: Sampler | None) -> Aimed | None:
         piece, weight = _drawn(sampler, name, shape, reads, spread)
         top, down, a = (0, 1, shape[0]) if piece is None else _extent(piece[0])
         start, step, b = (0, 1, shape[1]) if piece is None else _extent(piece[1])
 
-        def block(node: Any, grad: Tensor, kernels: Kernels, places: Places) -> Any:
-            x = _kept(node, saved)
-            if not _alike(grad, x) or (scale is not None and getattr(node, scale) != 1):
+        def block(node: Any, at: int, strides: tuple[int, ...], places: Places) -> Any:
+            x = kept(node)
+            if x is None or (scaled is not None and scaled(node) != 1):
                 return False
-            left, right = (grad, x) if flip else (x, grad)
-            (i, j, k), (u, v, w), size = read(left), read(right), kernels.size
+            left, right, (i, j), (u, v) = at, x.data_ptr(), strides, x.stride()
+            if not flip:
+                left, right, i, j, u, v = right, left, u, v, i, j
             return kernels.outer(
-                left.data_ptr() + top * k * size, i, j, k * down,
-                right.data_ptr() + start * w * size, u, v, w * step,
+                left + top * j * size, i * far, i * near, j * down,
+                right + start * v * size, u * far, u * near, v * step,
                 m, rows, a, b, *places,
             )  # fmt: skip
 
@@ -218,47 +231,56 @@ NOTHING = (0,) * 8
 
 
 def _vector(
-    layout: Layout, shape: tuple[int, ...], name: str, site: Site, scale: str | None,
-    norm: bool = False,
-) -> Aim | None:  # fmt: skip
+    use: Use, layout: Layout, name: str, scale: str | None, norm: bool = False
+) -> Aim | None:
     """A vector along the last dimension: added, or multiplied with what a norm gives."""
-    read, m = _reader(layout), layout.m
-    if read is None:
+    way, m = _reader(layout), layout.m
+    if way is None:
         return None
+    one, far, other, near = way
     reads = prod(layout.shape[:-1])
     rows = reads // m
+    scaled, dtype, site, shape = None, use.grad.dtype, use.site, use.shape
+    if scale is not None:
+        scaled = attrgetter(scale)
+    kept = [_Kept(saved, dtype) for saved in ("input", "result1", "result2")] if norm else []
+    kernels = KERNELS[dtype]
+    size = kernels.size
 
     def aim(sampler: Sampler | None) -> Aimed | None:
         if rows > 1 and site.clean is None:
             return None  # the general way finds out
         piece, weight = _drawn(sampler, name, shape, reads)
         start, step, w = (0, 1, shape[0]) if piece is None else _extent(piece[0])
-        quiet = rows == 1 or bool(site.clean)
+        faint = 0.0 if rows == 1 or site.clean else noise(dtype, rows)
 
-        def block(node: Any, grad: Tensor, kernels: Kernels, places: Places) -> Any:
-            if scale is not None and getattr(node, scale) != 1:
+        def block(node: Any, at: int, strides: tuple[int, ...], places: Places) -> Any:
+            if scaled is not None and scaled(node) != 1:
                 return False
-            (i, j, k), others = read(grad), NOTHING
-            if norm:
-                x, mean, by = (_kept(node, n) for n in ("input", "result1", "result2"))
-                if not (_alike(grad, x) and _alike(grad, mean) and mean.stride() == by.stride()):
+            others = NOTHING
+            if kept:
+                x, mean, by = [read(node) for read in kept]
+                if x is None or mean is None or by is None or mean.stride() != by.stride():
                     return False
-                (u, v, c), (q, r, _) = read(x), read(mean)
-                at = x.data_ptr() + start * c * kernels.size
-                others = (at, u, v, c * step, mean.data_ptr(), by.data_ptr(), q, r)
-            faint = 0.0 if quiet else noise(grad.dtype, rows)
-            at = grad.data_ptr() + start * k * kernels.size
-            return kernels.columns(at, i, j, k * step, m, rows, w, faint, *others, *places)
+                u, v = x.stride(), mean.stride()
+                others = (
+                    x.data_ptr() + start * u[-1] * size, u[one] * far, u[other] * near,
+                    u[-1] * step, mean.data_ptr(), by.data_ptr(), v[one] * far, v[other] * near,
+                )  # fmt: skip
+            return kernels.columns(
+                at + start * strides[-1] * size, strides[one] * far,
+                strides[other] * near, strides[-1] * step, m, rows, w, faint, *others, *places,
+            )  # fmt: skip
 
         return (w,), weight, block
 
     return aim
 
 
-def _channels(layout: Layout, shape: tuple[int, ...], name: str, site: Site) -> Aim:
+def _channels(use: Use, layout: Layout, name: str) -> Aim:
     """The bias of a convolution."""
-    m, line = layout.m, layout.shape[3]
-    rows = layout.shape[2] * line
+    m, line, site, shape = layout.m, layout.shape[3], use.site, use.shape
+    rows, kernels, dtype = layout.shape[2] * line, KERNELS[use.grad.dtype], use.grad.dtype
 
     def aim(sampler: Sampler | None) -> Aimed | None:
         if site.clean is None:
@@ -266,13 +288,13 @@ def _channels(layout: Layout, shape: tuple[int, ...], name: str, site: Site) -> 
         piece, weight = _drawn(sampler, name, shape, m * rows)
         start, step, w = (0, 1, shape[0]) if piece is None else _extent(piece[0])
 
-        def block(node: Any, grad: Tensor, kernels: Kernels, places: Places) -> Any:
-            i, k, far, j = grad.stride()
+        def block(node: Any, at: int, strides: tuple[int, ...], places: Places) -> Any:
+            i, k, far, j = strides
             if far != line * j:
                 return False
-            faint = 0.0 if site.clean else noise(grad.dtype, rows)
-            at = grad.data_ptr() + start * k * kernels.size
-            return kernels.columns(at, i, j, k * step, m, rows, w, faint, *NOTHING, *places)
+            faint = 0.0 if site.clean else noise(dtype, rows)
+            first = at + start * k * kernels.size
+            return kernels.columns(first, i, j, k * step, m, rows, w, faint, *NOTHING, *places)
 
         return (w,), weight, block
 
@@ -282,9 +304,10 @@ def _channels(layout: Layout, shape: tuple[int, ...], name: str, site: Site) -> 
 _FOUR = ctypes.c_int64 * 4
 
 
-def _filters(layout: Layout, shape: tuple[int, ...], name: str) -> Aim:
+def _filters(use: Use, layout: Layout, name: str) -> Aim:
     """The filters of a plain convolution, at one place in the kernel."""
     m, reads = layout.m, layout.m * layout.shape[2] * layout.shape[3]
+    kept, kernels, shape = _Kept("input", use.grad.dtype), KERNELS[use.grad.dtype], use.shape
 
     def aim(sampler: Sampler | None) -> Aimed | None:
         piece, weight = _drawn(sampler, name, shape, reads)
@@ -293,22 +316,22 @@ def _filters(layout: Layout, shape: tuple[int, ...], name: str) -> Aim:
         rows, columns, down, right = piece
         (top, up, a), (start, step, b) = _extent(rows), _extent(columns)
 
-        def block(node: Any, grad: Tensor, kernels: Kernels, places: Places) -> Any:
+        def block(node: Any, at: int, strides: tuple[int, ...], places: Places) -> Any:
             if node._saved_groups != 1 or node._saved_transposed:
                 return False
-            x = _kept(node, "input")
-            if not _alike(grad, x):
+            x = kept(node)
+            if x is None:
                 return False
             settings = zip(
                 (down.start, right.start), node._saved_stride, node._saved_padding,
-                node._saved_dilation, x.shape[2:], grad.shape[2:], strict=True,
+                node._saved_dilation, x.shape[2:], layout.shape[2:], strict=True,
             )  # fmt: skip
             (out_h, in_h), (out_w, in_w) = (overlap(*each) for each in settings)
-            (g0, g1, g2, g3), (x0, x1, x2, x3) = grad.stride(), x.stride()
+            (g0, g1, g2, g3), (x0, x1, x2, x3) = strides, x.stride()
             first = top * g1 + out_h.start * g2 + out_w.start * g3
             second = start * x1 + in_h.start * x2 + in_w.start * x3
             return kernels.planes(
-                grad.data_ptr() + first * kernels.size, _FOUR(g0, g1 * up, g2, g3),
+                at + first * kernels.size, _FOUR(g0, g1 * up, g2, g3),
                 x.data_ptr() + second * kernels.size,
                 _FOUR(x0, x1 * step, x2 * (in_h.step or 1), x3 * (in_w.step or 1)),
                 m, a, b, out_h.stop - out_h.start, out_w.stop - out_w.start, *places,
