@@ -62,7 +62,7 @@ def test_accumulated_micro_batches_are_one_step_of_equation_10() -> None:
 
 def test_ratios_formed_during_a_pass_give_way_to_a_second_pass() -> None:
     """Exact evidence of a large layer, in steps of one pass and of several."""
-    model, x = nn.Linear(600, 500).double(), torch.randn(32, 600, dtype=torch.float64)
+    model, x = nn.Linear(1200, 1000).double(), torch.randn(32, 1200, dtype=torch.float64)
     with heldin.EvidenceStopping(model, estimator="exact") as stopping:
         found = []
         for passes in (2, 1, 2, 1, 1, 1, 4, 4, 1):

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from heldin._kernels import KERNELS
+
 from ._run import PROCESSES, Measurement
 from ._workloads import WORKLOADS
 
@@ -99,6 +101,7 @@ def machine() -> dict[str, Any]:
         "processor": name,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
+        "compiled": bool(KERNELS),
         "python": platform.python_version(),
     }
 
@@ -129,11 +132,12 @@ def write_report(results: Sequence[Measurement], growing: Growth, out: Path) -> 
         },
     }
     (out / "cost.json").write_text(json.dumps(data, indent=1))
+    built = "" if where["compiled"] else ", without compiled sums"
     head = (
         f"A whole training step (forward, backward, evidence, SGD) as a multiple of the same step "
         f"without heldin; medians of interleaved repetitions, over {PROCESSES} processes. "
         f"{where['date']}, "
-        f"{where['processor']}, {where['threads']} threads, torch {where['torch']}.\n\n"
+        f"{where['processor']}, {where['threads']} threads, torch {where['torch']}{built}.\n\n"
     )
     parts = {
         "cost": head + table(results),
