@@ -105,7 +105,8 @@ def measure(name: str, methods: Sequence[str], progress: Progress = lambda _: No
     times: dict[str, list[float]] = {method: [] for method in ways}
     for repeat in range(workload.repeats):
         progress(f"{name}: round {repeat + 1} of {workload.repeats}")
-        for method, way in ways.items():
+        turns = list(ways.items())
+        for method, way in turns if repeat % 2 == 0 else reversed(turns):  # against a drift
             if repeat > 2 and times[method][0] > SLOW * times["plain"][0]:
                 continue
             with way.active():
