@@ -110,7 +110,10 @@ def test_sums_of_columns(
 
 @compiled
 @settings(max_examples=100, deadline=None)
-@given(dtypes, st.integers(1, 9), st.integers(1, 5), st.integers(1, 5), sizes, sizes, st.booleans())
+@given(
+    dtypes, st.integers(1, 9), st.integers(1, 5), st.integers(1, 5), st.integers(1, 90),
+    st.integers(1, 90), st.booleans(),
+)  # fmt: skip
 def test_products_of_planes(
     dtype: torch.dtype, m: int, a: int, b: int, high: int, wide: int, last: bool
 ) -> None:
@@ -248,3 +251,57 @@ def test_the_source_compiles_without_a_warning(tmp_path: Any) -> None:
     command = ["cc", *flags, "-fPIC", "-shared", source, "-o", str(tmp_path / "k.so")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@compiled
+@pytest.mark.parametrize("estimator", ["exact", "sampled"])
+@pytest.mark.parametrize("kind", ["linear", "convolution", "batch first", "time first"])
+def test_common_layers_take_the_shortcut(
+    kind: str, estimator: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the second step on; the filters of a convolution only where a block is looked at."""
+    from heldin._pass import Pass
+
+    model, x = model_of(kind)
+    model(x)
+    general, real = [], Pass._take
+
+    def take(self: Any, use: Any, sink: Any, plan: Any) -> None:
+        general.append(sink.params[0])
+        real(self, use, sink, plan)
+
+    monkeypatch.setattr(Pass, "_take", take)
+    options = {"batch_dim": 1} if kind == "time first" else {}
+    with heldin.EvidenceStopping(model, estimator=estimator, budget=40, **options) as stopping:
+        for _ in range(2):
+            general.clear()
+            model(x).square().sum().backward()
+            stopping.step()
+    filters = ["0.weight", "2.weight"] if kind == "convolution" and estimator == "exact" else []
+    assert sorted(general) == filters
+
+
+@compiled
+def test_a_pass_inside_a_pass_has_memory_of_its_own() -> None:
+    """A hook of the user's runs another backward pass through the same model."""
+    model, x = nn.Linear(5, 4).double(), torch.randn(6, 5, dtype=torch.float64)
+
+    def once(y: Tensor) -> None:
+        with torch.enable_grad():
+            y.square().sum().backward()
+
+    stopping = heldin.EvidenceStopping(model, arming=None, smoothing=0)
+    for _ in range(3):
+        once(model(x))
+        stopping.step()
+    y, other = model(x), model(x)
+    y.register_hook(lambda grad: once(other))
+    once(y)
+    stopping.step()
+    nested = stopping.evidence
+    once(model(x))
+    once(model(x))
+    stopping.step()
+    assert nested.count == stopping.evidence.count == 12
+    assert nested.criterion == pytest.approx(stopping.evidence.criterion, rel=1e-9)
+    stopping.remove()

@@ -23,6 +23,7 @@
 typedef int64_t I;
 
 #define TILE 512
+#define PIECE 4096 /* elements of an image */
 #define CHUNKS 4 /* of samples, for several threads; the same however many there are */
 #define LARGE 262144 /* products, above which several threads take part */
 #define AHEAD 8 /* rows: where they lie far apart, nobody else asks for the next ones in time */
@@ -294,33 +295,37 @@ FAST int NAME(columns)(const REAL *values, I sample, I row, I column, I m, I r, 
 FAST int NAME(planes)(const REAL *left, const I *ls, const REAL *right, const I *rs, I m, I a, I b,
                       I high, I wide, REAL *total, REAL *squares, double part, double *out)
 {
-    I size = high * wide, whole = (size + WIDTH - 1) / WIDTH * WIDTH;
-    I chunks = m < CHUNKS ? m : CHUNKS;
-    REAL *room = borrow(chunks * ((a + b) * whole + 2 * a * b) * sizeof(REAL));
+    I lines = PIECE / wide < 1 ? 1 : PIECE / wide; /* that are packed at a time */
+    if (lines > high) lines = high;
+    I whole = (lines * wide + WIDTH - 1) / WIDTH * WIDTH, chunks = m < CHUNKS ? m : CHUNKS;
+    REAL *room = borrow(chunks * ((a + b) * whole + 3 * a * b) * sizeof(REAL));
     if (!room) return 0;
-    REAL *packed = room + 2 * chunks * a * b;
-#pragma omp parallel for schedule(static) if (m * size * a * b > LARGE / 8)
+    REAL *rest = room + 2 * chunks * a * b;
+#pragma omp parallel for schedule(static) if (m * high * wide * a * b > LARGE / 8)
     for (I chunk = 0; chunk < chunks; chunk++) {
         REAL *first = room + 2 * chunk * a * b, *second = first + a * b;
-        REAL *x = packed + chunk * (a + b) * whole, *y = x + a * whole;
+        REAL *each = rest + chunk * ((a + b) * whole + a * b), *x = each + a * b, *y = x + a * whole;
         for (I n = 0; n < 2 * a * b; n++) first[n] = 0;
-        for (I n = 0; n < (a + b) * whole; n++) x[n] = 0;
         for (I k = m * chunk / chunks; k < m * (chunk + 1) / chunks; k++) {
-            for (I i = 0; i < a; i++)
-                NAME(pack)(left + k * ls[0] + i * ls[1], ls[2], ls[3], high, wide, x + i * whole,
-                           wide);
-            for (I j = 0; j < b; j++)
-                NAME(pack)(right + k * rs[0] + j * rs[1], rs[2], rs[3], high, wide, y + j * whole,
-                           wide);
-            for (I i = 0; i < a; i++)
-                for (I j = 0; j < b; j++) {
-                    vec sum = {0};
-                    for (I n = 0; n < whole; n += WIDTH)
-                        sum += *(vec *)(x + i * whole + n) * *(vec *)(y + j * whole + n);
-                    REAL e = 0;
-                    for (int n = 0; n < WIDTH; n++) e += sum[n];
-                    first[i * b + j] += e, second[i * b + j] += e * e;
+            for (I n = 0; n < a * b; n++) each[n] = 0;
+            for (I h = 0; h < high; h += lines) {
+                I now = high - h < lines ? high - h : lines;
+                for (I i = 0; i < a + b; i++) { /* channels of both */
+                    const REAL *from = i < a ? left + k * ls[0] + i * ls[1] + h * ls[2]
+                                             : right + k * rs[0] + (i - a) * rs[1] + h * rs[2];
+                    NAME(pack)(from, i < a ? ls[2] : rs[2], i < a ? ls[3] : rs[3], now, wide,
+                               x + i * whole, wide);
+                    for (I n = now * wide; n < whole; n++) x[i * whole + n] = 0;
                 }
+                for (I i = 0; i < a; i++)
+                    for (I j = 0; j < b; j++) {
+                        vec sum = {0};
+                        for (I n = 0; n < whole; n += WIDTH)
+                            sum += *(vec *)(x + i * whole + n) * *(vec *)(y + j * whole + n);
+                        for (int n = 0; n < WIDTH; n++) each[i * b + j] += sum[n];
+                    }
+            }
+            for (I n = 0; n < a * b; n++) first[n] += each[n], second[n] += each[n] * each[n];
         }
     }
     NAME(gather)(room, chunks, a * b, total, squares);

@@ -190,6 +190,8 @@ class Observation(Mapping[str, Moments]):
         calls: Sequence[Call],
     ) -> None:
         """Take in what a backward pass showed."""
+        if self.passes:
+            self.write_out()  # of a pass inside this one
         self.passes += 1
         self.first = self.first or m
         self.reduced.update(ratios)

@@ -273,7 +273,7 @@ class Pass:
         self._take(Use(node, grads, layouts, argument, sink.shape, site), sink, plan)
 
     def _take(self, use: Use, sink: Sink, plan: Plan) -> None:
-        sampler = self.seen.sampler
+        sampler, whole = self.seen.sampler, use
         if sampler is not None and sink.chain == () and len(use.shape) == 1:
             use = narrowed(use, sampler, sink.params[0])
         part = contributions(use)
@@ -287,7 +287,7 @@ class Pass:
         name = sink.params[0]
         expected = plan.direct.get(name, 0)
         if expected == 1 and use.site.shortcut is None and self.seen.rows is None:
-            if self._shortened(use, sink):
+            if self._shortened(whole, sink):
                 return
         if sampler is None and name not in self._short:
             expected = 0  # the gradient is waited for: it is the sum
@@ -470,7 +470,7 @@ class Pass:
                         self.done[name] = (*moments(parts), None, weight)
             for blocks in self._blocks:
                 self._collect(blocks, self.plan.m)
-            if sampler is not None and self.plan.m > 1:
+            if sampler is not None and self.done and self.plan.m > 1:
                 sampler.whole.update(self.done.keys() - sampler.noted.keys() - sampler.known.keys())
             self.seen.add(self.done, self.ratios, self.held, self.plan.m, self.calls)
 
