@@ -156,7 +156,11 @@ class Plan:
                     return False
         for uses in self.uses.values():
             for _, sink in uses:
-                if sink.chain != () and shape_of(nodes[sink.node], sink.output) != sink.shape:
+                if sink.transposed:  # its parameter is at hand, and cheaper to ask
+                    leaf = graph.leaves[self.leaves[sink.params[0]]]
+                    if tuple(leaf.shape) != sink.shape[::-1]:
+                        return False
+                elif sink.chain != () and shape_of(nodes[sink.node], sink.output) != sink.shape:
                     return False
         return True
 

@@ -251,13 +251,13 @@ class Pass:
 
     def _reader(self, position: int, cells: Sequence[Cell | None]) -> Callable[[Any], None]:
         """A listener that takes the shortcuts that there are."""
-        node, general = self.graph.nodes[position], self._listener(self._used, position)
+        node = self.graph.nodes[position]
 
         def fired(grads: Sequence[Tensor | None]) -> None:
             if self._busy:
                 return
             for i in fill(cells, node, grads[0]):
-                general((i, grads))
+                self._listener(self._used, position)((i, grads))
 
         return fired
 

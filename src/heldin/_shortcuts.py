@@ -10,6 +10,7 @@ does not apply, the general way is taken.
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from operator import attrgetter
@@ -88,17 +89,18 @@ class Blocks:
 
     def __init__(self, cells: list[Cell], part: float, room: Tensor | None) -> None:
         self.cells = cells
-        end = 2 * len(cells)  # ratios first
+        end = 0
         for cell in cells:
             cell.start = end
             end += (2 * cell.size * cell.dtype.itemsize + 7) // 8
         if room is None or len(room) < end:
             room = torch.empty(end, dtype=torch.float64, device="cpu")
         self.room = room
-        base = room.data_ptr()
+        self._ratios = array("d", bytes(16 * len(cells)))
+        base, (sums, _) = room.data_ptr(), self._ratios.buffer_info()
         for i, cell in enumerate(cells):
             total = base + 8 * cell.start
-            cell.places = (total, total + cell.size * cell.dtype.itemsize, part, base + 16 * i)
+            cell.places = (total, total + cell.size * cell.dtype.itemsize, part, sums + 16 * i)
 
     def moments(self, cell: Cell) -> tuple[Tensor, Tensor]:
         """Sum and sum of squares of the contributions, copied."""
@@ -108,8 +110,7 @@ class Blocks:
 
     def ratios(self) -> list[float]:
         """Two numbers for each cell."""
-        numbers: list[float] = self.room[: 2 * len(self.cells)].tolist()
-        return numbers
+        return self._ratios.tolist()
 
 
 def shortcut(use: Use, sink: Sink) -> tuple[Aim, torch.dtype, str] | None:
