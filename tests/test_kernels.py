@@ -111,8 +111,8 @@ def test_sums_of_columns(
 @compiled
 @settings(max_examples=100, deadline=None)
 @given(
-    dtypes, st.integers(1, 9), st.integers(1, 5), st.integers(1, 5), st.integers(1, 90),
-    st.integers(1, 90), st.booleans(),
+    dtypes, st.integers(1, 9), st.integers(1, 5), st.integers(1, 5), st.integers(0, 90),
+    st.integers(0, 90), st.booleans(),
 )  # fmt: skip
 def test_products_of_planes(
     dtype: torch.dtype, m: int, a: int, b: int, high: int, wide: int, last: bool
@@ -205,6 +205,21 @@ def test_evidence_is_the_same_with_and_without(kind: str, estimator: Any, budget
             stopping.remove()
     for one, other in zip(*found, strict=True):
         assert one == pytest.approx(other, rel=1e-7)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_images_smaller_than_the_kernel(size: int, kernels: str) -> None:
+    """At some places of the kernel there is nothing but padding."""
+    model = nn.Conv2d(6, 9, 3, padding=1).double()
+    x = torch.randn(5, 6, size, size, dtype=torch.float64)
+    sampled = heldin.observe(model, estimator="sampled", budget=4)
+    with heldin.observe(model) as exact, sampled:
+        for _ in range(30):
+            model(x).square().sum().backward()
+            block, _ = sampled.sampler._blocks["weight"]
+            assert torch.allclose(sampled["weight"].squares, exact["weight"].squares[block])
+            exact.clear()
+            sampled.clear()
 
 
 @compiled

@@ -295,7 +295,8 @@ FAST int NAME(columns)(const REAL *values, I sample, I row, I column, I m, I r, 
 FAST int NAME(planes)(const REAL *left, const I *ls, const REAL *right, const I *rs, I m, I a, I b,
                       I high, I wide, REAL *total, REAL *squares, double part, double *out)
 {
-    I lines = PIECE / wide < 1 ? 1 : PIECE / wide; /* that are packed at a time */
+    if (high < 1 || wide < 1) high = wide = 0; /* they do not meet at all */
+    I lines = wide < 1 || PIECE / wide < 1 ? 1 : PIECE / wide; /* that are packed at a time */
     if (lines > high) lines = high;
     I whole = (lines * wide + WIDTH - 1) / WIDTH * WIDTH, chunks = m < CHUNKS ? m : CHUNKS;
     REAL *room = borrow(chunks * ((a + b) * whole + 3 * a * b) * sizeof(REAL));
