@@ -36,6 +36,7 @@ Read = Callable[[Any, int, tuple[int, ...], Places], Any]
 # The block that is drawn: its shape, what each coordinate stands for, and how it is read.
 Aimed = tuple[tuple[int, ...], float, Read]
 Aim = Callable[[Sampler | None], Aimed | None]
+LONG = 1 << 14  # rows, above which sums are formed by PyTorch where rounding decides
 LARGE = 1 << 23  # products of two numbers, above which matrices are left to larger machinery
 
 
@@ -184,6 +185,11 @@ def _drawn(
     return (None, 1.0) if sampler is None else sampler.block(name, shape, reads, spread)
 
 
+def _unclear(site: Site, rows: int) -> bool:
+    """Whether rounding is a question (see `Site.clean`) that the general way answers better."""
+    return site.clean is None or (not site.clean and rows > LONG)
+
+
 def _extent(piece: slice) -> tuple[int, int, int]:
     """First index, step and number of a slice of known ends."""
     step: int = piece.step
@@ -249,8 +255,8 @@ def _vector(
     size = kernels.size
 
     def aim(sampler: Sampler | None) -> Aimed | None:
-        if rows > 1 and site.clean is None:
-            return None  # the general way finds out
+        if rows > 1 and _unclear(site, rows):
+            return None
         piece, weight = _drawn(sampler, name, shape, reads)
         start, step, w = (0, 1, shape[0]) if piece is None else _extent(piece[0])
         faint = 0.0 if rows == 1 or site.clean else noise(dtype, rows)
@@ -284,8 +290,8 @@ def _channels(use: Use, layout: Layout, name: str) -> Aim:
     rows, kernels, dtype = layout.shape[2] * line, KERNELS[use.grad.dtype], use.grad.dtype
 
     def aim(sampler: Sampler | None) -> Aimed | None:
-        if site.clean is None:
-            return None  # the general way finds out
+        if _unclear(site, rows):
+            return None
         piece, weight = _drawn(sampler, name, shape, m * rows)
         start, step, w = (0, 1, shape[0]) if piece is None else _extent(piece[0])
 
