@@ -91,7 +91,7 @@ class _Decoder(nn.Module):
         self.words = nn.Embedding(words, width)
         self.places = nn.Embedding(length, width)
         # As GPT-2 begins. With PyTorch's own, wider start the tied output is so sure of itself that
-        # most of its gradients are denormal numbers, with which products take far longer.
+        # its gradients are zeros and, more with every step, denormal numbers: products get slow.
         for table in (self.words, self.places):
             nn.init.normal_(table.weight, std=0.02)
         layer = nn.TransformerEncoderLayer(
