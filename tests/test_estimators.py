@@ -123,6 +123,16 @@ def test_blocks_change_with_clear_and_not_before() -> None:
         assert seen.sampler.block("weight", (200, 300), spread=True) != first
 
 
+def test_the_weight_and_the_bias_of_a_layer_share_their_rows() -> None:
+    """These are read but once: each block of the one begins where a block of the other does."""
+    sampler = Sampler(64)
+    for _ in range(20):
+        rows = sampler.block("layer.weight", (250, 256))[0][0]
+        entries = sampler.block("layer.bias", (250,), 2048)[0][0]
+        assert rows.start == entries.start
+        sampler.close_step(redraw=True)
+
+
 def test_the_global_random_stream_is_untouched() -> None:
     model, x = nn.Linear(300, 200), torch.randn(8, 300)
     before = torch.get_rng_state()

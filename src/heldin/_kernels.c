@@ -11,7 +11,6 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <float.h>
-#include <math.h>
 
 /* On x86, the widest registers that the machine has. */
 #if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)

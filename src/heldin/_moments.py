@@ -92,7 +92,7 @@ def piece_sums(
     """`ratio_sums` of one piece, in few passes where nothing is extreme.
 
     Args:
-        room: a tensor like `squares` to work in; the squares themselves are then used up, too.
+        room: a tensor like `squares` to work in.
     """
     kernels = KERNELS.get(squares.dtype)
     if kernels is not None:
@@ -110,8 +110,8 @@ def piece_sums(
     ratio = torch.div(total, below, out=below)
     summed = torch.dot(ratio.reshape(-1), total.reshape(-1)).item()
     finite = squares.amax().item() < math.inf if squares.numel() else True
-    live = squares.sign() if room is None else torch.sign(squares, out=below)
-    sums = usual(summed, live.sum().item(), count, symmetric) if finite else None
+    live = torch.sign(squares, out=below).sum().item()
+    sums = usual(summed, live, count, symmetric) if finite else None
     return sums or _sums_of([(total, squares)], count, symmetric)[0]
 
 

@@ -149,7 +149,7 @@ class Sampler:
             number = self._numbers.get(key)
             if number is None:
                 number = self._numbers[key] = _mixed(key ^ (self.seed * 0x10001) ^ self.draws)
-            pieces, stands_for, bits = [], 1.0, 64 // len(axes)
+            pieces, stands_for, bits = [], 1.0, 32 if len(axes) < 3 else 16
             for size, width in axes:
                 piece, weight = _piece(number & ((1 << bits) - 1), size, width, spread)
                 pieces.append(piece)

@@ -38,8 +38,6 @@ Aimed = tuple[tuple[int, ...], float, Read]
 Aim = Callable[[Sampler | None], Aimed | None]
 LONG = 1 << 14  # rows, above which sums are formed by PyTorch where rounding decides
 LARGE = 1 << 23  # products of two numbers, above which matrices are left to larger machinery
-
-
 _OURS = dict(RULES)  # a user's own rule goes before
 
 
