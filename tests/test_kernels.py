@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import heldin
 from heldin._kernels import KERNELS
 from heldin._moments import piece_sums
+from heldin._parts import Outer
 
 compiled = pytest.mark.skipif(not KERNELS, reason="src/heldin/_kernels.c was not compiled here")
 NOWHERE = (0,) * 8
@@ -155,6 +156,79 @@ def test_ratios_are_the_same_with_and_without(
     assert found == pytest.approx(expected, rel=1e-4 if dtype == torch.float32 else 1e-11)
 
 
+def ratios_in_registers(
+    left: Tensor, right: Tensor, total: Tensor, symmetric: bool
+) -> tuple[float, float, bool] | None:
+    return Outer(left[:, None], right[:, None])._at_once(total, symmetric)
+
+
+registers = pytest.mark.skipif(
+    ratios_in_registers(torch.ones(2, 1), torch.ones(2, 1), torch.zeros(1, 1), True) is None,
+    reason="this machine has no AVX-512, or nothing was compiled",
+)
+
+
+@registers
+@settings(max_examples=150, deadline=None)
+@given(
+    dtypes, st.integers(9, 90), st.integers(1, 90), st.integers(1, 90), st.booleans(),
+    st.booleans(), st.integers(1, 3),
+)  # fmt: skip
+def test_ratios_of_outer_products_in_registers(
+    dtype: torch.dtype, m: int, a: int, b: int, symmetric: bool, turned: bool, step: int
+) -> None:
+    torch.manual_seed(m * a + b)
+    left, right = (torch.randn(m, n * step, dtype=dtype)[:, ::step] for n in (a, b))
+    if turned:
+        left = left.t().contiguous().t()
+    left[:, ::5] = 0.0
+    squares = left.double().square().t() @ right.double().square()
+    total = (left.double().t() @ right.double()).to(dtype)
+    room = torch.randn(a, b + step, dtype=dtype)
+    room[:, :b] = total  # rows that do not follow one another at once
+    found = ratios_in_registers(left, right, room[:, :b], symmetric)
+    expected = piece_sums(total.double(), squares, m, symmetric)
+    assert found == pytest.approx(expected, rel=1e-4 if dtype == torch.float32 else 1e-11)
+
+
+@registers
+def test_ratios_in_registers_of_many_samples_by_any_number_of_threads() -> None:
+    """More than the caches hold; the order of the sums is the same."""
+    torch.manual_seed(0)
+    left, right = torch.randn(9000, 31), torch.randn(9000, 70)
+    total = left.t() @ right
+    squares = left.double().square().t() @ right.double().square()
+    threads, found = torch.get_num_threads(), []
+    try:
+        for number in (1, 2, 3):
+            torch.set_num_threads(number)
+            found.append(ratios_in_registers(left, right, total, False))
+    finally:
+        torch.set_num_threads(threads)
+    assert found[0] == found[1] == found[2]
+    assert found[0] == pytest.approx(piece_sums(total.double(), squares, 9000, False), rel=1e-4)
+
+
+@registers
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_registers_cannot_hold_is_left_to_others(dtype: torch.dtype) -> None:
+    """Numbers that are not finite, or too large or too small for their squares; no variance."""
+    left, right = torch.randn(12, 40, dtype=dtype), torch.randn(12, 50, dtype=dtype)
+    assert ratios_in_registers(left, right, left.t() @ right, False) is not None
+    for bad in (torch.inf, torch.nan, torch.finfo(dtype).max ** 0.5):
+        broken = left.clone()
+        broken[3, 7] = bad
+        assert ratios_in_registers(broken, right, broken.t() @ right, False) is None
+    same = torch.ones(12, 40, dtype=dtype)
+    assert ratios_in_registers(same, same, same.t() @ same, False) is None
+    found = ratios_in_registers(0 * left, right, (0 * left).t() @ right, False)
+    assert found == (0.0, 0.0, True)
+    tiny = left * torch.finfo(dtype).tiny**0.5  # squares of squares are rounded to nothing
+    found = Outer(tiny[:, None], right[:, None]).ratios(tiny.t() @ right, False)
+    squares = (tiny.double().square().t() @ right.double().square()).to(dtype)
+    assert found == pytest.approx(piece_sums(tiny.t() @ right, squares, 12, False), rel=1e-2)
+
+
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
 @pytest.mark.parametrize("where", ["total", "squares"])
 def test_what_is_not_finite_is_seen(bad: float, where: str, kernels: str) -> None:
@@ -170,6 +244,8 @@ def test_what_is_not_finite_is_seen(bad: float, where: str, kernels: str) -> Non
 def model_of(kind: str) -> tuple[nn.Module, Tensor]:
     if kind == "linear":
         return nn.Sequential(nn.Linear(70, 90), nn.ReLU(), nn.Linear(90, 3)), torch.randn(12, 70)
+    if kind == "large":  # beyond `_shortcuts.LARGE`
+        return nn.Sequential(nn.Linear(600, 500), nn.ReLU(), nn.Linear(500, 3)), torch.randn(32, 600)
     if kind == "convolution":
         layers = [
             nn.Conv2d(3, 20, 3, padding=1, stride=2),
@@ -185,7 +261,7 @@ def model_of(kind: str) -> tuple[nn.Module, Tensor]:
 @compiled
 @pytest.mark.parametrize("budget", [40, 4096])
 @pytest.mark.parametrize("estimator", ["exact", "sampled"])
-@pytest.mark.parametrize("kind", ["linear", "convolution", "batch first", "time first"])
+@pytest.mark.parametrize("kind", ["linear", "large", "convolution", "batch first", "time first"])
 def test_evidence_is_the_same_with_and_without(kind: str, estimator: Any, budget: int) -> None:
     """Several steps; what is compiled is used in all of them, or in none."""
     torch.manual_seed(0)

@@ -10,6 +10,7 @@
 
 #include <stdint.h>
 #include <stdlib.h>
+#include <string.h>
 #include <float.h>
 
 /* On x86, the widest registers that the machine has. */
@@ -19,11 +20,18 @@
 #define FAST
 #endif
 
+/* Where the registers of `outer_ratios` are. */
+#if defined(__x86_64__) && defined(__GNUC__)
+#include <immintrin.h>
+#define REGISTERS __attribute__((target("avx512f")))
+#endif
+
 typedef int64_t I;
 
 #define TILE 512
 #define PIECE 4096 /* elements of an image */
 #define CHUNKS 4 /* of samples, for several threads; the same however many there are */
+#define NEAR (1 << 20) /* bytes that stay in a cache of second level beside others */
 #define LARGE 262144 /* products, above which several threads take part */
 #define AHEAD 8 /* rows: where they lie far apart, nobody else asks for the next ones in time */
 #define NEXT(line, row) \
@@ -53,18 +61,24 @@ static void give_back(void *room)
 }
 
 #define REAL float
+#define WHOLE int32_t
 #define WIDTH 16
 #define TINY FLT_MIN
+#define VAST 0x1p125f
 #define NAME(name) name##_float
 #include "_kernels.c"
 #undef REAL
+#undef WHOLE
 #undef WIDTH
 #undef TINY
+#undef VAST
 #undef NAME
 
 #define REAL double
+#define WHOLE int64_t
 #define WIDTH 8
 #define TINY DBL_MIN
+#define VAST 0x1p1021
 #define NAME(name) name##_double
 #include "_kernels.c"
 
@@ -331,6 +345,135 @@ FAST int NAME(planes)(const REAL *left, const I *ls, const REAL *right, const I 
     NAME(gather)(room, chunks, a * b, total, squares);
     give_back(room);
     return NAME(ratios)(total, 0, squares, 0, 1, a * b, part, out);
+}
+
+/* What `ratios` gives for a matrix of known totals, (a, b), where the squares are those of
+   left_i^T right_i, one row for each of m samples: a product of squared matrices, of which nothing
+   is kept but a tile in registers. Returns 0 on machines without these registers. */
+#ifdef REGISTERS
+
+typedef WHOLE NAME(bits) __attribute__((vector_size(64), aligned(sizeof(REAL))));
+#define bits NAME(bits)
+#define TALL 14 /* with two vectors side by side, most of the 32 registers */
+#define BROAD (2 * WIDTH)
+
+/* Columns of (m, ...) anywhere in memory, squared, to rows of `wide` with zeros at the end. */
+REGISTERS static inline __attribute__((always_inline)) void
+NAME(pack_squares)(const REAL *from, I sample, I column, I m, I columns, I wide, REAL *to)
+{
+    for (I k = 0; k < m; k++, from += sample, to += wide) {
+        if (column == 1 && columns == wide)
+            for (I j = 0; j < wide; j++) to[j] = from[j] * from[j];
+        else
+            for (I j = 0; j < wide; j++)
+                to[j] = j < columns ? from[j * column] * from[j * column] : 0;
+    }
+}
+
+REGISTERS static inline __attribute__((always_inline)) vec NAME(over)(vec above, vec below)
+{
+    if (sizeof(REAL) == 8) return above / below;
+    vec inverse = (vec)_mm512_rcp14_ps((__m512)below); /* 14 bits, then twice as many */
+    return above * (inverse * (2 - below * inverse));
+}
+
+REGISTERS static int NAME(tiles)(const REAL *left, I left_sample, I left_column, const REAL *right,
+                                 I right_sample, I right_column, I m, I a, I b, const REAL *total,
+                                 I row, double part, double *out)
+{
+    I high = (a + TALL - 1) / TALL, wide = (b + BROAD - 1) / BROAD;
+    I group = (I)(NEAR / (m * BROAD * sizeof(REAL))); /* of columns that stay in the cache */
+    REAL *x = borrow((high * TALL + wide * BROAD) * m * sizeof(REAL)), p = (REAL)part;
+    double *sums = calloc(2 * high, sizeof(double));
+    if (!x || !sums) {
+        if (x) give_back(x);
+        free(sums);
+        return 0;
+    }
+    REAL *y = x + high * TALL * m;
+    if (group < 1) group = 1;
+#pragma omp parallel
+    {
+#pragma omp for schedule(static) nowait
+        for (I i = 0; i < high; i++)
+            NAME(pack_squares)(left + i * TALL * left_column, left_sample, left_column, m,
+                               a - i * TALL < TALL ? a - i * TALL : TALL, TALL, x + i * TALL * m);
+#pragma omp for schedule(static)
+        for (I j = 0; j < wide; j++)
+            NAME(pack_squares)(right + j * BROAD * right_column, right_sample, right_column, m,
+                               b - j * BROAD < BROAD ? b - j * BROAD : BROAD, BROAD,
+                               y + j * BROAD * m);
+        for (I start = 0; start < wide; start += group) {
+#pragma omp for schedule(static)
+            for (I i = 0; i < high; i++) {
+                I h = a - i * TALL < TALL ? a - i * TALL : TALL;
+                I stop = start + group < wide ? start + group : wide;
+                vec each = {0};
+                bits alive = {0};
+                for (I j = start; j < stop; j++) {
+                    const REAL *u = x + i * TALL * m, *v = y + j * BROAD * m;
+                    const REAL *t = total + i * TALL * row + j * BROAD;
+                    I w = b - j * BROAD < BROAD ? b - j * BROAD : BROAD, next = row;
+                    REAL edge[TALL * BROAD];
+                    for (I n = 0; n < h; n++) {
+                        __builtin_prefetch(t + n * row + BROAD);
+                        __builtin_prefetch(t + n * row + BROAD + WIDTH);
+                    }
+                    vec s[TALL][2];
+#pragma GCC unroll 14
+                    for (int n = 0; n < TALL; n++) s[n][0] = s[n][1] = (vec){0};
+                    for (I k = 0; k < m; k++, u += TALL, v += BROAD) {
+                        vec v0 = *(const vec *)v, v1 = *(const vec *)(v + WIDTH);
+#pragma GCC unroll 14
+                        for (int n = 0; n < TALL; n++) s[n][0] += v0 * u[n], s[n][1] += v1 * u[n];
+                    }
+                    if (h < TALL || w < BROAD) {
+                        memset(edge, 0, sizeof(edge));
+                        for (I n = 0; n < h; n++)
+                            memcpy(edge + n * BROAD, t + n * row, w * sizeof(REAL));
+                        t = edge, next = BROAD;
+                    }
+#pragma GCC unroll 14
+                    for (int n = 0; n < TALL; n++)
+#pragma GCC unroll 2
+                        for (int half = 0; half < 2; half++) {
+                            vec q = *(const vec *)(t + n * next + half * WIDTH), e = s[n][half];
+                            q *= q;
+                            vec below = e - p * q, tiny = (vec){0} + TINY;
+                            bits low = below < tiny, bad = ~(e <= VAST);
+                            below = (vec)(((bits)below & ~low) | ((bits)tiny & low));
+                            each += NAME(over)(q, below);
+                            each += (vec)(bad & (bits)((vec){0} + (REAL)__builtin_nan("")));
+                            alive -= e != 0;
+                        }
+                }
+                for (int n = 0; n < WIDTH; n++)
+                    sums[2 * i] += each[n], sums[2 * i + 1] += (double)alive[n];
+            }
+        }
+    }
+    out[0] = out[1] = 0;
+    for (I i = 0; i < high; i++) out[0] += sums[2 * i], out[1] += sums[2 * i + 1];
+    free(sums);
+    give_back(x);
+    return 1;
+}
+
+#undef bits
+#undef TALL
+#undef BROAD
+#endif
+
+int NAME(outer_ratios)(const REAL *left, I left_sample, I left_column, const REAL *right,
+                       I right_sample, I right_column, I m, I a, I b, const REAL *total, I row,
+                       double part, double *out)
+{
+#ifdef REGISTERS
+    if (m > 0 && __builtin_cpu_supports("avx512f"))
+        return NAME(tiles)(left, left_sample, left_column, right, right_sample, right_column, m, a,
+                           b, total, row, part, out);
+#endif
+    return 0;
 }
 
 #undef vec

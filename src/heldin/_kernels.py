@@ -22,6 +22,7 @@ _ARGUMENTS = {
     "outer": "piiipiiiiiiipprp",
     "columns": "piiiiiirpiiippiipprp",
     "planes": "ppppiiiiipprp",
+    "outer_ratios": "piipiiiiipirp",
 }
 _KINDS = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "r": ctypes.c_double}
 
@@ -33,6 +34,7 @@ class Kernels:
     outer: Any
     columns: Any
     planes: Any
+    outer_ratios: Any
 
     def __init__(self, library: ctypes.CDLL, suffix: str, size: int) -> None:
         self.size = size  # bytes of a number

@@ -8,6 +8,7 @@ weights) are summed per sample before they are squared.
 
 from __future__ import annotations
 
+import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
@@ -16,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._kernels import KERNELS
-from ._moments import Sums, piece_sums, ratio_sums
+from ._kernels import KERNELS, readable
+from ._moments import Sums, piece_sums, ratio_sums, usual
 from ._sampling import Block
 
 __all__ = [
@@ -188,6 +189,9 @@ class Outer(Part):
         return [(top, min(a, top + height)) for top in range(0, a, height)]
 
     def ratios(self, total: Tensor | None, symmetric: bool) -> Sums:
+        sums = None if total is None or self.rows > 1 else self._at_once(total, symmetric)
+        if sums is not None:
+            return sums
         if total is None or self.numel <= CACHE or total.device.type != "cpu":
             return super().ratios(total, symmetric)
         left, right = wide(self.left), wide(self.right)
@@ -206,6 +210,23 @@ class Outer(Part):
             spare = None if once else other
             each.append(piece_sums(total[top:bottom], squares, self.m, symmetric, spare))
         return sum(e[0] for e in each), sum(e[1] for e in each), all(e[2] for e in each)
+
+
+    def _at_once(self, total: Tensor, symmetric: bool) -> Sums | None:
+        """In registers; None where there are none, or something is extreme."""
+        left, right, kernels = wide(self.left), wide(self.right), KERNELS.get(total.dtype)
+        if kernels is None or not all(map(readable, (left, right, total))):
+            return None
+        if left.dtype is not total.dtype or right.dtype is not total.dtype or total.stride(1) != 1:
+            return None
+        out, (a, b), m = (ctypes.c_double * 2)(), self.shape, self.m
+        (i, _, j), (u, _, v) = left.stride(), right.stride()
+        part = 0.0 if symmetric else 1 / m
+        done = kernels.outer_ratios(
+            left.data_ptr(), i, j, right.data_ptr(), u, v, m, a, b, total.data_ptr(),
+            total.stride(0), part, out,
+        )  # fmt: skip
+        return usual(out[0], out[1], m, symmetric) if done else None
 
 
 def _strip_squares(left: Tensor, right: Tensor, out: Tensor, each: Tensor) -> None:
