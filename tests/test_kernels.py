@@ -223,7 +223,7 @@ def test_what_registers_cannot_hold_is_left_to_others(dtype: torch.dtype) -> Non
     assert ratios_in_registers(same, same, same.t() @ same, False) is None
     found = ratios_in_registers(0 * left, right, (0 * left).t() @ right, False)
     assert found == (0.0, 0.0, True)
-    tiny = left * torch.finfo(dtype).tiny**0.5  # squares of squares are rounded to nothing
+    tiny = left * torch.finfo(dtype).tiny ** 0.5  # squares of squares are rounded to nothing
     found = Outer(tiny[:, None], right[:, None]).ratios(tiny.t() @ right, False)
     squares = (tiny.double().square().t() @ right.double().square()).to(dtype)
     assert found == pytest.approx(piece_sums(tiny.t() @ right, squares, 12, False), rel=1e-2)
@@ -245,7 +245,9 @@ def model_of(kind: str) -> tuple[nn.Module, Tensor]:
     if kind == "linear":
         return nn.Sequential(nn.Linear(70, 90), nn.ReLU(), nn.Linear(90, 3)), torch.randn(12, 70)
     if kind == "large":  # beyond `_shortcuts.LARGE`
-        return nn.Sequential(nn.Linear(600, 500), nn.ReLU(), nn.Linear(500, 3)), torch.randn(32, 600)
+        return nn.Sequential(nn.Linear(600, 500), nn.ReLU(), nn.Linear(500, 3)), torch.randn(
+            32, 600
+        )
     if kind == "convolution":
         layers = [
             nn.Conv2d(3, 20, 3, padding=1, stride=2),

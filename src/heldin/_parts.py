@@ -211,7 +211,6 @@ class Outer(Part):
             each.append(piece_sums(total[top:bottom], squares, self.m, symmetric, spare))
         return sum(e[0] for e in each), sum(e[1] for e in each), all(e[2] for e in each)
 
-
     def _at_once(self, total: Tensor, symmetric: bool) -> Sums | None:
         """In registers; None where there are none, or something is extreme."""
         left, right, kernels = wide(self.left), wide(self.right), KERNELS.get(total.dtype)
