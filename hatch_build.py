@@ -1,7 +1,8 @@
 """Compiles src/heldin/_kernels.c while the package is built or installed, if that can be done.
 
 heldin works without it, more slowly. The compiler is that of the environment variable CC, or the
-first of cc, gcc and clang.
+first of cc, gcc and clang; the headers of Python have to be there, too. What is compiled fits every
+version of Python from 3.10 on.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +29,11 @@ class CompileKernels(BuildHookInterface):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile; on success the wheel is one for this platform."""
         folder = Path(self.root, "src", "heldin")
-        target = folder / "libheldin.so"
+        target = folder / "_compiled.abi3.so"
         target.unlink(missing_ok=True)
         if self.target_name == "wheel" and compiled(folder / "_kernels.c", target):
             build_data["pure_python"] = False
-            build_data["tag"] = f"py3-none-{next(sys_tags()).platform}"
+            build_data["tag"] = f"cp310-abi3-{next(sys_tags()).platform}"
 
 
 def compiled(source: Path, target: Path) -> bool:
@@ -42,7 +44,8 @@ def compiled(source: Path, target: Path) -> bool:
     if compiler is None or sys.platform == "win32":
         return False
     for flags in WAYS:
-        command = [compiler, *flags, str(source), "-o", str(target)]
+        headers = ["-I", sysconfig.get_path("include")]
+        command = [compiler, *flags, *headers, str(source), "-o", str(target)]
         if subprocess.run(command, capture_output=True).returncode == 0:
             return True
     return False

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
 import subprocess
 import sys
+import sysconfig
+from array import array
 from typing import Any
 
 import pytest
@@ -65,12 +66,12 @@ def test_outer_products(
     torch.manual_seed(m * a + b)
     left, right = (torch.randn(rows * m, n * step, dtype=dtype)[:, ::step] for n in (a, b))
     by_sample, by_row = (1, m) if interleaved else (rows, 1)
-    out, ratios = torch.full((2, a, b), torch.nan, dtype=dtype), (ctypes.c_double * 2)()
+    out, ratios = torch.full((2, a, b), torch.nan, dtype=dtype), array("d", [0, 0])
     (i, k), (u, w), at = left.stride(), right.stride(), out.data_ptr()
     assert kernels.outer(
         left.data_ptr(), i * by_sample, i * by_row, k,
         right.data_ptr(), u * by_sample, u * by_row, w,
-        m, rows, a, b, at, at + a * b * kernels.size, 1 / m, ratios,
+        m, rows, a, b, at, at + a * b * kernels.size, 1 / m, ratios.buffer_info()[0],
     )  # fmt: skip
     x, y = (
         t.double().reshape((rows, m, -1) if interleaved else (m, rows, -1)) for t in (left, right)
@@ -94,11 +95,11 @@ def test_sums_of_columns(
     values[:, :, 0] = 0.0
     mean, scale = torch.randn(m, rows, dtype=dtype), torch.rand(m, rows, dtype=dtype)
     others = (x.data_ptr(), *x.stride(), mean.data_ptr(), scale.data_ptr(), *mean.stride())
-    out, ratios = torch.full((2, w), torch.nan, dtype=dtype), (ctypes.c_double * 2)()
+    out, ratios = torch.full((2, w), torch.nan, dtype=dtype), array("d", [0, 0])
     at = out.data_ptr()
     assert kernels.columns(
         values.data_ptr(), *values.stride(), m, rows, w, 0.5 if faint else 0.0,
-        *(others if norm else NOWHERE), at, at + w * kernels.size, 1 / m, ratios,
+        *(others if norm else NOWHERE), at, at + w * kernels.size, 1 / m, ratios.buffer_info()[0],
     )  # fmt: skip
     terms = values.double()
     if norm:
@@ -127,11 +128,11 @@ def test_products_of_planes(
     if last:
         left = left.contiguous(memory_format=torch.channels_last)
     left, right = left[:, :, ::2], right[:, :, ::2]
-    out, ratios = torch.full((2, a, b), torch.nan, dtype=dtype), (ctypes.c_double * 2)()
-    four, at = ctypes.c_int64 * 4, out.data_ptr()
+    out, ratios = torch.full((2, a, b), torch.nan, dtype=dtype), array("d", [0, 0])
+    at = out.data_ptr()
     assert kernels.planes(
-        left.data_ptr(), four(*left.stride()), right.data_ptr(), four(*right.stride()),
-        m, a, b, high, wide, at, at + a * b * kernels.size, 1 / m, ratios,
+        left.data_ptr(), *left.stride(), right.data_ptr(), *right.stride(),
+        m, a, b, high, wide, at, at + a * b * kernels.size, 1 / m, ratios.buffer_info()[0],
     )  # fmt: skip
     check(out, ratios, torch.einsum("mahw,mbhw->mab", left.double(), right.double()), m)
 
@@ -345,6 +346,7 @@ def test_they_can_be_left_out() -> None:
 def test_the_source_compiles_without_a_warning(tmp_path: Any) -> None:
     source = heldin.__file__.replace("__init__.py", "_kernels.c")
     flags = ["-O1", "-Wall", "-Wextra", "-Werror", "-Wno-psabi", "-Wno-unknown-pragmas"]
+    flags += ["-I", sysconfig.get_path("include")]
     command = ["cc", *flags, "-fPIC", "-shared", source, "-o", str(tmp_path / "k.so")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -4,10 +4,14 @@
    calls where this file could not be compiled. The second half is compiled twice, by including
    this file once for each type of numbers. Strides are counted in elements. All functions return
    1, or 0 if there was no memory to work in. Those that form a total and squares of contributions
-   also give what `ratios` gives for these, for the value of `part`. */
+   also give what `ratios` gives for these, for the value of `part`. At the end is what makes a
+   module of Python of it. */
 
 #ifndef REAL
 
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030a0000
+#include <Python.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -60,6 +64,24 @@ static void give_back(void *room)
     if (room != kept) free(room);
 }
 
+/* Arguments as numbers: whole ones (w) and real ones (r). */
+static int numbers(PyObject *self, PyObject *const *given, Py_ssize_t count, const char *codes,
+                   I *whole, double *real)
+{
+    (void)self;
+    for (Py_ssize_t i = 0; codes[i]; i++) {
+        if (i == count || (!codes[i + 1] && i + 1 < count)) {
+            PyErr_SetString(PyExc_TypeError, "wrong number of arguments");
+            return 0;
+        }
+        if (codes[i] == 'r')
+            *real++ = PyFloat_AsDouble(given[i]);
+        else
+            *whole++ = PyLong_AsLongLong(given[i]);
+    }
+    return !PyErr_Occurred();
+}
+
 #define REAL float
 #define WHOLE int32_t
 #define WIDTH 16
@@ -81,6 +103,21 @@ static void give_back(void *room)
 #define VAST 0x1p1021
 #define NAME(name) name##_double
 #include "_kernels.c"
+#undef NAME
+
+#define METHOD(name) {#name, (PyCFunction)(void (*)(void))py_##name, METH_FASTCALL, NULL}
+#define METHODS(kind) \
+    METHOD(ratios_##kind), METHOD(outer_##kind), METHOD(columns_##kind), METHOD(planes_##kind), \
+        METHOD(outer_ratios_##kind)
+
+static PyMethodDef methods[] = {METHODS(float), METHODS(double), {NULL, NULL, 0, NULL}};
+static struct PyModuleDef module = {
+    PyModuleDef_HEAD_INIT, "_compiled", NULL, -1, methods, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__compiled(void)
+{
+    return PyModule_Create(&module);
+}
 
 #else
 
@@ -474,6 +511,64 @@ int NAME(outer_ratios)(const REAL *left, I left_sample, I left_column, const REA
                            b, total, row, part, out);
 #endif
     return 0;
+}
+
+/* The same for Python: addresses of tensors and `out` are numbers. */
+#define ARGUMENTS PyObject *self, PyObject *const *given, Py_ssize_t count
+#define AT(n) ((REAL *)(intptr_t)w[n])
+#define OUT(n) ((double *)(intptr_t)w[n])
+
+static PyObject *NAME(py_ratios)(ARGUMENTS)
+{
+    I w[6];
+    double part, out[2];
+    if (!numbers(self, given, count, "wwwwwwr", w, &part)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    NAME(ratios)(AT(0), w[1], AT(2), w[3], w[4], w[5], part, out);
+    Py_END_ALLOW_THREADS
+    return Py_BuildValue("dd", out[0], out[1]);
+}
+
+static PyObject *NAME(py_outer_ratios)(ARGUMENTS)
+{
+    I w[11];
+    double part, out[2];
+    int done;
+    if (!numbers(self, given, count, "wwwwwwwwwwwr", w, &part)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    done = NAME(outer_ratios)(AT(0), w[1], w[2], AT(3), w[4], w[5], w[6], w[7], w[8], AT(9), w[10],
+                              part, out);
+    Py_END_ALLOW_THREADS
+    if (!done) Py_RETURN_NONE;
+    return Py_BuildValue("dd", out[0], out[1]);
+}
+
+static PyObject *NAME(py_outer)(ARGUMENTS)
+{
+    I w[15];
+    double part;
+    if (!numbers(self, given, count, "wwwwwwwwwwwwwwrw", w, &part)) return NULL;
+    return PyBool_FromLong(NAME(outer)(AT(0), w[1], w[2], w[3], AT(4), w[5], w[6], w[7], w[8], w[9],
+                                       w[10], w[11], AT(12), AT(13), part, OUT(14)));
+}
+
+static PyObject *NAME(py_columns)(ARGUMENTS)
+{
+    I w[18];
+    double r[2]; /* faint and part */
+    if (!numbers(self, given, count, "wwwwwwwrwwwwwwwwwwrw", w, r)) return NULL;
+    return PyBool_FromLong(NAME(columns)(AT(0), w[1], w[2], w[3], w[4], w[5], w[6], r[0], AT(7),
+                                         w[8], w[9], w[10], AT(11), AT(12), w[13], w[14], AT(15),
+                                         AT(16), r[1], OUT(17)));
+}
+
+static PyObject *NAME(py_planes)(ARGUMENTS)
+{
+    I w[18];
+    double part;
+    if (!numbers(self, given, count, "wwwwwwwwwwwwwwwwwrw", w, &part)) return NULL;
+    return PyBool_FromLong(NAME(planes)(AT(0), w + 1, AT(5), w + 6, w[10], w[11], w[12], w[13],
+                                        w[14], AT(15), AT(16), part, OUT(17)));
 }
 
 #undef vec

@@ -6,9 +6,8 @@ happens where there is no compiled file, or with HELDIN_KERNELS=0 in the environ
 
 from __future__ import annotations
 
-import ctypes
 import os
-from pathlib import Path
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -16,33 +15,17 @@ from torch import Tensor, nn
 
 __all__ = ["KERNELS", "Kernels", "readable"]
 
-# Of every function, in the order of `_kernels.c`: pointers, integers and real numbers.
-_ARGUMENTS = {
-    "ratios": "pipiiirp",
-    "outer": "piiipiiiiiiipprp",
-    "columns": "piiiiiirpiiippiipprp",
-    "planes": "ppppiiiiipprp",
-    "outer_ratios": "piipiiiiipirp",
-}
-_KINDS = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "r": ctypes.c_double}
-
 
 class Kernels:
     """The compiled functions for one type of numbers; they take addresses of tensors."""
 
-    ratios: Any
-    outer: Any
-    columns: Any
-    planes: Any
-    outer_ratios: Any
-
-    def __init__(self, library: ctypes.CDLL, suffix: str, size: int) -> None:
+    def __init__(self, module: Any, suffix: str, size: int) -> None:
         self.size = size  # bytes of a number
-        for name, codes in _ARGUMENTS.items():
-            function = getattr(library, f"{name}_{suffix}")
-            function.argtypes = [_KINDS[code] for code in codes]
-            function.restype = ctypes.c_int
-            setattr(self, name, function)
+        self.ratios = getattr(module, f"ratios_{suffix}")
+        self.outer = getattr(module, f"outer_{suffix}")
+        self.columns = getattr(module, f"columns_{suffix}")
+        self.planes = getattr(module, f"planes_{suffix}")
+        self.outer_ratios = getattr(module, f"outer_ratios_{suffix}")
 
 
 _PLAIN, _STRIDED = (Tensor, nn.Parameter), torch.strided
@@ -55,16 +38,15 @@ def readable(tensor: Tensor) -> bool:
 
 
 def _load() -> dict[torch.dtype, Kernels]:
-    path = Path(__file__).with_name("libheldin.so")
-    if os.environ.get("HELDIN_KERNELS", "1") == "0" or not path.exists():
+    if os.environ.get("HELDIN_KERNELS", "1") == "0":
         return {}
     try:
-        library = ctypes.CDLL(str(path))
+        module = import_module("heldin._compiled")
         return {
-            torch.float32: Kernels(library, "float", 4),
-            torch.float64: Kernels(library, "double", 8),
+            torch.float32: Kernels(module, "float", 4),
+            torch.float64: Kernels(module, "double", 8),
         }
-    except (OSError, AttributeError):  # of another platform, or of another version
+    except (ImportError, AttributeError):  # of another platform, or of another version
         return {}
 
 

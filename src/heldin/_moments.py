@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -126,7 +125,6 @@ def _at_once(kernels: Kernels, total: Tensor, squares: Tensor, part: float) -> A
     """The sum of total^2 / (squares - part total^2), and the number of live coordinates."""
     if total.dtype is not squares.dtype or not (readable(total) and readable(squares)):
         return None
-    out = (ctypes.c_double * 2)()
     if total.is_contiguous() and squares.is_contiguous():
         rows, columns, above, below = 1, total.numel(), 0, 0
     elif total.dim() == 2 and total.stride(1) == squares.stride(1) == 1:
@@ -134,8 +132,7 @@ def _at_once(kernels: Kernels, total: Tensor, squares: Tensor, part: float) -> A
     else:
         return None
     at = total.data_ptr()
-    kernels.ratios(at, above, squares.data_ptr(), below, rows, columns, part, out)
-    return out
+    return kernels.ratios(at, above, squares.data_ptr(), below, rows, columns, part)
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,6 @@ weights) are summed per sample before they are squared.
 
 from __future__ import annotations
 
-import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
@@ -218,14 +217,13 @@ class Outer(Part):
             return None
         if left.dtype is not total.dtype or right.dtype is not total.dtype or total.stride(1) != 1:
             return None
-        out, (a, b), m = (ctypes.c_double * 2)(), self.shape, self.m
+        (a, b), m = self.shape, self.m
         (i, _, j), (u, _, v) = left.stride(), right.stride()
-        part = 0.0 if symmetric else 1 / m
-        done = kernels.outer_ratios(
+        found = kernels.outer_ratios(
             left.data_ptr(), i, j, right.data_ptr(), u, v, m, a, b, total.data_ptr(),
-            total.stride(0), part, out,
+            total.stride(0), 0.0 if symmetric else 1 / m,
         )  # fmt: skip
-        return usual(out[0], out[1], m, symmetric) if done else None
+        return None if found is None else usual(*found, m, symmetric)
 
 
 def _strip_squares(left: Tensor, right: Tensor, out: Tensor, each: Tensor) -> None:

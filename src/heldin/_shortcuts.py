@@ -9,7 +9,6 @@ does not apply, the general way is taken.
 
 from __future__ import annotations
 
-import ctypes
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
@@ -306,9 +305,6 @@ def _channels(use: Use, layout: Layout, name: str) -> Aim:
     return aim
 
 
-_FOUR = ctypes.c_int64 * 4
-
-
 def _filters(use: Use, layout: Layout, name: str) -> Aim:
     """The filters of a plain convolution, at one place in the kernel."""
     m, reads = layout.m, layout.m * layout.shape[2] * layout.shape[3]
@@ -336,9 +332,9 @@ def _filters(use: Use, layout: Layout, name: str) -> Aim:
             first = top * g1 + out_h.start * g2 + out_w.start * g3
             second = start * x1 + in_h.start * x2 + in_w.start * x3
             return kernels.planes(
-                at + first * kernels.size, _FOUR(g0, g1 * up, g2, g3),
+                at + first * kernels.size, g0, g1 * up, g2, g3,
                 x.data_ptr() + second * kernels.size,
-                _FOUR(x0, x1 * step, x2 * (in_h.step or 1), x3 * (in_w.step or 1)),
+                x0, x1 * step, x2 * (in_h.step or 1), x3 * (in_w.step or 1),
                 m, a, b, out_h.stop - out_h.start, out_w.stop - out_w.start, *places,
             )  # fmt: skip
 
