@@ -142,6 +142,8 @@ class Plan:
     general: dict[int, list[Sink]] = field(default_factory=dict)  # node -> sinks that are no views
     sites: dict[tuple[int, int], Any] = field(default_factory=dict)  # see `_rules.Site`
     trusted: dict[tuple[int, int], bool] = field(default_factory=dict)  # see `pull_back`
+    spots: Any = None  # see `_pass.Pass.hook`
+    blocks: Any = None
     _watched: dict[bool, list[tuple[str, int]]] = field(default_factory=dict)
 
     def fits(self, graph: Graph) -> bool:

@@ -128,7 +128,8 @@ class Observation(Mapping[str, Moments]):
         self.reducing: bool | None = None  # keep no moments but their ratios (True: q, False: f)
         self.reduced: dict[str, Reduced] = {}  # what is kept then
         self.careful = False
-        self.room: Tensor | None = None  # memory for the next pass, see `_shortcuts.Blocks`
+        self.memory: Tensor | None = None  # see `_shortcuts.Blocks`
+        self.aiming = False  # a pass under way is using it
         self.held: dict[str, Held] = {}  # if careful: what the moments can be formed from
         self.estimator = estimator
         self.sampler = Sampler(budget, seed) if estimator == "sampled" else None

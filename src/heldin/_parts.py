@@ -223,7 +223,7 @@ class Outer(Part):
             left.data_ptr(), i, j, right.data_ptr(), u, v, m, a, b, total.data_ptr(),
             total.stride(0), 0.0 if symmetric else 1 / m,
         )  # fmt: skip
-        return None if found is None else usual(*found, m, symmetric)
+        return None if found is None else usual(found[0], found[1], m, symmetric)
 
 
 def _strip_squares(left: Tensor, right: Tensor, out: Tensor, each: Tensor) -> None:

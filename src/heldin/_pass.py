@@ -18,7 +18,7 @@ from ._moments import Sums, usual
 from ._parts import CHUNK, Lazy, Moved, Part, Rows, moments, wide
 from ._replay import Output, frontier, mixes_samples, replay, topmost
 from ._rules import Site, Use, contributions, narrowed
-from ._shortcuts import Blocks, Cell, cell_for, fill, shortcut
+from ._shortcuts import Blocks, Spot, fill, shortcut
 
 if TYPE_CHECKING:
     from ._calls import Call
@@ -67,7 +67,7 @@ class Pass:
         self._blocks: list[Blocks] = []  # read by shortcuts
         self._short: set[str] = set()  # parameters of which no more is waited for
         self._uses: dict[str, int] = {}
-        self._busy = self._started = False
+        self._busy = self._started = self._aiming = False
         self._autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
 
     # -- before the pass
@@ -211,27 +211,35 @@ class Pass:
 
     def hook(self) -> None:
         """Listen at the nodes of the plan."""
-        plan, nodes = self.plan, self.graph.nodes
+        plan, nodes, seen = self.plan, self.graph.nodes, self.seen
         if plan is None:
             return
-        add, listen = self._handles.append, self._listener
-        sampler, cells = self.seen.sampler, []
-        for position, uses in plan.uses.items():
-            mine: list[Cell | None] = [None] * len(uses)
-            if self.seen.rows is None:
-                for i, (argument, sink) in enumerate(uses):
-                    mine[i] = cell_for(plan.sites.get((position, argument)), sink, sampler)
-            cells += [cell for cell in mine if cell is not None]
-            add(nodes[position].register_prehook(self._reader(position, mine)))
-        if cells:
-            room, self.seen.room = self.seen.room, None  # a pass inside this one takes another
-            self._blocks.append(Blocks(cells, self._part, room))
-            self._short = {cell.name for cell in cells}
+        add, listen, sampler = self._handles.append, self._listener, seen.sampler
+        if plan.spots is None:
+            plan.spots = _spots(plan)
+        free = seen.rows is None and not seen.aiming  # a pass inside another has no shortcuts
+        for position, spots in plan.spots:
+            node = nodes[position]
+            mine = [s if free and s and s.ready(node, sampler) else None for s in spots]
+            self._short.update([s.name for s in mine if s])
+            add(node.register_prehook(self._reader(position, mine)))
+        if self._short:
+            self._aim(plan)
         for position in plan.general:
             add(nodes[position].register_prehook(listen(self._pulled, position)))
         for name, position in plan.watched(sampler is not None):
             if name not in self._short:
                 add(nodes[position].register_prehook(listen(self._arrived, name)))
+
+    def _aim(self, plan: Plan) -> None:
+        """Have places for what the shortcuts will read."""
+        seen, part = self.seen, self._part
+        seen.aiming = self._aiming = True
+        if plan.blocks is None or not plan.blocks.fit(part, seen.memory):
+            spots = [spot for _, spots in plan.spots or () for spot in spots if spot]
+            plan.blocks = Blocks(spots, part, seen.memory)
+            seen.memory = plan.blocks.memory
+        self._blocks.append(plan.blocks)
 
     def _listener(self, respond: Callable[[Any, Any], None], what: Any) -> Callable[[Any], None]:
         def fired(grads: Sequence[Tensor | None]) -> None:
@@ -249,14 +257,14 @@ class Pass:
 
         return fired
 
-    def _reader(self, position: int, cells: Sequence[Cell | None]) -> Callable[[Any], None]:
+    def _reader(self, position: int, spots: Sequence[Spot | None]) -> Callable[[Any], None]:
         """A listener that takes the shortcuts that there are."""
         node = self.graph.nodes[position]
 
         def fired(grads: Sequence[Tensor | None]) -> None:
             if self._busy:
                 return
-            for i in fill(cells, node, grads[0]):
+            for i in fill(spots, node, grads[0]):
                 self._listener(self._used, position)((i, grads))
 
         return fired
@@ -302,13 +310,15 @@ class Pass:
 
     def _shortened(self, use: Use, sink: Sink) -> bool:
         """Look for a shortcut, and take it at once: a resumed run must not differ by a bit."""
-        use.site.shortcut = shortcut(use, sink) or False
-        cell = cell_for(use.site, sink, self.seen.sampler)
-        if cell is None:
+        plan, sampler = self.plan, self.seen.sampler
+        assert plan is not None
+        spot = shortcut(use, sink, sampler)
+        use.site.shortcut = spot or False
+        if spot is None or not spot.ready(use.node, sampler):
             return False
-        blocks = Blocks([cell], self._part, None)
-        self._blocks.append(blocks)
-        return not [*fill([cell], use.node, use.grad)]
+        plan.spots = plan.blocks = None  # from the next pass on it is one of them
+        self._blocks.append(Blocks([spot], self._part, None))
+        return not fill([spot], use.node, use.grad)
 
     @property
     def _part(self) -> float:
@@ -479,15 +489,15 @@ class Pass:
         seen = self.seen
         reduces = seen.reducing is not None and not seen.passes
         ratios = iter(blocks.ratios() if reduces else ())
-        for cell in blocks.cells:
+        for spot in blocks.spots:
             sums = usual(next(ratios), next(ratios), m, seen.reducing) if reduces else None
-            if not cell.full:
+            if not spot.full:
                 continue
             if sums is None:
-                self.done[cell.name] = (*blocks.moments(cell), None, cell.weight)
+                self.done[spot.name] = (*blocks.moments(spot), None, spot.weight)
             else:
-                self.ratios[cell.name] = (sums, cell.size, cell.weight)
-                self.held[cell.name] = (partial(blocks.moments, cell), cell.weight)
+                self.ratios[spot.name] = (sums, spot.size, spot.weight)
+                self.held[spot.name] = (partial(blocks.moments, spot), spot.weight)
 
     def close(self) -> None:
         """Let go of the graph, also after an error."""
@@ -499,8 +509,20 @@ class Pass:
         for call in self.calls:
             call.release()
         self._handles, self._parts, self._written, self._later = [], {}, {}, []
-        if self._blocks:
-            self.seen.room = self._blocks[0].room
+        for blocks in self._blocks:
+            for spot in blocks.spots:
+                spot.let_go()
         self._blocks = []
+        if self._aiming:
+            self._aiming = self.seen.aiming = False
         self.done, self.ratios, self.held = {}, {}, {}
         self.graph, self.roots, self.seeds = NOTHING, [], None
+
+
+def _spots(plan: Plan) -> list[tuple[int, list[Spot | None]]]:
+    """The shortcuts that were found, for all uses at each node."""
+    found = []
+    for position, uses in plan.uses.items():
+        sites = [plan.sites.get((position, argument)) for argument, _ in uses]
+        found.append((position, [(site and site.shortcut) or None for site in sites]))
+    return found

@@ -2,15 +2,16 @@
 
 Between two large matrix products everything small is out of the caches: a call into PyTorch, or a
 few lines of Python, take some ten microseconds there, so that the general way (a `Use`, its rule,
-a part) costs more than the sums. A shortcut decides all it can before the pass (`aim`), and then
-reads the numbers where they lie. It gives what the general way gives but for rounding; where it
-does not apply, the general way is taken.
+a part) costs more than the sums. A `Spot` decides all it can before the pass (`aim`), where the
+same lines run one after the other, and then reads the numbers where they lie. It gives what the
+general way gives but for rounding; where it does not apply, the general way is taken.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from math import prod
 from operator import attrgetter
 from typing import Any
@@ -25,124 +26,140 @@ from ._parts import overlap
 from ._rules import RULES, Site, Use, along, keep_readable, noise
 from ._sampling import Block, Sampler
 
-__all__ = ["Blocks", "Cell", "cell_for", "fill", "shortcut"]
+__all__ = ["Blocks", "Spot", "fill", "shortcut"]
 
 # Addresses for the sum and the sum of squares of the contributions; then what `ratios` in
 # `_kernels.c` takes, and the address for what it gives.
 Places = tuple[int, int, float, int]
-# Takes a node, address and strides of its incoming gradient, and places; False: does not apply.
-Read = Callable[[Any, int, tuple[int, ...], Places], Any]
-# The block that is drawn: its shape, what each coordinate stands for, and how it is read.
-Aimed = tuple[tuple[int, ...], float, Read]
-Aim = Callable[[Sampler | None], Aimed | None]
 LONG = 1 << 14  # rows, above which sums are formed by PyTorch where rounding decides
 LARGE = 1 << 23  # products of two numbers, above which matrices are left to larger machinery
 _OURS = dict(RULES)  # a user's own rule goes before
 
 
-class Cell:
-    """A block, and the places for its moments."""
+class Spot(ABC):
+    """The only use of a parameter; serves one pass after the other.
 
-    __slots__ = ("dtype", "full", "name", "places", "read", "shape", "size", "start", "weight")
+    Attributes:
+        shape, weight: of the block that was aimed at, and what each coordinate stands for.
+        room: how many coordinates there are places for.
+        full: whether the moments have been put there.
+    """
 
-    def __init__(self, name: str, dtype: torch.dtype, aimed: Aimed) -> None:
-        self.name, self.dtype = name, dtype
-        self.shape, self.weight, self.read = aimed
-        self.size = prod(self.shape)
+    def __init__(self, use: Use, sink: Sink) -> None:
+        self.name, self.dtype, self.kind = sink.params[0], use.grad.dtype, use.node.name()
+        self.kernels = KERNELS[self.dtype]
+        self.shape: tuple[int, ...] = ()
+        self.weight = 1.0
+        self.size = self.room = 0
         self.start = 0  # in the memory of all of them
         self.places: Places = (0, 0, 0.0, 0)
         self.full = False
+        self.kept: list[_Kept] = []  # what the node has saved
+
+    @abstractmethod
+    def aim(self, node: Any, sampler: Sampler | None) -> bool:
+        """Choose the block and look up what the node has saved; False: does not apply."""
+
+    @abstractmethod
+    def read(self, node: Any, at: int, strides: tuple[int, ...]) -> Any:
+        """Form the moments, given address and strides of the gradient; False: does not apply."""
+
+    def let_go(self) -> None:
+        """Forget what the node has saved."""
+        for kept in self.kept:
+            kept.found = None
+
+    def ready(self, node: Any, sampler: Sampler | None) -> bool:
+        """`aim`, unless the user has a rule."""
+        self.full = False
+        return RULES.get(self.kind) is _OURS[self.kind] and self.aim(node, sampler)
+
+    def _take(self, shape: tuple[int, ...], weight: float) -> None:
+        self.shape, self.weight, self.size = shape, weight, prod(shape)
 
 
-def fill(cells: Sequence[Cell | None], node: Any, grad: Tensor | None) -> Iterator[int]:
+def fill(spots: Sequence[Spot | None], node: Any, grad: Tensor | None) -> Sequence[int]:
     """Put the moments into their places; gives the numbers of those for which that failed."""
     if grad is None or not readable(grad):
-        yield from range(len(cells))
-        return
+        return range(len(spots))
     at, strides, dtype = grad.data_ptr(), grad.stride(), grad.dtype
-    for i, cell in enumerate(cells):
-        if cell is None or cell.dtype is not dtype:
-            yield i
-        elif cell.read(node, at, strides, cell.places):
-            cell.full = True
+    failed = []
+    for i, spot in enumerate(spots):
+        if spot is not None and spot.dtype is dtype and spot.read(node, at, strides):
+            spot.full = True
         else:
-            yield i
-
-
-def cell_for(site: Site | None, sink: Sink, sampler: Sampler | None) -> Cell | None:
-    """The block of a use (without a sampler all of it), if there is a shortcut for it."""
-    if site is None or not site.shortcut:
-        return None
-    aim, dtype, kind = site.shortcut
-    aimed = aim(sampler) if RULES.get(kind) is _OURS[kind] else None
-    return None if aimed is None else Cell(sink.params[0], dtype, aimed)
+            failed.append(i)
+    return failed
 
 
 class Blocks:
-    """Blocks that are read by shortcuts, in one piece of memory.
+    """Places for the moments of some spots, in one piece of memory.
 
-    The same piece, `room`, serves one pass after the other: memory that is taken and given back in
-    every step would move what PyTorch takes next to it, which costs more than all of this.
+    The same piece serves one pass after the other: memory that is taken and given back in every
+    step would move what PyTorch takes next to it, which costs more than all of this.
     """
 
-    def __init__(self, cells: list[Cell], part: float, room: Tensor | None) -> None:
-        self.cells = cells
+    def __init__(self, spots: list[Spot], part: float, memory: Tensor | None) -> None:
+        self.spots, self.part = spots, part
         end = 0
-        for cell in cells:
-            cell.start = end
-            end += (2 * cell.size * cell.dtype.itemsize + 7) // 8
-        if room is None or len(room) < end:
-            room = torch.empty(end, dtype=torch.float64, device="cpu")
-        self.room = room
-        self._ratios = array("d", bytes(16 * len(cells)))
-        base, (sums, _) = room.data_ptr(), self._ratios.buffer_info()
-        for i, cell in enumerate(cells):
-            total = base + 8 * cell.start
-            cell.places = (total, total + cell.size * cell.dtype.itemsize, part, sums + 16 * i)
+        for spot in spots:
+            spot.start, spot.room = end, max(spot.room, spot.size)
+            end += (2 * spot.room * spot.dtype.itemsize + 7) // 8
+        if memory is None or len(memory) < end:
+            memory = torch.empty(end, dtype=torch.float64, device="cpu")
+        self.memory = memory
+        self._ratios = array("d", bytes(16 * len(spots)))
+        base, (sums, _) = memory.data_ptr(), self._ratios.buffer_info()
+        for i, spot in enumerate(spots):
+            total = base + 8 * spot.start
+            spot.places = (total, total + spot.room * spot.dtype.itemsize, part, sums + 16 * i)
 
-    def moments(self, cell: Cell) -> tuple[Tensor, Tensor]:
+    def fit(self, part: float, memory: Tensor | None) -> bool:
+        """Whether they can serve another pass."""
+        if part != self.part or memory is not self.memory:
+            return False
+        return all(spot.size <= spot.room for spot in self.spots)
+
+    def moments(self, spot: Spot) -> tuple[Tensor, Tensor]:
         """Sum and sum of squares of the contributions, copied."""
-        numbers = self.room[cell.start :].view(cell.dtype)[: 2 * cell.size]
-        total, squares = numbers.clone().view(2, *cell.shape).unbind()
+        numbers = self.memory[spot.start :].view(spot.dtype)
+        total, squares = (
+            numbers[at : at + spot.size].clone().view(spot.shape) for at in (0, spot.room)
+        )
         return total, squares
 
     def ratios(self) -> list[float]:
-        """Two numbers for each cell."""
+        """Two numbers for each spot."""
         return self._ratios.tolist()
 
 
-def shortcut(use: Use, sink: Sink) -> tuple[Aim, torch.dtype, str] | None:
+def shortcut(use: Use, sink: Sink, sampler: Sampler | None) -> Spot | None:
     """The shortcut for the only use of a parameter; None: there is none."""
-    layout, name, kind = use.layouts[0], sink.params[0], use.node.name()
+    layout, kind = use.layouts[0], use.node.name()
     if use.grad.dtype not in KERNELS or layout is None or layout.dim is None:
         return None
-    aim = None if layout.rows is not None else _aim(use, sink, layout, name, kind)
-    return None if aim is None else (aim, use.grad.dtype, kind)
-
-
-def _aim(use: Use, sink: Sink, layout: Layout, name: str, kind: str) -> Aim | None:
+    if kind not in _OURS or layout.rows is not None:
+        return None
     given = [child for child, _ in use.node.next_functions]  # None: needs no gradient
     straight = sink.chain == ()
     if kind == "AddmmBackward0" and use.argument == 2 and (straight or sink.transposed):
-        apart = given[1] is None
-        return _matrix(use, layout, sink.transposed, name, "mat1", "_saved_alpha", apart)
+        return _matrix(use, sink, layout, "mat1", "_saved_alpha", given[1] is None, sampler)
     if kind == "MmBackward0" and use.argument == 1 and (straight or sink.transposed):
-        return _matrix(use, layout, sink.transposed, name, "self", None, given[0] is None)
+        return _matrix(use, sink, layout, "self", None, given[0] is None, sampler)
     if not straight:
         return None
     if kind == "ConvolutionBackward0" and len(layout.shape) == 4 and layout.shape[0] == layout.m:
         if use.argument == 1 and layout.dim == 0 and len(use.shape) == 4:
-            return _filters(use, layout, name)
+            return None if sampler is None else _Filters(use, sink, layout)
         if use.argument == 2 and layout.dim == 0:
-            return _channels(use, layout, name)
+            return _Channels(use, sink, layout)
     if len(use.shape) == 1 and along(use, use.grad) == -1:
         if kind == "AddmmBackward0" and use.argument == 0:
-            return _vector(use, layout, name, "_saved_beta")
+            return _vector(use, sink, layout, "_saved_beta")
         if kind == "AddBackward0":
-            scale = "_saved_alpha" if use.argument == 1 else None
-            return _vector(use, layout, name, scale)
+            return _vector(use, sink, layout, "_saved_alpha" if use.argument == 1 else None)
         if kind == "NativeLayerNormBackward0":
-            return _vector(use, layout, name, None, use.argument == 1)
+            return _vector(use, sink, layout, None, use.argument == 1)
     return None
 
 
@@ -163,17 +180,41 @@ def _reader(layout: Layout) -> tuple[int, int, int, int] | None:
 
 
 class _Kept:
-    """Reads a tensor that a node has saved."""
+    """Reads a tensor that a node has saved; finds it before the pass, if it lies there as it is."""
+
+    __slots__ = ("_dtype", "_raw", "_saved", "found", "shape", "strides")
 
     def __init__(self, name: str, dtype: torch.dtype) -> None:
         self._raw = attrgetter("_raw_saved_" + name)
         self._saved = attrgetter("_saved_" + name)
         self._dtype = dtype
+        self.found: Tensor | None = None
+        self.shape: tuple[int, ...] = ()
+        self.strides: tuple[int, ...] = ()
 
-    def __call__(self, node: Any) -> Tensor | None:
-        keep_readable(self._raw(node))
-        tensor: Tensor = self._saved(node)
-        return tensor if tensor.dtype is self._dtype and readable(tensor) else None
+    def find(self, node: Any) -> bool:
+        """Before the pass; False: nothing that can be read."""
+        raw = self._raw(node)
+        if getattr(raw, "unpack_hook", raw) is not None:  # packed, as by a checkpoint: not now
+            self.found = None
+            return True
+        return self._keep(raw.data)
+
+    def address(self, node: Any) -> int:
+        """During the pass, once; 0: nothing that can be read."""
+        if self.found is None:
+            keep_readable(self._raw(node))
+            if not self._keep(self._saved(node)):
+                return 0
+        tensor, self.found = self.found, None
+        assert tensor is not None
+        return tensor.data_ptr()
+
+    def _keep(self, tensor: Tensor) -> bool:
+        if tensor.dtype is not self._dtype or not readable(tensor):
+            return False
+        self.found, self.shape, self.strides = tensor, tensor.shape, tensor.stride()
+        return True
 
 
 def _drawn(
@@ -194,150 +235,204 @@ def _extent(piece: slice) -> tuple[int, int, int]:
 
 
 def _matrix(
-    use: Use, layout: Layout, flip: bool, name: str, saved: str, scale: str | None, apart: bool
-) -> Aim | None:
-    """out = x @ matrix, or its transpose: the block of sum_t x_t^T grad_t."""
-    way, m = _reader(layout), layout.m
+    use: Use,
+    sink: Sink,
+    layout: Layout,
+    saved: str,
+    scale: str | None,
+    apart: bool,
+    sampler: Sampler | None,
+) -> Spot | None:
+    way = _reader(layout)
     if way is None or len(layout.shape) != 2:
         return None
-    _, far, _, near = way
-    shape = (use.shape[1], use.shape[0]) if flip else use.shape
-    rows = layout.shape[0] // m
-    reads, spread = (m * rows, False) if rows > 1 else (0, apart)
-    kept, scaled = _Kept(saved, use.grad.dtype), None if scale is None else attrgetter(scale)
-    kernels = KERNELS[use.grad.dtype]
-    size = kernels.size
+    if sampler is None and layout.shape[0] * prod(use.shape) > LARGE:
+        return None
+    return _Matrix(use, sink, layout, way, saved, scale, apart)
 
-    def aim(sampler: Sampler | None) -> Aimed | None:
-        piece, weight = _drawn(sampler, name, shape, reads, spread)
-        top, down, a = (0, 1, shape[0]) if piece is None else _extent(piece[0])
-        start, step, b = (0, 1, shape[1]) if piece is None else _extent(piece[1])
 
-        def block(node: Any, at: int, strides: tuple[int, ...], places: Places) -> Any:
-            x = kept(node)
-            if x is None or (scaled is not None and scaled(node) != 1):
-                return False
-            left, right, (i, j), (u, v) = at, x.data_ptr(), strides, x.stride()
-            if not flip:
-                left, right, i, j, u, v = right, left, u, v, i, j
-            return kernels.outer(
-                left + top * j * size, i * far, i * near, j * down,
-                right + start * v * size, u * far, u * near, v * step,
-                m, rows, a, b, *places,
-            )  # fmt: skip
+class _Matrix(Spot):
+    """out = x @ matrix, or its transpose: the block of sum_t x_t^T grad_t."""
 
-        return ((a, b), weight, block) if m * rows * a * b <= LARGE else None
+    def __init__(
+        self,
+        use: Use,
+        sink: Sink,
+        layout: Layout,
+        way: tuple[int, int, int, int],
+        saved: str,
+        scale: str | None,
+        apart: bool,
+    ) -> None:
+        super().__init__(use, sink)
+        _, self._far, _, self._near = way
+        self._m, self._flip = layout.m, sink.transposed
+        self._whole = (use.shape[1], use.shape[0]) if sink.transposed else use.shape
+        self._rows = layout.shape[0] // layout.m
+        self._costs = (layout.shape[0], False) if self._rows > 1 else (0, apart)
+        self.kept = [_Kept(saved, self.dtype)]
+        self._scale = None if scale is None else attrgetter(scale)
+        self._from = self._by = (0, 0)
 
-    return aim
+    def aim(self, node: Any, sampler: Sampler | None) -> bool:
+        if self._scale is not None and self._scale(node) != 1:
+            return False
+        piece, weight = _drawn(sampler, self.name, self._whole, *self._costs)
+        (top, down, a), (start, step, b) = (
+            [(0, 1, size) for size in self._whole] if piece is None else map(_extent, piece)
+        )
+        if self._m * self._rows * a * b > LARGE:
+            return False
+        self._from, self._by = (top, start), (down, step)
+        self._take((a, b), weight)
+        return self.kept[0].find(node)
+
+    def read(self, node: Any, at: int, strides: tuple[int, ...]) -> Any:
+        left, right = at, self.kept[0].address(node)
+        if not right:
+            return False
+        (i, j), (u, v), far, near = strides, self.kept[0].strides, self._far, self._near
+        if not self._flip:
+            left, right, i, j, u, v = right, left, u, v, i, j
+        (top, start), (down, step), size = self._from, self._by, self.kernels.size
+        return self.kernels.outer(
+            left + top * j * size, i * far, i * near, j * down,
+            right + start * v * size, u * far, u * near, v * step,
+            self._m, self._rows, *self.shape, *self.places,
+        )  # fmt: skip
 
 
 NOTHING = (0,) * 8
 
 
 def _vector(
-    use: Use, layout: Layout, name: str, scale: str | None, norm: bool = False
-) -> Aim | None:
+    use: Use, sink: Sink, layout: Layout, scale: str | None, norm: bool = False
+) -> Spot | None:
+    way = _reader(layout)
+    return None if way is None else _Vector(use, sink, layout, way, scale, norm)
+
+
+class _Vector(Spot):
     """A vector along the last dimension: added, or multiplied with what a norm gives."""
-    way, m = _reader(layout), layout.m
-    if way is None:
-        return None
-    one, far, other, near = way
-    reads = prod(layout.shape[:-1])
-    rows = reads // m
-    scaled, dtype, site, shape = None, use.grad.dtype, use.site, use.shape
-    if scale is not None:
-        scaled = attrgetter(scale)
-    kept = [_Kept(saved, dtype) for saved in ("input", "result1", "result2")] if norm else []
-    kernels = KERNELS[dtype]
-    size = kernels.size
 
-    def aim(sampler: Sampler | None) -> Aimed | None:
-        if rows > 1 and _unclear(site, rows):
-            return None
-        piece, weight = _drawn(sampler, name, shape, reads)
-        start, step, w = (0, 1, shape[0]) if piece is None else _extent(piece[0])
-        faint = 0.0 if rows == 1 or site.clean else noise(dtype, rows)
+    def __init__(
+        self,
+        use: Use,
+        sink: Sink,
+        layout: Layout,
+        way: tuple[int, int, int, int],
+        scale: str | None,
+        norm: bool,
+    ) -> None:
+        super().__init__(use, sink)
+        self._way, self._m, self._whole, self._site = way, layout.m, use.shape, use.site
+        self._reads = prod(layout.shape[:-1])
+        self._rows = self._reads // layout.m
+        self._scale = None if scale is None else attrgetter(scale)
+        saved = ("input", "result1", "result2") if norm else ()
+        self.kept = [_Kept(name, self.dtype) for name in saved]
+        self._from, self._by = 0, 1
 
-        def block(node: Any, at: int, strides: tuple[int, ...], places: Places) -> Any:
-            if scaled is not None and scaled(node) != 1:
+    def aim(self, node: Any, sampler: Sampler | None) -> bool:
+        if self._rows > 1 and _unclear(self._site, self._rows):
+            return False
+        if self._scale is not None and self._scale(node) != 1:
+            return False
+        piece, weight = _drawn(sampler, self.name, self._whole, self._reads)
+        self._from, self._by, w = (0, 1, *self._whole) if piece is None else _extent(piece[0])
+        self._take((w,), weight)
+        return all(kept.find(node) for kept in self.kept)
+
+    def read(self, node: Any, at: int, strides: tuple[int, ...]) -> Any:
+        (one, far, other, near), m, rows = self._way, self._m, self._rows
+        start, step, size, others = self._from, self._by, self.kernels.size, NOTHING
+        if self.kept:
+            x, mean, by = [kept.address(node) for kept in self.kept]
+            u, v, w = [kept.strides for kept in self.kept]
+            if not (x and mean and by) or v != w:
                 return False
-            others = NOTHING
-            if kept:
-                x, mean, by = [read(node) for read in kept]
-                if x is None or mean is None or by is None or mean.stride() != by.stride():
-                    return False
-                u, v = x.stride(), mean.stride()
-                others = (
-                    x.data_ptr() + start * u[-1] * size, u[one] * far, u[other] * near,
-                    u[-1] * step, mean.data_ptr(), by.data_ptr(), v[one] * far, v[other] * near,
-                )  # fmt: skip
-            return kernels.columns(
-                at + start * strides[-1] * size, strides[one] * far,
-                strides[other] * near, strides[-1] * step, m, rows, w, faint, *others, *places,
+            others = (
+                x + start * u[-1] * size, u[one] * far, u[other] * near, u[-1] * step,
+                mean, by, v[one] * far, v[other] * near,
             )  # fmt: skip
+        faint = 0.0 if rows == 1 or self._site.clean else noise(self.dtype, rows)
+        return self.kernels.columns(
+            at + start * strides[-1] * size, strides[one] * far, strides[other] * near,
+            strides[-1] * step, m, rows, *self.shape, faint, *others, *self.places,
+        )  # fmt: skip
 
-        return (w,), weight, block
 
-    return aim
-
-
-def _channels(use: Use, layout: Layout, name: str) -> Aim:
+class _Channels(Spot):
     """The bias of a convolution."""
-    m, line, site, shape = layout.m, layout.shape[3], use.site, use.shape
-    rows, kernels, dtype = layout.shape[2] * line, KERNELS[use.grad.dtype], use.grad.dtype
 
-    def aim(sampler: Sampler | None) -> Aimed | None:
-        if _unclear(site, rows):
-            return None
-        piece, weight = _drawn(sampler, name, shape, m * rows)
-        start, step, w = (0, 1, shape[0]) if piece is None else _extent(piece[0])
+    def __init__(self, use: Use, sink: Sink, layout: Layout) -> None:
+        super().__init__(use, sink)
+        self._m, self._line, self._site, self._whole = (
+            layout.m,
+            layout.shape[3],
+            use.site,
+            use.shape,
+        )
+        self._rows = layout.shape[2] * self._line
+        self._from, self._by = 0, 1
 
-        def block(node: Any, at: int, strides: tuple[int, ...], places: Places) -> Any:
-            i, k, far, j = strides
-            if far != line * j:
-                return False
-            faint = 0.0 if site.clean else noise(dtype, rows)
-            first = at + start * k * kernels.size
-            return kernels.columns(first, i, j, k * step, m, rows, w, faint, *NOTHING, *places)
+    def aim(self, node: Any, sampler: Sampler | None) -> bool:
+        if _unclear(self._site, self._rows):
+            return False
+        piece, weight = _drawn(sampler, self.name, self._whole, self._m * self._rows)
+        self._from, self._by, w = (0, 1, *self._whole) if piece is None else _extent(piece[0])
+        self._take((w,), weight)
+        return True
 
-        return (w,), weight, block
+    def read(self, node: Any, at: int, strides: tuple[int, ...]) -> Any:
+        i, k, far, j = strides
+        if far != self._line * j:
+            return False
+        faint = 0.0 if self._site.clean else noise(self.dtype, self._rows)
+        return self.kernels.columns(
+            at + self._from * k * self.kernels.size, i, j, k * self._by, self._m, self._rows,
+            *self.shape, faint, *NOTHING, *self.places,
+        )  # fmt: skip
 
-    return aim
+
+_settings = attrgetter("_saved_stride", "_saved_padding", "_saved_dilation")
 
 
-def _filters(use: Use, layout: Layout, name: str) -> Aim:
+class _Filters(Spot):
     """The filters of a plain convolution, at one place in the kernel."""
-    m, reads = layout.m, layout.m * layout.shape[2] * layout.shape[3]
-    kept, kernels, shape = _Kept("input", use.grad.dtype), KERNELS[use.grad.dtype], use.shape
 
-    def aim(sampler: Sampler | None) -> Aimed | None:
-        piece, weight = _drawn(sampler, name, shape, reads)
+    def __init__(self, use: Use, sink: Sink, layout: Layout) -> None:
+        super().__init__(use, sink)
+        self._m, self._whole, self._out = layout.m, use.shape, layout.shape[2:]
+        self.kept = [_Kept("input", self.dtype)]
+        self._piece: Block = ()
+        self._settings: Any = ()
+
+    def aim(self, node: Any, sampler: Sampler | None) -> bool:
+        if node._saved_groups != 1 or node._saved_transposed:
+            return False
+        piece, weight = _drawn(sampler, self.name, self._whole, self._m * prod(self._out))
         if piece is None:
-            return None
-        rows, columns, down, right = piece
-        (top, up, a), (start, step, b) = _extent(rows), _extent(columns)
+            return False
+        self._piece, self._settings = piece, _settings(node)
+        self._take((_extent(piece[0])[2], _extent(piece[1])[2], 1, 1), weight)
+        return self.kept[0].find(node)
 
-        def block(node: Any, at: int, strides: tuple[int, ...], places: Places) -> Any:
-            if node._saved_groups != 1 or node._saved_transposed:
-                return False
-            x = kept(node)
-            if x is None:
-                return False
-            settings = zip(
-                (down.start, right.start), node._saved_stride, node._saved_padding,
-                node._saved_dilation, x.shape[2:], layout.shape[2:], strict=True,
-            )  # fmt: skip
-            (out_h, in_h), (out_w, in_w) = (overlap(*each) for each in settings)
-            (g0, g1, g2, g3), (x0, x1, x2, x3) = strides, x.stride()
-            first = top * g1 + out_h.start * g2 + out_w.start * g3
-            second = start * x1 + in_h.start * x2 + in_w.start * x3
-            return kernels.planes(
-                at + first * kernels.size, g0, g1 * up, g2, g3,
-                x.data_ptr() + second * kernels.size,
-                x0, x1 * step, x2 * (in_h.step or 1), x3 * (in_w.step or 1),
-                m, a, b, out_h.stop - out_h.start, out_w.stop - out_w.start, *places,
-            )  # fmt: skip
-
-        return (a, b, 1, 1), weight, block
-
-    return aim
+    def read(self, node: Any, at: int, strides: tuple[int, ...]) -> Any:
+        x = self.kept[0].address(node)
+        if not x:
+            return False
+        rows, columns, *places = self._piece
+        starts = [place.start for place in places]
+        each = zip(starts, *self._settings, self.kept[0].shape[2:], self._out, strict=True)
+        (out_h, in_h), (out_w, in_w) = [overlap(*one) for one in each]
+        (g0, g1, g2, g3), (x0, x1, x2, x3) = strides, self.kept[0].strides
+        first = rows.start * g1 + out_h.start * g2 + out_w.start * g3
+        second = columns.start * x1 + in_h.start * x2 + in_w.start * x3
+        return self.kernels.planes(
+            at + first * self.kernels.size, g0, g1 * rows.step, g2, g3,
+            x + second * self.kernels.size,
+            x0, x1 * columns.step, x2 * (in_h.step or 1), x3 * (in_w.step or 1),
+            self._m, *self.shape[:2], out_h.stop - out_h.start, out_w.stop - out_w.start,
+            *self.places,
+        )  # fmt: skip
