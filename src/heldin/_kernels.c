@@ -180,49 +180,76 @@ static inline __attribute__((always_inline)) void NAME(gather)(const REAL *sums,
     }
 }
 
+/* Sums and, `apart` from them, sums of squares of products of columns: of `tall` in x, which has
+   its squares `beside`, and of `broad` vectors in y, over n rows of each. */
+static inline __attribute__((always_inline)) void NAME(tile)(const REAL *x, I beside,
+                                                             const REAL *y, I y_row, I n, int tall,
+                                                             int broad, REAL *sums, I row, I apart)
+{
+    vec s[4][4], q[4][4];
+#pragma GCC unroll 4
+    for (int i = 0; i < tall; i++)
+#pragma GCC unroll 4
+        for (int j = 0; j < broad; j++) s[i][j] = q[i][j] = (vec){0};
+    for (I k = 0; k < n; k++, x += 2 * beside, y += y_row)
+#pragma GCC unroll 4
+        for (int j = 0; j < broad; j++) {
+            vec v = *(const vec *)(y + j * WIDTH), w = v * v;
+#pragma GCC unroll 4
+            for (int i = 0; i < tall; i++) s[i][j] += v * x[i], q[i][j] += w * x[beside + i];
+        }
+#pragma GCC unroll 4
+    for (int i = 0; i < tall; i++)
+#pragma GCC unroll 4
+        for (int j = 0; j < broad; j++) {
+            REAL *put = sums + i * row + j * WIDTH;
+            *(vec *)put = s[i][j], *(vec *)(put + apart) = q[i][j];
+        }
+}
+
 /* Over samples, the sum and the sum of squares of left_i^T right_i, each over r rows: (a, b). */
 FAST int NAME(outer)(const REAL *left, I left_sample, I left_row, I left_column, const REAL *right,
                      I right_sample, I right_row, I right_column, I m, I r, I a, I b, REAL *total,
                      REAL *squares, double part, double *out)
 {
-    I tall = (a + 3) / 4 * 4, width = (b + WIDTH - 1) / WIDTH * WIDTH, size = tall * width;
+    I tall = a <= 2 && r == 1 ? 2 : (a + 3) / 4 * 4;
+    I width = (b + WIDTH - 1) / WIDTH * WIDTH, size = tall * width;
     I large = m * r * a * b > LARGE, chunks = large ? (m < CHUNKS ? m : CHUNKS) : 1;
     I rows = r == 1 ? (m + chunks - 1) / chunks : r; /* that are packed at a time */
-    int once = tall == 4 && right_column == 1 && b == width; /* right is read once, in place */
-    REAL *room = borrow(chunks * (2 * size + rows * (tall + width)) * sizeof(REAL));
+    int once = tall <= 4 && right_column == 1 && b == width; /* right is read once, in place */
+    REAL *room = borrow(chunks * (2 * size + rows * (2 * tall + width)) * sizeof(REAL));
     if (!room) return 0;
     REAL *sums = room, *packed = room + 2 * chunks * size;
 #pragma omp parallel for schedule(static) if (large)
     for (I chunk = 0; chunk < chunks; chunk++) {
-        REAL *x = packed + chunk * rows * (tall + width), *mine = sums + 2 * chunk * size;
+        REAL *x = packed + chunk * rows * (2 * tall + width), *mine = sums + 2 * chunk * size;
         I from = m * chunk / chunks, to = m * (chunk + 1) / chunks;
         vec zero = {0};
         if (r == 1) { /* all samples at once, one row of each */
             const REAL *y = right + from * right_sample;
             I step = right_sample;
-            NAME(pack)(left + from * left_sample, left_sample, left_column, to - from, a, x, tall);
+            NAME(pack)(left + from * left_sample, left_sample, left_column, to - from, a, x,
+                       2 * tall);
+            for (I k = 0; k < to - from; k++) {
+                REAL *line = x + 2 * k * tall;
+                for (I i = 0; i < tall; i++) line[tall + i] = line[i] * line[i];
+            }
             if (!once) {
-                REAL *z = x + rows * tall;
+                REAL *z = x + rows * 2 * tall;
                 NAME(pack)(y, step, right_column, to - from, b, z, width);
                 y = z, step = width;
             }
-            for (I at = 0; at < width; at += WIDTH)
-                for (I i = 0; i < tall; i += 4) {
-                    vec s0 = zero, s1 = zero, s2 = zero, s3 = zero;
-                    vec q0 = zero, q1 = zero, q2 = zero, q3 = zero;
-                    for (I k = 0; k < to - from; k++) {
-                        const REAL *u = x + k * tall + i;
-                        vec v = *(const vec *)(y + k * step + at);
-                        vec e0 = v * u[0], e1 = v * u[1], e2 = v * u[2], e3 = v * u[3];
-                        s0 += e0, s1 += e1, s2 += e2, s3 += e3;
-                        q0 += e0 * e0, q1 += e1 * e1, q2 += e2 * e2, q3 += e3 * e3;
-                    }
-                    vec s[4] = {s0, s1, s2, s3}, q[4] = {q0, q1, q2, q3};
-                    for (int n = 0; n < 4; n++) {
-                        REAL *f = mine + (i + n) * width + at;
-                        *(vec *)f = s[n], *(vec *)(f + size) = q[n];
-                    }
-                }
+            I at = 0, n = to - from;
+            for (; tall == 2 && at + 4 * WIDTH <= width; at += 4 * WIDTH)
+                NAME(tile)(x, tall, y + at, step, n, 2, 4, mine + at, width, size);
+            for (; tall > 2 && at + 2 * WIDTH <= width; at += 2 * WIDTH)
+                for (I i = 0; i < tall; i += 4)
+                    NAME(tile)(x + i, tall, y + at, step, n, 4, 2, mine + i * width + at, width,
+                               size);
+            for (; at < width; at += WIDTH)
+                for (I i = 0; i < tall; i += 2)
+                    NAME(tile)(x + i, tall, y + at, step, n, 2, 1, mine + i * width + at, width,
+                               size);
             continue;
         }
         REAL *y = x + rows * tall;
