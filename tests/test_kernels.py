@@ -8,6 +8,7 @@ import subprocess
 import sys
 import sysconfig
 from array import array
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -344,10 +345,10 @@ def test_they_can_be_left_out() -> None:
 @compiled
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no compiler")
 def test_the_source_compiles_without_a_warning(tmp_path: Any) -> None:
-    source = heldin.__file__.replace("__init__.py", "_kernels.c")
+    sources = [str(path) for path in Path(heldin.__file__).parent.glob("*.c")]
     flags = ["-O1", "-Wall", "-Wextra", "-Werror", "-Wno-psabi", "-Wno-unknown-pragmas"]
     flags += ["-I", sysconfig.get_path("include")]
-    command = ["cc", *flags, "-fPIC", "-shared", source, "-o", str(tmp_path / "k.so")]
+    command = ["cc", *flags, "-fPIC", "-shared", *sources, "-o", str(tmp_path / "k.so")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

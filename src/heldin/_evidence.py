@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ._errors import HeldinError
-from ._moments import Moments, ratio_sums
+from ._moments import Moments, Sums, ratio_sums
 from ._observe import Observation
 
 __all__ = ["Correction", "Dead", "Evidence", "Groups", "evidence", "grouping"]
@@ -119,40 +119,32 @@ def evidence(
     estimator = seen.estimator if isinstance(seen, Observation) else "exact"
     if estimator == "microbatch" and correction is None:
         correction = "gaussian"  # few of them: the ratio of Gaussian means is too large otherwise
-    return _gathered(seen, grouping(groups), correction, dead, estimator)
+    return gathered(seen, grouping(groups), correction, dead, estimator)
 
 
-def _gathered(
+def gathered(
     seen: Mapping[str, Moments],
     group_of: Callable[[str], str],
     correction: Correction,
     dead: Dead,
     estimator: str,
 ) -> Evidence:
+    """`evidence`, for arguments that were looked at before: what a step has to wait for."""
     sums: dict[str, float] = {}
     live: dict[str, int] = {}
     sizes: dict[str, float] = {}
     nonfinite: list[str] = []
     spoilt: set[str] = set()
-    if isinstance(seen, Observation):
-        given = seen.stored()
-    else:
-        given = [(n, m.total, m.squares, m.count, m.weight) for n, m in seen.items()]
-    counts = {m for _, _, _, m, _ in given}  # one, but for a window with thawed weights
-    count = max(counts, default=0)
     symmetric = correction == "symmetric"
-    found = []
-    for m in counts:
-        part = [each for each in given if each[3] == m]
-        formed = ratio_sums([(total, squares) for _, total, squares, _, _ in part], m, symmetric)
-        for (name, total, _, _, weight), ratios in zip(part, formed, strict=True):
-            found.append((name, ratios, total.numel(), weight, m))
-    if isinstance(seen, Observation) and seen.reduced:
+    if type(seen) is Observation and seen.reduced:
         count = seen.count
-        if seen.passes == 1 and seen.reducing == symmetric:
-            found += [(name, *reduced, count) for name, reduced in seen.reduced.items()]
-        else:  # ratios of several passes do not add up
+        if seen.passes != 1 or seen.reducing != symmetric:  # ratios of passes do not add up
             return Evidence(math.nan, {}, count, estimator=estimator)
+        found = _formed(seen, symmetric) if len(seen) else []
+        found += [(name, *reduced, count) for name, reduced in seen.reduced.items()]
+    else:
+        found = _formed(seen, symmetric)
+        count = max([m for *_, m in found], default=0)
     fewest = 4 if correction == "gaussian" else 2
     for name, (summed, number, finite), whole, weight, m in found:
         group = group_of(name)
@@ -167,7 +159,26 @@ def _gathered(
             sums[group] = sums.get(group, 0.0) + summed * weight
             sizes[group] = sizes.get(group, 0.0) + size * weight
             live[group] = live.get(group, 0) + int(number)
-    values = {g: 1.0 - summed / sizes[g] for g, summed in sums.items() if g not in spoilt}
+    for group in spoilt:
+        sums.pop(group, None)
+        live.pop(group, None)
+    values = {group: 1.0 - summed / sizes[group] for group, summed in sums.items()}
     criterion = math.fsum(values.values()) / len(values) if values else math.nan
-    kept = {g: n for g, n in live.items() if g in values}
-    return Evidence(criterion, values, count, kept, tuple(nonfinite), estimator)
+    return Evidence(criterion, values, count, live, tuple(nonfinite), estimator)
+
+
+def _formed(
+    seen: Mapping[str, Moments], symmetric: bool
+) -> list[tuple[str, Sums, int, float, int]]:
+    """Name, sums of ratios, coordinates, what each one stands for and count of each parameter."""
+    if isinstance(seen, Observation):
+        given = seen.stored()
+    else:
+        given = [(n, m.total, m.squares, m.count, m.weight) for n, m in seen.items()]
+    found = []
+    for m in {m for _, _, _, m, _ in given}:  # one, but for a window with thawed weights
+        part = [each for each in given if each[3] == m]
+        formed = ratio_sums([(total, squares) for _, total, squares, _, _ in part], m, symmetric)
+        for (name, total, _, _, weight), ratios in zip(part, formed, strict=True):
+            found.append((name, ratios, total.numel(), weight, m))
+    return found

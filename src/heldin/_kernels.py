@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["KERNELS", "Kernels", "readable"]
+__all__ = ["KERNELS", "Kernels", "readable", "walk_again"]
 
 
 class Kernels:
@@ -37,17 +37,18 @@ def readable(tensor: Tensor) -> bool:
     return plain and not tensor.is_neg()
 
 
-def _load() -> dict[torch.dtype, Kernels]:
+def _load() -> tuple[dict[torch.dtype, Kernels], Any]:
     if os.environ.get("HELDIN_KERNELS", "1") == "0":
-        return {}
+        return {}, None
     try:
         module = import_module("heldin._compiled")
-        return {
+        kinds = {
             torch.float32: Kernels(module, "float", 4),
             torch.float64: Kernels(module, "double", 8),
         }
+        return kinds, module.walk_again
     except (ImportError, AttributeError):  # of another platform, or of another version
-        return {}
+        return {}, None
 
 
-KERNELS = _load()
+KERNELS, walk_again = _load()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
@@ -17,7 +17,7 @@ from ._average import Average, weight
 from ._checks import all_or_nothing, same_settings, share, signature, state_of, whole
 from ._distributed import ProcessGroup, Shadow, ranks_of, unwrapped
 from ._errors import HeldinError
-from ._evidence import Correction, Dead, Evidence, Groups, evidence, grouping
+from ._evidence import Correction, Dead, Evidence, Groups, evidence, gathered, grouping
 from ._history import FORM as HISTORY
 from ._history import History, Record
 from ._moments import Moments
@@ -156,7 +156,7 @@ class EvidenceStopping:
         self.evidence: Evidence = NOTHING
         self.should_stop = False
         self.stopped_step: int | None = None
-        self.reason = "no check yet"
+        self._said: str | tuple[int, float, str] = "no check yet"  # see `reason`
         self.history = History(whole(name, "history", history, 2))
         self.armed = arming is None
         self._average = Average(self.smoothing, start)
@@ -231,6 +231,13 @@ class EvidenceStopping:
     def criterion(self) -> float:
         """The smoothed criterion; above zero, it asks to stop. nan before the first value."""
         return self._average.value if self._average.count else math.nan
+
+    @property
+    def reason(self) -> str:
+        """Why training should stop, or go on, after the last check."""
+        if isinstance(self._said, str):
+            return self._said
+        return "step {}: criterion {:.4g}{}".format(*self._said)
 
     @property
     def watching(self) -> bool:
@@ -325,16 +332,14 @@ class EvidenceStopping:
                 self._seen.pause()
 
     def _form(self, moments: Mapping[str, Any]) -> Evidence:
-        found = evidence(moments, self._groups, correction=self._correction, dead=self.dead)
-        same = found.estimator == self._seen.estimator
-        return found if same else replace(found, estimator=self._seen.estimator)
+        return gathered(moments, self._groups, self._correction, self.dead, self._seen.estimator)
 
     def _check(self, found: Evidence, skipped: tuple[str, ...] = ()) -> None:
         self.evidence = found
         bad = found.nonfinite or skipped
         if found.nonfinite or not math.isfinite(found.criterion):
             several = bool(self._seen.reduced) and self._seen.passes > 1
-            self.reason = f"step {self._step}: no value, {_why_none(found, bad, several)}"
+            self._said = f"step {self._step}: no value, {_why_none(found, bad, several)}"
             raw = math.nan
         else:
             raw = found.criterion
@@ -352,19 +357,19 @@ class EvidenceStopping:
             self.armed = True
         if self.should_stop:
             return
-        asks = f"step {self._step}: criterion {value:.4g}"
+        why = ", not above 0"
         if not value > 0:
             self._streak = 0
-            self.reason = f"{asks}, not above 0"
         elif not self.armed:
-            self.reason = f"{asks} > 0, but it has not left zero yet (arming={self.arming})"
+            why = f" > 0, but it has not left zero yet (arming={self.arming})"
         elif self._step <= self.warmup:
-            self.reason = f"{asks} > 0, but in the warm-up of {self.warmup} steps"
+            why = f" > 0, but in the warm-up of {self.warmup} steps"
         else:
             self._streak += 1
-            self.reason = f"{asks} > 0, check {self._streak} of {self.patience}"
+            why = f" > 0, check {self._streak} of {self.patience}"
             if self._streak >= self.patience:
                 self.should_stop, self.stopped_step = True, self._step
+        self._said = (self._step, value, why)
 
     # -- in a `Join` context, see torch.distributed.algorithms.Join
 
@@ -460,7 +465,7 @@ class EvidenceStopping:
         self.evidence = Evidence(**{**found, "nonfinite": tuple(found["nonfinite"])})
         self._step, self._streak = state["step"], state["streak"]
         self._single = state["single"]
-        self.armed, self.reason = state["armed"], state["reason"]
+        self.armed, self._said = state["armed"], state["reason"]
         self.should_stop, self.stopped_step = state["should_stop"], state["stopped_step"]
         self._seen.clear()
         if self._seen.sampler is not None:
