@@ -8,6 +8,7 @@ import subprocess
 import sys
 import sysconfig
 from array import array
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import heldin
+from heldin import _graph
 from heldin._kernels import KERNELS
 from heldin._moments import piece_sums
 from heldin._parts import Outer
@@ -405,3 +407,58 @@ def test_a_pass_inside_a_pass_has_memory_of_its_own() -> None:
     assert nested.count == stopping.evidence.count == 12
     assert nested.criterion == pytest.approx(stopping.evidence.criterion, rel=1e-9)
     stopping.remove()
+
+
+@pytest.mark.parametrize("estimator", ["exact", "sampled"])
+def test_saved_tensors_that_are_packed(estimator: Any, kernels: str) -> None:
+    """What lies in memory is not what the node has saved; later steps know the way already."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(2, 6, 3), nn.Flatten(), nn.Linear(96, 5), nn.LayerNorm(5), nn.Linear(5, 2)]
+    model, x = nn.Sequential(*layers).double(), torch.randn(7, 2, 6, 6, dtype=torch.float64)
+    pack = torch.autograd.graph.saved_tensors_hooks(lambda t: t + 1, lambda t: t - 1)
+    found = []
+    for packed in (False, True):
+        with heldin.EvidenceStopping(model, estimator=estimator, budget=20) as stopping:
+            for step in range(4):
+                with pack if packed and step != 2 else nullcontext():
+                    model(x).square().sum().backward()
+                stopping.step()
+                found.append(stopping.evidence.groups)
+    for plain, hidden in zip(found[:4], found[4:], strict=True):
+        assert plain == pytest.approx(hidden, rel=1e-7)
+
+
+@compiled
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_a_graph_is_compared_with_those_before(data: st.DataObject) -> None:
+    """Random graphs that differ in one op at most: whatever is expected, the right one is found."""
+    ops = [torch.add, torch.mul, torch.sub, lambda a, b: a.exp(), lambda a, b: torch.minimum(a, b)]
+    leaves = [torch.randn(3, requires_grad=True) for _ in range(2)]
+    some = st.tuples(st.integers(0, len(ops) - 1), st.integers(0, 9), st.integers(0, 9))
+    program = data.draw(st.lists(some, min_size=1, max_size=7))
+    other = list(program)
+    other[data.draw(st.integers(0, len(program) - 1))] = data.draw(some)
+
+    def roots(steps: list[tuple[int, int, int]]) -> list[Any]:
+        made: list[Tensor] = [*leaves]
+        for op, a, b in steps:
+            made.append(ops[op](made[a % len(made)], made[b % len(made)]))
+        return [tensor.grad_fn for tensor in made[len(leaves) :][-2:]]
+
+    for steps in (program, program, other, program):
+        start = roots(steps)
+        found, expected = _graph.walk(start), _graph._walk(list(dict.fromkeys(start)))
+        assert found.nodes == expected.nodes
+        assert found.form == expected.form
+        assert hash(found.form) == hash(expected.form)
+        assert found.leaves.keys() == expected.leaves.keys()
+        assert all(found.leaves[i] is expected.leaves[i] for i in found.leaves)
+
+
+@compiled
+def test_a_graph_that_was_seen_is_not_walked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)), torch.randn(5, 3)
+    _graph.walk([model(x).sum().grad_fn])
+    monkeypatch.setattr(_graph, "_walk", None)
+    assert [*_graph.walk([model(x).sum().grad_fn]).leaves.values()] == [*model.parameters()][::-1]

@@ -62,7 +62,10 @@ class Spot(ABC):
 
     @abstractmethod
     def read(self, node: Any, at: int, strides: tuple[int, ...]) -> Any:
-        """Form the moments, given address and strides of the gradient; False: does not apply."""
+        """Form the moments, given address and strides of the gradient; False: does not apply.
+
+        What was saved is let go afterwards: it may be large.
+        """
 
     def let_go(self) -> None:
         """Forget what the node has saved."""
@@ -201,14 +204,13 @@ class _Kept:
         return self._keep(raw.data)
 
     def address(self, node: Any) -> int:
-        """During the pass, once; 0: nothing that can be read."""
+        """During the pass, valid until `found` is let go; 0: nothing that can be read."""
         if self.found is None:
             keep_readable(self._raw(node))
             if not self._keep(self._saved(node)):
                 return 0
-        tensor, self.found = self.found, None
-        assert tensor is not None
-        return tensor.data_ptr()
+        assert self.found is not None
+        return self.found.data_ptr()
 
     def _keep(self, tensor: Tensor) -> bool:
         if tensor.dtype is not self._dtype or not readable(tensor):
@@ -295,11 +297,13 @@ class _Matrix(Spot):
         if not self._flip:
             left, right, i, j, u, v = right, left, u, v, i, j
         (top, start), (down, step), size = self._from, self._by, self.kernels.size
-        return self.kernels.outer(
+        done = self.kernels.outer(
             left + top * j * size, i * far, i * near, j * down,
             right + start * v * size, u * far, u * near, v * step,
             self._m, self._rows, *self.shape, *self.places,
         )  # fmt: skip
+        self.kept[0].found = None
+        return done
 
 
 NOTHING = (0,) * 8
@@ -356,10 +360,13 @@ class _Vector(Spot):
                 mean, by, v[one] * far, v[other] * near,
             )  # fmt: skip
         faint = 0.0 if rows == 1 or self._site.clean else noise(self.dtype, rows)
-        return self.kernels.columns(
+        done = self.kernels.columns(
             at + start * strides[-1] * size, strides[one] * far, strides[other] * near,
             strides[-1] * step, m, rows, *self.shape, faint, *others, *self.places,
         )  # fmt: skip
+        if self.kept:
+            self.let_go()
+        return done
 
 
 class _Channels(Spot):
@@ -429,10 +436,12 @@ class _Filters(Spot):
         (g0, g1, g2, g3), (x0, x1, x2, x3) = strides, self.kept[0].strides
         first = rows.start * g1 + out_h.start * g2 + out_w.start * g3
         second = columns.start * x1 + in_h.start * x2 + in_w.start * x3
-        return self.kernels.planes(
+        done = self.kernels.planes(
             at + first * self.kernels.size, g0, g1 * rows.step, g2, g3,
             x + second * self.kernels.size,
             x0, x1 * columns.step, x2 * (in_h.step or 1), x3 * (in_w.step or 1),
             self._m, *self.shape[:2], out_h.stop - out_h.start, out_w.stop - out_w.start,
             *self.places,
         )  # fmt: skip
+        self.kept[0].found = None
+        return done
