@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import heldin
 from heldin import _graph
 from heldin._kernels import KERNELS
-from heldin._moments import piece_sums
+from heldin._moments import _at_once, piece_sums, snr, usual
 from heldin._parts import Outer
 
 compiled = pytest.mark.skipif(not KERNELS, reason="src/heldin/_kernels.c was not compiled here")
@@ -163,7 +163,9 @@ def test_ratios_are_the_same_with_and_without(
 def ratios_in_registers(
     left: Tensor, right: Tensor, total: Tensor, symmetric: bool
 ) -> tuple[float, float, bool] | None:
-    return Outer(left[:, None], right[:, None])._at_once(total, symmetric)
+    if left.dim() == 2:
+        left, right = left[:, None], right[:, None]
+    return Outer(left, right)._at_once(total, symmetric)
 
 
 registers = pytest.mark.skipif(
@@ -173,25 +175,24 @@ registers = pytest.mark.skipif(
 
 
 @registers
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
-    dtypes, st.integers(9, 90), st.integers(1, 90), st.integers(1, 90), st.booleans(),
-    st.booleans(), st.integers(1, 3),
+    dtypes, st.integers(9, 90), st.integers(1, 5), st.integers(1, 90), st.integers(1, 90),
+    st.booleans(), st.booleans(), st.integers(1, 3),
 )  # fmt: skip
 def test_ratios_of_outer_products_in_registers(
-    dtype: torch.dtype, m: int, a: int, b: int, symmetric: bool, turned: bool, step: int
+    dtype: torch.dtype, m: int, rows: int, a: int, b: int, symmetric: bool, turned: bool, step: int
 ) -> None:
     torch.manual_seed(m * a + b)
-    left, right = (torch.randn(m, n * step, dtype=dtype)[:, ::step] for n in (a, b))
+    left, right = (torch.randn(m, rows, n * step, dtype=dtype)[..., ::step] for n in (a, b))
     if turned:
-        left = left.t().contiguous().t()
-    left[:, ::5] = 0.0
-    squares = left.double().square().t() @ right.double().square()
-    total = (left.double().t() @ right.double()).to(dtype)
+        left = left.permute(1, 2, 0).contiguous().permute(2, 0, 1)
+    left[..., ::5] = 0.0
+    total, squares = moments_of(left.double().mT @ right.double())
     room = torch.randn(a, b + step, dtype=dtype)
     room[:, :b] = total  # rows that do not follow one another at once
     found = ratios_in_registers(left, right, room[:, :b], symmetric)
-    expected = piece_sums(total.double(), squares, m, symmetric)
+    expected = piece_sums(total, squares, m, symmetric)
     assert found == pytest.approx(expected, rel=1e-4 if dtype == torch.float32 else 1e-11)
 
 
@@ -199,18 +200,31 @@ def test_ratios_of_outer_products_in_registers(
 def test_ratios_in_registers_of_many_samples_by_any_number_of_threads() -> None:
     """More than the caches hold; the order of the sums is the same."""
     torch.manual_seed(0)
-    left, right = torch.randn(9000, 31), torch.randn(9000, 70)
-    total = left.t() @ right
-    squares = left.double().square().t() @ right.double().square()
+    left, right = torch.randn(500, 2, 31), torch.randn(500, 2, 600)
+    total, squares = moments_of(left.double().mT @ right.double())
     threads, found = torch.get_num_threads(), []
     try:
         for number in (1, 2, 3):
             torch.set_num_threads(number)
-            found.append(ratios_in_registers(left, right, total, False))
+            found.append(ratios_in_registers(left, right, total.float(), False))
     finally:
         torch.set_num_threads(threads)
     assert found[0] == found[1] == found[2]
-    assert found[0] == pytest.approx(piece_sums(total.double(), squares, 9000, False), rel=1e-4)
+    assert found[0] == pytest.approx(piece_sums(total, squares, 500, False), rel=1e-4)
+
+
+@compiled
+def test_many_coordinates_of_few_samples_are_nothing_extreme() -> None:
+    """With four samples ratios have no variance, and a sum over many of them is large."""
+    torch.manual_seed(0)
+    each = torch.randn(4, 700, 900, dtype=torch.float64)
+    total, squares = moments_of(each)
+    summed, _, largest = _at_once(KERNELS[torch.float64], total, squares, 1 / 4)
+    assert summed > 1e5 * 4 > largest
+    assert usual(summed, 0.0, 4, False) is None
+    found = usual(summed, 0.0, 4, False, largest)
+    assert found is not None
+    assert found[0] == pytest.approx(float(snr(total, squares, 4).sum()), rel=1e-9)
 
 
 @registers

@@ -128,32 +128,38 @@ PyMODINIT_FUNC PyInit__compiled(void)
 typedef REAL NAME(vec) __attribute__((vector_size(64), aligned(sizeof(REAL))));
 #define vec NAME(vec)
 
-/* Sum of total^2 / (squares - part * total^2) over a matrix, and how many squares are not 0. */
+/* Sum of total^2 / (squares - part * total^2) over a matrix, and how many squares are not 0; where
+   it is asked for also the largest summand. */
 FAST int NAME(ratios)(const REAL *total, I total_row, const REAL *squares, I squares_row, I rows,
-                       I columns, double part, double *out)
+                       I columns, double part, double *out, double *largest)
 {
-    double sum = 0, live = 0;
+    double sum = 0, live = 0, top = 0;
     REAL p = (REAL)part;
     I pieces = (columns + 4095) / 4096, all = rows * pieces;
-#pragma omp parallel for schedule(static) reduction(+ : sum, live) if (rows * columns > 65536)
+#pragma omp parallel for schedule(static) reduction(+ : sum, live) \
+    reduction(max : top) if (rows * columns > 65536)
     for (I piece = 0; piece < all; piece++) {
         I row = piece / pieces, lo = piece % pieces * 4096;
         I n = columns - lo < 4096 ? columns - lo : 4096;
         const REAL *t = total + row * total_row + lo, *s = squares + row * squares_row + lo;
-        REAL each = 0;
+        REAL each = 0, most = 0;
         int alive = 0;
-#pragma omp simd reduction(+ : each, alive)
+#pragma omp simd reduction(+ : each, alive) reduction(max : most)
         for (I i = 0; i < n; i++) {
             REAL q = t[i] * t[i], below = s[i] - p * q;
             below = below < TINY ? TINY : below;
-            each += q / below + 0 * s[i]; /* nan for squares that are not finite */
+            REAL ratio = q / below;
+            each += ratio + 0 * s[i]; /* nan for squares that are not finite */
+            most = ratio > most ? ratio : most;
             alive += s[i] != 0;
         }
         sum += each;
         live += alive;
+        top = most > top ? most : top;
     }
     out[0] = sum;
     out[1] = live;
+    if (largest) *largest = top;
     return 1;
 }
 
@@ -288,7 +294,7 @@ FAST int NAME(outer)(const REAL *left, I left_sample, I left_row, I left_column,
         }
     }
     give_back(room);
-    return NAME(ratios)(total, 0, squares, 0, 1, a * b, part, out);
+    return NAME(ratios)(total, 0, squares, 0, 1, a * b, part, out, NULL);
 }
 
 /* Over samples, the sum and the sum of squares of the sums over r rows: (w). With x, values are
@@ -368,7 +374,7 @@ FAST int NAME(columns)(const REAL *values, I sample, I row, I column, I m, I r, 
     }
     NAME(gather)(sums, chunks, w, total, squares);
     give_back(sums);
-    return NAME(ratios)(total, 0, squares, 0, 1, w, part, out);
+    return NAME(ratios)(total, 0, squares, 0, 1, w, part, out, NULL);
 }
 
 /* Over samples, the sum and the sum of squares of sum_hw left_i[o, h, w] right_i[c, h, w]: (a, b).
@@ -412,12 +418,12 @@ FAST int NAME(planes)(const REAL *left, const I *ls, const REAL *right, const I 
     }
     NAME(gather)(room, chunks, a * b, total, squares);
     give_back(room);
-    return NAME(ratios)(total, 0, squares, 0, 1, a * b, part, out);
+    return NAME(ratios)(total, 0, squares, 0, 1, a * b, part, out, NULL);
 }
 
 /* What `ratios` gives for a matrix of known totals, (a, b), where the squares are those of
-   left_i^T right_i, one row for each of m samples: a product of squared matrices, of which nothing
-   is kept but a tile in registers. Returns 0 on machines without these registers. */
+   left_i^T right_i, over r rows for each of m samples. A tile of squares is formed in registers and
+   never kept. Returns 0 on machines without these registers. */
 #ifdef REGISTERS
 
 typedef WHOLE NAME(bits) __attribute__((vector_size(64), aligned(sizeof(REAL))));
@@ -425,16 +431,18 @@ typedef WHOLE NAME(bits) __attribute__((vector_size(64), aligned(sizeof(REAL))))
 #define TALL 14 /* with two vectors side by side, most of the 32 registers */
 #define BROAD (2 * WIDTH)
 
-/* Columns of (m, ...) anywhere in memory, squared, to rows of `wide` with zeros at the end. */
+/* Some columns of (m, r, ...) anywhere in memory, to rows of `wide` with zeros at the end. With one
+   row for each sample they are squared: a square of a product is a product of squares. */
 REGISTERS static inline __attribute__((always_inline)) void
-NAME(pack_squares)(const REAL *from, I sample, I column, I m, I columns, I wide, REAL *to)
+NAME(pack_all)(const REAL *from, I sample, I row, I column, I m, I r, I columns, I wide, REAL *to)
 {
-    for (I k = 0; k < m; k++, from += sample, to += wide) {
+    for (I k = 0; k < m * r; k++, to += wide) {
+        const REAL *line = from + k / r * sample + k % r * row;
         if (column == 1 && columns == wide)
-            for (I j = 0; j < wide; j++) to[j] = from[j] * from[j];
+            for (I j = 0; j < wide; j++) to[j] = line[j];
         else
-            for (I j = 0; j < wide; j++)
-                to[j] = j < columns ? from[j * column] * from[j * column] : 0;
+            for (I j = 0; j < wide; j++) to[j] = j < columns ? line[j * column] : 0;
+        for (I j = 0; r == 1 && j < wide; j++) to[j] *= to[j];
     }
 }
 
@@ -445,55 +453,91 @@ REGISTERS static inline __attribute__((always_inline)) vec NAME(over)(vec above,
     return above * (inverse * (2 - below * inverse));
 }
 
-REGISTERS static int NAME(tiles)(const REAL *left, I left_sample, I left_column, const REAL *right,
-                                 I right_sample, I right_column, I m, I a, I b, const REAL *total,
-                                 I row, double part, double *out)
+/* Adds up total^2 / (squares - part total^2) and the number of live coordinates of one tile, and
+   keeps the largest summand. */
+REGISTERS static inline __attribute__((always_inline)) void
+NAME(tile_ratios)(const REAL *u, const REAL *v, I m, I r, const REAL *total, I row, REAL part,
+                  vec *sum, bits *live, vec *top)
+{
+    vec s[TALL][2], q[TALL][2];
+    memset(q, 0, sizeof(q));
+    for (I k = 0; k < (r == 1 ? 1 : m); k++) {
+#pragma GCC unroll 14
+        for (int n = 0; n < TALL; n++) s[n][0] = s[n][1] = (vec){0};
+        for (I t = 0; t < (r == 1 ? m : r); t++, u += TALL, v += BROAD) {
+            vec v0 = *(const vec *)v, v1 = *(const vec *)(v + WIDTH);
+#pragma GCC unroll 14
+            for (int n = 0; n < TALL; n++) s[n][0] += v0 * u[n], s[n][1] += v1 * u[n];
+        }
+        if (r == 1) continue; /* these are squares already */
+#pragma GCC unroll 14
+        for (int n = 0; n < TALL; n++)
+#pragma GCC unroll 2
+            for (int half = 0; half < 2; half++) q[n][half] += s[n][half] * s[n][half];
+    }
+#pragma GCC unroll 14
+    for (int n = 0; n < TALL; n++)
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; half++) {
+            vec t = *(const vec *)(total + n * row + half * WIDTH);
+            vec squares = r == 1 ? s[n][half] : q[n][half], tiny = (vec){0} + TINY;
+            t *= t;
+            vec below = squares - part * t;
+            bits low = below < tiny, bad = ~(squares <= VAST);
+            below = (vec)(((bits)below & ~low) | ((bits)tiny & low));
+            vec ratio = NAME(over)(t, below);
+            bits more = ratio > *top;
+            *top = (vec)(((bits)ratio & more) | ((bits)*top & ~more));
+            *sum += ratio;
+            *sum += (vec)(bad & (bits)((vec){0} + (REAL)__builtin_nan("")));
+            *live -= squares != 0;
+        }
+}
+
+REGISTERS static int NAME(all_tiles)(const REAL *left, I left_sample, I left_row, I left_column,
+                                     const REAL *right, I right_sample, I right_row,
+                                     I right_column, I m, I r, I a, I b, const REAL *total, I row,
+                                     double part, double *out)
 {
     I high = (a + TALL - 1) / TALL, wide = (b + BROAD - 1) / BROAD;
-    I group = (I)(NEAR / (m * BROAD * sizeof(REAL))); /* of columns that stay in the cache */
-    REAL *x = borrow((high * TALL + wide * BROAD) * m * sizeof(REAL)), p = (REAL)part;
-    double *sums = calloc(2 * high, sizeof(double));
-    if (!x || !sums) {
-        if (x) give_back(x);
-        free(sums);
-        return 0;
-    }
-    REAL *y = x + high * TALL * m;
+    I group = (I)(NEAR / (m * r * BROAD * sizeof(REAL))); /* of columns that stay in the cache */
     if (group < 1) group = 1;
-#pragma omp parallel
+    if (group > wide) group = wide;
+    REAL *y = malloc(group * BROAD * m * r * sizeof(REAL)), p = (REAL)part;
+    double *sums = calloc(3 * high, sizeof(double));
+    int failed = !y || !sums;
+#pragma omp parallel if (!failed && m * r * a * b > LARGE)
     {
-#pragma omp for schedule(static) nowait
-        for (I i = 0; i < high; i++)
-            NAME(pack_squares)(left + i * TALL * left_column, left_sample, left_column, m,
-                               a - i * TALL < TALL ? a - i * TALL : TALL, TALL, x + i * TALL * m);
-#pragma omp for schedule(static)
-        for (I j = 0; j < wide; j++)
-            NAME(pack_squares)(right + j * BROAD * right_column, right_sample, right_column, m,
-                               b - j * BROAD < BROAD ? b - j * BROAD : BROAD, BROAD,
-                               y + j * BROAD * m);
+        REAL *x = failed ? NULL : malloc(TALL * m * r * sizeof(REAL));
+        if (!x) {
+#pragma omp atomic write
+            failed = 1;
+        }
         for (I start = 0; start < wide; start += group) {
+            I stop = start + group < wide ? start + group : wide;
+#pragma omp for schedule(static)
+            for (I j = start; j < stop; j++) {
+                I w = b - j * BROAD < BROAD ? b - j * BROAD : BROAD;
+                if (y)
+                    NAME(pack_all)(right + j * BROAD * right_column, right_sample, right_row,
+                                   right_column, m, r, w, BROAD, y + (j - start) * BROAD * m * r);
+            }
 #pragma omp for schedule(static)
             for (I i = 0; i < high; i++) {
                 I h = a - i * TALL < TALL ? a - i * TALL : TALL;
-                I stop = start + group < wide ? start + group : wide;
-                vec each = {0};
-                bits alive = {0};
+                vec sum = {0}, top = {0};
+                bits live = {0};
+                if (!x || !sums) continue;
+                NAME(pack_all)(left + i * TALL * left_column, left_sample, left_row, left_column, m,
+                               r, h, TALL, x);
                 for (I j = start; j < stop; j++) {
-                    const REAL *u = x + i * TALL * m, *v = y + j * BROAD * m;
                     const REAL *t = total + i * TALL * row + j * BROAD;
+                    const REAL *v = y + (j - start) * BROAD * m * r;
                     I w = b - j * BROAD < BROAD ? b - j * BROAD : BROAD, next = row;
                     REAL edge[TALL * BROAD];
                     for (I n = 0; n < h; n++) {
                         __builtin_prefetch(t + n * row + BROAD);
                         __builtin_prefetch(t + n * row + BROAD + WIDTH);
-                    }
-                    vec s[TALL][2];
-#pragma GCC unroll 14
-                    for (int n = 0; n < TALL; n++) s[n][0] = s[n][1] = (vec){0};
-                    for (I k = 0; k < m; k++, u += TALL, v += BROAD) {
-                        vec v0 = *(const vec *)v, v1 = *(const vec *)(v + WIDTH);
-#pragma GCC unroll 14
-                        for (int n = 0; n < TALL; n++) s[n][0] += v0 * u[n], s[n][1] += v1 * u[n];
                     }
                     if (h < TALL || w < BROAD) {
                         memset(edge, 0, sizeof(edge));
@@ -501,30 +545,27 @@ REGISTERS static int NAME(tiles)(const REAL *left, I left_sample, I left_column,
                             memcpy(edge + n * BROAD, t + n * row, w * sizeof(REAL));
                         t = edge, next = BROAD;
                     }
-#pragma GCC unroll 14
-                    for (int n = 0; n < TALL; n++)
-#pragma GCC unroll 2
-                        for (int half = 0; half < 2; half++) {
-                            vec q = *(const vec *)(t + n * next + half * WIDTH), e = s[n][half];
-                            q *= q;
-                            vec below = e - p * q, tiny = (vec){0} + TINY;
-                            bits low = below < tiny, bad = ~(e <= VAST);
-                            below = (vec)(((bits)below & ~low) | ((bits)tiny & low));
-                            each += NAME(over)(q, below);
-                            each += (vec)(bad & (bits)((vec){0} + (REAL)__builtin_nan("")));
-                            alive -= e != 0;
-                        }
+                    if (r == 1)
+                        NAME(tile_ratios)(x, v, m, 1, t, next, p, &sum, &live, &top);
+                    else
+                        NAME(tile_ratios)(x, v, m, r, t, next, p, &sum, &live, &top);
                 }
-                for (int n = 0; n < WIDTH; n++)
-                    sums[2 * i] += each[n], sums[2 * i + 1] += (double)alive[n];
+                for (int n = 0; n < WIDTH; n++) {
+                    sums[3 * i] += sum[n], sums[3 * i + 1] += (double)live[n];
+                    if (top[n] > sums[3 * i + 2]) sums[3 * i + 2] = top[n];
+                }
             }
         }
+        free(x);
     }
-    out[0] = out[1] = 0;
-    for (I i = 0; i < high; i++) out[0] += sums[2 * i], out[1] += sums[2 * i + 1];
+    out[0] = out[1] = out[2] = 0;
+    for (I i = 0; i < high && !failed; i++) {
+        out[0] += sums[3 * i], out[1] += sums[3 * i + 1];
+        if (sums[3 * i + 2] > out[2]) out[2] = sums[3 * i + 2];
+    }
     free(sums);
-    give_back(x);
-    return 1;
+    free(y);
+    return !failed;
 }
 
 #undef bits
@@ -532,14 +573,14 @@ REGISTERS static int NAME(tiles)(const REAL *left, I left_sample, I left_column,
 #undef BROAD
 #endif
 
-int NAME(outer_ratios)(const REAL *left, I left_sample, I left_column, const REAL *right,
-                       I right_sample, I right_column, I m, I a, I b, const REAL *total, I row,
-                       double part, double *out)
+int NAME(outer_ratios)(const REAL *left, I left_sample, I left_row, I left_column,
+                       const REAL *right, I right_sample, I right_row, I right_column, I m, I r,
+                       I a, I b, const REAL *total, I row, double part, double *out)
 {
 #ifdef REGISTERS
-    if (m > 0 && __builtin_cpu_supports("avx512f"))
-        return NAME(tiles)(left, left_sample, left_column, right, right_sample, right_column, m, a,
-                           b, total, row, part, out);
+    if (m > 0 && r > 0 && __builtin_cpu_supports("avx512f"))
+        return NAME(all_tiles)(left, left_sample, left_row, left_column, right, right_sample,
+                               right_row, right_column, m, r, a, b, total, row, part, out);
 #endif
     return 0;
 }
@@ -552,26 +593,26 @@ int NAME(outer_ratios)(const REAL *left, I left_sample, I left_column, const REA
 static PyObject *NAME(py_ratios)(ARGUMENTS)
 {
     I w[6];
-    double part, out[2];
+    double part, out[3];
     if (!numbers(self, given, count, "wwwwwwr", w, &part)) return NULL;
     Py_BEGIN_ALLOW_THREADS
-    NAME(ratios)(AT(0), w[1], AT(2), w[3], w[4], w[5], part, out);
+    NAME(ratios)(AT(0), w[1], AT(2), w[3], w[4], w[5], part, out, out + 2);
     Py_END_ALLOW_THREADS
-    return Py_BuildValue("dd", out[0], out[1]);
+    return Py_BuildValue("ddd", out[0], out[1], out[2]);
 }
 
 static PyObject *NAME(py_outer_ratios)(ARGUMENTS)
 {
-    I w[11];
-    double part, out[2];
+    I w[14];
+    double part, out[3];
     int done;
-    if (!numbers(self, given, count, "wwwwwwwwwwwr", w, &part)) return NULL;
+    if (!numbers(self, given, count, "wwwwwwwwwwwwwwr", w, &part)) return NULL;
     Py_BEGIN_ALLOW_THREADS
-    done = NAME(outer_ratios)(AT(0), w[1], w[2], AT(3), w[4], w[5], w[6], w[7], w[8], AT(9), w[10],
-                              part, out);
+    done = NAME(outer_ratios)(AT(0), w[1], w[2], w[3], AT(4), w[5], w[6], w[7], w[8], w[9], w[10],
+                              w[11], AT(12), w[13], part, out);
     Py_END_ALLOW_THREADS
     if (!done) Py_RETURN_NONE;
-    return Py_BuildValue("dd", out[0], out[1]);
+    return Py_BuildValue("ddd", out[0], out[1], out[2]);
 }
 
 static PyObject *NAME(py_outer)(ARGUMENTS)

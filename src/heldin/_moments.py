@@ -96,7 +96,7 @@ def piece_sums(
     kernels = KERNELS.get(squares.dtype)
     if kernels is not None:
         found = _at_once(kernels, total, squares, 0.0 if symmetric else 1 / count)
-        sums = None if found is None else usual(found[0], found[1], count, symmetric)
+        sums = None if found is None else usual(found[0], found[1], count, symmetric, found[2])
         if sums is not None:
             return sums
     # Dead coordinates add nothing. One whose variance is lost in rounding adds so much that the
@@ -114,15 +114,26 @@ def piece_sums(
     return sums or _sums_of([(total, squares)], count, symmetric)[0]
 
 
-def usual(summed: float, live: float, count: int, symmetric: bool | None) -> Sums | None:
-    """From the sum of total^2 / (squares - total^2 / m), or of q; None if something is extreme."""
-    if summed < 1e5 * count:  # false for nan
+def usual(
+    summed: float,
+    live: float,
+    count: int,
+    symmetric: bool | None,
+    largest: float | None = None,
+) -> Sums | None:
+    """From the sum of total^2 / (squares - total^2 / m), or of q; None if something is extreme.
+
+    Where the variance of a coordinate is nearly lost in rounding its summand is too large to be
+    right, and so is the sum, if nothing is known of the `largest`.
+    """
+    extreme = summed if largest is None else largest
+    if extreme < 1e5 * count and summed < math.inf:  # false for nan
         return summed if symmetric else summed * (1 - 1 / count), live, True
     return None
 
 
 def _at_once(kernels: Kernels, total: Tensor, squares: Tensor, part: float) -> Any:
-    """The sum of total^2 / (squares - part total^2), and the number of live coordinates."""
+    """The sum of total^2 / (squares - part total^2), the live coordinates, the largest summand."""
     if total.dtype is not squares.dtype or not (readable(total) and readable(squares)):
         return None
     if total.is_contiguous() and squares.is_contiguous():

@@ -37,6 +37,7 @@ __all__ = [
 
 CHUNK = 1 << 22  # elements of per-sample gradients held at a time
 CACHE = 1 << 18  # elements of a matrix worked on at a time
+AT_ONCE = 1 << 10  # rows up to which products and ratios are formed together
 PATCHES = 1 << 20  # elements of images that are cut into patches at a time
 
 
@@ -188,9 +189,10 @@ class Outer(Part):
         return [(top, min(a, top + height)) for top in range(0, a, height)]
 
     def ratios(self, total: Tensor | None, symmetric: bool) -> Sums:
-        sums = None if total is None or self.rows > 1 else self._at_once(total, symmetric)
-        if sums is not None:
-            return sums
+        if total is not None and self.m * self.rows <= AT_ONCE:
+            sums = self._at_once(total, symmetric)
+            if sums is not None:
+                return sums
         if total is None or self.numel <= CACHE or total.device.type != "cpu":
             return super().ratios(total, symmetric)
         left, right = wide(self.left), wide(self.right)
@@ -218,12 +220,11 @@ class Outer(Part):
         if left.dtype is not total.dtype or right.dtype is not total.dtype or total.stride(1) != 1:
             return None
         (a, b), m = self.shape, self.m
-        (i, _, j), (u, _, v) = left.stride(), right.stride()
         found = kernels.outer_ratios(
-            left.data_ptr(), i, j, right.data_ptr(), u, v, m, a, b, total.data_ptr(),
-            total.stride(0), 0.0 if symmetric else 1 / m,
+            left.data_ptr(), *left.stride(), right.data_ptr(), *right.stride(), m, self.rows, a, b,
+            total.data_ptr(), total.stride(0), 0.0 if symmetric else 1 / m,
         )  # fmt: skip
-        return None if found is None else usual(found[0], found[1], m, symmetric)
+        return None if found is None else usual(found[0], found[1], m, symmetric, found[2])
 
 
 def _strip_squares(left: Tensor, right: Tensor, out: Tensor, each: Tensor) -> None:
