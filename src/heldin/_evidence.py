@@ -96,8 +96,10 @@ def evidence(
             contributions are Gaussian: "gaussian" divides by that (no value for m <= 3),
             "symmetric" puts q = f m / (m - 1 + f) in the place of f, which has mean 1 for
             symmetric contributions and any m.
-        dead: coordinates to which no sample contributed are 0/0. "out" leaves them out of the
-            mean, "zero" counts them as f = 0, so that many of them alone ask for a stop.
+        dead: coordinates to which no sample contributed are 0/0 (and hardly better known if the
+            contributions are so small that their squares are lost, 1e-17 in single precision).
+            "out" leaves them out of the mean, "zero" counts them as f = 0, so that many of them
+            alone ask for a stop.
 
     >>> import heldin, torch
     >>> model = torch.nn.Linear(1, 1, bias=False)

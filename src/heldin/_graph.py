@@ -208,7 +208,8 @@ class Plan:
     def fits(self, graph: Graph) -> bool:
         """Whether the sizes at the uses are those of the plan; names and edges are known to be.
 
-        A model may cut its inputs to a length that no argument tells.
+        A model may cut its inputs to a length that no argument tells, and a layer may be replaced
+        by one of another size.
         """
         nodes = graph.nodes
         for position, layouts in self.layouts.items():
@@ -217,11 +218,11 @@ class Plan:
                     return False
         for uses in self.uses.values():
             for _, sink in uses:
-                if sink.transposed:  # its parameter is at hand, and cheaper to ask
-                    leaf = graph.leaves[self.leaves[sink.params[0]]]
-                    if tuple(leaf.shape) != sink.shape[::-1]:
+                if sink.transposed or sink.chain == ():  # the parameter is at hand
+                    shape = graph.leaves[self.leaves[sink.params[0]]].shape
+                    if shape != (sink.shape[::-1] if sink.transposed else sink.shape):
                         return False
-                elif sink.chain != () and shape_of(nodes[sink.node], sink.output) != sink.shape:
+                elif shape_of(nodes[sink.node], sink.output) != sink.shape:
                     return False
         return True
 

@@ -12,6 +12,7 @@
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030a0000
 #include <Python.h>
+#include <pthread.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -34,6 +35,7 @@ typedef int64_t I;
 
 #define TILE 512
 #define PIECE 4096 /* elements of an image */
+#define FEW 256 /* samples that are added up one by one */
 #define CHUNKS 4 /* of samples, for several threads; the same however many there are */
 #define NEAR (1 << 20) /* bytes that stay in a cache of second level beside others */
 #define LARGE 262144 /* products, above which several threads take part */
@@ -47,14 +49,23 @@ typedef int64_t I;
 #define KEEP (1 << 20)
 static __thread void *kept;
 static __thread size_t kept_size;
+static pthread_key_t owner; /* lets go of it when the thread ends */
+static pthread_once_t started = PTHREAD_ONCE_INIT;
+
+static void start(void)
+{
+    pthread_key_create(&owner, free);
+}
 
 static void *borrow(size_t size)
 {
     if (size > KEEP) return malloc(size);
     if (size > kept_size) {
+        pthread_once(&started, start);
         free(kept);
         kept = malloc(size);
         kept_size = kept ? size : 0;
+        pthread_setspecific(owner, kept);
     }
     return kept;
 }
@@ -86,6 +97,7 @@ static int numbers(PyObject *self, PyObject *const *given, Py_ssize_t count, con
 #define WHOLE int32_t
 #define WIDTH 16
 #define TINY FLT_MIN
+#define FLOOR (FLT_MIN * 0x1p17f)
 #define VAST 0x1p125f
 #define NAME(name) name##_float
 #include "_kernels.c"
@@ -93,6 +105,7 @@ static int numbers(PyObject *self, PyObject *const *given, Py_ssize_t count, con
 #undef WHOLE
 #undef WIDTH
 #undef TINY
+#undef FLOOR
 #undef VAST
 #undef NAME
 
@@ -100,6 +113,7 @@ static int numbers(PyObject *self, PyObject *const *given, Py_ssize_t count, con
 #define WHOLE int64_t
 #define WIDTH 8
 #define TINY DBL_MIN
+#define FLOOR (DBL_MIN * 0x1p17)
 #define VAST 0x1p1021
 #define NAME(name) name##_double
 #include "_kernels.c"
@@ -128,8 +142,8 @@ PyMODINIT_FUNC PyInit__compiled(void)
 typedef REAL NAME(vec) __attribute__((vector_size(64), aligned(sizeof(REAL))));
 #define vec NAME(vec)
 
-/* Sum of total^2 / (squares - part * total^2) over a matrix, and how many squares are not 0; where
-   it is asked for also the largest summand. */
+/* Sum of total^2 / (squares - part * total^2) over a matrix, and the number of summands; where it is
+   asked for also the largest. Squares below FLOOR count for nothing: too few bits are left. */
 FAST int NAME(ratios)(const REAL *total, I total_row, const REAL *squares, I squares_row, I rows,
                        I columns, double part, double *out, double *largest)
 {
@@ -148,10 +162,10 @@ FAST int NAME(ratios)(const REAL *total, I total_row, const REAL *squares, I squ
         for (I i = 0; i < n; i++) {
             REAL q = t[i] * t[i], below = s[i] - p * q;
             below = below < TINY ? TINY : below;
-            REAL ratio = q / below;
+            REAL ratio = s[i] >= FLOOR ? q / below : 0;
             each += ratio + 0 * s[i]; /* nan for squares that are not finite */
             most = ratio > most ? ratio : most;
-            alive += s[i] != 0;
+            alive += s[i] >= FLOOR;
         }
         sum += each;
         live += alive;
@@ -314,13 +328,20 @@ FAST int NAME(columns)(const REAL *values, I sample, I row, I column, I m, I r, 
 #pragma omp parallel for schedule(static) if (m * r * w > LARGE / 16)
     for (I unit = 0; unit < tiles * chunks; unit++) {
         I chunk = unit / tiles, lo = unit % tiles * TILE, n = w - lo < TILE ? w - lo : TILE;
-        REAL each[TILE], size[TILE], *first = sums + 2 * chunk * w + lo, *second = first + w;
-        for (I j = 0; j < n; j++) first[j] = second[j] = 0;
-        for (I i = m * chunk / chunks; i < m * (chunk + 1) / chunks; i++) {
+        REAL each[TILE], size[TILE], some[TILE], squared[TILE];
+        REAL *first = sums + 2 * chunk * w + lo, *second = first + w;
+        I start = m * chunk / chunks, stop = m * (chunk + 1) / chunks;
+        for (I j = 0; j < n; j++) first[j] = second[j] = some[j] = squared[j] = 0;
+        for (I i = start; i < stop; i++) {
             const REAL *v = values + i * sample + lo * column;
+            if ((i - start) % FEW == FEW - 1) /* long sums lose digits, sums of sums do not */
+                for (I j = 0; j < n; j++) {
+                    first[j] += some[j], second[j] += squared[j];
+                    some[j] = squared[j] = 0;
+                }
             if (plain) {
                 __builtin_prefetch(v + sample);
-                for (I j = 0; j < n; j++) first[j] += v[j], second[j] += v[j] * v[j];
+                for (I j = 0; j < n; j++) some[j] += v[j], squared[j] += v[j] * v[j];
                 continue;
             }
             for (I j = 0; j < n; j++) each[j] = size[j] = 0;
@@ -369,8 +390,9 @@ FAST int NAME(columns)(const REAL *values, I sample, I row, I column, I m, I r, 
             if (limit > 0)
                 for (I j = 0; j < n; j++)
                     if (ABS(each[j]) <= limit * size[j]) each[j] = 0;
-            for (I j = 0; j < n; j++) first[j] += each[j], second[j] += each[j] * each[j];
+            for (I j = 0; j < n; j++) some[j] += each[j], squared[j] += each[j] * each[j];
         }
+        for (I j = 0; j < n; j++) first[j] += some[j], second[j] += squared[j];
     }
     NAME(gather)(sums, chunks, w, total, squares);
     give_back(sums);
@@ -485,12 +507,13 @@ NAME(tile_ratios)(const REAL *u, const REAL *v, I m, I r, const REAL *total, I r
             vec below = squares - part * t;
             bits low = below < tiny, bad = ~(squares <= VAST);
             below = (vec)(((bits)below & ~low) | ((bits)tiny & low));
-            vec ratio = NAME(over)(t, below);
+            bits enough = squares >= FLOOR;
+            vec ratio = (vec)((bits)NAME(over)(t, below) & enough);
             bits more = ratio > *top;
             *top = (vec)(((bits)ratio & more) | ((bits)*top & ~more));
             *sum += ratio;
             *sum += (vec)(bad & (bits)((vec){0} + (REAL)__builtin_nan("")));
-            *live -= squares != 0;
+            *live -= enough;
         }
 }
 
@@ -595,6 +618,7 @@ static PyObject *NAME(py_ratios)(ARGUMENTS)
     I w[6];
     double part, out[3];
     if (!numbers(self, given, count, "wwwwwwr", w, &part)) return NULL;
+    if (!w[0] || !w[2]) Py_RETURN_NONE; /* a tensor of zeros may have no memory */
     Py_BEGIN_ALLOW_THREADS
     NAME(ratios)(AT(0), w[1], AT(2), w[3], w[4], w[5], part, out, out + 2);
     Py_END_ALLOW_THREADS
@@ -607,6 +631,7 @@ static PyObject *NAME(py_outer_ratios)(ARGUMENTS)
     double part, out[3];
     int done;
     if (!numbers(self, given, count, "wwwwwwwwwwwwwwr", w, &part)) return NULL;
+    if (!w[0] || !w[4] || !w[12]) Py_RETURN_NONE;
     Py_BEGIN_ALLOW_THREADS
     done = NAME(outer_ratios)(AT(0), w[1], w[2], w[3], AT(4), w[5], w[6], w[7], w[8], w[9], w[10],
                               w[11], AT(12), w[13], part, out);
@@ -620,6 +645,7 @@ static PyObject *NAME(py_outer)(ARGUMENTS)
     I w[15];
     double part;
     if (!numbers(self, given, count, "wwwwwwwwwwwwwwrw", w, &part)) return NULL;
+    if (!w[0] || !w[4]) Py_RETURN_FALSE;
     return PyBool_FromLong(NAME(outer)(AT(0), w[1], w[2], w[3], AT(4), w[5], w[6], w[7], w[8], w[9],
                                        w[10], w[11], AT(12), AT(13), part, OUT(14)));
 }
@@ -629,6 +655,7 @@ static PyObject *NAME(py_columns)(ARGUMENTS)
     I w[18];
     double r[2]; /* faint and part */
     if (!numbers(self, given, count, "wwwwwwwrwwwwwwwwwwrw", w, r)) return NULL;
+    if (!w[0]) Py_RETURN_FALSE;
     return PyBool_FromLong(NAME(columns)(AT(0), w[1], w[2], w[3], w[4], w[5], w[6], r[0], AT(7),
                                          w[8], w[9], w[10], AT(11), AT(12), w[13], w[14], AT(15),
                                          AT(16), r[1], OUT(17)));
@@ -639,6 +666,7 @@ static PyObject *NAME(py_planes)(ARGUMENTS)
     I w[18];
     double part;
     if (!numbers(self, given, count, "wwwwwwwwwwwwwwwwwrw", w, &part)) return NULL;
+    if ((!w[0] || !w[5]) && w[13] > 0 && w[14] > 0) Py_RETURN_FALSE;
     return PyBool_FromLong(NAME(planes)(AT(0), w + 1, AT(5), w + 6, w[10], w[11], w[12], w[13],
                                         w[14], AT(15), AT(16), part, OUT(17)));
 }

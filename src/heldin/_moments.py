@@ -64,10 +64,20 @@ def _sums_of(pairs: Sequence[tuple[Tensor, Tensor]], count: int, symmetric: bool
     sizes = [total.numel() for total, _ in pairs]
     total = torch.cat([t.reshape(-1) for t, _ in pairs])
     squares = torch.cat([s.reshape(-1) for _, s in pairs])
-    rows = [_ratios(total, squares, count, symmetric), (squares != 0).to(total.dtype), squares]
+    live = squares >= floor(squares)
+    ratios = torch.where(live, _ratios(total, squares, count, symmetric), 0.0)
+    rows = [ratios, live.to(total.dtype), squares]
     parts = torch.stack(rows).split(sizes, 1)
     sums = torch.stack([part.sum(1, dtype=torch.float64) for part in parts])
     return [(a, b, math.isfinite(c)) for a, b, c in sums.tolist()]  # the only wait for a device
+
+
+def floor(squares: Tensor) -> float:
+    """Below it a sum of squares has too few bits for a ratio: its coordinate counts as dead.
+
+    Contributions of 1e-17 and less, in single precision.
+    """
+    return torch.finfo(squares.dtype).tiny * 2.0**17
 
 
 def _ratios(total: Tensor, squares: Tensor, count: int, symmetric: bool) -> Tensor:
@@ -106,11 +116,11 @@ def piece_sums(
         below = torch.clamp_min(squares, tiny, out=room)
     else:  # the variance, but for a factor: f = (1 - 1/m) total^2 / (squares - total^2 / m)
         below = torch.addcmul(squares, total, total, value=-1 / count, out=room).clamp_min_(tiny)
-    ratio = torch.div(total, below, out=below)
+    alive = squares >= floor(squares)
+    ratio = torch.div(total, below, out=below).mul_(alive)
     summed = torch.dot(ratio.reshape(-1), total.reshape(-1)).item()
     finite = squares.amax().item() < math.inf if squares.numel() else True
-    live = torch.sign(squares, out=below).sum().item()
-    sums = usual(summed, live, count, symmetric) if finite else None
+    sums = usual(summed, float(alive.sum()), count, symmetric) if finite else None
     return sums or _sums_of([(total, squares)], count, symmetric)[0]
 
 

@@ -42,7 +42,8 @@ def _observed_backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
     seeds = args[0] if args else kwargs.get("grad_tensors")
     seeds = None if seeds is None else [seeds] if isinstance(seeds, Tensor) else list(seeds)
     graph = walk([node for node in nodes if node is not None])
-    passes = [Pass(observation, graph, roots, seeds) for observation in watching]
+    inputs = args[4] if len(args) > 4 else kwargs.get("inputs")
+    passes = [Pass(observation, graph, roots, seeds, inputs) for observation in watching]
     try:
         for each in passes:
             each.prepare()
@@ -293,7 +294,8 @@ class Observation(Mapping[str, Moments]):
         return self.names
 
     def _find_names(self) -> None:
-        assert self._model is not None
+        if self._model is None:  # closed by another thread, in the middle of a pass
+            return
         named = list(self._model.named_parameters())
         self.calls.parameters = [p for _, p in named]
         self._alive = {id(p): weakref.ref(p) for _, p in named}  # an id may be used again

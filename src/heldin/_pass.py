@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
 
 from ._distributed import is_parallel, runs_once
 from ._errors import HeldinWarning, NotObservable
@@ -50,11 +51,16 @@ class Pass:
     """One observation during one backward pass: prepare, hook, (backward), finish, close."""
 
     def __init__(
-        self, observation: Observation, graph: Graph, roots: Sequence[Any], seeds: Any
+        self,
+        observation: Observation,
+        graph: Graph,
+        roots: Sequence[Any],
+        seeds: Any,
+        inputs: Any = None,
     ) -> None:
         self.seen = observation
         self.graph = graph
-        self.roots, self.seeds = roots, seeds
+        self.roots, self.seeds, self.inputs = roots, seeds, inputs
         self.plan: Plan | None = None
         self.calls: list[Call] = []
         self.done: dict[str, Stored] = {}
@@ -68,6 +74,8 @@ class Pass:
         self._short: set[str] = set()  # parameters of which no more is waited for
         self._uses: dict[str, int] = {}
         self._busy = self._started = self._aiming = False
+        self._task: int | None = None  # the engine's number for this pass
+        self._known: dict[str, Stored] = {}  # of `done`, before the pass
         self._autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
 
     # -- before the pass
@@ -100,6 +108,7 @@ class Pass:
                 )
             if seen.truth is not None:
                 seen.truth.update(self._replayed(self.plan))
+        self._known = self.done.copy()
 
     def _inspect(self, reached: Sequence[str], key: Any) -> None:
         """A graph that was not seen before."""
@@ -241,9 +250,36 @@ class Pass:
             seen.memory = plan.blocks.memory
         self._blocks.append(plan.blocks)
 
+    def _ours(self, grads: Sequence[Tensor | None]) -> bool:
+        """Whether it is this pass that goes through a node.
+
+        Not one of our own, nor one that the user's hooks run through the same graph, which the
+        engine has given a higher number.
+        """
+        if self._busy:
+            return False
+        task = torch._C._current_graph_task_id()
+        if task == self._task:
+            return True
+        if self._task is not None and task > self._task:
+            return False
+        if any(grad is not None and _batched(grad) for grad in grads):
+            return False  # of several passes at once
+        if self._task is not None:  # what was seen so far belonged to another
+            self._forget()
+        self._task = task
+        return True
+
+    def _forget(self) -> None:
+        self.done, self.ratios, self.held = self._known.copy(), {}, {}
+        self._parts, self._written, self._later, self._uses = {}, {}, [], {}
+        for blocks in self._blocks:
+            for spot in blocks.spots:
+                spot.full = False
+
     def _listener(self, respond: Callable[[Any, Any], None], what: Any) -> Callable[[Any], None]:
         def fired(grads: Sequence[Tensor | None]) -> None:
-            if self._busy:  # a backward pass of our own, inside the one observed
+            if not self._ours(grads):
                 return
             self._busy = True
             try:
@@ -262,7 +298,7 @@ class Pass:
         node = self.graph.nodes[position]
 
         def fired(grads: Sequence[Tensor | None]) -> None:
-            if self._busy:
+            if not self._ours(grads):
                 return
             for i in fill(spots, node, grads[0]):
                 self._listener(self._used, position)((i, grads))
@@ -312,11 +348,14 @@ class Pass:
         """Look for a shortcut, and take it at once: a resumed run must not differ by a bit."""
         plan, sampler = self.plan, self.seen.sampler
         assert plan is not None
+        if use.grads[0] is None or (self.seen.aiming and not self._aiming):
+            return False
         spot = shortcut(use, sink, sampler)
         use.site.shortcut = spot or False
         if spot is None or not spot.ready(use.node, sampler):
             return False
         plan.spots = plan.blocks = None  # from the next pass on it is one of them
+        self.seen.aiming = self._aiming = True
         self._blocks.append(Blocks([spot], self._part, None))
         return not fill([spot], use.node, use.grad)
 
@@ -480,9 +519,23 @@ class Pass:
                         self.done[name] = (*moments(parts), None, weight)
             for blocks in self._blocks:
                 self._collect(blocks, self.plan.m)
+            if self.inputs is not None:
+                self._restrict()
             if sampler is not None and self.done and self.plan.m > 1:
                 sampler.whole.update(self.done.keys() - sampler.noted.keys() - sampler.known.keys())
             self.seen.add(self.done, self.ratios, self.held, self.plan.m, self.calls)
+
+    def _restrict(self) -> None:
+        """Only what `backward(inputs=...)` names gets a gradient."""
+        given = self.inputs if isinstance(self.inputs, Sequence) else [self.inputs]
+        nodes = [edge.node for edge in given if not isinstance(edge, Tensor)]
+        ids = {id(tensor) for tensor in given if isinstance(tensor, Tensor)}
+        ids |= {id(leaf) for i, leaf in self.graph.leaves.items() if self.graph.nodes[i] in nodes}
+        names = {self.seen.names[each] for each in ids if each in self.seen.names}
+        found: Sequence[dict[str, Any]] = (self.done, self.ratios, self.held)
+        for kept in found:
+            for name in kept.keys() - names:
+                del kept[name]
 
     def _collect(self, blocks: Blocks, m: int) -> None:
         """Take in what the shortcuts have read."""
@@ -516,7 +569,7 @@ class Pass:
         if self._aiming:
             self._aiming = self.seen.aiming = False
         self.done, self.ratios, self.held = {}, {}, {}
-        self.graph, self.roots, self.seeds = NOTHING, [], None
+        self.graph, self.roots, self.seeds, self.inputs = NOTHING, [], None, None
 
 
 def _spots(plan: Plan) -> list[tuple[int, list[Spot | None]]]:
@@ -526,3 +579,7 @@ def _spots(plan: Plan) -> list[tuple[int, list[Spot | None]]]:
         sites = [plan.sites.get((position, argument)) for argument, _ in uses]
         found.append((position, [(site and site.shortcut) or None for site in sites]))
     return found
+
+
+def _batched(grad: Tensor) -> bool:
+    return is_legacy_batchedtensor(grad) or is_functorch_wrapped_tensor(grad)

@@ -276,6 +276,10 @@ def generic(use: Use) -> Part:
         if name.startswith("_raw_saved_"):
             keep_readable(getattr(use.node, name))
     given = [i for i, grad in enumerate(use.grads) if grad is not None]
+    if not given:  # an op of the user's above has stopped the gradient
+        output = use.node._input_metadata[0]
+        zero = torch.zeros((), dtype=output.dtype, device=output.device)
+        return Rows(wide(zero).expand(use.m, *use.shape))
     call = use.node if callable(use.node) else use.node.apply  # torch.autograd.Function
 
     def one(*grads: Tensor) -> Tensor:

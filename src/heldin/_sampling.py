@@ -25,8 +25,9 @@ FILTERS = 1 << 17  # for the filters of a convolution
 
 Block = tuple[slice, ...]
 Costs = tuple[int, bool]  # reads and spread, see `Sampler.block`
-# Size and width of each dimension that is cut, whether pieces are spread, a number for the layer.
-Axes = tuple[tuple[tuple[int, int], ...], bool, int]
+# The shape; size and width of each dimension that is cut; whether pieces are spread; a number for
+# the layer.
+Axes = tuple[Sequence[int], tuple[tuple[int, int], ...], bool, int]
 
 
 def _mixed(number: int) -> int:
@@ -139,11 +140,13 @@ class Sampler:
 
     def drawn(self, name: str, shape: Sequence[int]) -> tuple[Block | None, float]:
         """The same, of a parameter that is known; all of any other."""
-        known = self._blocks.get(name)
-        if known is None:
+        known, measured = self._blocks.get(name), self._axes.get(name)
+        if known is None or measured is None or measured[0] != shape:
             if name in self.whole or name not in self.known:
                 return None, 1.0
-            axes, spread, key = self._axes.get(name) or self._measure(name, shape)
+            if measured is None or measured[0] != shape:  # another parameter may take its name
+                measured = self._measure(name, shape)
+            _, axes, spread, key = measured
             if not axes:
                 return None, 1.0
             number = self._numbers.get(key)
@@ -174,7 +177,7 @@ class Sampler:
             axes = ()
         # the weight and the bias of a layer share their rows: these are read but once
         key = crc32(name.rpartition(".")[0].encode()) << 32
-        found = self._axes[name] = (axes, spread, key)
+        found = self._axes[name] = (tuple(shape), axes, spread, key)
         return found
 
     def _of_matrix(self, shape: Sequence[int], reads: int, spread: bool) -> list[int]:

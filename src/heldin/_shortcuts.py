@@ -185,13 +185,14 @@ def _reader(layout: Layout) -> tuple[int, int, int, int] | None:
 class _Kept:
     """Reads a tensor that a node has saved; finds it before the pass, if it lies there as it is."""
 
-    __slots__ = ("_dtype", "_raw", "_saved", "found", "shape", "strides")
+    __slots__ = ("_at", "_dtype", "_raw", "_saved", "found", "shape", "strides")
 
     def __init__(self, name: str, dtype: torch.dtype) -> None:
         self._raw = attrgetter("_raw_saved_" + name)
         self._saved = attrgetter("_saved_" + name)
         self._dtype = dtype
         self.found: Tensor | None = None
+        self._at = 0
         self.shape: tuple[int, ...] = ()
         self.strides: tuple[int, ...] = ()
 
@@ -210,12 +211,18 @@ class _Kept:
             if not self._keep(self._saved(node)):
                 return 0
         assert self.found is not None
-        return self.found.data_ptr()
+        at = self.found.data_ptr()
+        if at != self._at and not self._keep(self.found):  # the user has put other data there
+            return 0
+        return at
 
     def _keep(self, tensor: Tensor) -> bool:
         if tensor.dtype is not self._dtype or not readable(tensor):
             return False
+        if self.found is tensor and tensor.shape != self.shape:
+            return False
         self.found, self.shape, self.strides = tensor, tensor.shape, tensor.stride()
+        self._at = tensor.data_ptr()
         return True
 
 
