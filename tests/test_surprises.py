@@ -278,3 +278,31 @@ def test_an_op_that_stops_the_gradient(estimator: Any) -> None:
         assert float(seen["two.weight"].squares.min()) > 0
         if "one.weight" in seen:
             assert float(seen["one.weight"].squares.max()) == 0.0
+
+
+@estimators
+def test_a_resumed_run_over_sequences_is_the_same_to_the_last_bit(estimator: Any) -> None:
+    """Sums over rows are formed in the same order in the first step as in later ones."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(7, 12), nn.LayerNorm(12), nn.Tanh(), nn.Linear(12, 2)]
+    model = nn.Sequential(*layers).double()
+    batches = torch.randn(8, 5, 6, 7, **DOUBLE)
+
+    def fresh() -> heldin.EvidenceStopping:
+        return heldin.EvidenceStopping(model, estimator=estimator, budget=5, batch_dim=1)
+
+    found = []
+    for cut in (None, 4):
+        stopping, values = fresh(), []
+        for step, x in enumerate(batches):
+            if step == cut:
+                state = stopping.state_dict()
+                stopping.remove()
+                stopping = fresh()
+                stopping.load_state_dict(state)
+            model(x).square().mean().backward()
+            stopping.step()
+            values.append(stopping.evidence.groups)
+        stopping.remove()
+        found.append(values)
+    assert found[0] == found[1]

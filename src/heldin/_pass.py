@@ -318,9 +318,14 @@ class Pass:
 
     def _take(self, use: Use, sink: Sink, plan: Plan) -> None:
         sampler, whole = self.seen.sampler, use
-        if sampler is not None and sink.chain == () and len(use.shape) == 1:
-            use = narrowed(use, sampler, sink.params[0])
+        narrows = sampler if sink.chain == () and len(use.shape) == 1 else None
+        new = use.site.clean is None
+        if narrows is not None:
+            use = narrowed(use, narrows, sink.params[0])
         part = contributions(use)
+        if narrows is not None and new and use.site.clean is not None:  # as from the next step on
+            use = narrowed(use, narrows, sink.params[0])
+            part = part if use is whole else contributions(use)
         if isinstance(part, Lazy):  # what it reads will be gone when the node has run
             alone = sink.chain is not None and plan.alone(sink.params[0])
             if alone and not plan.shared and self.seen.rows is None:
