@@ -421,6 +421,7 @@ class _Filters(Spot):
         self.kept = [_Kept("input", self.dtype)]
         self._piece: Block = ()
         self._settings: Any = ()
+        self._meet: list[tuple[slice, slice]] = []
 
     def aim(self, node: Any, sampler: Sampler | None) -> bool:
         if node._saved_groups != 1 or node._saved_transposed:
@@ -430,16 +431,22 @@ class _Filters(Spot):
             return False
         self._piece, self._settings = piece, _settings(node)
         self._take((_extent(piece[0])[2], _extent(piece[1])[2], 1, 1), weight)
-        return self.kept[0].find(node)
+        known = self.kept[0].find(node)
+        self._meet = [] if self.kept[0].found is None else self._overlaps()
+        return known
+
+    def _overlaps(self) -> list[tuple[slice, slice]]:
+        """Where outputs and inputs meet, along height and width."""
+        starts = [place.start for place in self._piece[2:]]
+        each = zip(starts, *self._settings, self.kept[0].shape[2:], self._out, strict=True)
+        return [overlap(*one) for one in each]
 
     def read(self, node: Any, at: int, strides: tuple[int, ...]) -> Any:
         x = self.kept[0].address(node)
         if not x:
             return False
-        rows, columns, *places = self._piece
-        starts = [place.start for place in places]
-        each = zip(starts, *self._settings, self.kept[0].shape[2:], self._out, strict=True)
-        (out_h, in_h), (out_w, in_w) = [overlap(*one) for one in each]
+        rows, columns, *_ = self._piece
+        (out_h, in_h), (out_w, in_w) = self._meet or self._overlaps()
         (g0, g1, g2, g3), (x0, x1, x2, x3) = strides, self.kept[0].strides
         first = rows.start * g1 + out_h.start * g2 + out_w.start * g3
         second = columns.start * x1 + in_h.start * x2 + in_w.start * x3
