@@ -119,7 +119,7 @@ def test_sums_of_columns(
 @compiled
 @settings(max_examples=100, deadline=None)
 @given(
-    dtypes, st.integers(1, 9), st.integers(1, 5), st.integers(1, 5), st.integers(0, 90),
+    dtypes, st.integers(1, 9), st.integers(1, 9), st.integers(1, 20), st.integers(0, 90),
     st.integers(0, 90), st.booleans(),
 )  # fmt: skip
 def test_products_of_planes(

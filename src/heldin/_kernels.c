@@ -35,6 +35,8 @@ typedef int64_t I;
 
 #define TILE 512
 #define PIECE 4096 /* elements of an image */
+#define SOON 8 /* lines of memory */
+#define MANY 8 /* channels */
 #define FEW 256 /* samples that are added up one by one */
 #define CHUNKS 4 /* of samples, for several threads; the same however many there are */
 #define NEAR (1 << 20) /* bytes that stay in a cache of second level beside others */
@@ -399,6 +401,22 @@ FAST int NAME(columns)(const REAL *values, I sample, I row, I column, I m, I r, 
     return NAME(ratios)(total, 0, squares, 0, 1, w, part, out, NULL);
 }
 
+/* Points of some channels, one after the other, each with all channels and zeros at the end. */
+static inline __attribute__((always_inline)) void NAME(points)(const REAL *from, const I *strides,
+                                                               I channels, I high, I wide, I all,
+                                                               REAL *to)
+{
+    for (I c = 0; c < channels; c++) /* soon the next sample's */
+        for (I n = 0; n < SOON / 2; n++)
+            __builtin_prefetch(from + strides[0] + c * strides[1] + n * WIDTH);
+    for (I h = 0; h < high; h++)
+        for (I w = 0; w < wide; w++, to += all) {
+            const REAL *point = from + h * strides[2] + w * strides[3];
+            for (I c = 0; c < channels; c++) to[c] = point[c * strides[1]];
+            for (I c = channels; c < all; c++) to[c] = 0;
+        }
+}
+
 /* Over samples, the sum and the sum of squares of sum_hw left_i[o, h, w] right_i[c, h, w]: (a, b).
    Strides: sample, channel, height, width. */
 FAST int NAME(planes)(const REAL *left, const I *ls, const REAL *right, const I *rs, I m, I a, I b,
@@ -408,31 +426,54 @@ FAST int NAME(planes)(const REAL *left, const I *ls, const REAL *right, const I 
     I lines = wide < 1 || PIECE / wide < 1 ? 1 : PIECE / wide; /* that are packed at a time */
     if (lines > high) lines = high;
     I whole = (lines * wide + WIDTH - 1) / WIDTH * WIDTH, chunks = m < CHUNKS ? m : CHUNKS;
-    REAL *room = borrow(chunks * ((a + b) * whole + 3 * a * b) * sizeof(REAL));
+    /* With many channels vectors lie across them: none has to be added up. */
+    I tall = b < MANY ? a : (a + 3) / 4 * 4, broad = b < MANY ? b : (b + WIDTH - 1) / WIDTH * WIDTH;
+    I working = (tall + broad) * whole + a * b;
+    REAL *room = borrow(chunks * (working + 2 * a * b) * sizeof(REAL));
     if (!room) return 0;
     REAL *rest = room + 2 * chunks * a * b;
 #pragma omp parallel for schedule(static) if (m * high * wide * a * b > LARGE / 8)
     for (I chunk = 0; chunk < chunks; chunk++) {
         REAL *first = room + 2 * chunk * a * b, *second = first + a * b;
-        REAL *each = rest + chunk * ((a + b) * whole + a * b), *x = each + a * b, *y = x + a * whole;
+        REAL *each = rest + chunk * working, *x = each + a * b, *y = x + tall * whole;
         for (I n = 0; n < 2 * a * b; n++) first[n] = 0;
         for (I k = m * chunk / chunks; k < m * (chunk + 1) / chunks; k++) {
             for (I n = 0; n < a * b; n++) each[n] = 0;
             for (I h = 0; h < high; h += lines) {
                 I now = high - h < lines ? high - h : lines;
-                for (I i = 0; i < a + b; i++) { /* channels of both */
-                    const REAL *from = i < a ? left + k * ls[0] + i * ls[1] + h * ls[2]
-                                             : right + k * rs[0] + (i - a) * rs[1] + h * rs[2];
-                    NAME(pack)(from, i < a ? ls[2] : rs[2], i < a ? ls[3] : rs[3], now, wide,
-                               x + i * whole, wide);
-                    for (I n = now * wide; n < whole; n++) x[i * whole + n] = 0;
+                const REAL *l = left + k * ls[0] + h * ls[2], *r = right + k * rs[0] + h * rs[2];
+                if (b < MANY) {
+                    for (I i = 0; i < a + b; i++) { /* channels of both, and soon the next sample's */
+                        const REAL *from = i < a ? l + i * ls[1] : r + (i - a) * rs[1];
+                        const REAL *next = from + (i < a ? ls[0] : rs[0]);
+                        for (I n = 0; n < SOON; n++) __builtin_prefetch(next + n * WIDTH);
+                        NAME(pack)(from, i < a ? ls[2] : rs[2], i < a ? ls[3] : rs[3], now, wide,
+                                   x + i * whole, wide);
+                        for (I n = now * wide; n < whole; n++) x[i * whole + n] = 0;
+                    }
+                    for (I i = 0; i < a; i++)
+                        for (I j = 0; j < b; j++) {
+                            vec sum = {0};
+                            for (I n = 0; n < whole; n += WIDTH)
+                                sum += *(vec *)(x + i * whole + n) * *(vec *)(y + j * whole + n);
+                            for (int n = 0; n < WIDTH; n++) each[i * b + j] += sum[n];
+                        }
+                    continue;
                 }
-                for (I i = 0; i < a; i++)
-                    for (I j = 0; j < b; j++) {
-                        vec sum = {0};
-                        for (I n = 0; n < whole; n += WIDTH)
-                            sum += *(vec *)(x + i * whole + n) * *(vec *)(y + j * whole + n);
-                        for (int n = 0; n < WIDTH; n++) each[i * b + j] += sum[n];
+                NAME(points)(l, ls, a, now, wide, tall, x);
+                NAME(points)(r, rs, b, now, wide, broad, y);
+                for (I at = 0; at < broad; at += WIDTH)
+                    for (I i = 0; i < a; i += 4) {
+                        vec s0 = {0}, s1 = {0}, s2 = {0}, s3 = {0};
+                        for (I n = 0; n < now * wide; n++) {
+                            const REAL *u = x + n * tall + i;
+                            vec v = *(const vec *)(y + n * broad + at);
+                            s0 += v * u[0], s1 += v * u[1], s2 += v * u[2], s3 += v * u[3];
+                        }
+                        vec s[4] = {s0, s1, s2, s3};
+                        for (I o = 0; o < 4 && i + o < a; o++)
+                            for (I c = 0; c < WIDTH && at + c < b; c++)
+                                each[(i + o) * b + at + c] += s[o][c];
                     }
             }
             for (I n = 0; n < a * b; n++) first[n] += each[n], second[n] += each[n] * each[n];
