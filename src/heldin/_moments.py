@@ -116,7 +116,7 @@ def piece_sums(
         below = torch.clamp_min(squares, tiny, out=room)
     else:  # the variance, but for a factor: f = (1 - 1/m) total^2 / (squares - total^2 / m)
         below = torch.addcmul(squares, total, total, value=-1 / count, out=room).clamp_min_(tiny)
-    alive = squares >= floor(squares)
+    alive = torch.ge(squares, floor(squares), out=torch.empty_like(squares))  # sooner than bools
     ratio = torch.div(total, below, out=below).mul_(alive)
     summed = torch.dot(ratio.reshape(-1), total.reshape(-1)).item()
     finite = squares.amax().item() < math.inf if squares.numel() else True
