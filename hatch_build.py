@@ -1,4 +1,4 @@
-"""Compiles src/heldin/*.c while the package is built or installed, if that can be done.
+"""Compiles src/heldin/_kernels.c while the package is built or installed, if that can be done.
 
 heldin works without it, more slowly. The compiler is that of the environment variable CC, or the
 first of cc, gcc and clang; the headers of Python have to be there, too. What is compiled fits every
@@ -31,14 +31,13 @@ class CompileKernels(BuildHookInterface):
         folder = Path(self.root, "src", "heldin")
         target = folder / "_compiled.abi3.so"
         target.unlink(missing_ok=True)
-        sources = [folder / name for name in ("_kernels.c", "_walk.c")]
-        if self.target_name == "wheel" and compiled(sources, target):
+        if self.target_name == "wheel" and compiled(folder / "_kernels.c", target):
             build_data["pure_python"] = False
             build_data["tag"] = f"cp310-abi3-{next(sys_tags()).platform}"
 
 
-def compiled(sources: list[Path], target: Path) -> bool:
-    """Whether the sources could be compiled."""
+def compiled(source: Path, target: Path) -> bool:
+    """Whether the source could be compiled."""
     named = os.environ.get("CC")
     known = [shutil.which(name) for name in ((named,) if named else ("cc", "gcc", "clang"))]
     compiler = next((path for path in known if path is not None), None)
@@ -46,7 +45,7 @@ def compiled(sources: list[Path], target: Path) -> bool:
         return False
     for flags in WAYS:
         headers = ["-I", sysconfig.get_path("include")]
-        command = [compiler, *flags, *headers, *map(str, sources), "-o", str(target)]
+        command = [compiler, *flags, *headers, str(source), "-o", str(target)]
         if subprocess.run(command, capture_output=True).returncode == 0:
             return True
     return False

@@ -26,7 +26,6 @@ __all__ = ["BatchDim", "Call", "Calls", "Knowledge"]
 
 BatchDim = int | Mapping[str | int, int | None]
 T = TypeVar("T")
-FEW = 64  # nodes that are looked through one by one
 SHAPES = 512  # kinds of steps (by shapes and structure) that are remembered
 
 
@@ -161,9 +160,8 @@ class Calls:
 
     def within(self, graph: Graph) -> list[Call]:
         """The calls that a backward pass through the graph goes back through."""
-        few = len(graph.nodes) <= FEW  # and the end of a call is among the first
-        nodes = graph.nodes if few else graph.index
-        return [call for call in self._pending if any(node in nodes for node, _ in call.ends)]
+        index = graph.index
+        return [call for call in self._pending if any(node in index for node, _ in call.ends)]
 
     def done(self, calls: Sequence[Call]) -> None:
         """These calls were followed back."""

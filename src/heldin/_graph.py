@@ -8,7 +8,6 @@ positions in the list of nodes, so it also fits the next graph with the same sig
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,14 +17,12 @@ import torch
 from torch import Tensor
 
 from ._errors import NotObservable
-from ._kernels import walk_again
 from ._layout import Layout
 from ._owners import Key, is_mixed, is_nobody
 
 __all__ = ["Graph", "Plan", "Sink", "make_plan", "shape_of", "walk"]
 
 LEAF = "torch::autograd::AccumulateGrad"
-_LEAF: type = type(torch.zeros((), requires_grad=True).expand(()).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
 # The dispatch mode turns some aliases into plain views; they are the same to us.
 _SYNONYMS = {"ReshapeAliasBackward0": "ViewBackward0", "UnsafeViewBackward0": "ViewBackward0"}
 # Nodes behind which parameters are hidden from a walk, and what to do instead.
@@ -42,30 +39,20 @@ _MOVING = {
 }  # fmt: skip
 
 
-class Form:
-    """What the ops of a graph are and how they hang together, which is equal for many graphs.
+@dataclass(eq=False)
+class Graph:
+    """The nodes reachable from some roots, in a fixed order."""
 
-    Attributes:
-        names: of the nodes, in a fixed order.
-        edges: flat: for each node its number of inputs, then a code for each of them.
-        leaves: positions of the leaves.
-        kinds: types of the nodes; None where a type does not tell the name.
-    """
+    nodes: list[Any]
+    index: dict[Any, int]
+    names: list[str]
+    edges: list[int]  # flat: for each node its number of inputs, then a code for each of them
+    leaves: dict[int, Tensor]  # position -> leaf tensor
 
-    def __init__(
-        self, names: list[str], edges: list[int], leaves: list[int], kinds: tuple[type, ...] | None
-    ) -> None:
-        self.names, self.edges, self.leaves, self.kinds = names, edges, leaves, kinds
-        self.codes = array("q", edges)
-        self._hash = hash((*names, *edges))
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        return isinstance(other, Form) and (self.names, self.edges) == (other.names, other.edges)
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """Equal for graphs with the same ops in the same places."""
+        return tuple(self.names), tuple(self.edges)
 
     @cached_property
     def children(self) -> list[list[tuple[int, int]]]:
@@ -80,7 +67,7 @@ class Form:
     @cached_property
     def parents(self) -> list[list[int]]:
         """Per node: the positions of the nodes that it feeds."""
-        result: list[list[int]] = [[] for _ in self.names]
+        result: list[list[int]] = [[] for _ in self.nodes]
         for position, inputs in enumerate(self.children):
             for child, _ in inputs:
                 if child >= 0:
@@ -88,61 +75,18 @@ class Form:
         return result
 
 
-class Graph:
-    """The nodes reachable from some roots, in a fixed order, and the leaves by position."""
-
-    def __init__(self, nodes: list[Any], form: Form, leaves: Sequence[Tensor]) -> None:
-        self.nodes, self.form, self.names = nodes, form, form.names
-        self.leaves = dict(zip(form.leaves, leaves, strict=True))
-
-    @cached_property
-    def index(self) -> dict[Any, int]:
-        """The position of each node."""
-        return {node: position for position, node in enumerate(self.nodes)}
-
-    @property
-    def children(self) -> list[list[tuple[int, int]]]:
-        """See `Form`."""
-        return self.form.children
-
-    @property
-    def parents(self) -> list[list[int]]:
-        """See `Form`."""
-        return self.form.parents
-
-
 _OUTPUTS = 1 << 20  # more than any op has outputs
 _NAMES: dict[type, str] = {}  # of nodes, by type
 KINDS = 4096  # types that are remembered
-RECENT = 3  # forms that a graph is expected to have
-_recent: list[Form] = []
 
 
 def walk(roots: Sequence[Any]) -> Graph:
     """All nodes between the roots and the leaves."""
-    start = list(dict.fromkeys(roots))
-    for form in _recent if walk_again is not None else ():
-        nodes, leaves = start.copy(), list[Tensor]()
-        address, _ = form.codes.buffer_info()
-        if form.kinds and walk_again(nodes, form.kinds, _LEAF, address, leaves):
-            if form is not _recent[0]:
-                _prefer(form)
-            return Graph(nodes, form, leaves)
-    graph = _walk(start)
-    _prefer(graph.form)
-    return graph
-
-
-def _prefer(form: Form) -> None:
-    _recent[:] = [form, *(f for f in _recent if f is not form)][:RECENT]
-
-
-def _walk(nodes: list[Any]) -> Graph:
+    nodes = list(dict.fromkeys(roots))
     index = {node: position for position, node in enumerate(nodes)}
     names: list[str] = []
     edges: list[int] = []
     leaves: dict[int, Tensor] = {}
-    clear = True
     for position, node in enumerate(nodes):  # grows while it is gone through
         kind = type(node)
         name = _NAMES.get(kind)
@@ -150,8 +94,6 @@ def _walk(nodes: list[Any]) -> Graph:
             name = node.name()
             if name.endswith(kind.__name__) and len(_NAMES) < KINDS:  # not if several share a type
                 _NAMES[kind] = name
-            else:
-                clear = False
         names.append(_SYNONYMS.get(name, name))
         if name == LEAF:
             leaves[position] = node.variable
@@ -168,8 +110,7 @@ def _walk(nodes: list[Any]) -> Graph:
                 at = index[child] = len(nodes)
                 nodes.append(child)
             edges.append(at * _OUTPUTS + output)
-    kinds = tuple([type(node) for node in nodes]) if clear else None
-    return Graph(nodes, Form(names, edges, [*leaves], kinds), [*leaves.values()])
+    return Graph(nodes, index, names, edges, leaves)
 
 
 @dataclass(frozen=True)

@@ -126,11 +126,7 @@ static int numbers(PyObject *self, PyObject *const *given, Py_ssize_t count, con
     METHOD(ratios_##kind), METHOD(outer_##kind), METHOD(columns_##kind), METHOD(planes_##kind), \
         METHOD(outer_ratios_##kind)
 
-PyObject *walk_again(PyObject *, PyObject *const *, Py_ssize_t); /* in `_walk.c` */
-#define py_walk_again walk_again
-
-static PyMethodDef methods[] = {
-    METHODS(float), METHODS(double), METHOD(walk_again), {NULL, NULL, 0, NULL}};
+static PyMethodDef methods[] = {METHODS(float), METHODS(double), {NULL, NULL, 0, NULL}};
 static struct PyModuleDef module = {
     PyModuleDef_HEAD_INIT, "_compiled", NULL, -1, methods, NULL, NULL, NULL, NULL};
 

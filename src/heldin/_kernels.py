@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["KERNELS", "Kernels", "readable", "walk_again"]
+__all__ = ["KERNELS", "Kernels", "readable"]
 
 
 class Kernels:
@@ -37,18 +37,17 @@ def readable(tensor: Tensor) -> bool:
     return plain and not tensor.is_neg()
 
 
-def _load() -> tuple[dict[torch.dtype, Kernels], Any]:
+def _load() -> dict[torch.dtype, Kernels]:
     if os.environ.get("HELDIN_KERNELS", "1") == "0":
-        return {}, None
+        return {}
     try:
         module = import_module("heldin._compiled")
-        kinds = {
+        return {
             torch.float32: Kernels(module, "float", 4),
             torch.float64: Kernels(module, "double", 8),
         }
-        return kinds, module.walk_again
     except (ImportError, AttributeError):  # of another platform, or of another version
-        return {}, None
+        return {}
 
 
-KERNELS, walk_again = _load()
+KERNELS = _load()

@@ -14,7 +14,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedte
 
 from ._distributed import is_parallel, runs_once
 from ._errors import HeldinWarning, NotObservable
-from ._graph import Form, Graph, Plan, Sink, hidden, make_plan, move, pull_back
+from ._graph import Graph, Plan, Sink, hidden, make_plan, move, pull_back
 from ._moments import Sums, usual
 from ._parts import CHUNK, Lazy, Moved, Part, Rows, moments, wide
 from ._replay import Output, frontier, mixes_samples, replay, topmost
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Held", "Pass", "Reduced", "Stored"]
 
-NOTHING = Graph([], Form([], [], [], ()), [])
+NOTHING = Graph([], {}, [], [], {})
 # Elements of activations that are copied, to be looked at after the pass:
 BLOCK = 1 << 18  # for a block of coordinates
 WHOLE = 1 << 14  # for all of them
@@ -91,7 +91,7 @@ class Pass:
             return
         self.calls = seen.calls.within(graph)
         leaves = tuple([names.get(id(leaf)) for leaf in graph.leaves.values()])
-        key = (tuple([call.key for call in self.calls]), leaves, graph.form)
+        key = (tuple([call.key for call in self.calls]), leaves, *graph.signature)
         self.plan = seen.knowledge.plans.get(key)
         if self.plan is None or not self.plan.fits(graph):
             self.plan = None

@@ -156,7 +156,7 @@ class EvidenceStopping:
         self.evidence: Evidence = NOTHING
         self.should_stop = False
         self.stopped_step: int | None = None
-        self._said: str | tuple[int, float, str] = "no check yet"  # see `reason`
+        self.reason = "no check yet"
         self.history = History(whole(name, "history", history, 2))
         self.armed = arming is None
         self._average = Average(self.smoothing, start)
@@ -231,13 +231,6 @@ class EvidenceStopping:
     def criterion(self) -> float:
         """The smoothed criterion; above zero, it asks to stop. nan before the first value."""
         return self._average.value if self._average.count else math.nan
-
-    @property
-    def reason(self) -> str:
-        """Why training should stop, or go on, after the last check."""
-        if isinstance(self._said, str):
-            return self._said
-        return "step {}: criterion {:.4g}{}".format(*self._said)
 
     @property
     def watching(self) -> bool:
@@ -339,7 +332,7 @@ class EvidenceStopping:
         bad = found.nonfinite or skipped
         if found.nonfinite or not math.isfinite(found.criterion):
             several = bool(self._seen.reduced) and self._seen.passes > 1
-            self._said = f"step {self._step}: no value, {_why_none(found, bad, several)}"
+            self.reason = f"step {self._step}: no value, {_why_none(found, bad, several)}"
             raw = math.nan
         else:
             raw = found.criterion
@@ -369,7 +362,7 @@ class EvidenceStopping:
             why = f" > 0, check {self._streak} of {self.patience}"
             if self._streak >= self.patience:
                 self.should_stop, self.stopped_step = True, self._step
-        self._said = (self._step, value, why)
+        self.reason = f"step {self._step}: criterion {value:.4g}{why}"
 
     # -- in a `Join` context, see torch.distributed.algorithms.Join
 
@@ -465,7 +458,7 @@ class EvidenceStopping:
         self.evidence = Evidence(**{**found, "nonfinite": tuple(found["nonfinite"])})
         self._step, self._streak = state["step"], state["streak"]
         self._single = state["single"]
-        self.armed, self._said = state["armed"], state["reason"]
+        self.armed, self.reason = state["armed"], state["reason"]
         self.should_stop, self.stopped_step = state["should_stop"], state["stopped_step"]
         self._seen.clear()
         if self._seen.sampler is not None:
