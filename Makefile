@@ -13,7 +13,7 @@ help:  ## list what can be done
 
 setup: $(READY)  ## create .venv with everything for development
 
-$(READY): pyproject.toml constraints.txt hatch_build.py src/heldin/_kernels.c
+$(READY): pyproject.toml constraints.txt hatch_build.py $(wildcard src/heldin/*.c)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	@touch $(READY)

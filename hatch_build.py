@@ -1,4 +1,4 @@
-"""Compiles src/heldin/_kernels.c while the package is built or installed, if that can be done.
+"""Compiles src/heldin/_compiled.c while the package is built or installed, if that can be done.
 
 heldin works without it, more slowly. The compiler is that of the environment variable CC, or the
 first of cc, gcc and clang; the headers of Python have to be there, too. What is compiled fits every
@@ -31,7 +31,7 @@ class CompileKernels(BuildHookInterface):
         folder = Path(self.root, "src", "heldin")
         target = folder / "_compiled.abi3.so"
         target.unlink(missing_ok=True)
-        if self.target_name == "wheel" and compiled(folder / "_kernels.c", target):
+        if self.target_name == "wheel" and compiled(folder / "_compiled.c", target):
             build_data["pure_python"] = False
             build_data["tag"] = f"cp310-abi3-{next(sys_tags()).platform}"
 

@@ -359,7 +359,7 @@ def test_they_can_be_left_out() -> None:
 @compiled
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no compiler")
 def test_the_source_compiles_without_a_warning(tmp_path: Any) -> None:
-    source = heldin.__file__.replace("__init__.py", "_kernels.c")
+    source = heldin.__file__.replace("__init__.py", "_compiled.c")
     flags = ["-O1", "-Wall", "-Wextra", "-Werror", "-Wno-psabi", "-Wno-unknown-pragmas"]
     flags += ["-I", sysconfig.get_path("include")]
     command = ["cc", *flags, "-fPIC", "-shared", source, "-o", str(tmp_path / "k.so")]

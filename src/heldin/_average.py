@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from ._evidence import Correction
@@ -13,6 +14,7 @@ __all__ = ["FORM", "Average", "weight"]
 FORM = {"value": float, "count": int, "total": float}  # of a saved state
 
 
+@lru_cache(64)
 def weight(count: int, correction: Correction) -> float:
     """How much the value of a batch of `count` samples counts beside others: by its size.
 

@@ -8,6 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -26,6 +27,8 @@ __all__ = ["BatchDim", "Call", "Calls", "Knowledge"]
 
 BatchDim = int | Mapping[str | int, int | None]
 T = TypeVar("T")
+_any_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
+_is_trained = attrgetter("requires_grad")
 SHAPES = 512  # kinds of steps (by shapes and structure) that are remembered
 
 
@@ -77,14 +80,14 @@ class Knowledge:
                 )
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Call:
     """A forward pass under observation."""
 
     key: Any
     m: int
     tracker: Tracker | None = None
-    ends: list[tuple[Any, int]] = field(default_factory=list)  # node and number of each output
+    ends: Sequence[tuple[Any, int]] = ()  # node and number of each output
 
     def outputs(self, layouts: Sequence[Layout | None]) -> list[Output]:
         """The outputs whose rows have known owners."""
@@ -97,7 +100,7 @@ class Call:
 
     def release(self) -> None:
         """Let go of the graph."""
-        self.ends = []
+        self.ends = ()
         if self.tracker is not None:
             self.tracker.release()
 
@@ -112,7 +115,7 @@ class Calls:
         self._batch_dim = batch_dim
         self._places = [] if isinstance(batch_dim, int) else _places(model, batch_dim)
         self._knowledge = knowledge
-        self._pending: list[Call] = []  # not followed back yet
+        self.pending: list[Call] = []  # not followed back yet
         self._current: Call | None = None
         self._following: Any = None
         self._depth = 0
@@ -154,18 +157,20 @@ class Calls:
 
     def drop(self) -> None:
         """Forget calls that no backward pass went through."""
-        for call in self._pending:
+        for call in self.pending:
             call.release()
-        self._pending = []
+        self.pending = []
 
     def within(self, graph: Graph) -> list[Call]:
         """The calls that a backward pass through the graph goes back through."""
         index = graph.index
-        return [call for call in self._pending if any(node in index for node, _ in call.ends)]
+        return [call for call in self.pending if any(node in index for node, _ in call.ends)]
 
     def done(self, calls: Sequence[Call]) -> None:
         """These calls were followed back."""
-        self._pending = [call for call in self._pending if call not in calls]
+        for call in calls:
+            if call in self.pending:
+                self.pending.remove(call)
 
     # -- around a forward pass
 
@@ -188,18 +193,20 @@ class Calls:
             self._frame = sys._getframe(1)
         if self._depth > 1 or self.passing or not torch.is_grad_enabled():
             return
-        inputs, signature = _inputs(self._batch_dim, args, kwargs, self._places)
-        m = 1
-        for tensor, dim in inputs:
-            m = tensor.shape[dim]
-            if m != 1:
-                break
-        if not inputs:
-            raise NotObservable(
-                "heldin.observe: no argument of the model is a tensor with a batch dimension, so "
-                "samples cannot be counted; pass batch_dim=..., or run the step through call()"
-            )
-        key = (signature, self._state())
+        shape = args[0].shape if len(args) == 1 and type(args[0]) is Tensor else ()
+        if shape and not kwargs and self._batch_dim == 0:  # the common case, in a hurry
+            inputs, m = [(args[0], 0)], shape[0]
+            signature: Any = (shape, args[0].dtype, args[0].requires_grad)
+        else:
+            inputs, signature, m = _inputs(self._batch_dim, args, kwargs, self._places)
+        assert self._model is not None
+        # with the inputs, this decides which graph a forward pass builds
+        trained = tuple(map(_is_trained, self.parameters))
+        cast = _any_autocast() and (
+            torch.is_autocast_enabled("cpu"),
+            torch.is_autocast_enabled("cuda"),
+        )
+        key = (signature, self._model.training, cast, trained)
         self._current = Call(key, m)
         if m > 1 and key not in self._knowledge.familiar:
             self._current.tracker = tracker = Tracker(m, self._model)
@@ -221,10 +228,13 @@ class Calls:
         call, self._current = self._current, None
         if call is None or output is None:  # an error was raised
             return
-        outputs = [output] if isinstance(output, Tensor) else tensors_in(output)
-        call.ends = [(t.grad_fn, t.output_nr) for t in outputs]
-        self._pending.append(call)
+        if isinstance(output, Tensor):
+            call.ends = ((output.grad_fn, output.output_nr),)
+        else:
+            call.ends = [(t.grad_fn, t.output_nr) for t in tensors_in(output)]
+        self.pending.append(call)
         if call.tracker is not None:
+            outputs = [output] if isinstance(output, Tensor) else tensors_in(output)
             layouts = [_result(call.tracker, t) for t in outputs]
             self._knowledge.note_results(call.key, layouts)
             self._knowledge.warn_mixed(call.tracker.mixers)
@@ -245,22 +255,12 @@ class Calls:
 
     def _earlier(self, tensor: Tensor, planes: Tensor) -> Tensor:
         """Owners that an earlier call of the same step has established for an input."""
-        for call in self._pending:
+        for call in self.pending:
             if call.tracker is not None and tensor.grad_fn is not None:
                 known = call.tracker.nodes.get((tensor.grad_fn, tensor.output_nr))
                 if known is not None and known.shape[0] == planes.shape[0]:
                     return known
         return planes
-
-    def _state(self) -> Any:
-        """What besides the inputs decides which graph a forward pass builds."""
-        assert self._model is not None
-        return (
-            self._model.training,
-            torch.is_autocast_enabled("cpu"),
-            torch.is_autocast_enabled("cuda"),
-            tuple([p.requires_grad for p in self.parameters]),
-        )
 
 
 def _is_running(frame: Any) -> bool:
@@ -305,12 +305,8 @@ def _inputs(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     names: Sequence[str] = (),
-) -> tuple[list[tuple[Tensor, int]], Any]:
-    """The tensors that may count samples, each with the dimension; a signature of the call."""
-    if not kwargs and len(args) == 1 and isinstance(args[0], Tensor) and batch_dim == 0:
-        only = args[0]  # the common case, in a hurry
-        shape = only.shape
-        return [(only, 0)] if shape else [], (shape, only.dtype, only.requires_grad)
+) -> tuple[list[tuple[Tensor, int]], Any, int]:
+    """The tensors that may count samples, each with the dimension; a signature; the samples."""
     found: list[tuple[Tensor, int]] = []
     signature: list[Any] = []
     places: list[tuple[str | int, Any]] = [*enumerate(args), *kwargs.items()]
@@ -335,7 +331,13 @@ def _inputs(
         if not tensors:
             plain = isinstance(value, (int, float, str, bool, type(None)))
             signature.append((place, value if plain else type(value)))
-    return found, tuple(signature)
+    if not found:
+        raise NotObservable(
+            "heldin.observe: no argument of the model is a tensor with a batch dimension, so "
+            "samples cannot be counted; pass batch_dim=..., or run the step through call()"
+        )
+    m = next((tensor.shape[dim] for tensor, dim in found if tensor.shape[dim] != 1), 1)
+    return found, tuple(signature), m
 
 
 def _readings(inputs: Sequence[tuple[Tensor, int]], m: int) -> list[tuple[Tensor, Tensor]]:

@@ -53,10 +53,14 @@ class Evidence:
         return self.estimator == "microbatch"
 
 
+def _itself(name: str) -> str:
+    return name
+
+
 def grouping(groups: Groups) -> Callable[[str], str]:
     """The function from a parameter's name to its group's."""
     if groups == "tensor":
-        return lambda name: name
+        return _itself
     if groups == "all":
         return lambda name: "all"
     if isinstance(groups, Mapping):
@@ -121,7 +125,10 @@ def evidence(
     estimator = seen.estimator if isinstance(seen, Observation) else "exact"
     if estimator == "microbatch" and correction is None:
         correction = "gaussian"  # few of them: the ratio of Gaussian means is too large otherwise
-    return gathered(seen, grouping(groups), correction, dead, estimator)
+    return Evidence(*gathered(seen, grouping(groups), correction, dead, estimator))
+
+
+Values = tuple[float, dict[str, float], int, dict[str, int], tuple[str, ...], str]  # of `Evidence`
 
 
 def gathered(
@@ -130,23 +137,27 @@ def gathered(
     correction: Correction,
     dead: Dead,
     estimator: str,
-) -> Evidence:
+) -> Values:
     """`evidence`, for arguments that were looked at before: what a step has to wait for."""
-    sums: dict[str, float] = {}
-    live: dict[str, int] = {}
-    sizes: dict[str, float] = {}
-    nonfinite: list[str] = []
-    spoilt: set[str] = set()
     symmetric = correction == "symmetric"
     if type(seen) is Observation and seen.reduced:
         count = seen.count
         if seen.passes != 1 or seen.reducing != symmetric:  # ratios of passes do not add up
-            return Evidence(math.nan, {}, count, estimator=estimator)
-        found = _formed(seen, symmetric) if len(seen) else []
+            return math.nan, {}, count, {}, (), estimator
+        if seen.plain is not None and group_of is _itself and dead == "out":
+            if correction != "gaussian":  # there is nothing to do
+                values, live = seen.plain
+                return math.fsum(values.values()) / len(values), values, count, live, (), estimator
+        found = _formed(seen, symmetric) if seen.sums else []
         found += [(name, *reduced, count) for name, reduced in seen.reduced.items()]
     else:
         found = _formed(seen, symmetric)
         count = max([m for *_, m in found], default=0)
+    sums: dict[str, float] = {}
+    sizes: dict[str, float] = {}
+    live = {}
+    nonfinite: list[str] = []
+    spoilt: set[str] = set()
     fewest = 4 if correction == "gaussian" else 2
     for name, (summed, number, finite), whole, weight, m in found:
         group = group_of(name)
@@ -166,7 +177,7 @@ def gathered(
         live.pop(group, None)
     values = {group: 1.0 - summed / sizes[group] for group, summed in sums.items()}
     criterion = math.fsum(values.values()) / len(values) if values else math.nan
-    return Evidence(criterion, values, count, live, tuple(nonfinite), estimator)
+    return criterion, values, count, live, tuple(nonfinite), estimator
 
 
 def _formed(

@@ -20,7 +20,7 @@ from ._errors import NotObservable
 from ._layout import Layout
 from ._owners import Key, is_mixed, is_nobody
 
-__all__ = ["Graph", "Plan", "Sink", "make_plan", "shape_of", "walk"]
+__all__ = ["Graph", "Plan", "Sink", "make_plan", "shape_of", "types_of", "walk"]
 
 LEAF = "torch::autograd::AccumulateGrad"
 # The dispatch mode turns some aliases into plain views; they are the same to us.
@@ -111,6 +111,12 @@ def walk(roots: Sequence[Any]) -> Graph:
                 nodes.append(child)
             edges.append(at * _OUTPUTS + output)
     return Graph(nodes, index, names, edges, leaves)
+
+
+def types_of(graph: Graph) -> tuple[type, ...] | None:
+    """The types of the nodes, if they tell the names."""
+    types = tuple([type(node) for node in graph.nodes])
+    return types if all(kind in _NAMES for kind in types) else None
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,10 @@
    calls where this file could not be compiled. The second half is compiled twice, by including
    this file once for each type of numbers. Strides are counted in elements. All functions return
    1, or 0 if there was no memory to work in. Those that form a total and squares of contributions
-   also give what `ratios` gives for these, for the value of `part`. At the end is what makes a
-   module of Python of it. */
+   also give what `ratios` gives for these, for the value of `part`. */
 
 #ifndef REAL
 
-#define PY_SSIZE_T_CLEAN
-#define Py_LIMITED_API 0x030a0000
-#include <Python.h>
 #include <pthread.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -121,20 +117,6 @@ static int numbers(PyObject *self, PyObject *const *given, Py_ssize_t count, con
 #include "_kernels.c"
 #undef NAME
 
-#define METHOD(name) {#name, (PyCFunction)(void (*)(void))py_##name, METH_FASTCALL, NULL}
-#define METHODS(kind) \
-    METHOD(ratios_##kind), METHOD(outer_##kind), METHOD(columns_##kind), METHOD(planes_##kind), \
-        METHOD(outer_ratios_##kind)
-
-static PyMethodDef methods[] = {METHODS(float), METHODS(double), {NULL, NULL, 0, NULL}};
-static struct PyModuleDef module = {
-    PyModuleDef_HEAD_INIT, "_compiled", NULL, -1, methods, NULL, NULL, NULL, NULL};
-
-PyMODINIT_FUNC PyInit__compiled(void)
-{
-    return PyModule_Create(&module);
-}
-
 #else
 
 typedef REAL NAME(vec) __attribute__((vector_size(64), aligned(sizeof(REAL))));
@@ -236,7 +218,8 @@ FAST int NAME(outer)(const REAL *left, I left_sample, I left_row, I left_column,
 {
     I tall = a <= 2 && r == 1 ? 2 : (a + 3) / 4 * 4;
     I width = (b + WIDTH - 1) / WIDTH * WIDTH, size = tall * width;
-    I large = m * r * a * b > LARGE, chunks = large ? (m < CHUNKS ? m : CHUNKS) : 1;
+    I work = m * r * a * b, large = work > LARGE / 2, most = work > LARGE ? CHUNKS : 2;
+    I chunks = !large ? 1 : m < most ? m : most;
     I rows = r == 1 ? (m + chunks - 1) / chunks : r; /* that are packed at a time */
     int once = tall <= 4 && right_column == 1 && b == width; /* right is read once, in place */
     REAL *room = borrow(chunks * (2 * size + rows * (2 * tall + width)) * sizeof(REAL));

@@ -136,10 +136,15 @@ def usual(
     Where the variance of a coordinate is nearly lost in rounding its summand is too large to be
     right, and so is the sum, if nothing is known of the `largest`.
     """
-    extreme = summed if largest is None else largest
-    if extreme < 1e5 * count and summed < math.inf:  # false for nan
-        return summed if symmetric else summed * (1 - 1 / count), live, True
+    extreme, factor = usually(count, symmetric)
+    if (summed if largest is None else largest) < extreme and summed < math.inf:  # false for nan
+        return summed * factor, live, True
     return None
+
+
+def usually(count: int, symmetric: bool | None) -> tuple[float, float]:
+    """What is extreme for `usual`, and what it multiplies with."""
+    return 1e5 * count, 1.0 if symmetric else 1 - 1 / count
 
 
 def _at_once(kernels: Kernels, total: Tensor, squares: Tensor, part: float) -> Any:

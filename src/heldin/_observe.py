@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from ._calls import BatchDim, Call, Calls, Knowledge
 from ._distributed import unwrapped, watch_unsharded
 from ._errors import HeldinError, NotObservable
-from ._graph import walk
+from ._graph import Plan, walk
 from ._moments import Moments
 from ._pass import Held, Pass, Reduced, Stored
+from ._routine import Routine
 from ._sampling import Sampler
 
 __all__ = ["BUDGET", "BatchDim", "Estimator", "Observation", "observe"]
@@ -37,6 +38,10 @@ def _observed_backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
     watching = list(_live)
     if not watching:
         return _plain_backward(tensors, *args, **kwargs)
+    if len(watching) == 1:
+        routine = watching[0].routine
+        if routine is not None and routine.run(tensors, args, kwargs, _plain_backward):
+            return None
     roots = list(tensors) if isinstance(tensors, Sequence) else [tensors]
     nodes = [t.grad_fn if isinstance(t, Tensor) else t.node for t in roots]
     seeds = args[0] if args else kwargs.get("grad_tensors")
@@ -128,9 +133,13 @@ class Observation(Mapping[str, Moments]):
         self.levelled = False  # let samples count alike, though the sizes of the passes differ
         self.reducing: bool | None = None  # keep no moments but their ratios (True: q, False: f)
         self.reduced: dict[str, Reduced] = {}  # what is kept then
+        # criterion and live coordinates of every parameter, if that is all there is to it
+        self.plain: tuple[dict[str, float], dict[str, int]] | None = None
         self.careful = False
         self.memory: Tensor | None = None  # see `_shortcuts.Blocks`
         self.aiming = False  # a pass under way is using it
+        self.routine: Routine | None = None  # for passes like the last two
+        self.latest: Plan | None = None  # the plan of the last one
         self.held: dict[str, Held] = {}  # if careful: what the moments can be formed from
         self.estimator = estimator
         self.sampler = Sampler(budget, seed) if estimator == "sampled" else None
@@ -140,7 +149,7 @@ class Observation(Mapping[str, Moments]):
         self.calls = Calls(model, batch_dim, self.knowledge)
         self._model: nn.Module | None = model
         self._chosen = parameters
-        self._sums: dict[str, Stored] = {}
+        self.sums: dict[str, Stored] = {}  # what the mapping is made of
         self.names: dict[int, str] = {}  # by id of the parameter
         self._alive: dict[int, weakref.ref[Tensor]] = {}
         self._gathered: dict[int, tuple[weakref.ref[Tensor], str]] = {}  # of sharded parameters
@@ -154,7 +163,7 @@ class Observation(Mapping[str, Moments]):
     __hash__ = object.__hash__
 
     def __getitem__(self, name: str) -> Moments:
-        total, squares, shared, weight = self._sums[name]
+        total, squares, shared, weight = self.sums[name]
         if shared is not None and self.count:
             squares = squares + (2 * total + shared) * shared / self.count
             total = total + shared
@@ -162,11 +171,11 @@ class Observation(Mapping[str, Moments]):
 
     def stored(self) -> list[tuple[str, Tensor, Tensor, int, float]]:
         """Name, total, squares, count and weight of all of them at once."""
-        if any(shared is not None for _, _, shared, _ in self._sums.values()):
+        if any(shared is not None for _, _, shared, _ in self.sums.values()):
             each = ((name, self[name]) for name in self)
             return [(n, m.total, m.squares, m.count, m.weight) for n, m in each]
         count = self.count
-        return [(n, a, b, count, weight) for n, (a, b, _, weight) in self._sums.items()]
+        return [(n, a, b, count, weight) for n, (a, b, _, weight) in self.sums.items()]
 
     def parameters(self) -> dict[str, Tensor]:
         """The parameters that are observed, by name."""
@@ -175,10 +184,10 @@ class Observation(Mapping[str, Moments]):
         return {name: p for name, p in self._model.named_parameters() if name in chosen}
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._sums)
+        return iter(self.sums)
 
     def __len__(self) -> int:
-        return len(self._sums)
+        return len(self.sums)
 
     def __repr__(self) -> str:
         return f"<heldin.Observation of {len(self)} parameters, {self.count} samples>"
@@ -194,12 +203,13 @@ class Observation(Mapping[str, Moments]):
         """Take in what a backward pass showed."""
         if self.passes:
             self.write_out()  # of a pass inside this one
+        self.plain = None
         self.passes += 1
         self.first = self.first or m
         self.reduced.update(ratios)
         self.held.update(held)
-        if not self._sums and m == self.first:
-            self._sums = sums
+        if not self.sums and m == self.first:
+            self.sums = sums
         else:
             factor = m / self.first if self.levelled else 1.0
             with torch.no_grad():
@@ -207,19 +217,31 @@ class Observation(Mapping[str, Moments]):
                     if factor != 1.0:
                         total, squares = total * factor, squares * factor**2
                         shared = None if shared is None else shared * factor
-                    if name in self._sums:
-                        first, second, third, _ = self._sums[name]
+                    if name in self.sums:
+                        first, second, third, _ = self.sums[name]
                         total, squares = first + total, second + squares
                         if third is not None:
                             shared = third if shared is None else third + shared
-                    self._sums[name] = (total, squares, shared, weight)
+                    self.sums[name] = (total, squares, shared, weight)
         self.count += m
         self.calls.done(calls)
+
+    def take(
+        self,
+        ratios: dict[str, Reduced],
+        held: dict[str, Held],
+        plain: tuple[dict[str, float], dict[str, int]],
+        m: int,
+    ) -> None:
+        """Take in the first pass since `clear`, with nothing but ratios, of the only call."""
+        self.passes, self.first, self.count = 1, m, m
+        self.reduced, self.held, self.plain = ratios, held, plain
+        self.calls.pending = []
 
     def write_out(self) -> None:
         """Another pass comes: what was reduced is needed as moments, which add up."""
         for name, (moments, weight) in self.held.items():
-            self._sums[name] = (*moments(), None, weight)
+            self.sums[name] = (*moments(), None, weight)
             del self.reduced[name]
         self.held = {}
 
@@ -229,9 +251,10 @@ class Observation(Mapping[str, Moments]):
         Args:
             redraw: whether the sampled estimator looks at other coordinates from now on.
         """
-        self._sums, self.reduced, self.held = {}, {}, {}
+        self.sums, self.reduced, self.held, self.plain = {}, {}, {}, None
         self.count = self.passes = self.first = 0
-        self.calls.drop()
+        if self.calls.pending:
+            self.calls.drop()
         if self.sampler is not None:
             self.sampler.close_step(redraw)
 
@@ -273,6 +296,7 @@ class Observation(Mapping[str, Moments]):
         self.calls.close()
         self._model = None
         self.names, self._alive, self._gathered = {}, {}, {}
+        self.routine = self.latest = None
 
     def call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run a function as if it were the model's forward pass, and return its result.

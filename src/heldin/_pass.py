@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
 
 from ._distributed import is_parallel, runs_once
 from ._errors import HeldinWarning, NotObservable
@@ -18,6 +17,7 @@ from ._graph import Graph, Plan, Sink, hidden, make_plan, move, pull_back
 from ._moments import Sums, usual
 from ._parts import CHUNK, Lazy, Moved, Part, Rows, moments, wide
 from ._replay import Output, frontier, mixes_samples, replay, topmost
+from ._routine import is_batched, routine
 from ._rules import Site, Use, contributions, narrowed
 from ._shortcuts import Blocks, Spot, fill, shortcut
 
@@ -223,6 +223,7 @@ class Pass:
         plan, nodes, seen = self.plan, self.graph.nodes, self.seen
         if plan is None:
             return
+        seen.routine = None  # its places may be taken
         add, listen, sampler = self._handles.append, self._listener, seen.sampler
         if plan.spots is None:
             plan.spots = _spots(plan)
@@ -263,7 +264,7 @@ class Pass:
             return True
         if self._task is not None and task > self._task:
             return False
-        if any(grad is not None and _batched(grad) for grad in grads):
+        if any(grad is not None and is_batched(grad) for grad in grads):
             return False  # of several passes at once
         if self._task is not None:  # what was seen so far belonged to another
             self._forget()
@@ -528,7 +529,10 @@ class Pass:
                 self._restrict()
             if sampler is not None and self.done and self.plan.m > 1:
                 sampler.whole.update(self.done.keys() - sampler.noted.keys() - sampler.known.keys())
-            self.seen.add(self.done, self.ratios, self.held, self.plan.m, self.calls)
+            seen = self.seen
+            seen.routine = routine(self) if seen.latest is self.plan else None
+            seen.latest = self.plan
+            seen.add(self.done, self.ratios, self.held, self.plan.m, self.calls)
 
     def _restrict(self) -> None:
         """Only what `backward(inputs=...)` names gets a gradient."""
@@ -584,7 +588,3 @@ def _spots(plan: Plan) -> list[tuple[int, list[Spot | None]]]:
         sites = [plan.sites.get((position, argument)) for argument, _ in uses]
         found.append((position, [(site and site.shortcut) or None for site in sites]))
     return found
-
-
-def _batched(grad: Tensor) -> bool:
-    return is_legacy_batchedtensor(grad) or is_functorch_wrapped_tensor(grad)

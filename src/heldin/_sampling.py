@@ -89,16 +89,19 @@ class Sampler:
 
     def close_step(self, redraw: bool) -> None:
         """A step is over; with `redraw`, other coordinates from now on."""
-        for name, (reads, spread) in self.noted.items():
-            _note(self.pending, name, reads, spread)
-        self.noted = {}
+        if self.noted:
+            for name, (reads, spread) in self.noted.items():
+                _note(self.pending, name, reads, spread)
+            self.noted = {}
         if redraw:
-            for name, (reads, spread) in self.pending.items():
-                _note(self.known, name, reads, spread)
-                self._axes.pop(name, None)
-            self.pending = {}
+            if self.pending:
+                for name, (reads, spread) in self.pending.items():
+                    _note(self.known, name, reads, spread)
+                    self._axes.pop(name, None)
+                self.pending = {}
             self.draws += 1
-            self._blocks, self._numbers = {}, {}
+            if self._blocks:
+                self._blocks, self._numbers = {}, {}
 
     def note(self, name: str, reads: int, spread: bool) -> None:
         """Note what reading a parameter takes in this step, if it is more than was known."""

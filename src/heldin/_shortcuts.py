@@ -26,7 +26,7 @@ from ._parts import overlap
 from ._rules import RULES, Site, Use, along, keep_readable, noise
 from ._sampling import Block, Sampler
 
-__all__ = ["Blocks", "Spot", "fill", "shortcut"]
+__all__ = ["Blocks", "Matrix", "Spot", "Vector", "fill", "shortcut"]
 
 # Addresses for the sum and the sum of squares of the contributions; then what `ratios` in
 # `_kernels.c` takes, and the address for what it gives.
@@ -257,10 +257,10 @@ def _matrix(
         return None
     if sampler is None and layout.shape[0] * prod(use.shape) > LARGE:
         return None
-    return _Matrix(use, sink, layout, way, saved, scale, apart)
+    return Matrix(use, sink, layout, way, saved, scale, apart)
 
 
-class _Matrix(Spot):
+class Matrix(Spot):
     """out = x @ matrix, or its transpose: the block of sum_t x_t^T grad_t."""
 
     def __init__(
@@ -275,22 +275,23 @@ class _Matrix(Spot):
     ) -> None:
         super().__init__(use, sink)
         _, self._far, _, self._near = way
-        self._m, self._flip = layout.m, sink.transposed
-        self._whole = (use.shape[1], use.shape[0]) if sink.transposed else use.shape
-        self._rows = layout.shape[0] // layout.m
-        self._costs = (layout.shape[0], False) if self._rows > 1 else (0, apart)
+        self.m, self.flip = layout.m, sink.transposed
+        self.whole = (use.shape[1], use.shape[0]) if sink.transposed else use.shape
+        self.rows = layout.shape[0] // layout.m
+        self._costs = (layout.shape[0], False) if self.rows > 1 else (0, apart)
         self.kept = [_Kept(saved, self.dtype)]
+        self.saved, self.scale = saved, scale
         self._scale = None if scale is None else attrgetter(scale)
         self._from = self._by = (0, 0)
 
     def aim(self, node: Any, sampler: Sampler | None) -> bool:
         if self._scale is not None and self._scale(node) != 1:
             return False
-        piece, weight = _drawn(sampler, self.name, self._whole, *self._costs)
+        piece, weight = _drawn(sampler, self.name, self.whole, *self._costs)
         (top, down, a), (start, step, b) = (
-            [(0, 1, size) for size in self._whole] if piece is None else map(_extent, piece)
+            [(0, 1, size) for size in self.whole] if piece is None else map(_extent, piece)
         )
-        if self._m * self._rows * a * b > LARGE:
+        if self.m * self.rows * a * b > LARGE:
             return False
         self._from, self._by = (top, start), (down, step)
         self._take((a, b), weight)
@@ -301,13 +302,13 @@ class _Matrix(Spot):
         if not right:
             return False
         (i, j), (u, v), far, near = strides, self.kept[0].strides, self._far, self._near
-        if not self._flip:
+        if not self.flip:
             left, right, i, j, u, v = right, left, u, v, i, j
         (top, start), (down, step), size = self._from, self._by, self.kernels.size
         done = self.kernels.outer(
             left + top * j * size, i * far, i * near, j * down,
             right + start * v * size, u * far, u * near, v * step,
-            self._m, self._rows, *self.shape, *self.places,
+            self.m, self.rows, *self.shape, *self.places,
         )  # fmt: skip
         self.kept[0].found = None
         return done
@@ -320,10 +321,10 @@ def _vector(
     use: Use, sink: Sink, layout: Layout, scale: str | None, norm: bool = False
 ) -> Spot | None:
     way = _reader(layout)
-    return None if way is None else _Vector(use, sink, layout, way, scale, norm)
+    return None if way is None else Vector(use, sink, layout, way, scale, norm)
 
 
-class _Vector(Spot):
+class Vector(Spot):
     """A vector along the last dimension: added, or multiplied with what a norm gives."""
 
     def __init__(
@@ -336,26 +337,27 @@ class _Vector(Spot):
         norm: bool,
     ) -> None:
         super().__init__(use, sink)
-        self._way, self._m, self._whole, self._site = way, layout.m, use.shape, use.site
+        self.m, self.whole, self._way, self._site = layout.m, use.shape, way, use.site
         self._reads = prod(layout.shape[:-1])
-        self._rows = self._reads // layout.m
+        self.rows = self._reads // layout.m
+        self.scale = scale
         self._scale = None if scale is None else attrgetter(scale)
         saved = ("input", "result1", "result2") if norm else ()
         self.kept = [_Kept(name, self.dtype) for name in saved]
         self._from, self._by = 0, 1
 
     def aim(self, node: Any, sampler: Sampler | None) -> bool:
-        if self._rows > 1 and _unclear(self._site, self._rows):
+        if self.rows > 1 and _unclear(self._site, self.rows):
             return False
         if self._scale is not None and self._scale(node) != 1:
             return False
-        piece, weight = _drawn(sampler, self.name, self._whole, self._reads)
-        self._from, self._by, w = (0, 1, *self._whole) if piece is None else _extent(piece[0])
+        piece, weight = _drawn(sampler, self.name, self.whole, self._reads)
+        self._from, self._by, w = (0, 1, *self.whole) if piece is None else _extent(piece[0])
         self._take((w,), weight)
         return all(kept.find(node) for kept in self.kept)
 
     def read(self, node: Any, at: int, strides: tuple[int, ...]) -> Any:
-        (one, far, other, near), m, rows = self._way, self._m, self._rows
+        (one, far, other, near), m, rows = self._way, self.m, self.rows
         start, step, size, others = self._from, self._by, self.kernels.size, NOTHING
         if self.kept:
             x, mean, by = [kept.address(node) for kept in self.kept]

@@ -17,9 +17,9 @@ from ._average import Average, weight
 from ._checks import all_or_nothing, same_settings, share, signature, state_of, whole
 from ._distributed import ProcessGroup, Shadow, ranks_of, unwrapped
 from ._errors import HeldinError
-from ._evidence import Correction, Dead, Evidence, Groups, evidence, gathered, grouping
+from ._evidence import Correction, Dead, Evidence, Groups, Values, evidence, gathered, grouping
 from ._history import FORM as HISTORY
-from ._history import History, Record
+from ._history import History
 from ._moments import Moments
 from ._observe import BUDGET, BatchDim, Estimator, observe
 from ._window import FORM as WINDOW
@@ -28,7 +28,7 @@ from ._window import Window
 __all__ = ["EvidenceStopping"]
 
 T = TypeVar("T")
-NOTHING = Evidence(math.nan, {}, 0)
+NOTHING: Values = (math.nan, {}, 0, {}, (), "exact")
 FORM = {  # of a saved state
     "settings": dict,
     "step": int,
@@ -153,10 +153,10 @@ class EvidenceStopping:
         self.correction, self.dead, self.reduction = correction, dead, reduction
         evidence({}, groups, correction=correction, dead=dead)  # refuses what it does not know
 
-        self.evidence: Evidence = NOTHING
+        self._found: Values = NOTHING
         self.should_stop = False
         self.stopped_step: int | None = None
-        self.reason = "no check yet"
+        self._reason: str | tuple[Any, ...] = "no check yet"  # or what to put together
         self.history = History(whole(name, "history", history, 2))
         self.armed = arming is None
         self._average = Average(self.smoothing, start)
@@ -228,6 +228,19 @@ class EvidenceStopping:
     # -- the loop
 
     @property
+    def evidence(self) -> Evidence:
+        """What the last check found."""
+        return Evidence(*self._found)
+
+    @property
+    def reason(self) -> str:
+        """Why training should stop, or go on, in words."""
+        if isinstance(self._reason, str):
+            return self._reason
+        step, value, why = self._reason
+        return f"step {step}: criterion {value:.4g}{why}"
+
+    @property
     def criterion(self) -> float:
         """The smoothed criterion; above zero, it asks to stop. nan before the first value."""
         return self._average.value if self._average.count else math.nan
@@ -270,7 +283,7 @@ class EvidenceStopping:
                 self._ranks.meet({"settings": self._settings(), "step": self._step})
                 pooled = self._ranks.pool(scale)
                 seen, count, scale = pooled.moments, pooled.count, pooled.scale
-            if count == self.history.checks == self._window.steps == 0:
+            if not count and self.history.checks == self._window.steps == 0:
                 raise HeldinError(
                     "EvidenceStopping.step: no backward pass through the model was seen. Call "
                     "step() after loss.backward(), and make the EvidenceStopping before the "
@@ -324,29 +337,25 @@ class EvidenceStopping:
             else:
                 self._seen.pause()
 
-    def _form(self, moments: Mapping[str, Any]) -> Evidence:
+    def _form(self, moments: Mapping[str, Any]) -> Values:
         return gathered(moments, self._groups, self._correction, self.dead, self._seen.estimator)
 
-    def _check(self, found: Evidence, skipped: tuple[str, ...] = ()) -> None:
-        self.evidence = found
-        bad = found.nonfinite or skipped
-        if found.nonfinite or not math.isfinite(found.criterion):
+    def _check(self, found: Values, skipped: tuple[str, ...] = ()) -> None:
+        self._found = found
+        raw, groups, count, _, nonfinite, _ = found
+        bad = nonfinite or skipped
+        if nonfinite or not math.isfinite(raw):
             several = bool(self._seen.reduced) and self._seen.passes > 1
-            self.reason = f"step {self._step}: no value, {_why_none(found, bad, several)}"
+            self._reason = f"step {self._step}: no value, {_why_none(count, bad, several)}"
             raw = math.nan
         else:
-            raw = found.criterion
-            self._average.add(raw, weight(found.count, self._correction) if self.weighted else 1.0)
-            self._recent.add(raw)
-            self._decide()
-        now_stopped = self.should_stop and self.stopped_step == self._step
-        self.history.append(
-            Record(self._step, found.count, raw, self.criterion, found.groups, bad), now_stopped
-        )
+            by = weight(count, self._correction) if self.weighted else 1.0
+            self._decide(self._average.add(raw, by), self._recent.add(raw))
+        stopped = self.should_stop and self.stopped_step == self._step
+        self.history.note((self._step, count, raw, self.criterion, groups, bad), stopped)
 
-    def _decide(self) -> None:
-        value = self.criterion
-        if self.arming is not None and abs(self._recent.value) > self.arming:
+    def _decide(self, value: float, recent: float) -> None:
+        if self.arming is not None and abs(recent) > self.arming:
             self.armed = True
         if self.should_stop:
             return
@@ -362,7 +371,7 @@ class EvidenceStopping:
             why = f" > 0, check {self._streak} of {self.patience}"
             if self._streak >= self.patience:
                 self.should_stop, self.stopped_step = True, self._step
-        self.reason = f"step {self._step}: criterion {value:.4g}{why}"
+        self._reason = self._step, value, why
 
     # -- in a `Join` context, see torch.distributed.algorithms.Join
 
@@ -455,10 +464,11 @@ class EvidenceStopping:
         self._recent.load_state_dict(state["recent"])
         self.history.load_state_dict(state["history"])
         found = state["evidence"]
-        self.evidence = Evidence(**{**found, "nonfinite": tuple(found["nonfinite"])})
+        kept = Evidence(**{**found, "nonfinite": tuple(found["nonfinite"])})
+        self._found = tuple(vars(kept).values())
         self._step, self._streak = state["step"], state["streak"]
         self._single = state["single"]
-        self.armed, self.reason = state["armed"], state["reason"]
+        self.armed, self._reason = state["armed"], state["reason"]
         self.should_stop, self.stopped_step = state["should_stop"], state["stopped_step"]
         self._seen.clear()
         if self._seen.sampler is not None:
@@ -484,15 +494,15 @@ class EvidenceStopping:
         self.remove()
 
 
-def _why_none(found: Evidence, bad: tuple[str, ...], several: bool) -> str:
+def _why_none(count: int, bad: tuple[str, ...], several: bool) -> str:
     if bad:
         return f"inf or nan in the contributions to {', '.join(map(repr, bad[:3]))}" + (
             f" and {len(bad) - 3} more" if len(bad) > 3 else ""
         )
     if several:
         return "several backward passes after steps of one; the next steps will count"
-    if found.count == 0:
+    if count == 0:
         return "no backward pass was seen"
-    if found.count == 1:
+    if count == 1:
         return "a single sample has no variance (window=k puts k steps together)"
     return "no coordinate had a contribution"

@@ -160,7 +160,7 @@ WORKLOADS: dict[str, Workload] = {
         logistic,
         {"sampled": 1.6, "exact": 1.6},
         {},
-        repeats=20,
+        repeats=100,
         inner=20,
     ),
 }

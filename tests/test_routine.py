@@ -1,0 +1,539 @@
+"""Steps like those before them take a short path through compiled code (`heldin._routine`).
+
+Every story is lived twice, with the short path and without it. All that a rule says must be the
+same to the last bit, whatever happens between two steps or in the middle of one.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import heldin
+from heldin import _routine
+from heldin._rules import RULES
+
+pytestmark = pytest.mark.skipif(
+    _routine._COMPILED is None,
+    reason="src/heldin/_routine.c was not compiled here, or PyTorch lacks what it needs",
+)
+
+STEPS = 16
+LATE = (9, 13)  # when something else happens; by then steps are routine
+
+
+class Life:
+    """A model, its rule and its data; `step` is one training step."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype, **settings: Any) -> None:
+        torch.manual_seed(0)
+        self.model = model.to(dtype)
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, std=0.5)
+        self.dtype, self.taken = dtype, 0
+        self.rule = heldin.EvidenceStopping(model, **settings)
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+
+    def batch(self, m: int = 12, features: int = 7) -> tuple[Tensor, Tensor]:
+        return torch.randn(m, features, dtype=self.dtype), torch.randn(m, 3, dtype=self.dtype)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.model(x) - y).square().mean()
+
+    def close(self) -> None:
+        self.rule.step()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def step(self) -> None:
+        self.loss(*self.batch()).backward()
+        self.close()
+
+
+def deep() -> nn.Module:
+    last = nn.Linear(5, 3, bias=False)
+    return nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 5), nn.ReLU(), last)
+
+
+def lived(
+    story: Callable[[Life, int], None],
+    monkeypatch: pytest.MonkeyPatch,
+    short: bool,
+    make: Callable[[], nn.Module] = deep,
+    dtype: torch.dtype = torch.float32,
+    **settings: Any,
+) -> tuple[Life, list[Any]]:
+    run = _routine.Routine.run
+    with monkeypatch.context() as patch:
+        life = Life(make(), dtype, **settings)
+
+        def counted(self: Any, *args: Any) -> bool:
+            done = run(self, *args)
+            life.taken += done
+            return done
+
+        patch.setattr(_routine.Routine, "run", counted)
+        if not short:
+            patch.setattr(_routine, "_COMPILED", None)
+        rule, found = life.rule, []
+        with rule:
+            for number in range(STEPS):
+                story(life, number) if number in LATE else life.step()
+                found.append([rule.evidence, rule.criterion, rule.reason, rule.history.columns()])
+        found.append([rule.state_dict()["sampler"]])
+    return life, found
+
+
+def both(
+    story: Callable[[Life, int], None], monkeypatch: pytest.MonkeyPatch, **settings: Any
+) -> Life:
+    """Live it twice; the rules must agree, and the short path must have been taken."""
+    life, found = lived(story, monkeypatch, True, **settings)
+    other, expected = lived(story, monkeypatch, False, **settings)
+    assert repr(found) == repr(expected)
+    assert other.taken == 0
+    assert life.taken >= 4, "nothing was tested"
+    return life
+
+
+def usual(life: Life, number: int) -> None:
+    life.step()
+
+
+@pytest.mark.parametrize("estimator", ["exact", "sampled"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"groups": "all"},
+        {"correction": "symmetric"},
+        {"correction": "gaussian"},
+        {"dead": "zero"},
+        {"weighted": False, "start": 0.0},
+        {"parameters": lambda name: name.startswith("0")},
+    ],
+    ids=["plain", "all", "symmetric", "gaussian", "zero", "unweighted", "some"],
+)
+def test_steps_of_one_kind(
+    estimator: str, dtype: torch.dtype, settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    life = both(usual, monkeypatch, estimator=estimator, dtype=dtype, **settings)
+    assert life.taken >= STEPS - 6
+
+
+def test_what_is_found_is_what_single_samples_give() -> None:
+    model = deep().double()
+    rule = heldin.EvidenceStopping(model)
+    x, y = torch.randn(12, 7).double(), torch.randn(12, 3).double()
+    for _ in range(8):
+        (model(x) - y).square().sum().backward()
+        rule.step()
+    assert rule._seen.routine is not None
+    for name, parameter in model.named_parameters():
+        each = [
+            torch.autograd.grad((model(x[i : i + 1]) - y[i]).square().sum(), parameter)[0]
+            for i in range(12)
+        ]
+        rows = torch.stack(each)
+        expected = heldin.Moments(rows.sum(0), rows.square().sum(0), 12)
+        alive = expected.squares > 0
+        f = float(expected.snr[alive].mean())
+        assert math.isclose(rule.evidence.groups[name], 1 - f, rel_tol=1e-9)
+        assert rule.evidence.live[name] == int(alive.sum())
+    rule.remove()
+
+
+# --- stories ---------------------------------------------------------------------------------
+
+
+def another_size(life: Life, number: int) -> None:
+    life.loss(*life.batch(5)).backward()
+    life.close()
+
+
+def one_sample(life: Life, number: int) -> None:
+    life.loss(*life.batch(1)).backward()
+    life.close()
+
+
+def accumulated(life: Life, number: int) -> None:
+    for _ in range(2):
+        life.loss(*life.batch()).backward()
+    life.close()
+
+
+def twice_through_one_graph(life: Life, number: int) -> None:
+    loss = life.loss(*life.batch())
+    loss.backward(retain_graph=True)
+    with pytest.raises(heldin.NotObservable, match="still to be followed back"):
+        loss.backward(retain_graph=number == LATE[0])
+    life.close()
+    with pytest.raises(heldin.NotObservable, match="still to be followed back"):
+        loss.backward()
+
+
+def gradients_of_gradients(life: Life, number: int) -> None:
+    life.loss(*life.batch()).backward(create_graph=True)
+    life.rule.step()
+    for parameter in life.model.parameters():
+        parameter.grad = None
+
+
+def a_penalty(life: Life, number: int) -> None:
+    penalty = sum(p.square().sum() for p in life.model.parameters())
+    (life.loss(*life.batch()) + 0.01 * penalty).backward()
+    life.close()
+
+
+def only_some(life: Life, number: int) -> None:
+    first, *_ = life.model.parameters()
+    life.loss(*life.batch()).backward(inputs=[first])
+    life.rule.step()
+    life.optimizer.zero_grad()
+
+
+def frozen(life: Life, number: int) -> None:
+    first, *_ = life.model.parameters()
+    first.requires_grad_(number == LATE[1])
+    life.step()
+
+
+def replaced(life: Life, number: int) -> None:
+    assert isinstance(life.model, nn.Sequential)
+    life.model[2] = nn.Linear(5, 5).to(life.dtype)
+    life.step()
+
+
+def resized(life: Life, number: int) -> None:
+    assert isinstance(life.model, nn.Sequential)
+    wide = 6 if number == LATE[0] else 5
+    for layer, shape in (life.model[0], (wide, 7)), (life.model[2], (5, wide)):
+        layer.weight.data = torch.ones(shape, dtype=life.dtype)
+    life.model[0].bias.data = torch.ones(wide, dtype=life.dtype)
+    life.loss(*life.batch()).backward()
+    life.rule.step()
+    life.model.zero_grad()
+
+
+def doubled_gradient(life: Life, number: int) -> None:
+    x, y = life.batch()
+    out = life.model(x)
+    out.register_hook(lambda grad: 2 * grad)
+    (out - y).square().mean().backward()
+    life.close()
+
+
+def changed_at_a_node(life: Life, number: int) -> None:
+    x, y = life.batch()
+    out = life.model(x)
+    out.grad_fn.register_prehook(lambda grads: tuple(g * g.abs() for g in grads))
+    (out - y).square().mean().backward()
+    life.close()
+
+
+def transposed_gradient(life: Life, number: int) -> None:
+    x, y = life.batch()
+    out = life.model(x)
+    out.register_hook(lambda grad: grad.t().contiguous().t())
+    (out - y).square().mean().backward()
+    life.close()
+
+
+def a_pass_inside(life: Life, number: int) -> None:
+    """A hook of the user's runs another pass through the graph, before this one gets there."""
+    x, y = life.batch()
+    out = life.model(x)
+    other = out.exp().sum()
+
+    def look(grad: Tensor) -> None:
+        handle.remove()
+        torch.autograd.grad(other, list(life.model.parameters()), retain_graph=True)
+
+    handle = out.register_hook(look)
+    (out - y).square().mean().backward()
+    life.close()
+
+
+def a_backward_inside(life: Life, number: int) -> None:
+    x, y = life.batch()
+    out = life.model(x)
+    other = life.loss(*life.batch())
+    out.register_hook(lambda grad: other.backward())
+    (out - y).square().mean().backward()
+    life.close()
+
+
+def many_passes_inside(life: Life, number: int) -> None:
+    x, y = life.batch()
+    out = life.model(x)
+    inner = life.model[0].weight  # type: ignore[index]
+
+    def look(grad: Tensor) -> None:
+        handle.remove()
+        torch.autograd.grad(
+            out, inner, torch.stack([grad, -grad]), retain_graph=True, is_grads_batched=True
+        )
+
+    handle = out.register_hook(look)
+    (out - y).square().mean().backward()
+    life.close()
+
+
+def broken_off(life: Life, number: int) -> None:
+    x, y = life.batch()
+    out = life.model(x)
+
+    def refuse(grad: Tensor) -> None:
+        raise ValueError("no")
+
+    handle = life.model[0].weight.register_hook(refuse)  # type: ignore[index]
+    with pytest.raises(ValueError, match="no"):
+        (out - y).square().mean().backward()
+    handle.remove()
+    life.optimizer.zero_grad()
+    life.rule._seen.clear(redraw=False)
+    life.step()
+
+
+def packed(life: Life, number: int) -> None:
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+        loss = life.loss(*life.batch())
+    loss.backward()
+    life.close()
+
+
+def other_data(life: Life, number: int) -> None:
+    """The saved rows are replaced while the pass is under way."""
+    x, y = life.batch()
+    out = life.model(x)
+
+    def put(grad: Tensor) -> None:
+        x.data = torch.ones_like(x)
+
+    out.register_hook(put)
+    (out - y).square().mean().backward()
+    life.close()
+
+
+def evaluated(life: Life, number: int) -> None:
+    life.model.eval()
+    with torch.no_grad():
+        life.model(life.batch()[0])
+    life.model.train()
+    life.step()
+
+
+def two_calls(life: Life, number: int) -> None:
+    (life.loss(*life.batch()) + life.loss(*life.batch())).backward()
+    life.close()
+
+
+def a_call_without_a_pass(life: Life, number: int) -> None:
+    life.model(life.batch()[0])
+    life.step()
+
+
+def another_loss(life: Life, number: int) -> None:
+    x, y = life.batch()
+    (life.model(x) - y).abs().mean().backward()
+    life.close()
+
+
+def infinite(life: Life, number: int) -> None:
+    x, y = life.batch()
+    x[3, 2] = math.inf if number == LATE[0] else math.nan
+    (life.model(x) - y).square().mean().backward()
+    life.rule.step()
+    life.optimizer.zero_grad()
+
+
+def alike(life: Life, number: int) -> None:
+    """All samples are the same: the variance is lost in rounding."""
+    x, y = life.batch()
+    life.loss(x[:1].expand(12, -1), y[:1].expand(12, -1)).backward()
+    life.close()
+
+
+def nothing_at_all(life: Life, number: int) -> None:
+    (0 * life.loss(*life.batch())).backward()
+    life.close()
+
+
+def through_the_function(life: Life, number: int) -> None:
+    torch.autograd.backward([life.loss(*life.batch())])
+    life.close()
+
+
+def a_rule_of_ones_own(life: Life, number: int) -> None:
+    ours = RULES["AddmmBackward0"]
+    RULES["AddmmBackward0"] = lambda use: ours(use)
+    life.step()
+    RULES["AddmmBackward0"] = ours
+
+
+def in_another_precision(life: Life, number: int) -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = life.loss(*life.batch())
+    loss.backward()
+    life.close()
+
+
+def larger_memory(life: Life, number: int) -> None:
+    """A graph with more to read takes the memory of all."""
+    assert isinstance(life.model, nn.Sequential)
+    life.model.append(nn.Linear(3, 3).to(life.dtype))
+    life.step()
+
+
+STORIES = [
+    another_size, one_sample, accumulated, twice_through_one_graph, gradients_of_gradients,
+    a_penalty, only_some, frozen, replaced, resized, doubled_gradient, changed_at_a_node,
+    transposed_gradient, a_pass_inside, a_backward_inside, many_passes_inside, broken_off, packed,
+    other_data, evaluated, two_calls, a_call_without_a_pass, another_loss, infinite, alike,
+    nothing_at_all, through_the_function, a_rule_of_ones_own, in_another_precision, larger_memory,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("estimator", ["exact", "sampled"])
+@pytest.mark.parametrize("story", STORIES, ids=lambda story: story.__name__)
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*its graph differs:heldin.HeldinWarning")
+def test_surprises(
+    story: Callable[[Life, int], None], estimator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both(story, monkeypatch, estimator=estimator, dtype=torch.float64)
+
+
+class Scaled(nn.Module):
+    """Uses factors that change from one step to another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(7, 3)), nn.Parameter(torch.randn(3))
+        self.alpha = self.beta = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x, self.weight, alpha=self.alpha, beta=self.beta)
+
+
+@pytest.mark.parametrize("which", ["alpha", "beta"])
+def test_factors_that_change(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def story(life: Life, number: int) -> None:
+        setattr(life.model, which, 0.5)
+        life.step()
+        setattr(life.model, which, 1.0)
+
+    both(story, monkeypatch, make=Scaled)
+    both(usual, monkeypatch, make=Scaled)
+
+
+# --- what cannot be read ---------------------------------------------------------------------
+
+
+def test_a_gradient_that_cannot_be_read_is_no_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def story(life: Life, number: int) -> None:
+        x, y = life.batch()
+        out = life.model(x)
+        out.register_hook(lambda grad: torch._neg_view(-grad))
+        with pytest.warns(heldin.HeldinWarning, match="is not observed"):
+            (out - y).square().mean().backward()
+        life.close()
+        assert math.isnan(life.rule.evidence.criterion)
+        assert "no value" in life.rule.reason
+
+    life, _ = lived(story, monkeypatch, True)
+    assert life.taken >= 4
+    assert life.rule.history[-1].raw < 1
+
+
+# --- life time -------------------------------------------------------------------------------
+
+
+def at_work(model: nn.Module, x: Tensor) -> heldin.EvidenceStopping:
+    rule = heldin.EvidenceStopping(model)
+    for _ in range(8):
+        model(x).square().mean().backward()
+        rule.step()
+    assert rule._seen.routine is not None
+    return rule
+
+
+def test_nothing_is_kept_alive() -> None:
+    class Marked(torch.autograd.Function):
+        """Its node can be watched."""
+
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            marks.append(weakref.ref(ctx))
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad
+
+    class Model(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return Marked.apply(super().forward(x))  # type: ignore[no-any-return]
+
+    marks: list[weakref.ref[Any]] = []
+    model, x = Model(7, 3), torch.randn(12, 7)
+    rule = at_work(model, x)
+    assert all(mark() is None for mark in marks)
+    kept = weakref.ref(model.weight)
+    rule.remove()
+    del model
+    assert kept() is None
+
+
+def test_a_routine_in_a_cycle_is_collected() -> None:
+    model = nn.Linear(7, 3)
+    rule = at_work(model, torch.randn(12, 7))
+    model.weight.routine = rule._seen.routine  # type: ignore[assignment]
+    found = weakref.ref(model.weight)
+    rule.remove()
+    del model, rule
+    gc.collect()
+    assert found() is None
+
+
+def test_a_resumed_run_is_the_same_to_the_last_bit() -> None:
+    def run(stop: int | None) -> list[float]:
+        torch.manual_seed(0)
+        model = deep()
+        rule = heldin.EvidenceStopping(model)
+        batches = [torch.randn(12, 7) for _ in range(20)]
+        for i, x in enumerate(batches):
+            if i == stop:
+                state, rule_before = rule.state_dict(), rule
+                rule = heldin.EvidenceStopping(model)
+                rule.load_state_dict(state)
+                rule_before.remove()
+            model(x).square().mean().backward()
+            rule.step()
+        rule.remove()
+        return rule.history.columns()["criterion"]
+
+    assert run(None) == run(12)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ((), b"", (), (), (), (), (), (0.0, 1.0)),
+        ((int,) * 65, b"", (None,) * 65, ((),) * 65, (), (), (), (0.0, 1.0, 1.0)),
+        ((int,), bytes(8), (None,), ((1, 2, 3),), (), (), (), (0.0, 1.0, 1.0)),
+        ((int,), bytes(8), (None,), ((),), (), ("a",), (), (0.0, 1.0, 1.0)),
+        ((int,), bytes(8), (None,), ((),), ((1, 2),), (), (), (0.0, 1.0, 1.0)),
+    ],
+)
+def test_what_is_no_routine_is_refused(wrong: Any) -> None:
+    with pytest.raises((TypeError, ValueError)):
+        _routine._COMPILED(*wrong)
