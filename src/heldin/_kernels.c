@@ -292,6 +292,29 @@ FAST int NAME(outer)(const REAL *left, I left_sample, I left_row, I left_column,
     return NAME(ratios)(total, 0, squares, 0, 1, a * b, part, out, NULL);
 }
 
+/* The sums and the sums of squares of few columns that lie in one piece, several rows at a time. */
+static inline __attribute__((always_inline)) void NAME(few)(const REAL *values, I m, I w,
+                                                            REAL *total, REAL *squares)
+{
+    vec some = {0}, squared = {0}, first = {0}, second = {0}, zero = {0};
+    I size = m * w, at = 0;
+    for (; at + WIDTH <= size; at += WIDTH) {
+        vec v = *(const vec *)(values + at);
+        some += v, squared += v * v;
+        if (at / WIDTH % FEW == FEW - 1) { /* long sums lose digits, sums of sums do not */
+            first += some, second += squared;
+            some = squared = zero;
+        }
+    }
+    first += some, second += squared;
+    for (I j = 0; j < w; j++) total[j] = squares[j] = 0;
+    for (I j = 0; j < WIDTH; j++) total[j % w] += first[j], squares[j % w] += second[j];
+    for (; at < size; at++) {
+        total[at % w] += values[at];
+        squares[at % w] += values[at] * values[at];
+    }
+}
+
 /* Over samples, the sum and the sum of squares of the sums over r rows: (w). With x, values are
    multiplied by (x - mean) * scale, where mean and scale have one number for each row. A sum not
    above `faint` times that of the absolute values is nothing but rounding. */
@@ -302,6 +325,10 @@ FAST int NAME(columns)(const REAL *values, I sample, I row, I column, I m, I r, 
 {
     int image = !x && row == 1 && column != 1; /* channels, each of which lies in one piece */
     int plain = !x && r == 1 && column == 1;
+    if (plain && sample == w && w > 0 && WIDTH % w == 0 && m * w <= LARGE / 16) {
+        NAME(few)(values, m, w, total, squares);
+        return NAME(ratios)(total, 0, squares, 0, 1, w, part, out, NULL);
+    }
     I tiles = (w + TILE - 1) / TILE;
     I chunks = m < CHUNKS ? m : CHUNKS;
     REAL limit = (REAL)faint, *sums = borrow(2 * chunks * w * sizeof(REAL));

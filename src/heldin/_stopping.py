@@ -28,6 +28,7 @@ from ._window import Window
 __all__ = ["EvidenceStopping"]
 
 T = TypeVar("T")
+SINGLE = 3  # steps of one backward pass, after which another is expected
 NOTHING: Values = (math.nan, {}, 0, {}, (), "exact")
 FORM = {  # of a saved state
     "settings": dict,
@@ -300,7 +301,8 @@ class EvidenceStopping:
                     self._check(self._form(self._window.moments()), tuple(self._window.nonfinite))
                     self._window.clear()
             self._seen.clear(redraw=self._window.steps == 0)  # one block for a whole window
-        self._prepare()
+        if self.every > 1 or self._single <= SINGLE or self._ranks is not None:
+            self._prepare()
         return self.should_stop
 
     def take(self, moments: Mapping[str, Moments], steps: int = 1) -> bool:
@@ -330,7 +332,7 @@ class EvidenceStopping:
         # Ratios of several passes, steps or ranks do not add up, sums do.
         reduces = self._single > 0 and self.window == 1 and self._ranks is None
         self._seen.reducing = self._correction == "symmetric" if reduces else None
-        self._seen.careful = self._single < 3
+        self._seen.careful = self._single < SINGLE
         if self.every > 1:
             if (self._step + 1) % self.every == 0:
                 self._seen.resume()
