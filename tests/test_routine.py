@@ -25,6 +25,11 @@ pytestmark = pytest.mark.skipif(
     reason="src/heldin/_routine.c was not compiled here, or PyTorch lacks what it needs",
 )
 
+ESTIMATORS = [
+    {"estimator": "exact"},
+    {"estimator": "sampled"},  # all of these small tensors
+    {"estimator": "sampled", "budget": 8},  # other parts of them in each step
+]
 STEPS = 16
 LATE = (9, 13)  # when something else happens; by then steps are routine
 
@@ -107,7 +112,7 @@ def usual(life: Life, number: int) -> None:
     life.step()
 
 
-@pytest.mark.parametrize("estimator", ["exact", "sampled"])
+@pytest.mark.parametrize("estimator", ESTIMATORS, ids=["exact", "sampled", "blocks"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(
     "settings",
@@ -123,9 +128,9 @@ def usual(life: Life, number: int) -> None:
     ids=["plain", "all", "symmetric", "gaussian", "zero", "unweighted", "some"],
 )
 def test_steps_of_one_kind(
-    estimator: str, dtype: torch.dtype, settings: Any, monkeypatch: pytest.MonkeyPatch
+    estimator: Any, dtype: torch.dtype, settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    life = both(usual, monkeypatch, estimator=estimator, dtype=dtype, **settings)
+    life = both(usual, monkeypatch, dtype=dtype, **estimator, **settings)
     assert life.taken >= STEPS - 6
 
 
@@ -402,14 +407,14 @@ STORIES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("estimator", ["exact", "sampled"])
+@pytest.mark.parametrize("estimator", ESTIMATORS, ids=["exact", "sampled", "blocks"])
 @pytest.mark.parametrize("story", STORIES, ids=lambda story: story.__name__)
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*its graph differs:heldin.HeldinWarning")
 def test_surprises(
-    story: Callable[[Life, int], None], estimator: str, monkeypatch: pytest.MonkeyPatch
+    story: Callable[[Life, int], None], estimator: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    both(story, monkeypatch, estimator=estimator, dtype=torch.float64)
+    both(story, monkeypatch, dtype=torch.float64, **estimator)
 
 
 class Scaled(nn.Module):
@@ -532,8 +537,18 @@ def test_a_resumed_run_is_the_same_to_the_last_bit() -> None:
         ((int,), bytes(8), (None,), ((1, 2, 3),), (), (), (), (0.0, 1.0, 1.0)),
         ((int,), bytes(8), (None,), ((),), (), ("a",), (), (0.0, 1.0, 1.0)),
         ((int,), bytes(8), (None,), ((),), ((1, 2),), (), (), (0.0, 1.0, 1.0)),
+        ((int,), bytes(8), (None,), ((),), (), ("a",), ("b",), (0.0, 1.0, 1.0)),
     ],
 )
 def test_what_is_no_routine_is_refused(wrong: Any) -> None:
     with pytest.raises((TypeError, ValueError)):
         _routine._COMPILED(*wrong)
+
+
+@pytest.mark.parametrize("wrong", [(), ((),), ((), ((1, 1.0),)), (((0,) * 9,), ())])
+def test_places_that_do_not_fit_are_refused(wrong: Any) -> None:
+    made = _routine._COMPILED((int,), bytes(8), (None,), ((),), (), (), (), (0.0, 1.0, 1.0))
+    with pytest.raises((TypeError, ValueError)):
+        made.place(*wrong)
+    made.place((), ())
+    assert not made.begin(None, None)

@@ -1,4 +1,5 @@
-/* A step that is like the one before it: the same graph over the same small parameters.
+/* A step that is like the one before it: the same graph over the same parameters, all of them of
+   linear layers.
 
    What `_pass.py` finds out anew for each backward pass is compared here with what it found for the
    last one. If all of it is the same, the sums are formed without a line of Python in between: with
@@ -56,7 +57,8 @@ typedef struct {
     int bits, flip; /* of a number; whether the matrix is (out, in) */
     PyObject *raw, *scales; /* names of what the node has saved: the rows; factors that must be 1 */
     I matrix[3], vector[3]; /* addresses for sums, squares and ratios; or zeros */
-    PyObject *rows, *handle; /* while a pass is under way */
+    I block[9]; /* first index, step and number: rows and columns of the matrix; of the vector */
+    PyObject *node, *rows, *handle; /* while a pass is under way */
     int full;
 } Reader;
 
@@ -68,6 +70,7 @@ typedef struct Routine {
     PyObject *names; /* of the parameters */
     double **ratios;
     I *lengths;
+    double *weights;
     I task; /* the engine's number for the pass; -1: not known yet */
     int running, failed;
 } Routine;
@@ -79,14 +82,14 @@ typedef struct Routine {
     { \
         const View *left = self->flip ? given : saved, *right = self->flip ? saved : given; \
         const I *u = left->strides, *v = right->strides, *w = given->strides; \
-        const I *at = self->matrix, *to = self->vector; \
-        int done = outer((real *)left->data, u[0], 0, u[1], (real *)right->data, v[0], 0, v[1], \
-                         self->m, 1, left->shape[1], right->shape[1], (real *)at[0], \
-                         (real *)at[1], part, (double *)at[2]); \
+        const I *at = self->matrix, *to = self->vector, *n = self->block; \
+        int done = outer((real *)left->data + n[0] * u[1], u[0], 0, n[1] * u[1], \
+                         (real *)right->data + n[3] * v[1], v[0], 0, n[4] * v[1], self->m, 1, \
+                         n[2], n[5], (real *)at[0], (real *)at[1], part, (double *)at[2]); \
         if (done && to[0]) \
-            done = columns((real *)given->data, w[0], 0, w[1], self->m, 1, self->out, 0, NULL, 0, \
-                           0, 0, NULL, NULL, 0, 0, (real *)to[0], (real *)to[1], part, \
-                           (double *)to[2]); \
+            done = columns((real *)given->data + n[6] * w[1], w[0], 0, n[7] * w[1], self->m, 1, \
+                           n[8], 0, NULL, 0, 0, 0, NULL, NULL, 0, 0, (real *)to[0], \
+                           (real *)to[1], part, (double *)to[2]); \
         return done; \
     }
 FORM(float, outer_float, columns_float)
@@ -97,6 +100,18 @@ static void forget(Routine *self)
     for (Py_ssize_t i = 0; i < PyTuple_Size(self->readers); i++)
         ((Reader *)PyTuple_GetItem(self->readers, i))->full = 0;
     self->failed = 0;
+}
+
+/* Have the rows that the node has saved, unless they were packed (by a checkpoint, say). */
+static int fetch(Reader *self)
+{
+    PyObject *raw = PyObject_GetAttr(self->node, self->raw);
+    PyObject *hook = raw ? PyObject_GetAttr(raw, unpack_hook) : NULL;
+    self->rows = hook == Py_None ? PyObject_GetAttr(raw, data) : NULL;
+    Py_XDECREF(hook);
+    Py_XDECREF(raw);
+    if (!self->rows) PyErr_Clear();
+    return self->rows != NULL;
 }
 
 /* The gradient is about to go through the node; as `Pass._ours` and `fill`. */
@@ -125,10 +140,11 @@ static PyObject *reader_call(PyObject *object, PyObject *args, PyObject *names)
         forget(routine);
         routine->task = task;
     }
-    /* looked up again, since hooks may have put other data there */
-    fine = fine && is_matrix(self->rows, &saved, self->bits, self->m, self->in);
+    /* looked up again, since hooks may have put other data there; let go, since it may be large */
+    fine = fine && (self->rows || fetch(self)) && is_matrix(self->rows, &saved, self->bits, self->m, self->in);
     if (fine && self->bits == 32) fine = form_float(self, &given, &saved, routine->part);
     else if (fine) fine = form_double(self, &given, &saved, routine->part);
+    Py_CLEAR(self->rows);
     self->full = fine;
     if (!fine) routine->failed = 1;
     Py_RETURN_NONE;
@@ -145,19 +161,16 @@ static int is_one(PyObject *node, PyObject *name)
     return number == 1;
 }
 
-/* Have the rows that the node has saved, unless they were packed (by a checkpoint, say). */
+/* Look up what the node has saved. */
 static int aim(Reader *self, PyObject *node)
 {
     View view;
-    PyObject *raw = PyObject_GetAttr(node, self->raw);
-    PyObject *hook = raw ? PyObject_GetAttr(raw, unpack_hook) : NULL;
-    self->rows = hook == Py_None ? PyObject_GetAttr(raw, data) : NULL;
-    Py_XDECREF(hook);
-    Py_XDECREF(raw);
+    Py_INCREF(node);
+    self->node = node;
+    self->full = 0;
     for (Py_ssize_t i = 0; i < PyTuple_Size(self->scales); i++)
         if (!is_one(node, PyTuple_GetItem(self->scales, i))) return 0;
-    self->full = 0;
-    return self->rows && is_matrix(self->rows, &view, self->bits, self->m, self->in);
+    return fetch(self) && is_matrix(self->rows, &view, self->bits, self->m, self->in);
 }
 
 static int is_known(PyObject **nodes, Py_ssize_t count, PyObject *node)
@@ -240,8 +253,9 @@ static PyObject *found_by(Routine *self)
         PyObject *name = PyTuple_GetItem(self->names, i);
         double sum = self->ratios[i][0] * self->factor, live = self->ratios[i][1];
         if (!(self->ratios[i][0] < self->extreme) || live < 1) continue;
-        fine = put(ratios, name, Py_BuildValue("(ddO)Ld", sum, live, Py_True, self->lengths[i], 1.))
-            && put(criteria, name, PyFloat_FromDouble(1 - sum / live))
+        double by = self->weights[i];
+        fine = put(ratios, name, Py_BuildValue("(ddO)Ld", sum, live, Py_True, self->lengths[i], by))
+            && put(criteria, name, PyFloat_FromDouble(1 - sum * by / (live * by)))
             && put(alive, name, PyLong_FromDouble(live));
     }
     if (fine) return Py_BuildValue("NNN", ratios, criteria, alive);
@@ -263,6 +277,7 @@ static PyObject *routine_end(PyObject *object, PyObject *kept_alive)
         full &= reader->full;
         reader->handle = NULL;
         Py_CLEAR(reader->rows);
+        Py_CLEAR(reader->node);
         if (handle && kept_alive != Py_False) {
             PyObject *done = PyObject_CallMethodObjArgs(handle, drop, NULL);
             if (!done) PyErr_Clear();
@@ -273,6 +288,29 @@ static PyObject *routine_end(PyObject *object, PyObject *kept_alive)
     self->running = 0;
     if (!full) Py_RETURN_NONE;
     return found_by(self);
+}
+
+/* place(blocks, sizes): nine numbers for each reader, see there; for each parameter the number of
+   coordinates, and how many each one stands for. */
+static PyObject *routine_place(PyObject *object, PyObject *const *given, Py_ssize_t count)
+{
+    Routine *self = (Routine *)object;
+    Py_ssize_t readers = PyTuple_Size(self->readers), names = PyTuple_Size(self->names);
+    if (count != 2 || PyTuple_Size(given[0]) != readers || PyTuple_Size(given[1]) != names) {
+        PyErr_SetString(PyExc_ValueError, "place takes a tuple for each reader and each parameter");
+        return NULL;
+    }
+    for (Py_ssize_t i = 0; i < readers; i++) {
+        I *n = ((Reader *)PyTuple_GetItem(self->readers, i))->block;
+        if (!PyArg_ParseTuple(PyTuple_GetItem(given[0], i), "LLLLLLLLL", n, n + 1, n + 2, n + 3,
+                              n + 4, n + 5, n + 6, n + 7, n + 8))
+            return NULL;
+    }
+    for (Py_ssize_t i = 0; i < names; i++)
+        if (!PyArg_ParseTuple(PyTuple_GetItem(given[1], i), "Ld", self->lengths + i,
+                              self->weights + i))
+            return NULL;
+    Py_RETURN_NONE;
 }
 
 /* begin(root, end): listen to the pass that starts at the node `root`, if it is as it was, and goes
@@ -339,7 +377,7 @@ static PyObject *new_reader(Routine *routine, PyObject *given)
 
 /* Routine(kinds, edges, leaves, shapes, readers, names, places, (part, extreme, factor)): types of
    the nodes, flat edges as bytes, leaves or None and their shapes, what `new_reader` takes for each;
-   names of the parameters and, for each, the address of its ratios and its number of coordinates. */
+   names of the parameters and, for each, the address of its ratios. Then `place` has to be called. */
 static PyObject *routine_new(PyTypeObject *type, PyObject *args, PyObject *names)
 {
     Routine *self = (Routine *)PyType_GenericAlloc(type, 0);
@@ -374,7 +412,8 @@ static PyObject *routine_new(PyTypeObject *type, PyObject *args, PyObject *names
     set(&self->names, labels);
     self->ratios = calloc(number + 1, sizeof(double *));
     self->lengths = calloc(number + 1, sizeof(I));
-    if (!self->ratios || !self->lengths) {
+    self->weights = calloc(number + 1, sizeof(double));
+    if (!self->ratios || !self->lengths || !self->weights) {
         PyErr_NoMemory();
         goto wrong;
     }
@@ -383,9 +422,8 @@ static PyObject *routine_new(PyTypeObject *type, PyObject *args, PyObject *names
         goto wrong;
     }
     for (Py_ssize_t i = 0; i < number; i++) {
-        I at;
-        if (!PyArg_ParseTuple(PyTuple_GetItem(places, i), "LL", &at, self->lengths + i)) goto wrong;
-        self->ratios[i] = (double *)at;
+        self->ratios[i] = (double *)PyLong_AsLongLong(PyTuple_GetItem(places, i));
+        if (PyErr_Occurred()) goto wrong;
     }
     if (!(self->readers = PyTuple_New(PyTuple_Size(given)))) goto wrong;
     for (Py_ssize_t i = 0; i < PyTuple_Size(given); i++) {
@@ -435,6 +473,7 @@ static void routine_dealloc(PyObject *object)
     routine_clear(object);
     free(((Routine *)object)->ratios);
     free(((Routine *)object)->lengths);
+    free(((Routine *)object)->weights);
     PyObject_GC_Del(object);
     Py_DECREF(type);
 }
@@ -445,6 +484,7 @@ static void reader_dealloc(PyObject *object)
     PyTypeObject *type = Py_TYPE(object);
     Py_XDECREF(self->raw);
     Py_XDECREF(self->scales);
+    Py_XDECREF(self->node);
     Py_XDECREF(self->rows);
     Py_XDECREF(self->handle);
     PyObject_Free(object);
@@ -459,6 +499,7 @@ static PyType_Spec reader_spec = {
 static PyMethodDef routine_methods[] = {
     {"begin", (PyCFunction)(void (*)(void))routine_begin, METH_FASTCALL, NULL},
     {"end", routine_end, METH_O, NULL},
+    {"place", (PyCFunction)(void (*)(void))routine_place, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL}};
 static PyType_Slot routine_slots[] = {
     {Py_tp_new, routine_new},           {Py_tp_dealloc, routine_dealloc},

@@ -1,4 +1,4 @@
-"""Steps that are like those before them: the same graph over the same small parameters.
+"""Steps like those before them: the same graph over the same parameters, all of linear layers.
 
 A `Pass` finds out anew what it listens to and how, in some hundred lines of Python that take as
 long as a whole training step of a small model. A `Routine` takes the place of passes that would
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Routine", "is_batched", "routine"]
 
+Pair = tuple[Matrix, Vector | None]
 NODES = 64  # at most, as in `_routine.c`
 NOWHERE = (0, 0, 0)
 PLAIN = {"inputs": None}  # what Tensor.backward() adds
@@ -58,8 +59,9 @@ _COMPILED = _compiled()
 class Routine:
     """Serves one pass after the other, until there is one of another kind."""
 
-    def __init__(self, done: Pass, spots: Sequence[Spot], readers: Sequence[Any]) -> None:
+    def __init__(self, done: Pass, pairs: Sequence[Pair], readers: Sequence[Any]) -> None:
         assert done.plan is not None
+        spots = done.plan.blocks.spots
         graph, seen, blocks = done.graph, done.seen, done.plan.blocks
         leaves = tuple([graph.leaves.get(i) for i in range(len(graph.nodes))])
         self._compiled = _COMPILED(
@@ -69,16 +71,35 @@ class Routine:
             tuple([() if leaf is None else tuple(leaf.shape) for leaf in leaves]),
             tuple(readers),
             tuple([spot.name for spot in spots]),
-            tuple([(spot.places[3], spot.size) for spot in spots]),
+            tuple([spot.places[3] for spot in spots]),
             (blocks.part, *usually(done.plan.m, seen.reducing)),
         )
         self._seen, self._m, self._memory = seen, done.plan.m, blocks.memory
         self._key, self._reducing = done.calls[0].key, seen.reducing
         self._costs = None if seen.sampler is None else seen.sampler.known
         self._rules = RULES[ADDMM], RULES[MM]
-        self._held: dict[str, Held] = {
-            spot.name: (partial(blocks.moments, spot), 1.0) for spot in spots
-        }
+        self._blocks, self._spots, self._pairs = blocks, spots, pairs
+        self._moments = [(spot, partial(blocks.moments, spot)) for spot in spots]
+        self._held: dict[str, Held] = {}
+        self._place()
+        # what is looked at as a whole is so in every step
+        self._moves = any(spot.shape != spot.whole for pair in pairs for spot in pair if spot)
+
+    def _place(self) -> None:
+        """Say which blocks were drawn."""
+        blocks = tuple([m.block + (NOWHERE if v is None else v.block) for m, v in self._pairs])
+        self._compiled.place(blocks, tuple([(spot.size, spot.weight) for spot in self._spots]))
+        self._held = {spot.name: (moments, spot.weight) for spot, moments in self._moments}
+
+    def _drawn(self) -> bool:
+        """Draw other blocks; False: there is no room for them."""
+        sampler = self._seen.sampler
+        for pair in self._pairs:
+            for spot in pair:
+                if spot is not None and not (spot.draw(sampler) and spot.size <= spot.room):
+                    return False
+        self._place()
+        return True
 
     def run(self, root: Any, args: Any, kwargs: Any, backward: Callable[..., None]) -> bool:
         """Run and observe a backward pass that is as the last one; False: it is not."""
@@ -95,6 +116,8 @@ class Routine:
         if call.key != self._key or call.tracker is not None or len(call.ends) != 1:
             return False
         if (RULES.get(ADDMM), RULES.get(MM)) != self._rules or not isinstance(root, Tensor):
+            return False
+        if self._moves and not self._drawn():
             return False
         if not compiled.begin(root.grad_fn, call.ends[0][0]):
             return False
@@ -124,7 +147,7 @@ class Routine:
             ratios = {}
         done: dict[str, Stored] = {}
         if found is not None:
-            done = {n: (*held[n][0](), None, 1.0) for n in held if n not in ratios}
+            done = {n: (*held[n][0](), None, held[n][1]) for n in held if n not in ratios}
         seen.add(done, ratios, {name: held[name] for name in ratios}, self._m, (call,))
         if found is None:
             seen.routine = None
@@ -137,7 +160,7 @@ class Routine:
 
 
 def routine(done: Pass) -> Routine | None:
-    """A routine for passes like this one, if all that it took were shortcuts to whole tensors."""
+    """A routine for passes like this one, if all that it took were shortcuts to linear layers."""
     plan, graph, seen = done.plan, done.graph, done.seen
     if _COMPILED is None or plan is None or seen.reducing is None or seen.careful:
         return None
@@ -149,17 +172,16 @@ def routine(done: Pass) -> Routine | None:
         return None
     if any(leaf.dim() > 2 for leaf in graph.leaves.values()):
         return None
-    readers = []
-    for position, spots in plan.spots or ():
-        reader = _reader(position, spots)
-        if reader is None:
-            return None
-        readers.append(reader)
-    return Routine(done, plan.blocks.spots, readers)
+    pairs = [_pair(spots) for _, spots in plan.spots or ()]
+    known = [pair for pair in pairs if pair is not None]
+    if len(known) < len(pairs):
+        return None
+    positions = [position for position, _ in plan.spots or ()]
+    return Routine(done, known, [_reader(*each) for each in zip(positions, known, strict=True)])
 
 
-def _reader(position: int, spots: Sequence[Spot | None]) -> Any:
-    """What `_routine.c` has to know of a node."""
+def _pair(spots: Sequence[Spot | None]) -> Pair | None:
+    """The matrix and the vector of a linear layer with one row for each sample."""
     matrix = vector = None
     for spot in spots:
         if isinstance(spot, Matrix) and matrix is None:
@@ -169,10 +191,16 @@ def _reader(position: int, spots: Sequence[Spot | None]) -> Any:
         else:
             return None
     found = [spot for spot in (matrix, vector) if spot is not None]
-    if matrix is None or any(s.rows > 1 or s.shape != s.whole or not s.full for s in found):
+    if matrix is None or any(spot.rows > 1 or not spot.full for spot in found):
         return None
-    scales = [spot.scale for spot in found if spot.scale]
-    out, width = matrix.shape if matrix.flip else matrix.shape[::-1]
+    return matrix, vector
+
+
+def _reader(position: int, pair: Pair) -> Any:
+    """What `_routine.c` has to know of a node."""
+    matrix, vector = pair
+    scales = [spot.scale for spot in pair if spot is not None and spot.scale]
+    out, width = matrix.whole if matrix.flip else matrix.whole[::-1]
     total, squares, _, ratios = matrix.places
     places = NOWHERE if vector is None else (*vector.places[:2], vector.places[3])
     return (

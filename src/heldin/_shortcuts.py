@@ -284,9 +284,8 @@ class Matrix(Spot):
         self._scale = None if scale is None else attrgetter(scale)
         self._from = self._by = (0, 0)
 
-    def aim(self, node: Any, sampler: Sampler | None) -> bool:
-        if self._scale is not None and self._scale(node) != 1:
-            return False
+    def draw(self, sampler: Sampler | None) -> bool:
+        """Choose the block."""
         piece, weight = _drawn(sampler, self.name, self.whole, *self._costs)
         (top, down, a), (start, step, b) = (
             [(0, 1, size) for size in self.whole] if piece is None else map(_extent, piece)
@@ -295,7 +294,19 @@ class Matrix(Spot):
             return False
         self._from, self._by = (top, start), (down, step)
         self._take((a, b), weight)
-        return self.kept[0].find(node)
+        return True
+
+    @property
+    def block(self) -> tuple[int, ...]:
+        """First index, step and number, along rows and columns."""
+        return (
+            self._from[0], self._by[0], self.shape[0], self._from[1], self._by[1], self.shape[1]
+        )  # fmt: skip
+
+    def aim(self, node: Any, sampler: Sampler | None) -> bool:
+        if self._scale is not None and self._scale(node) != 1:
+            return False
+        return self.draw(sampler) and self.kept[0].find(node)
 
     def read(self, node: Any, at: int, strides: tuple[int, ...]) -> Any:
         left, right = at, self.kept[0].address(node)
@@ -351,10 +362,19 @@ class Vector(Spot):
             return False
         if self._scale is not None and self._scale(node) != 1:
             return False
+        return self.draw(sampler) and all(kept.find(node) for kept in self.kept)
+
+    def draw(self, sampler: Sampler | None) -> bool:
+        """Choose the block."""
         piece, weight = _drawn(sampler, self.name, self.whole, self._reads)
         self._from, self._by, w = (0, 1, *self.whole) if piece is None else _extent(piece[0])
         self._take((w,), weight)
-        return all(kept.find(node) for kept in self.kept)
+        return True
+
+    @property
+    def block(self) -> tuple[int, ...]:
+        """First index, step and number."""
+        return self._from, self._by, self.shape[0]
 
     def read(self, node: Any, at: int, strides: tuple[int, ...]) -> Any:
         (one, far, other, near), m, rows = self._way, self.m, self.rows
