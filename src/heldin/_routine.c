@@ -141,7 +141,8 @@ static PyObject *reader_call(PyObject *object, PyObject *args, PyObject *names)
         routine->task = task;
     }
     /* looked up again, since hooks may have put other data there; let go, since it may be large */
-    fine = fine && (self->rows || fetch(self)) && is_matrix(self->rows, &saved, self->bits, self->m, self->in);
+    fine = fine && (self->rows || fetch(self));
+    fine = fine && is_matrix(self->rows, &saved, self->bits, self->m, self->in);
     if (fine && self->bits == 32) fine = form_float(self, &given, &saved, routine->part);
     else if (fine) fine = form_double(self, &given, &saved, routine->part);
     Py_CLEAR(self->rows);

@@ -135,7 +135,7 @@ def write_report(results: Sequence[Measurement], growing: Growth, out: Path) -> 
     built = "" if where["compiled"] else ", without compiled sums"
     head = (
         f"A whole training step (forward, backward, evidence, SGD) as a multiple of the same step "
-        f"without heldin; medians of interleaved repetitions, over {PROCESSES} processes. "
+        f"without heldin; medians of interleaved repetitions, over {PROCESSES} processes or more. "
         f"{where['date']}, "
         f"{where['processor']}, {where['threads']} threads, torch {where['torch']}{built}.\n\n"
     )

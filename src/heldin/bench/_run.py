@@ -71,7 +71,7 @@ def measure_apart(
     """
     found: list[Measurement] = []
     fast = list(methods)
-    for number in range(PROCESSES):
+    for number in range(WORKLOADS[name].processes or PROCESSES):
         with get_context("spawn").Pool(1) as pool:
             args = (name, fast, progress, f" in process {number + 1}", steady)
             found.append(pool.apply(_in_process, args))
