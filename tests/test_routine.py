@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import gc
 import math
+import random
 import weakref
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -134,6 +136,15 @@ def test_steps_of_one_kind(
     assert life.taken >= STEPS - 6
 
 
+def test_what_was_found_is_not_the_users_to_change() -> None:
+    model = nn.Linear(7, 3)
+    rule = at_work(model, torch.randn(12, 7))
+    rule.evidence.groups.clear()
+    assert rule.evidence.groups.keys() == {"weight", "bias"}
+    assert rule.history[-1].groups.keys() == {"weight", "bias"}
+    rule.remove()
+
+
 def test_what_is_found_is_what_single_samples_give() -> None:
     model = deep().double()
     rule = heldin.EvidenceStopping(model)
@@ -154,6 +165,55 @@ def test_what_is_found_is_what_single_samples_give() -> None:
         assert math.isclose(rule.evidence.groups[name], 1 - f, rel_tol=1e-9)
         assert rule.evidence.live[name] == int(alive.sum())
     rule.remove()
+
+
+def random_life(seed: int, compiled: Any) -> tuple[str, int]:
+    """A network, a rule and batches by chance; what the rule says, and the steps of routine."""
+    chance = random.Random(seed)
+    torch.manual_seed(seed)
+    dtype = chance.choice([torch.float32, torch.float64])
+    sizes = [chance.randint(1, 20) for _ in range(chance.randint(2, 6))]
+    layers: list[nn.Module] = []
+    for before, after in pairwise(sizes):
+        layers.append(nn.Linear(before, after, bias=chance.random() < 0.7))
+        layers.append(chance.choice([nn.Tanh, nn.ReLU, nn.Identity, nn.GELU])())
+    model = nn.Sequential(*layers, nn.Dropout(chance.choice([0.0, 0.2]))).to(dtype)
+    optimizer = chance.choice([torch.optim.SGD, torch.optim.Adam])(model.parameters(), lr=0.01)
+    rule = heldin.EvidenceStopping(
+        model,
+        groups=chance.choice(["tensor", "all"]),
+        correction=chance.choice([None, None, "symmetric", "gaussian"]),
+        estimator=chance.choice(["exact", "sampled"]),
+        budget=chance.choice([1, 3, 16, 4096]),
+    )
+    found, routine, batches = [], 0, [chance.randint(2, 40) for _ in range(2)]
+    with rule, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_routine, "_COMPILED", compiled)
+        for _ in range(25):
+            x = torch.randn(batches[chance.random() < 0.15], sizes[0], dtype=dtype)
+            if chance.random() < 0.3:
+                x = x.t().contiguous().t()
+            model.train(chance.random() < 0.95)
+            out = model(x)
+            loss = out.square().mean() if chance.random() < 0.9 else out.abs().sum()
+            loss.backward(retain_graph=chance.random() < 0.1)
+            if chance.random() < 0.05:
+                model(x).square().mean().backward()
+            routine += rule._seen.routine is not None
+            rule.step()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append((rule.evidence, rule.criterion))
+    return repr(found), routine
+
+
+def test_random_lives() -> None:
+    taken = 0
+    for seed in range(40):
+        found, routine = random_life(seed, _routine._COMPILED)
+        assert found == random_life(seed, None)[0], seed
+        taken += routine
+    assert taken > 200
 
 
 # --- stories ---------------------------------------------------------------------------------

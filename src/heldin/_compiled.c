@@ -1,5 +1,5 @@
-/* What of heldin is compiled, as a module of Python: sums over samples, and a path through the steps
-   of small models. It needs nothing of PyTorch, and fits every version of Python from 3.10 on. */
+/* What of heldin is compiled, as a module of Python: sums over samples, and a short path through
+   steps like the last ones. It needs nothing of PyTorch, and fits every Python from 3.10 on. */
 
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030a0000

@@ -6,7 +6,7 @@
    a model of a few thousand weights those lines would take longer than the step itself. If anything
    differs, `begin` says so before anything is done. See `_routine.py`. */
 
-/* Tensors as numbers in memory: DLPack's table of C functions, which newer versions of PyTorch have. */
+/* Tensors as numbers in memory: DLPack's table of C functions, which newer PyTorch has. */
 typedef struct {
     char *data;
     int32_t device, number, dimensions;
@@ -49,7 +49,7 @@ static int is_matrix(PyObject *tensor, View *view, int bits, I rows, I columns)
 #define NODES 64 /* at most */
 struct Routine;
 
-/* Listens at a node where a matrix, and perhaps a vector, meets rows of data: one row per sample. */
+/* Listens at a node where a matrix, and perhaps a vector, meets rows of data, one per sample. */
 typedef struct {
     PyObject_HEAD
     struct Routine *routine; /* which owns it; NULL when that is gone */
@@ -196,8 +196,8 @@ static int is_leaf(Routine *self, PyObject *node, Py_ssize_t position)
 
 #define OUTPUTS 20 /* bits for the number of an output, see `_graph.py` */
 
-/* Walk the graph as `walk` of `_graph.py` does, as long as it is the one that was seen before; gives
-   the number of nodes that were taken. */
+/* Walk the graph as `walk` of `_graph.py` does, as long as it is the one that was seen before. Gives
+   the number of nodes that were taken, below zero if it is another one. */
 static Py_ssize_t follow(Routine *self, PyObject *root, PyObject **nodes)
 {
     const I *edge = (const I *)PyBytes_AsString(self->edges);
@@ -244,8 +244,8 @@ static int put(PyObject *into, PyObject *name, PyObject *value)
 }
 
 /* What was found, by name: what `usual` of `_moments.py` gives for the ratios, with the number of
-   coordinates and the weight of each; criterion; live coordinates. Parameters of which `usual` gives
-   nothing, or without live coordinates, are left out. */
+   coordinates and the weight of each; criterion; live coordinates. Parameters of which `usual`
+   gives nothing, or without live coordinates, are left out. */
 static PyObject *found_by(Routine *self)
 {
     PyObject *ratios = PyDict_New(), *criteria = PyDict_New(), *alive = PyDict_New();
@@ -377,8 +377,8 @@ static PyObject *new_reader(Routine *routine, PyObject *given)
 }
 
 /* Routine(kinds, edges, leaves, shapes, readers, names, places, (part, extreme, factor)): types of
-   the nodes, flat edges as bytes, leaves or None and their shapes, what `new_reader` takes for each;
-   names of the parameters and, for each, the address of its ratios. Then `place` has to be called. */
+   the nodes, flat edges as bytes, leaves or None and their shapes; what `new_reader` takes; names
+   of the parameters and, for each, the address of its ratios. Then `place` has to be called. */
 static PyObject *routine_new(PyTypeObject *type, PyObject *args, PyObject *names)
 {
     Routine *self = (Routine *)PyType_GenericAlloc(type, 0);

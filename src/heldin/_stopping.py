@@ -231,7 +231,8 @@ class EvidenceStopping:
     @property
     def evidence(self) -> Evidence:
         """What the last check found."""
-        return Evidence(*self._found)
+        criterion, groups, count, live, nonfinite, estimator = self._found
+        return Evidence(criterion, groups.copy(), count, live.copy(), nonfinite, estimator)
 
     @property
     def reason(self) -> str:
