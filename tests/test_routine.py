@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import math
+import pickle
 import random
 import weakref
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 import heldin
 from heldin import _routine
@@ -458,7 +460,108 @@ def larger_memory(life: Life, number: int) -> None:
     life.step()
 
 
+class Gate(torch.autograd.Function):
+    """Lets no gradient through if it is closed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, closed: bool) -> Tensor:
+        ctx.closed = closed
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return None if ctx.closed else grad, None
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.closed = nn.Linear(7, 5), nn.Linear(5, 3), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(Gate.apply(self.first(x).tanh(), self.closed))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS, ids=["exact", "sampled", "blocks"])
+def test_layers_that_no_gradient_comes_to(estimator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def story(life: Life, number: int) -> None:
+        life.model.closed = True  # type: ignore[assignment]
+        life.loss(*life.batch()).backward()
+        life.rule.step()
+        assert life.rule.evidence.groups.keys() == {"last.weight", "last.bias"}
+        life.model.closed = False  # type: ignore[assignment]
+        life.optimizer.zero_grad()
+
+    both(story, monkeypatch, make=Gated, **estimator)
+
+
+def test_a_layer_that_takes_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names are looked up again when a pass meets a leaf that is not the model's."""
+    scale = nn.Parameter(torch.ones(()))
+
+    def story(life: Life, number: int) -> None:
+        if number == LATE[0]:
+            life.model.first = nn.Sequential(life.model.first)  # type: ignore[arg-type]
+        other = nn.Linear(2, 1)
+        (other(torch.randn(4, 2)).sum() * scale).backward()
+        life.step()
+
+    both(story, monkeypatch, make=Gated)
+
+
+def test_a_leaf_that_is_not_the_models_is_no_routine() -> None:
+    model, scale = nn.Linear(7, 3), nn.Parameter(torch.ones(()))
+    with heldin.EvidenceStopping(model) as rule:
+        for _ in range(8):
+            (model(torch.randn(12, 7)) * scale).square().mean().backward()
+            rule.step()
+            assert rule._seen.routine is None
+
+
+def test_another_pass_while_the_hooks_are_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As another thread may run it: registering a hook is Python, in the middle of `begin`."""
+    model, other = nn.Linear(7, 3), nn.Linear(7, 3)
+    x = torch.randn(12, 7)
+    rule = at_work(model, x)
+    make, inside = RemovableHandle.__init__, []
+
+    def switched(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        if not inside:
+            inside.append(True)
+            other(x).square().mean().backward()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RemovableHandle, "__init__", switched)
+        model(x).square().mean().backward()
+    assert inside
+    before = rule.evidence
+    rule.step()
+    assert rule.evidence == before
+    rule.remove()
+
+
+def test_a_copy_of_a_routine_is_none() -> None:
+    model = nn.Linear(7, 3)
+    rule = at_work(model, torch.randn(12, 7))
+    assert pickle.loads(pickle.dumps(rule._seen.routine)) is None
+    rule.remove()
+
+
+def a_step_inside(life: Life, number: int) -> None:
+    x, y = life.batch()
+    out = life.model(x)
+
+    def close(grad: Tensor) -> None:
+        life.rule.step()
+
+    out.register_hook(close)
+    (out - y).square().mean().backward()
+    life.close()
+
+
 STORIES = [
+    a_step_inside,
     another_size, one_sample, accumulated, twice_through_one_graph, gradients_of_gradients,
     a_penalty, only_some, frozen, replaced, resized, doubled_gradient, changed_at_a_node,
     transposed_gradient, a_pass_inside, a_backward_inside, many_passes_inside, broken_off, packed,

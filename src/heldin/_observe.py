@@ -310,12 +310,15 @@ class Observation(Mapping[str, Moments]):
 
     def names_of(self, leaves: Iterable[Tensor]) -> dict[int, str]:
         """Names of the observed parameters by id, looked up again if there are new ones."""
-        known = self._alive
         for leaf in leaves:
-            if id(leaf) not in known or known[id(leaf)]() is not leaf:
+            if not self.knows(leaf):
                 self._find_names()
                 break
         return self.names
+
+    def knows(self, leaf: Tensor) -> bool:
+        """Whether a leaf is one of the model's parameters."""
+        return id(leaf) in self._alive and self._alive[id(leaf)]() is leaf
 
     def _find_names(self) -> None:
         if self._model is None:  # closed by another thread, in the middle of a pass

@@ -55,6 +55,7 @@ typedef struct {
     struct Routine *routine; /* which owns it; NULL when that is gone */
     I position, m, in, out; /* of the node; samples; width of the rows before and after */
     int bits, flip; /* of a number; whether the matrix is (out, in) */
+    PyObject *first, *second; /* names of the matrix and of the vector */
     PyObject *raw, *scales; /* names of what the node has saved: the rows; factors that must be 1 */
     I matrix[3], vector[3]; /* addresses for sums, squares and ratios; or zeros */
     I block[9]; /* first index, step and number: rows and columns of the matrix; of the vector */
@@ -105,7 +106,7 @@ static void forget(Routine *self)
 /* Have the rows that the node has saved, unless they were packed (by a checkpoint, say). */
 static int fetch(Reader *self)
 {
-    PyObject *raw = PyObject_GetAttr(self->node, self->raw);
+    PyObject *raw = self->node ? PyObject_GetAttr(self->node, self->raw) : NULL;
     PyObject *hook = raw ? PyObject_GetAttr(raw, unpack_hook) : NULL;
     self->rows = hook == Py_None ? PyObject_GetAttr(raw, data) : NULL;
     Py_XDECREF(hook);
@@ -140,6 +141,7 @@ static PyObject *reader_call(PyObject *object, PyObject *args, PyObject *names)
         forget(routine);
         routine->task = task;
     }
+    if (grad == Py_None) Py_RETURN_NONE; /* nothing comes through here */
     /* looked up again, since hooks may have put other data there; let go, since it may be large */
     fine = fine && (self->rows || fetch(self));
     fine = fine && is_matrix(self->rows, &saved, self->bits, self->m, self->in);
@@ -245,8 +247,9 @@ static int put(PyObject *into, PyObject *name, PyObject *value)
 
 /* What was found, by name: what `usual` of `_moments.py` gives for the ratios, with the number of
    coordinates and the weight of each; criterion; live coordinates. Parameters of which `usual`
-   gives nothing, or without live coordinates, are left out. */
-static PyObject *found_by(Routine *self)
+   gives nothing, or without live coordinates, are left out. Then the names of those that no gradient
+   came to. */
+static PyObject *found_by(Routine *self, PyObject *missing)
 {
     PyObject *ratios = PyDict_New(), *criteria = PyDict_New(), *alive = PyDict_New();
     int fine = ratios && criteria && alive;
@@ -259,7 +262,7 @@ static PyObject *found_by(Routine *self)
             && put(criteria, name, PyFloat_FromDouble(1 - sum * by / (live * by)))
             && put(alive, name, PyLong_FromDouble(live));
     }
-    if (fine) return Py_BuildValue("NNN", ratios, criteria, alive);
+    if (fine) return Py_BuildValue("NNNO", ratios, criteria, alive, missing);
     Py_XDECREF(ratios);
     Py_XDECREF(criteria);
     Py_XDECREF(alive);
@@ -271,11 +274,17 @@ static PyObject *found_by(Routine *self)
 static PyObject *routine_end(PyObject *object, PyObject *kept_alive)
 {
     Routine *self = (Routine *)object;
-    int full = !self->failed;
+    PyObject *missing = PyList_New(0), *found;
     for (Py_ssize_t i = 0; i < PyTuple_Size(self->readers); i++) {
         Reader *reader = (Reader *)PyTuple_GetItem(self->readers, i);
         PyObject *handle = reader->handle;
-        full &= reader->full;
+        for (int j = 0; missing && !reader->full && j < 2; j++) {
+            PyObject *name = j ? reader->second : reader->first;
+            I at = j ? reader->vector[2] : reader->matrix[2];
+            if (!at) continue;
+            *(double *)at = NAN;
+            if (PyList_Append(missing, name)) Py_CLEAR(missing);
+        }
         reader->handle = NULL;
         Py_CLEAR(reader->rows);
         Py_CLEAR(reader->node);
@@ -287,8 +296,10 @@ static PyObject *routine_end(PyObject *object, PyObject *kept_alive)
         Py_XDECREF(handle);
     }
     self->running = 0;
-    if (!full) Py_RETURN_NONE;
-    return found_by(self);
+    found = missing && !self->failed ? found_by(self, missing) : NULL;
+    Py_XDECREF(missing);
+    if (found || PyErr_Occurred()) return found;
+    Py_RETURN_NONE;
 }
 
 /* place(blocks, sizes): nine numbers for each reader, see there; for each parameter the number of
@@ -325,7 +336,8 @@ static PyObject *routine_begin(PyObject *object, PyObject *const *given, Py_ssiz
         PyErr_SetString(PyExc_TypeError, "begin takes two nodes");
         return NULL;
     }
-    if (self->running) Py_RETURN_FALSE;
+    if (self->running) Py_RETURN_FALSE; /* also for another thread, while hooks are registered */
+    self->running = 1;
     found = follow(self, given[0], nodes);
     fine = found > 0 && is_known(nodes, found, given[1]);
     self->task = -1;
@@ -341,7 +353,6 @@ static PyObject *routine_begin(PyObject *object, PyObject *const *given, Py_ssiz
         fine = reader->handle != NULL;
     }
     for (Py_ssize_t i = 0; i < (found < 0 ? -found : found); i++) Py_DECREF(nodes[i]);
-    self->running = 1;
     if (fine) Py_RETURN_TRUE;
     PyErr_Clear(); /* whatever it is: the usual way will say it */
     Py_XDECREF(routine_end(object, Py_True));
@@ -360,16 +371,19 @@ static PyObject *reader_type, *routine_type;
 static PyObject *new_reader(Routine *routine, PyObject *given)
 {
     Reader *self = (Reader *)PyType_GenericAlloc((PyTypeObject *)reader_type, 0);
-    PyObject *raw, *scales;
+    PyObject *first, *second, *raw, *scales;
     I *u, *v;
     if (!self) return NULL;
     u = self->matrix, v = self->vector;
-    if (!PyArg_ParseTuple(given, "LLLLiiO!O!(LLL)(LLL)", &self->position, &self->m, &self->in,
-                          &self->out, &self->bits, &self->flip, &PyUnicode_Type, &raw,
+    if (!PyArg_ParseTuple(given, "LLLLiiO!O!O!O!(LLL)(LLL)", &self->position, &self->m, &self->in,
+                          &self->out, &self->bits, &self->flip, &PyUnicode_Type, &first,
+                          &PyUnicode_Type, &second, &PyUnicode_Type, &raw,
                           &PyTuple_Type, &scales, u, u + 1, u + 2, v, v + 1, v + 2)) {
         Py_DECREF(self);
         return NULL;
     }
+    set(&self->first, first);
+    set(&self->second, second);
     set(&self->raw, raw);
     set(&self->scales, scales);
     self->routine = routine;
@@ -483,6 +497,8 @@ static void reader_dealloc(PyObject *object)
 {
     Reader *self = (Reader *)object;
     PyTypeObject *type = Py_TYPE(object);
+    Py_XDECREF(self->first);
+    Py_XDECREF(self->second);
     Py_XDECREF(self->raw);
     Py_XDECREF(self->scales);
     Py_XDECREF(self->node);

@@ -77,13 +77,17 @@ class Routine:
         self._seen, self._m, self._memory = seen, done.plan.m, blocks.memory
         self._key, self._reducing = done.calls[0].key, seen.reducing
         self._costs = None if seen.sampler is None else seen.sampler.known
-        self._rules = RULES[ADDMM], RULES[MM]
+        self._rules, self._names = (RULES[ADDMM], RULES[MM]), seen.names
         self._blocks, self._spots, self._pairs = blocks, spots, pairs
         self._moments = [(spot, partial(blocks.moments, spot)) for spot in spots]
         self._held: dict[str, Held] = {}
         self._place()
         # what is looked at as a whole is so in every step
         self._moves = any(spot.shape != spot.whole for pair in pairs for spot in pair if spot)
+
+    def __reduce__(self) -> Any:
+        """A copy of a rule has to find its own."""
+        return type(None), ()
 
     def _place(self) -> None:
         """Say which blocks were drawn."""
@@ -110,6 +114,8 @@ class Routine:
             return False
         if seen.sampler is not None and seen.sampler.known is not self._costs:
             return False
+        if seen.names is not self._names:
+            return False
         if len(calls.pending) != 1 or len(args) != 3 or kwargs != PLAIN:
             return False
         call, compiled = calls.pending[0], self._compiled
@@ -117,37 +123,41 @@ class Routine:
             return False
         if (RULES.get(ADDMM), RULES.get(MM)) != self._rules or not isinstance(root, Tensor):
             return False
-        if self._moves and not self._drawn():
-            return False
-        if not compiled.begin(root.grad_fn, call.ends[0][0]):
-            return False
-        calls.passing += 1
         seen.aiming = kept = True
+        begun, found, end = False, None, call.ends[0][0]
         try:
+            if (self._moves and not self._drawn()) or not compiled.begin(root.grad_fn, end):
+                return False
+            begun = True
+            calls.passing += 1
             backward(root, *args, **kwargs)
             kept = any(args[1:])  # the graph is, for another pass
         except BaseException:
             call.release()
             raise
         finally:
-            found = compiled.end(kept)
             seen.aiming = False
-            calls.passing -= 1
+            if begun:
+                calls.passing -= 1
+                found = compiled.end(kept)
         self._finish(found, call)
         return True
 
     def _finish(self, found: Any, call: Call) -> None:
         """Take in what was found; None: something went wrong."""
         seen, held = self._seen, self._held
-        ratios, criteria, live = found or ({}, {}, {})
-        if len(ratios) == len(held) and not seen.passes:
+        ratios, criteria, live, missing = found or ({}, {}, {}, list(held))
+        plain = not seen.passes and seen.reducing is self._reducing
+        if len(ratios) == len(held) and plain:
             seen.take(ratios, held, (criteria, live), self._m)
             return
-        if seen.passes:  # a pass inside this one: only sums add up
+        if not plain:  # a pass or a step inside this one: only sums add up
             ratios = {}
-        done: dict[str, Stored] = {}
-        if found is not None:
-            done = {n: (*held[n][0](), None, held[n][1]) for n in held if n not in ratios}
+        done: dict[str, Stored] = {
+            name: (*moments(), None, weight)
+            for name, (moments, weight) in held.items()
+            if name not in ratios and name not in missing
+        }
         seen.add(done, ratios, {name: held[name] for name in ratios}, self._m, (call,))
         if found is None:
             seen.routine = None
@@ -170,7 +180,7 @@ def routine(done: Pass) -> Routine | None:
         return None
     if done.done or len(done.ratios) < len(plan.leaves) or types_of(graph) is None:
         return None
-    if any(leaf.dim() > 2 for leaf in graph.leaves.values()):
+    if any(leaf.dim() > 2 or not seen.knows(leaf) for leaf in graph.leaves.values()):
         return None
     pairs = [_pair(spots) for _, spots in plan.spots or ()]
     known = [pair for pair in pairs if pair is not None]
@@ -205,5 +215,6 @@ def _reader(position: int, pair: Pair) -> Any:
     places = NOWHERE if vector is None else (*vector.places[:2], vector.places[3])
     return (
         position, matrix.m, width, out, 8 * matrix.dtype.itemsize, int(matrix.flip),
+        matrix.name, "" if vector is None else vector.name,
         "_raw_saved_" + matrix.saved, tuple(scales), (total, squares, ratios), places,
     )  # fmt: skip
