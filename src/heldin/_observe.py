@@ -203,7 +203,6 @@ class Observation(Mapping[str, Moments]):
         """Take in what a backward pass showed."""
         if self.passes:
             self.write_out()  # of a pass inside this one
-        self.plain = None
         self.passes += 1
         self.first = self.first or m
         self.reduced.update(ratios)
@@ -243,7 +242,7 @@ class Observation(Mapping[str, Moments]):
         for name, (moments, weight) in self.held.items():
             self.sums[name] = (*moments(), None, weight)
             del self.reduced[name]
-        self.held = {}
+        self.held, self.plain = {}, None
 
     def clear(self, redraw: bool = True) -> None:
         """Forget the sums, and calls not followed by a backward pass; what was learnt is kept.

@@ -78,7 +78,7 @@ class Routine:
         self._key, self._reducing = done.calls[0].key, seen.reducing
         self._costs = None if seen.sampler is None else seen.sampler.known
         self._rules, self._names = (RULES[ADDMM], RULES[MM]), seen.names
-        self._blocks, self._spots, self._pairs = blocks, spots, pairs
+        self._pairs = pairs
         self._moments = [(spot, partial(blocks.moments, spot)) for spot in spots]
         self._held: dict[str, Held] = {}
         self._place()
@@ -92,7 +92,7 @@ class Routine:
     def _place(self) -> None:
         """Say which blocks were drawn."""
         blocks = tuple([m.block + (NOWHERE if v is None else v.block) for m, v in self._pairs])
-        self._compiled.place(blocks, tuple([(spot.size, spot.weight) for spot in self._spots]))
+        self._compiled.place(blocks, tuple([(spot.size, spot.weight) for spot, _ in self._moments]))
         self._held = {spot.name: (moments, spot.weight) for spot, moments in self._moments}
 
     def _drawn(self) -> bool:
