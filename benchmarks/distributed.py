@@ -29,8 +29,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
 import heldin
-from heldin._distributed import COLUMNS, HEAD
-from heldin._sampling import Sampler
+from heldin.rules.ranks import COLUMNS, HEAD
+from heldin.capture.sampling import Sampler
 from heldin.bench._workloads import mlp
 
 BUDGET = 4096

@@ -4,11 +4,10 @@ from pathlib import Path
 
 import pytest
 
-import heldin._flow
-from heldin._kernels import KERNELS
+import heldin.capture.ownership.flows
 
 sys.path.insert(0, str(Path(__file__).parent))
-heldin._flow.DEBUG = True
+heldin.capture.ownership.flows.DEBUG = True
 os.environ.setdefault("KERAS_BACKEND", "torch")  # read when keras is imported
 
 
@@ -21,14 +20,3 @@ def mlflow_uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     mlflow.set_tracking_uri(uri)
     return uri
-
-
-@pytest.fixture(params=["compiled", "PyTorch"])
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """With what is compiled, and with the calls of PyTorch that say the same."""
-    if request.param == "PyTorch":
-        for kind in list(KERNELS):
-            monkeypatch.delitem(KERNELS, kind)
-    elif not KERNELS:
-        pytest.skip("src/heldin/_kernels.c was not compiled here")
-    return str(request.param)

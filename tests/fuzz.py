@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 import heldin
-import heldin._flow
+import heldin.capture.ownership.flows
 from grammar import Net
 from truth import error, truth
 
@@ -54,7 +54,7 @@ def check(seed: int) -> str:
                     part = sampled[name]
                     where = ()
                     if part.total.shape != whole.total.shape:
-                        where = sampled.sampler._blocks[name][0]
+                        where = sampled._collector.sampler._blocks[name][0]
                     close = torch.allclose(part.squares, whole.squares[where], atol=1e-9)
                     assert close, f"seed {seed}: sampled {name} {net.names}"
     except heldin.HeldinError as refusal:
@@ -79,7 +79,7 @@ class heldin_off:
 
 def main(count: int, start: int = 0, out: str | None = None) -> int:
     warnings.simplefilter("ignore")
-    heldin._flow.DEBUG = True
+    heldin.capture.ownership.flows.DEBUG = True
     torch.set_default_dtype(torch.float64)
     found: Counter[str] = Counter()
     for seed in range(start, start + count):

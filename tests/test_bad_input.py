@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import heldin
 from cases import Fn
-from heldin import _calls
+from heldin.capture import knowledge
 from truth import error, truth
 
 
@@ -141,7 +141,7 @@ def test_the_batch_size_may_change_at_every_step(sizes: list[int], sequence: boo
 
 
 def test_what_is_learnt_about_shapes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_calls, "SHAPES", 8)
+    monkeypatch.setattr(knowledge, "KINDS", 8)
     model, twice = net(), nn.Sequential(nn.Linear(3, 3), nn.Tanh())
     with heldin.observe(model) as seen, heldin.observe(twice) as both:
         for size in [*range(2, 26), *range(2, 26)]:
@@ -150,11 +150,9 @@ def test_what_is_learnt_about_shapes_is_bounded(monkeypatch: pytest.MonkeyPatch)
             both.clear()
             twice(twice(x)).sin().sum().backward()
             agree(both, twice, twice(twice(x)).sin().sum(1))
-        for known in (seen.knowledge, both.knowledge):
-            assert len(known.plans) <= 8
-            assert len(known.familiar) <= 16
-            assert len(known.results) <= 16
-            assert len(known.surprises) <= 9
+        for known in (seen._collector.knowledge, both._collector.knowledge):
+            assert len(known) <= 8
+            assert max(len(table) for table in vars(known).values()) <= 18
 
 
 # --- parameters turned on and off ------------------------------------------------------------

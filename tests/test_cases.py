@@ -30,7 +30,6 @@ def compare(case: Case, dtype: torch.dtype, tolerance: float, floor: float) -> N
         torch.set_default_dtype(before)
 
 
-@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("case", [c for c in CASES if c.exact], ids=repr)
 def test_exact_in_float64(case: Case) -> None:
     compare(case, torch.float64, 1e-9, 1e-12)

@@ -13,7 +13,7 @@ from torch import nn
 
 import heldin
 from cases import CASES, Case
-from heldin._sampling import Sampler
+from heldin.capture.sampling import Sampler
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Using padding='same'"),
@@ -22,7 +22,6 @@ pytestmark = [
 ]
 
 
-@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("budget", [1, 5])
 @pytest.mark.parametrize("case", [c for c in CASES if c.exact], ids=repr)
 def test_blocks_of_the_exact_moments(case: Case, budget: int) -> None:
@@ -38,7 +37,7 @@ def test_blocks_of_the_exact_moments(case: Case, budget: int) -> None:
                 assert set(exact) == set(sampled)
                 for name, whole in exact.items():
                     part = sampled[name]
-                    block, weight = sampled.sampler._blocks.get(name, (None, 1.0))
+                    block, weight = sampled._collector.sampler._blocks.get(name, (None, 1.0))
                     cut = whole.total.shape != part.total.shape
                     where = block if cut else ()
                     assert torch.allclose(part.total, whole.total[where], atol=1e-10)
@@ -61,7 +60,7 @@ def test_every_coordinate_is_as_likely(
     shape: list[int], budget: int, spread: bool, seed: int
 ) -> None:
     """The weighted sum over blocks has the mean of the whole sum, exactly, over all draws."""
-    from heldin._sampling import _piece
+    from heldin.capture.sampling import _piece
 
     size, width = shape[0], max(1, budget)
     chances = torch.zeros(size)
@@ -113,14 +112,14 @@ def test_blocks_change_with_clear_and_not_before() -> None:
     model, x = nn.Linear(300, 200), torch.randn(8, 300)
     with heldin.observe(model, estimator="sampled", budget=64) as seen:
         model(x).sin().sum().backward()
-        first = seen.sampler.block("weight", (200, 300))
+        first = seen._collector.sampler.block("weight", (200, 300))
         model(x).sin().sum().backward()
-        assert seen.sampler.block("weight", (200, 300)) == first
+        assert seen._collector.sampler.block("weight", (200, 300)) == first
         assert seen.count == 16
         seen.clear(redraw=False)
-        assert seen.sampler.block("weight", (200, 300)) == first
+        assert seen._collector.sampler.block("weight", (200, 300)) == first
         seen.clear()
-        assert seen.sampler.block("weight", (200, 300), spread=True) != first
+        assert seen._collector.sampler.block("weight", (200, 300), spread=True) != first
 
 
 def test_the_weight_and_the_bias_of_a_layer_share_their_rows() -> None:

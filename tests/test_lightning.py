@@ -117,7 +117,7 @@ def test_familiar_after_a_few_batches() -> None:
     callback, module = rule(case), Module()
     trainer(case, callback).fit(module, loader(case))
     assert callback.stopping is not None
-    assert len(callback.stopping._seen.knowledge.plans) == 2  # full batches, and the last ones
+    assert len(callback.stopping._collector.knowledge) == 2  # full batches, and the last ones
 
 
 def test_minimal_epochs_and_steps_are_respected() -> None:

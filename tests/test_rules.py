@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from heldin._layout import Layout
-from heldin._parts import Filters, moments
-from heldin._rules import RULES, Use, contributions, generic
+from heldin.capture.contributions import Filters, moments
+from heldin.capture.layout import Layout
+from heldin.capture.ops import OP_RULES, OpUse, contributions, generic
 
 sizes = st.integers(1, 4)
 
@@ -43,11 +43,11 @@ def compare(out: Tensor, layout: Layout, argument: int, shape: Any, fast: bool =
     grads: list[Tensor | None] = [None] * len(node._input_metadata)
     places: list[Layout | None] = [None] * len(grads)
     grads[0], places[0] = torch.randn(out.shape), layout
-    use = Use(node, grads, places, argument, tuple(shape))
-    assert not fast or RULES[node.name()](use) is not None, "the rule did not take the case"
+    use = OpUse(node, grads, places, argument, tuple(shape))
+    assert not fast or OP_RULES[node.name()](use) is not None, "the rule did not take the case"
     part, slow = contributions(use), generic(use)
-    expected = slow.take(0, layout.m)
-    assert torch.allclose(part.take(0, layout.m), expected, atol=1e-10)
+    expected = slow.samples(0, layout.m)
+    assert torch.allclose(part.samples(0, layout.m), expected, atol=1e-10)
     first, second = moments([part])
     assert torch.allclose(first, expected.sum(0), atol=1e-10)
     assert torch.allclose(second, expected.square().sum(0), atol=1e-10)
@@ -235,11 +235,13 @@ def test_one_place_of_a_kernel(
     out = F.conv2d(x.flatten(0, 1), torch.randn(4, 2, kernel, kernel), **named)
     grad = torch.randn(out.shape).unflatten(0, (3, 2))
     whole = Filters(grad, x, (kernel, kernel), {k: [v, v] for k, v in named.items()})
-    expected = whole.take(0, 3)
+    expected = whole.samples(0, 3)
     for u in range(kernel):
         for v in range(kernel):
             block = (slice(1, 3), slice(0, 1), slice(u, u + 1), slice(v, v + 1))
-            assert torch.allclose(whole.cut(block).take(0, 3), expected[(slice(None), *block)])
+            assert torch.allclose(
+                whole.restrict(block).samples(0, 3), expected[(slice(None), *block)]
+            )
 
 
 @many
@@ -258,5 +260,7 @@ def test_every_rule_is_compared() -> None:
         "NativeGroupNormBackward0", "NativeBatchNormBackward0", "PreluKernelBackward0",
         "ConvolutionBackward0", "EmbeddingBackward0", "SparseAddmmBackward0",
     }  # fmt: skip
-    ours = {name for name, rule in RULES.items() if rule.__module__ == "heldin._rules"}
+    ours = {
+        name for name, rule in OP_RULES.items() if rule.__module__.startswith("heldin.capture.ops.")
+    }
     assert ours == names, "a new rule needs a comparison with the generic path in this file"

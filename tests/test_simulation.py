@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import heldin
-from heldin._average import Average
 from heldin._switch import smoothed
+from heldin.criterion.average import Average
 
 GENERATOR = torch.Generator()
 Draw = Callable[[int, int], Tensor]

@@ -1,7 +1,7 @@
 """What users do between two steps, or in the middle of one, after the ways are known.
 
 The first steps of each test teach the observation what the graphs look like; then something else
-happens. All run with what is compiled and with PyTorch alone, against one pass per sample.
+happens. All are compared with one backward pass per sample.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import heldin
-from heldin import _observe
+from heldin.capture import backward as _observe
 
-pytestmark = pytest.mark.usefixtures("kernels")
 DOUBLE = {"dtype": torch.float64}
 estimators = pytest.mark.parametrize("estimator", ["exact", "sampled"])
 
@@ -25,8 +24,8 @@ def same(seen: heldin.Observation, expected: dict[str, tuple[Tensor, Tensor]]) -
     assert seen.keys() == expected.keys()
     for name, (total, squares) in expected.items():
         block: Any = ()
-        if seen.sampler is not None:
-            block = seen.sampler.drawn(name, tuple(total.shape))[0] or ()
+        if seen._collector.sampler is not None:
+            block = seen._collector.sampler.drawn(name, tuple(total.shape))[0] or ()
         assert seen[name].total.shape == total[block].shape, name
         assert torch.allclose(seen[name].total, total[block], rtol=1e-9, atol=1e-12), name
         assert torch.allclose(seen[name].squares, squares[block], rtol=1e-9, atol=1e-12), name

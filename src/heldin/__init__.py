@@ -1,5 +1,13 @@
 """Early stopping without a validation set."""
 
+from heldin.capture.moments import Moments
+from heldin.capture.observation import Observation, observe
+from heldin.capture.ops import OpUse as Use
+from heldin.capture.ops import register_op_rule as rule
+from heldin.criterion.evidence import Evidence, evidence
+from heldin.rules.evidence import EvidenceStopping
+
+from . import ops
 from ._auto import stopping
 from ._checkpoint import load, save
 from ._curves import Patience
@@ -7,15 +15,10 @@ from ._damping import fraction_below, rmsprop_factors
 from ._elementwise import ElementwiseStopping
 from ._errors import HeldinError, HeldinWarning, MixedSamplesWarning, NotObservable
 from ._estimates import Estimate, EstimateHistory
-from ._evidence import Evidence, evidence
 from ._folds import FoldStopping, ShadowStopping
 from ._history import History, Record
 from ._leaveoneout import LeaveOneOutStopping
-from ._moments import Moments
-from ._observe import Observation, observe
 from ._packed import Packed
-from ._rules import Use, rule
-from ._stopping import EvidenceStopping
 from ._validation import ValidationStopping
 from ._verify import Verification, verify
 
@@ -45,6 +48,7 @@ __all__ = [
     "fraction_below",
     "load",
     "observe",
+    "ops",
     "rmsprop_factors",
     "rule",
     "save",

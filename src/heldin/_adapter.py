@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from heldin.rules.evidence import EvidenceStopping
+
 from ._elementwise import ElementwiseStopping
 from ._errors import HeldinError
-from ._stopping import EvidenceStopping
 
 __all__ = [
     "DEFAULTS",

@@ -11,21 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from heldin.capture.collector import Collector
+from heldin.capture.forward import BatchDim
+from heldin.capture.moments import Moments, upcast
+from heldin.capture.observation import Observation
+from heldin.capture.sharding import as_parameter, local_part, shard_of, unwrapped
+from heldin.criterion.evidence import Correction, Dead, evidence
+from heldin.rules.ranks import JoinHook, ProcessGroup, ranks_of
+
 from ._checks import all_or_nothing, same_settings, share, signature, state_of, whole
-from ._distributed import (
-    ProcessGroup,
-    Shadow,
-    as_parameter,
-    local_part,
-    ranks_of,
-    shard_of,
-    unwrapped,
-)
 from ._errors import HeldinError
-from ._evidence import Correction, Dead, evidence
-from ._moments import Moments
-from ._observe import BatchDim, observe
-from ._parts import wide
 from ._switch import keep, pieces, smoothed
 
 __all__ = ["ElementwiseStopping"]
@@ -116,8 +111,9 @@ class ElementwiseStopping(Optimizer):
         self._optimizer_load_state_dict_post_hooks = optimizer._optimizer_load_state_dict_post_hooks
         self._patch_step_function()
 
-        self._seen = observe(model, batch_dim=batch_dim, parameters=parameters)
-        self._ranks = ranks_of(model, process_group, self._seen, reduction == "mean")
+        self._collector = Collector(model, batch_dim, parameters)
+        self._seen = Observation(self._collector)
+        self._ranks = ranks_of(model, process_group, self._collector, reduction == "mean")
         self._join_config: Any = None  # set by torch.distributed.algorithms.Join
         self._model: nn.Module | None = unwrapped(model)
         self._signature = signature(self._model)
@@ -230,9 +226,7 @@ class ElementwiseStopping(Optimizer):
 
     def call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run a function as if it were the model's forward pass, see `heldin.Observation.call`."""
-        if self._seen.calls.watching:
-            return self._seen.call(function, *args, **kwargs)
-        return function(*args, **kwargs)
+        return self._collector.call(function, *args, **kwargs)
 
     def _prepare(self) -> None:
         """Observe the coming step, or let it pass at no cost."""
@@ -247,7 +241,7 @@ class ElementwiseStopping(Optimizer):
 
         That is how torch.distributed.checkpoint does it: no learning rate and no gradient.
         """
-        if self._seen.passes or any(group.get("lr", 1.0) != 0 for group in self.param_groups):
+        if self._collector.passes or any(group.get("lr", 1.0) != 0 for group in self.param_groups):
             return False
         grads = [p.grad for p in self._named.values() if p.grad is not None]
         return not any(bool((local_part(g).to_dense() != 0).any()) for g in grads)
@@ -257,7 +251,7 @@ class ElementwiseStopping(Optimizer):
         seen: Mapping[str, Moments] = self._seen
         count = self._seen.count
         if self._ranks is not None and (self._step + 1) % self.every == 0:
-            self._ranks.meet({"settings": self._settings(), "step": self._step})
+            self._ranks.check_agreement({"settings": self._settings(), "step": self._step})
             pooled = self._ranks.pool(1.0)
             seen, count = pooled.moments, pooled.count
         if count == 0:
@@ -385,7 +379,7 @@ class ElementwiseStopping(Optimizer):
                 average = own["averages"].get(names.get(id(p)))
                 if average is None:
                     unseen = torch.full_like(
-                        local_part(p.detach()), self.start, dtype=wide(p.new_empty(0)).dtype
+                        local_part(p.detach()), self.start, dtype=upcast(p.new_empty(0)).dtype
                     )
                     average = as_parameter(unseen, p)
                 entries.setdefault(i, {})[STATE_KEY] = average
@@ -461,9 +455,9 @@ class ElementwiseStopping(Optimizer):
 
     # -- in a `Join` context, see torch.distributed.algorithms.Join
 
-    def join_hook(self, **options: Any) -> Shadow:
+    def join_hook(self, **options: Any) -> JoinHook:
         """What a rank that ran out of data does: it follows the steps of the others."""
-        return Shadow(self._follow)
+        return JoinHook(self._follow)
 
     def _follow(self) -> None:
         self._weigh()

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from heldin.capture.collector import Collector
+from heldin.capture.observation import Observation
+
 from ._engines import skeleton
 from ._errors import HeldinError, NotObservable
-from ._observe import observe
 
 __all__ = ["Jacobians", "captured", "chosen", "mapped"]
 
@@ -73,12 +75,11 @@ def captured(
     params = dict(twin.named_parameters())
     for name, p in params.items():
         p.requires_grad_(name in names)
-    seen = observe(twin)
-    found: dict[str, Tensor] = {}
-    seen.rows = found
-    with torch.enable_grad(), seen:
+    collector = Collector(twin, per_sample=True)
+    with torch.enable_grad(), Observation(collector):
         outputs = twin(*(x.repeat_interleave(b, 0) for x in inputs))
         (outputs * directions.flatten(0, 1)).sum().backward()
+    found = collector.per_sample
     shapes = {name: (q * b, *params[name].shape) for name in names}
     return {  # a parameter that was not reached has no part in the outputs
         name: found.get(name, params[name].new_zeros(shape)).view(q, b, *shape[1:])

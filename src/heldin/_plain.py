@@ -13,8 +13,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from heldin.capture.moments import Moments
+
 from ._engines import ACTIVATIONS as SLOPES
-from ._moments import Moments
 
 __all__ = ["ACTIVATIONS", "Inputs", "Passes", "build", "load", "outputs_of"]
 

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from heldin.rules.evidence import EvidenceStopping
+
 from ._auto import stopping
 from ._errors import HeldinError
 from ._estimates import EstimateHistory
@@ -22,7 +24,6 @@ from ._history import History
 from ._losses import LossFunction, RowLoss
 from ._path import PathStopping
 from ._plain import Inputs, Passes, outputs_of
-from ._stopping import EvidenceStopping
 from ._validation import ValidationStopping
 
 __all__ = ["RULES", "Outcome", "Pace", "Report", "Trainer"]

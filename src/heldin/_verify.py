@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._calls import BatchDim
+from heldin.capture.collector import Collector
+from heldin.capture.forward import BatchDim
+from heldin.capture.moments import upcast
+from heldin.capture.observation import Observation
+from heldin.capture.ownership.tracker import tensors_in
+
 from ._errors import HeldinError
-from ._observe import observe
-from ._owners import tensors_in
-from ._parts import wide
 
 __all__ = ["Verification", "verify"]
 
@@ -92,10 +94,12 @@ def verify(
     try:
         for p in kept:
             p.grad = None
-        with observe(model, batch_dim=batch_dim) as seen:
-            seen.truth = {} if not batch else None
+        collector = Collector(model, batch_dim, with_reference=not batch)
+        with Observation(collector) as seen:
             _run(step, batch)
-        truth = seen.truth if not batch else _one_by_one(model, step, batch, batch_dim, seen.count)
+        truth = collector.reference
+        if batch:
+            truth = _one_by_one(model, step, batch, batch_dim, seen.count)
     finally:
         for p, grad in kept.items():
             p.grad = grad
@@ -104,7 +108,7 @@ def verify(
             "heldin.verify: the model returns no tensor with a row for each sample, from which "
             "single samples could be followed back; pass the batch: verify(model, step, x, y)"
         )
-    precise = all(wide(total).dtype == torch.float64 for total, _ in truth.values())
+    precise = all(upcast(total).dtype == torch.float64 for total, _ in truth.values())
     errors = {}
     floor = max(float(squares.max()) for _, squares in truth.values())
     floor *= 1e-24 if precise else 1e-10  # true zeros hold rounding noise
@@ -143,7 +147,7 @@ def _one_by_one(
         _run(step, _sample(batch, i, m, batch_dim))
         for name, p in model.named_parameters():
             if p.grad is not None:
-                grad = wide(p.grad.to_dense() if p.grad.is_sparse else p.grad)
+                grad = upcast(p.grad.to_dense() if p.grad.is_sparse else p.grad)
                 first, second = sums.get(name, (torch.zeros_like(grad), torch.zeros_like(grad)))
                 sums[name] = (first + grad, second + grad.square())
     return sums

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from heldin.rules.evidence import EvidenceStopping as Stopping
+
 from ._adapter import Run, flat_metrics, missing
-from ._stopping import EvidenceStopping as Stopping
 
 try:
     from accelerate import Accelerator

@@ -12,10 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from heldin.rules.evidence import EvidenceStopping as Stopping
+
 from ._adapter import Detour, Run, flat_metrics
 from ._errors import HeldinError
 from ._packed import packed, unpacked
-from ._stopping import EvidenceStopping as Stopping
 
 try:
     import keras

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from heldin.rules.evidence import EvidenceStopping as Stopping
+
 from ._adapter import DEFAULTS, BeforeStep, Run, forget_gradients, missing
 from ._elementwise import ElementwiseStopping as Elementwise
-from ._stopping import EvidenceStopping as Stopping
 
 try:
     from skorch import NeuralNet

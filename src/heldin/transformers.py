@@ -8,11 +8,12 @@ from typing import Any
 
 from torch import nn
 
+from heldin.rules.evidence import EvidenceStopping
+
 from ._adapter import Run, flat_metrics, forget_gradients, missing
 from ._elementwise import ElementwiseStopping
 from ._errors import HeldinError
 from ._packed import packed, unpacked
-from ._stopping import EvidenceStopping
 
 try:
     import accelerate  # noqa: F401  (without it there is a Trainer, which fails when it is made)

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from heldin._observe import Estimator, observe
-from heldin._stopping import EvidenceStopping
+from heldin.capture.observation import Estimator, observe
+from heldin.rules.evidence import EvidenceStopping
 
 from ._workloads import loss_of
 

@@ -16,8 +16,8 @@ import torch
 from torch.func import functional_call
 
 from heldin import _folds, _leaveoneout
-from heldin._average import Average, weight
 from heldin._curves import Patience, best_check, mean_and_error, votes
+from heldin.criterion.average import Average, weight
 
 from ._data import Problem, Table
 from ._rivals import (

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from heldin._curves import best_check, next_check
-from heldin._evidence import evidence
 from heldin._folds import FoldStopping
 from heldin._jacobians import mapped
 from heldin._leaveoneout import LeaveOneOutStopping
 from heldin._losses import RowLoss
-from heldin._moments import Moments
-from heldin._observe import observe
 from heldin._stack import Stack, hyperparameters
+from heldin.capture.moments import Moments
+from heldin.capture.observation import observe
+from heldin.criterion.evidence import evidence
 
 from ._data import Problem, Table, classes_of
 from ._rivals import alignment, disparity, pooled_evidence

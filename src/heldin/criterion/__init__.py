@@ -1,0 +1,1 @@
+"""From sums to the criterion: pure functions, and what smooths it."""
