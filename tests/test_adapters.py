@@ -19,7 +19,7 @@ from torch import nn
 import heldin
 import plain
 from heldin._adapter import BeforeStep, Run
-from heldin._packed import packed, unpacked
+from heldin.state.packed import packed, unpacked
 
 ROOT = Path(__file__).parent.parent
 FRAMEWORKS = ["accelerate", "fastai", "ignite", "keras", "lightning", "skorch", "transformers"]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from heldin._estimates import COVERAGE
+from heldin.state.estimates import COVERAGE
 from heldin.study._data import Problem
 from heldin.study._tables import read
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ._checks import all_or_nothing, same_settings, share, signature, state_of, whole
 from ._distributed import (
     ProcessGroup,
     Shadow,
@@ -27,6 +26,7 @@ from ._moments import Moments
 from ._observe import BatchDim, observe
 from ._parts import wide
 from ._switch import keep, pieces, smoothed
+from .state.schema import all_or_nothing, same_settings, share, signature, state_of, whole
 
 __all__ = ["ElementwiseStopping"]
 

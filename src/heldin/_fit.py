@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ._errors import HeldinError
-from ._estimates import COVERAGE
+from .state.estimates import COVERAGE
 
 __all__ = ["fit", "predict"]
 

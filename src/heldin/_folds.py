@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ._checks import fits, whole
 from ._curves import Patience, next_check
 from ._engines import Engine
 from ._errors import HeldinError, HeldinWarning
@@ -18,6 +17,7 @@ from ._losses import LossFunction
 from ._path import CHUNK, Average, PathStopping, Taken
 from ._rows import WAY_OUT, Finder
 from ._stack import Stack, hyperparameters
+from .state.schema import fits, whole
 
 __all__ = ["FoldStopping", "ShadowStopping"]
 

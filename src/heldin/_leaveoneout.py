@@ -24,12 +24,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ._checks import fits, whole
 from ._curves import Patience
 from ._errors import HeldinError
 from ._jacobians import chosen
 from ._losses import LossFunction
 from ._path import Average, PathStopping, Taken
+from .state.schema import fits, whole
 
 __all__ = ["KNOWN", "LeaveOneOutStopping", "directions", "pulse", "solve"]
 

@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.optim import Optimizer
 
-from ._checks import all_or_nothing, fits, same_settings, signature, state_of, whole
 from ._curves import Patience, best_check, mean_and_error, next_check, votes
 from ._engines import skeleton
 from ._errors import HeldinError
-from ._estimates import FORM as HISTORY
-from ._estimates import Estimate, EstimateHistory, Rule
 from ._losses import LossFunction, RowLoss
 from ._rows import Rows
 from ._stack import hyperparameters
+from .state.estimates import FORM as HISTORY
+from .state.estimates import Estimate, EstimateHistory, Rule
+from .state.schema import all_or_nothing, fits, same_settings, signature, state_of, whole
 
 __all__ = ["CHUNK", "Average", "PathStopping", "Taken"]
 

@@ -13,7 +13,7 @@ from math import prod
 from typing import Any
 from zlib import crc32
 
-from ._checks import fits
+from .state.schema import fits
 
 __all__ = ["Block", "Sampler"]
 

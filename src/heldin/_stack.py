@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ._checks import fits
 from ._engines import Engine, engine_for
 from ._errors import HeldinError
 from ._losses import RowLoss
+from .state.schema import fits
 
 __all__ = ["ELEMENTWISE", "Stack", "hyperparameters"]
 

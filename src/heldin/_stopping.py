@@ -14,16 +14,16 @@ from torch import nn
 
 from ._average import FORM as AVERAGE
 from ._average import Average, weight
-from ._checks import all_or_nothing, same_settings, share, signature, state_of, whole
 from ._distributed import ProcessGroup, Shadow, ranks_of, unwrapped
 from ._errors import HeldinError
 from ._evidence import Correction, Dead, Evidence, Groups, Values, evidence, gathered, grouping
-from ._history import FORM as HISTORY
-from ._history import History
 from ._moments import Moments
 from ._observe import BUDGET, BatchDim, Estimator, observe
 from ._window import FORM as WINDOW
 from ._window import Window
+from .state.history import FORM as HISTORY
+from .state.history import History
+from .state.schema import all_or_nothing, same_settings, share, signature, state_of, whole
 
 __all__ = ["EvidenceStopping"]
 

@@ -12,10 +12,10 @@ from typing import Any, Literal
 import torch
 
 from ._errors import HeldinError
-from ._estimates import Estimate, EstimateHistory
 from ._plain import build, load, outputs_of
 from ._table import Columns, category
 from ._trainer import Report
+from .state.estimates import Estimate, EstimateHistory
 
 __all__ = ["TabularModel", "Target"]
 

@@ -16,14 +16,14 @@ from torch.optim import Optimizer
 
 from ._auto import stopping
 from ._errors import HeldinError
-from ._estimates import EstimateHistory
 from ._folds import FoldStopping, ShadowStopping
-from ._history import History
 from ._losses import LossFunction, RowLoss
 from ._path import PathStopping
 from ._plain import Inputs, Passes, outputs_of
 from ._stopping import EvidenceStopping
 from ._validation import ValidationStopping
+from .state.estimates import EstimateHistory
+from .state.history import History
 
 __all__ = ["RULES", "Outcome", "Pace", "Report", "Trainer"]
 

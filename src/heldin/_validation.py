@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._checks import all_or_nothing, fits, same_settings, signature, state_of, whole
 from ._errors import HeldinError
-from ._history import FORM as HISTORY
-from ._history import History, Record
+from .state.history import FORM as HISTORY
+from .state.history import History, Record
+from .state.schema import all_or_nothing, fits, same_settings, signature, state_of, whole
 
 __all__ = ["ValidationStopping"]
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ._adapter import Detour, Run, flat_metrics
 from ._errors import HeldinError
-from ._packed import packed, unpacked
 from ._stopping import EvidenceStopping as Stopping
+from .state.packed import packed, unpacked
 
 try:
     import keras

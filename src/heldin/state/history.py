@@ -12,7 +12,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from ._columns import Columns, axes
+from .export import Columns, axes
 
 __all__ = ["FORM", "History", "Record"]
 

@@ -10,8 +10,9 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from ._columns import Columns, axes
-from ._errors import HeldinError
+from heldin._errors import HeldinError
+
+from .export import Columns, axes
 
 __all__ = ["COVERAGE", "FORM", "Estimate", "EstimateHistory", "Rule"]
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ._errors import HeldinError
+from heldin._errors import HeldinError
 
 __all__ = ["Packed", "packed", "unpacked"]
 

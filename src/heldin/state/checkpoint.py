@@ -15,7 +15,7 @@ from typing import IO, Any
 
 import torch
 
-from ._errors import HeldinError
+from heldin._errors import HeldinError
 
 __all__ = ["load", "save"]
 

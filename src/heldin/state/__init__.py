@@ -1,0 +1,1 @@
+"""What is kept of a run: histories, states that are checked when loaded, checkpoints."""
