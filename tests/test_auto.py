@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import heldin
-from heldin._auto import _Case, _chosen
+from heldin.rules.estimated.choose import _Case, _chosen
 
 
 def case(**options: Any) -> _Case:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import heldin
-from heldin._switch import keep
+from heldin.criterion.masking import keep
 from loops import data, net
 
 PLAIN_BACKWARD = torch.autograd.backward

@@ -17,9 +17,10 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import heldin
-from heldin import _curves, _stack
-from heldin._losses import RowLoss
-from heldin._rows import Finder, Rows
+from heldin.rules.estimated import curves as _curves
+from heldin.rules.estimated import stack as _stack
+from heldin.rules.estimated.losses import RowLoss
+from heldin.rules.estimated.rows import Finder, Rows
 
 N, D = 31, 6
 

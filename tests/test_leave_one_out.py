@@ -16,8 +16,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import heldin
-from heldin import _jacobians, _leaveoneout
-from heldin._leaveoneout import directions, pulse, solve
+from heldin.rules.estimated import jacobians as _jacobians
+from heldin.rules.estimated import leave_one_out as _leaveoneout
+from heldin.rules.estimated.leave_one_out import directions, pulse, solve
 
 SGD, ADAM = torch.optim.SGD, torch.optim.Adam
 

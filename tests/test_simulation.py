@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import heldin
 from heldin._average import Average
-from heldin._switch import smoothed
+from heldin.criterion.masking import smoothed
 
 GENERATOR = torch.Generator()
 Draw = Callable[[int, int], Tensor]

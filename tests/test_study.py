@@ -533,7 +533,7 @@ def test_importing_heldin_imports_nothing_of_the_study() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     loaded = set(result.stdout.split())
-    assert "heldin._folds" in loaded
+    assert "heldin.rules.estimated.folds" in loaded
     assert not loaded & {"joblib", "rich", "sklearn", "matplotlib", "heldin.study"}
 
 

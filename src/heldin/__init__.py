@@ -1,19 +1,19 @@
 """Early stopping without a validation set."""
 
-from ._auto import stopping
-from ._curves import Patience
-from ._damping import fraction_below, rmsprop_factors
-from ._elementwise import ElementwiseStopping
 from ._errors import HeldinError, HeldinWarning, MixedSamplesWarning, NotObservable
 from ._evidence import Evidence, evidence
-from ._folds import FoldStopping, ShadowStopping
-from ._leaveoneout import LeaveOneOutStopping
 from ._moments import Moments
 from ._observe import Observation, observe
 from ._rules import Use, rule
 from ._stopping import EvidenceStopping
-from ._validation import ValidationStopping
-from ._verify import Verification, verify
+from .diagnostics.damping import fraction_below, rmsprop_factors
+from .diagnostics.verification import Verification, verify
+from .rules.elementwise import ElementwiseStopping
+from .rules.estimated.choose import stopping
+from .rules.estimated.curves import Patience
+from .rules.estimated.folds import FoldStopping, ShadowStopping
+from .rules.estimated.leave_one_out import LeaveOneOutStopping
+from .rules.validation import ValidationStopping
 from .state.checkpoint import load, save
 from .state.estimates import Estimate, EstimateHistory
 from .state.history import History, Record

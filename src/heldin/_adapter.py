@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ._elementwise import ElementwiseStopping
 from ._errors import HeldinError
 from ._stopping import EvidenceStopping
+from .rules.elementwise import ElementwiseStopping
 
 __all__ = [
     "DEFAULTS",

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ._auto import stopping
 from ._errors import HeldinError
-from ._folds import FoldStopping, ShadowStopping
-from ._losses import LossFunction, RowLoss
-from ._path import PathStopping
 from ._plain import Inputs, Passes, outputs_of
 from ._stopping import EvidenceStopping
-from ._validation import ValidationStopping
+from .rules.estimated.base import PathStopping
+from .rules.estimated.choose import stopping
+from .rules.estimated.folds import FoldStopping, ShadowStopping
+from .rules.estimated.losses import LossFunction, RowLoss
+from .rules.validation import ValidationStopping
 from .state.estimates import EstimateHistory
 from .state.history import History
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ._adapter import Detour, Run, flat_metrics, forget_gradients, missing
-from ._elementwise import ElementwiseStopping as Elementwise
 from ._stopping import EvidenceStopping as Stopping
+from .rules.elementwise import ElementwiseStopping as Elementwise
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ._adapter import DEFAULTS, BeforeStep, Run, forget_gradients, missing
-from ._elementwise import ElementwiseStopping as Elementwise
 from ._stopping import EvidenceStopping as Stopping
+from .rules.elementwise import ElementwiseStopping as Elementwise
 
 try:
     from skorch import NeuralNet

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from heldin._errors import HeldinError
-from heldin._losses import LossFunction
+from heldin.rules.estimated.losses import LossFunction
 
 __all__ = ["LEAST_TEST", "Problem", "Role", "Table", "role", "tables"]
 

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from heldin import FoldStopping, LeaveOneOutStopping, _leaveoneout
+from heldin import FoldStopping, LeaveOneOutStopping
 from heldin._errors import HeldinError
+from heldin.rules.estimated import leave_one_out as _leaveoneout
 
 from . import _rules, _run
 from ._data import LEAST_TEST, Role, Table, role, tables

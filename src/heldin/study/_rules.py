@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from torch.func import functional_call
 
-from heldin import _folds, _leaveoneout
 from heldin._average import Average, weight
-from heldin._curves import Patience, best_check, mean_and_error, votes
+from heldin.rules.estimated import folds as _folds
+from heldin.rules.estimated import leave_one_out as _leaveoneout
+from heldin.rules.estimated.curves import Patience, best_check, mean_and_error, votes
 
 from ._data import Problem, Table
 from ._rivals import (

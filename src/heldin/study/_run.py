@@ -15,15 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from heldin._curves import best_check, next_check
 from heldin._evidence import evidence
-from heldin._folds import FoldStopping
-from heldin._jacobians import mapped
-from heldin._leaveoneout import LeaveOneOutStopping
-from heldin._losses import RowLoss
 from heldin._moments import Moments
 from heldin._observe import observe
-from heldin._stack import Stack, hyperparameters
+from heldin.rules.estimated.curves import best_check, next_check
+from heldin.rules.estimated.folds import FoldStopping
+from heldin.rules.estimated.jacobians import mapped
+from heldin.rules.estimated.leave_one_out import LeaveOneOutStopping
+from heldin.rules.estimated.losses import RowLoss
+from heldin.rules.estimated.stack import Stack, hyperparameters
 
 from ._data import Problem, Table, classes_of
 from ._rivals import alignment, disparity, pooled_evidence

@@ -15,15 +15,16 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.optim import Optimizer
 
-from ._curves import Patience, best_check, mean_and_error, next_check, votes
-from ._engines import skeleton
-from ._errors import HeldinError
-from ._losses import LossFunction, RowLoss
-from ._rows import Rows
-from ._stack import hyperparameters
-from .state.estimates import FORM as HISTORY
-from .state.estimates import Estimate, EstimateHistory, Rule
-from .state.schema import all_or_nothing, fits, same_settings, signature, state_of, whole
+from heldin._errors import HeldinError
+from heldin.state.estimates import FORM as HISTORY
+from heldin.state.estimates import Estimate, EstimateHistory, Rule
+from heldin.state.schema import all_or_nothing, fits, same_settings, signature, state_of, whole
+
+from .curves import Patience, best_check, mean_and_error, next_check, votes
+from .engines import skeleton
+from .losses import LossFunction, RowLoss
+from .rows import Rows
+from .stack import hyperparameters
 
 __all__ = ["CHUNK", "Average", "PathStopping", "Taken"]
 

@@ -8,13 +8,14 @@ from typing import Any, Literal
 from torch import nn
 from torch.optim import Optimizer
 
-from ._engines import is_plain
-from ._errors import HeldinError
-from ._folds import FoldStopping, ShadowStopping
-from ._leaveoneout import KNOWN, LeaveOneOutStopping
-from ._losses import LossFunction
-from ._path import PathStopping
-from ._rows import Rows
+from heldin._errors import HeldinError
+
+from .base import PathStopping
+from .engines import is_plain
+from .folds import FoldStopping, ShadowStopping
+from .leave_one_out import KNOWN, LeaveOneOutStopping
+from .losses import LossFunction
+from .rows import Rows
 
 __all__ = ["stopping"]
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._errors import HeldinError
-from .state.history import FORM as HISTORY
-from .state.history import History, Record
-from .state.schema import all_or_nothing, fits, same_settings, signature, state_of, whole
+from heldin._errors import HeldinError
+from heldin.state.history import FORM as HISTORY
+from heldin.state.history import History, Record
+from heldin.state.schema import all_or_nothing, fits, same_settings, signature, state_of, whole
 
 __all__ = ["ValidationStopping"]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ._errors import HeldinError
+from heldin._errors import HeldinError
 
 __all__ = ["fraction_below", "rmsprop_factors"]
 

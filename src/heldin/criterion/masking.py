@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ._evidence import Correction, Dead
-from ._moments import Moments
+from heldin._evidence import Correction, Dead
+from heldin._moments import Moments
 
 __all__ = ["keep", "pieces", "smoothed"]
 

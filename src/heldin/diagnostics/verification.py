@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._calls import BatchDim
-from ._errors import HeldinError
-from ._observe import observe
-from ._owners import tensors_in
-from ._parts import wide
+from heldin._calls import BatchDim
+from heldin._errors import HeldinError
+from heldin._observe import observe
+from heldin._owners import tensors_in
+from heldin._parts import wide
 
 __all__ = ["Verification", "verify"]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ._distributed import (
+from heldin._distributed import (
     ProcessGroup,
     Shadow,
     as_parameter,
@@ -20,13 +20,13 @@ from ._distributed import (
     shard_of,
     unwrapped,
 )
-from ._errors import HeldinError
-from ._evidence import Correction, Dead, evidence
-from ._moments import Moments
-from ._observe import BatchDim, observe
-from ._parts import wide
-from ._switch import keep, pieces, smoothed
-from .state.schema import all_or_nothing, same_settings, share, signature, state_of, whole
+from heldin._errors import HeldinError
+from heldin._evidence import Correction, Dead, evidence
+from heldin._moments import Moments
+from heldin._observe import BatchDim, observe
+from heldin._parts import wide
+from heldin.criterion.masking import keep, pieces, smoothed
+from heldin.state.schema import all_or_nothing, same_settings, share, signature, state_of, whole
 
 __all__ = ["ElementwiseStopping"]
 

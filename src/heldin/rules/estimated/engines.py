@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ._errors import HeldinError
+from heldin._errors import HeldinError
 
 if TYPE_CHECKING:
-    from ._stack import Stack
+    from .stack import Stack
 
 __all__ = ["Engine", "Forward", "engine_for", "is_plain", "skeleton"]
 

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ._engines import skeleton
-from ._errors import HeldinError, NotObservable
-from ._observe import observe
+from heldin._errors import HeldinError, NotObservable
+from heldin._observe import observe
+
+from .engines import skeleton
 
 __all__ = ["Jacobians", "captured", "chosen", "mapped"]
 

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ._engines import Engine, engine_for
-from ._errors import HeldinError
-from ._losses import RowLoss
-from .state.schema import fits
+from heldin._errors import HeldinError
+from heldin.state.schema import fits
+
+from .engines import Engine, engine_for
+from .losses import RowLoss
 
 __all__ = ["ELEMENTWISE", "Stack", "hyperparameters"]
 

@@ -24,12 +24,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ._curves import Patience
-from ._errors import HeldinError
-from ._jacobians import chosen
-from ._losses import LossFunction
-from ._path import Average, PathStopping, Taken
-from .state.schema import fits, whole
+from heldin._errors import HeldinError
+from heldin.state.schema import fits, whole
+
+from .base import Average, PathStopping, Taken
+from .curves import Patience
+from .jacobians import chosen
+from .losses import LossFunction
 
 __all__ = ["KNOWN", "LeaveOneOutStopping", "directions", "pulse", "solve"]
 

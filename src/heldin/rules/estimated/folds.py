@@ -10,14 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ._curves import Patience, next_check
-from ._engines import Engine
-from ._errors import HeldinError, HeldinWarning
-from ._losses import LossFunction
-from ._path import CHUNK, Average, PathStopping, Taken
-from ._rows import WAY_OUT, Finder
-from ._stack import Stack, hyperparameters
-from .state.schema import fits, whole
+from heldin._errors import HeldinError, HeldinWarning
+from heldin.state.schema import fits, whole
+
+from .base import CHUNK, Average, PathStopping, Taken
+from .curves import Patience, next_check
+from .engines import Engine
+from .losses import LossFunction
+from .rows import WAY_OUT, Finder
+from .stack import Stack, hyperparameters
 
 __all__ = ["FoldStopping", "ShadowStopping"]
 

@@ -1,0 +1,1 @@
+"""From moments of gradients to values that say whether to go on."""

@@ -1,0 +1,1 @@
+"""Read-outs that help to decide whether the criterion can be trusted."""
