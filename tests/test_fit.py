@@ -24,9 +24,9 @@ from safetensors.torch import load_file
 
 import heldin
 from heldin._cli import main
-from heldin._table import Column, Columns
-from heldin._tabular import TabularModel, Target
-from heldin._trainer import Trainer
+from heldin.tables.columns import Column, Columns
+from heldin.tables.model import TabularModel, Target
+from heldin.tables.trainer import Trainer
 
 FAST = ["--hidden", "6", "--max-epochs", "25"]
 

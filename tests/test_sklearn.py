@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import heldin
-from heldin._plain import ACTIVATIONS, Passes, build
-from heldin._trainer import Pace, Trainer
+from heldin.tables.mlp import ACTIVATIONS, Passes, build
+from heldin.tables.trainer import Pace, Trainer
 
 pytest.importorskip("sklearn")
 
@@ -28,7 +28,7 @@ from sklearn.model_selection import GridSearchCV, cross_val_score
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
-import heldin.sklearn._base as base
+import heldin.sklearn.base as base
 from heldin.sklearn import LinearRegression, LogisticRegression, MLPClassifier, MLPRegressor
 
 pytestmark = pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
@@ -194,7 +194,7 @@ def test_auto_falls_back_to_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
     def nothing_fits(*args: Any, **options: Any) -> Any:
         raise heldin.HeldinError("no rule fits")
 
-    monkeypatch.setattr("heldin._trainer.stopping", nothing_fits)
+    monkeypatch.setattr("heldin.tables.trainer.stopping", nothing_fits)
     model = MLPClassifier((5,), **QUICK).fit(*classes())
     assert (model.stopping_rule_, model.stopping_choice_) == ("evidence", "no rule fits")
     with pytest.raises(heldin.HeldinError, match="no rule fits"):

@@ -88,9 +88,9 @@ def run_fit(options: Options) -> int:
         import safetensors  # noqa: F401
         import sklearn  # noqa: F401
 
-        from ._fitreport import write_report
-        from ._table import Columns, named, read_table
-        from ._tabular import Target
+        from .tables.columns import Columns, named, read_table
+        from .tables.model import Target
+        from .tables.report import write_report
     hidden = _hidden(options.hidden)
     if options.max_epochs < 1:
         raise HeldinError(f"--max-epochs: must be at least 1, got {options.max_epochs}")
@@ -152,7 +152,7 @@ def _train(rows: Any, columns: Any, target: Any, options: Options, hidden: tuple
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
     from sklearn.exceptions import ConvergenceWarning
 
-    from ._tabular import TabularModel
+    from .tables.model import TabularModel
 
     reached = 0
     bar = Progress(
@@ -250,8 +250,8 @@ def run_predict(options: Options) -> int:
         import pandas  # noqa: F401
         import safetensors  # noqa: F401
 
-        from ._table import read_table
-        from ._tabular import TabularModel
+        from .tables.columns import read_table
+        from .tables.model import TabularModel
     model = TabularModel.load(options.model)
     frame = read_table(options.data, separator=options.separator, missing=options.missing)
     table, unknown = model.predict(frame, options.data)

@@ -27,10 +27,10 @@ except ImportError as error:
 import torch
 from torch import nn
 
-from heldin._trainer import Pace
+from heldin.tables.trainer import Pace
 
-from ._base import Layers
-from ._kinds import Classifier, Hidden, Linear, Regressor
+from .base import Layers
+from .kinds import Classifier, Hidden, Linear, Regressor
 
 __all__ = ["LinearRegression", "LogisticRegression", "MLPClassifier", "MLPRegressor"]
 

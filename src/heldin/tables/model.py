@@ -11,11 +11,12 @@ from typing import Any, Literal
 
 import torch
 
-from ._errors import HeldinError
-from ._plain import build, load, outputs_of
-from ._table import Columns, category
-from ._trainer import Report
-from .state.estimates import Estimate, EstimateHistory
+from heldin._errors import HeldinError
+from heldin.state.estimates import Estimate, EstimateHistory
+
+from .columns import Columns, category
+from .mlp import build, load, outputs_of
+from .trainer import Report
 
 __all__ = ["TabularModel", "Target"]
 
@@ -175,7 +176,7 @@ class TabularModel:
         **options: Any,
     ) -> TabularModel:
         """Train on all rows of a table; options are those of the scikit-learn estimators."""
-        from . import sklearn as estimators
+        from heldin import sklearn as estimators
 
         kinds: dict[tuple[str, str], Any] = {
             ("mlp", "classification"): estimators.MLPClassifier,

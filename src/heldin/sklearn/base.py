@@ -18,11 +18,11 @@ from sklearn.utils import check_random_state
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 from torch import Tensor, nn
 
-from heldin._plain import Inputs, build, load, outputs_of
-from heldin._trainer import Outcome, Pace, Report, Trainer
 from heldin.state.estimates import EstimateHistory
+from heldin.tables.mlp import Inputs, build, load, outputs_of
+from heldin.tables.trainer import Outcome, Pace, Report, Trainer
 
-from ._parameters import Unfit, check
+from .parameters import Unfit, check
 
 __all__ = ["Estimator", "Layers", "Targets"]
 

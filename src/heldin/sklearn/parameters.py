@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from heldin._errors import HeldinError
-from heldin._plain import ACTIVATIONS
-from heldin._trainer import RULES
+from heldin.tables.mlp import ACTIVATIONS
+from heldin.tables.trainer import RULES
 
 __all__ = ["Unfit", "check"]
 

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ._moments import Moments
-from .rules.estimated.engines import ACTIVATIONS as SLOPES
+from heldin._moments import Moments
+from heldin.rules.estimated.engines import ACTIVATIONS as SLOPES
 
 __all__ = ["ACTIVATIONS", "Inputs", "Passes", "build", "load", "outputs_of"]
 

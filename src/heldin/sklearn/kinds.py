@@ -17,7 +17,7 @@ from sklearn.utils.multiclass import (
 from sklearn.utils.validation import column_or_1d
 from torch import nn
 
-from ._base import Estimator, Layers, Targets
+from .base import Estimator, Layers, Targets
 
 __all__ = ["Classifier", "Hidden", "Linear", "Regressor"]
 

@@ -14,16 +14,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ._errors import HeldinError
-from ._plain import Inputs, Passes, outputs_of
-from ._stopping import EvidenceStopping
-from .rules.estimated.base import PathStopping
-from .rules.estimated.choose import stopping
-from .rules.estimated.folds import FoldStopping, ShadowStopping
-from .rules.estimated.losses import LossFunction, RowLoss
-from .rules.validation import ValidationStopping
-from .state.estimates import EstimateHistory
-from .state.history import History
+from heldin._errors import HeldinError
+from heldin._stopping import EvidenceStopping
+from heldin.rules.estimated.base import PathStopping
+from heldin.rules.estimated.choose import stopping
+from heldin.rules.estimated.folds import FoldStopping, ShadowStopping
+from heldin.rules.estimated.losses import LossFunction, RowLoss
+from heldin.rules.validation import ValidationStopping
+from heldin.state.estimates import EstimateHistory
+from heldin.state.history import History
+
+from .mlp import Inputs, Passes, outputs_of
 
 __all__ = ["RULES", "Outcome", "Pace", "Report", "Trainer"]
 
