@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import heldin
-from heldin._adapter import Detour
+from heldin.adapters.session import Detour
 
 ROWS, INPUTS, CLASSES = 58, 20, 3
 

@@ -18,7 +18,7 @@ from torch import nn
 
 import heldin
 import plain
-from heldin._adapter import BeforeStep, Run
+from heldin.adapters.session import BeforeStep, Run
 from heldin.state.packed import packed, unpacked
 
 ROOT = Path(__file__).parent.parent

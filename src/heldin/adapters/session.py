@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ._errors import HeldinError
-from ._stopping import EvidenceStopping
-from .rules.elementwise import ElementwiseStopping
+from heldin._errors import HeldinError
+from heldin._stopping import EvidenceStopping
+from heldin.rules.elementwise import ElementwiseStopping
 
 __all__ = [
     "DEFAULTS",
@@ -202,6 +202,7 @@ class Detour:
         setattr(owner, name, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the wrapper while it is in place, the method itself afterwards."""
         if self._open:
             return self._around(self._inner, *args, **kwargs)
         return self._inner(*args, **kwargs)
