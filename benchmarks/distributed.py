@@ -31,7 +31,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import heldin
 from heldin._distributed import COLUMNS, HEAD
 from heldin._sampling import Sampler
-from heldin.bench._workloads import mlp
+from heldin.lab.bench.workloads import mlp
 
 BUDGET = 4096
 Shapes = Mapping[str, tuple[int, ...]]

@@ -24,7 +24,7 @@ from markdown.preprocessors import Preprocessor
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "heldin"
-COMMANDS = {"bench", "reproduce", "study"}  # modules behind `heldin bench` and so on
+COMMANDS = {"cli", "lab"}  # behind the commands
 FENCE = re.compile(r"\s*(```|~~~)")
 MARK = re.compile(r"^(\s*```\w+) illustration.*$")  # for the tests only
 FORMULA = re.compile(r'<(span|div) class="arithmatex">(.*?)</\1>', re.S)

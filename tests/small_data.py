@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from heldin.reproduce import _data
+from heldin.lab.reproduce import data as _data
 
 NET = {
     "seeds": 1,

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from heldin import _cli
-from heldin.bench import WORKLOADS, Workload, _methods, _run, write_report
-from heldin.bench._workloads import mlp
+from heldin.cli import main as _cli
+from heldin.lab.bench import WORKLOADS, Workload, write_report
+from heldin.lab.bench import methods as _methods
+from heldin.lab.bench import run as _run
+from heldin.lab.bench.workloads import mlp
 
 
 @pytest.fixture
@@ -63,7 +65,7 @@ def test_slope_is_that_of_a_power() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_peak_memory_is_that_of_the_child_and_not_of_its_parent() -> None:
     held = bytearray(1 << 29)  # as the benchmark itself may hold
-    program = "from heldin.bench._run import peak_bytes; before = peak_bytes(); "
+    program = "from heldin.lab.bench.run import peak_bytes; before = peak_bytes(); "
     program += "held = bytearray(100_000_000); print(before, peak_bytes() - before)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     before, grown = map(int, done.stdout.split())

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from heldin.lab.study.data import Problem
+from heldin.lab.study.tables import read
 from heldin.state.estimates import COVERAGE
-from heldin.study._data import Problem
-from heldin.study._tables import read
 
 SCRIPT = Path(__file__).parent.parent / "docs" / "figures" / "when_to_trust.py"
 

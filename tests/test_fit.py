@@ -23,7 +23,7 @@ import pandas
 from safetensors.torch import load_file
 
 import heldin
-from heldin._cli import main
+from heldin.cli.main import main
 from heldin.tables.columns import Column, Columns
 from heldin.tables.model import TabularModel, Target
 from heldin.tables.trainer import Trainer

@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from heldin.bench._run import GIVEN_BACK
+from heldin.lab.bench.run import GIVEN_BACK
 
 PROGRAM = """
 import sys, torch, heldin
-from heldin.bench._run import peak_bytes
+from heldin.lab.bench.run import peak_bytes
 torch.set_num_threads(1)
 how, kind = sys.argv[1:]
 if kind == "linear":

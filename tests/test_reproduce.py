@@ -24,22 +24,16 @@ from hypothesis import given
 
 import heldin
 from heldin import HeldinError
-from heldin._cli import main
-from heldin.reproduce import (
-    EXPERIMENTS,
-    _commands,
-    _runner,
-    _tables,
-    greedy,
-    quadratic,
-    reproduce,
-    toy,
-    wdbc,
-)
-from heldin.reproduce import _training as training
-from heldin.reproduce._experiment import Claim
-from heldin.reproduce._report import write_docs
-from heldin.reproduce._run import Run
+from heldin.cli import reproduce as _commands
+from heldin.cli.main import main
+from heldin.lab.reproduce import EXPERIMENTS, reproduce
+from heldin.lab.reproduce import runner as _runner
+from heldin.lab.reproduce import tables as _tables
+from heldin.lab.reproduce import training as training
+from heldin.lab.reproduce.experiment import Claim
+from heldin.lab.reproduce.experiments import greedy, quadratic, toy, wdbc
+from heldin.lab.reproduce.report import write_docs
+from heldin.lab.reproduce.run import Run
 from small_data import TINY, data
 
 for package in ("joblib", "matplotlib", "pandas", "sklearn", "rich"):
@@ -358,7 +352,7 @@ def test_rows_are_at_the_stops(everything: Any) -> None:
 
 
 def test_evidence_trains_on_all_images(data: Path) -> None:
-    from heldin.reproduce import _mnist
+    from heldin.lab.reproduce.experiments import mnist as _mnist
 
     run = Run(0, settings_of("mnist-sgd"), data=data)
     kept, whole = (_mnist.digits(run, held_out=held) for held in (True, False))
@@ -373,7 +367,7 @@ def test_evidence_trains_on_all_images(data: Path) -> None:
 
 def test_full_batch_is_accumulated(data: Path) -> None:
     """Pieces of any size give the same run."""
-    from heldin.reproduce import _mnist
+    from heldin.lab.reproduce.experiments import mnist as _mnist
 
     found = []
     for piece in (7, 1000):
@@ -384,7 +378,7 @@ def test_full_batch_is_accumulated(data: Path) -> None:
 
 
 def test_sector_scaling(data: Path) -> None:
-    from heldin.reproduce import sector
+    from heldin.lab.reproduce.experiments import sector
 
     run = Run(0, settings_of("sector"), data=data)
     for held_out, rows in ((True, 48), (False, 60)):
@@ -452,7 +446,7 @@ def test_other_settings_do_not_go_on(tmp_path: Path) -> None:
 
 KILLED = """
 import sys
-from heldin.reproduce import reproduce
+from heldin.lab.reproduce import reproduce
 reproduce(["toy", "wdbc"], out=sys.argv[1], jobs=2, pause=0.05, seeds=2, device="cpu",
           changes={"wdbc": {"steps": 600}, "toy": {"steps": 100, "test": 100}})
 """
@@ -657,7 +651,7 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
 def test_nothing_heavy_is_imported() -> None:
     """The command line starts without the packages that only the experiments need."""
     code = (
-        "import sys, heldin._cli; heavy = 'matplotlib', 'pandas', 'sklearn', 'joblib', 'rich'; "
+        "import sys, heldin.cli.main; heavy = 'matplotlib', 'pandas', 'sklearn', 'joblib', 'rich'; "
         "print([m for m in heavy if m in sys.modules])"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -852,7 +846,7 @@ def test_an_interruption_says_how_to_go_on(
 
 def test_stops_are_public_rules_stops(data: Path) -> None:
     """A run's stop is the one that heldin's rule gives when training really ends there."""
-    from heldin.reproduce import _mnist
+    from heldin.lab.reproduce.experiments import mnist as _mnist
 
     s = replace(settings_of("mnist-sgd"), steps=24, smoothing=0.5)
     run = Run(1, s, data=data)

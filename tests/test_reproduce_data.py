@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from heldin import HeldinError
-from heldin._cli import main
-from heldin.reproduce import _data, fetch
+from heldin.cli.main import main
+from heldin.lab.reproduce import data as _data
+from heldin.lab.reproduce import fetch
 
 RAW = {"a.gz": b"first" * 1000, "b.bz2": b"1 2:0.5\n2 3:0.25\n"}
 PACKED = {"a.gz": gzip.compress(RAW["a.gz"]), "b.bz2": bz2.compress(RAW["b.bz2"])}

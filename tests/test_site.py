@@ -18,7 +18,7 @@ import heldin
 ROOT = Path(__file__).parent.parent
 
 
-COMMANDS = {"bench", "reproduce", "study"}  # behind `heldin bench` and so on
+COMMANDS = {"cli", "lab"}  # behind the commands
 PACKAGE = ROOT / "src" / "heldin"
 
 

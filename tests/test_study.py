@@ -15,13 +15,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import heldin
-from heldin import _cli
+from heldin.cli import main as _cli
 
 pytest.importorskip("sklearn")
 pytest.importorskip("joblib")
 
-from heldin.study import _data, _quality, _report, _rivals, _rules, _run, _tables
-from heldin.study._rivals import Stop
+from heldin.lab.study import data as _data
+from heldin.lab.study import quality as _quality
+from heldin.lab.study import report as _report
+from heldin.lab.study import rivals as _rivals
+from heldin.lab.study import rules as _rules
+from heldin.lab.study import run as _run
+from heldin.lab.study import tables as _tables
+from heldin.lab.study.rivals import Stop
 
 # -- rivals, by hand
 
@@ -534,14 +540,14 @@ def test_importing_heldin_imports_nothing_of_the_study() -> None:
     )
     loaded = set(result.stdout.split())
     assert "heldin.rules.estimated.folds" in loaded
-    assert not loaded & {"joblib", "rich", "sklearn", "matplotlib", "heldin.study"}
+    assert not loaded & {"joblib", "rich", "sklearn", "matplotlib", "heldin.lab.study"}
 
 
 # -- agreement of sampled and exact
 
 
 def test_agreement_of_sampled_and_exact(tmp_path: Path) -> None:
-    from heldin.study import _agreement
+    from heldin.lab.study import agreement as _agreement
 
     lines = _agreement.agreement(
         tmp_path, models=["transformer"], seeds=1, steps=8, budgets=(64, 1 << 20)
