@@ -1,5 +1,4 @@
 import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -7,7 +6,6 @@ import pytest
 import heldin._flow
 from heldin._kernels import KERNELS
 
-sys.path.insert(0, str(Path(__file__).parent))
 heldin._flow.DEBUG = True
 os.environ.setdefault("KERAS_BACKEND", "torch")  # read when keras is imported
 
