@@ -474,6 +474,14 @@ def test_verbose_prints(capsys: pytest.CaptureFixture[str]) -> None:
     assert "estimated loss" in out
 
 
+def test_verbose_may_be_a_function() -> None:
+    told: list[tuple[int, float, str]] = []
+    options = {**QUICK, "max_iter": 2, "early_stopping": False}
+    model = MLPClassifier((5,), **options, verbose=lambda *news: told.append(news)).fit(*classes())
+    assert [epoch for epoch, _, _ in told] == [1, 2]
+    assert [loss for _, loss, _ in told] == model.loss_curve_
+
+
 def test_missing_scikit_learn_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.startswith("heldin.sklearn")]:
         monkeypatch.delitem(sys.modules, name)

@@ -152,8 +152,15 @@ def _train(rows: Any, columns: Any, target: Any, options: Options, hidden: tuple
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
     from sklearn.exceptions import ConvergenceWarning
 
+    from heldin import sklearn as estimators
     from heldin.tables.model import TabularModel
 
+    kinds: dict[tuple[str, str], Any] = {
+        ("mlp", "classification"): estimators.MLPClassifier,
+        ("mlp", "regression"): estimators.MLPRegressor,
+        ("linear", "classification"): estimators.LogisticRegression,
+        ("linear", "regression"): estimators.LinearRegression,
+    }
     reached = 0
     bar = Progress(
         TextColumn("epoch {task.completed}"),
@@ -173,17 +180,14 @@ def _train(rows: Any, columns: Any, target: Any, options: Options, hidden: tuple
                 reached = epoch
                 bar.update(task, completed=epoch, description=f"loss {loss:.4g}; {status}")
 
-            return TabularModel.fit(
-                rows,
-                columns,
-                target,
-                model=options.model,
-                hidden=hidden,
-                report=report,
+            estimator = kinds[options.model, target.task](
+                **({"hidden_layer_sizes": hidden} if options.model == "mlp" else {}),
                 early_stopping=False if options.rule == "none" else options.rule,
                 max_iter=options.max_epochs,
                 random_state=options.seed,
+                verbose=report,
             )
+            return TabularModel.fit(rows, columns, target, estimator)
     except KeyboardInterrupt:
         way_out = f". To end there with a model: --max-epochs {reached}" if reached else ""
         raise KeyboardInterrupt(f"after {reached} epochs; nothing was written{way_out}") from None

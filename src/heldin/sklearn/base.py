@@ -205,7 +205,7 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
 
     # -- fitting
 
-    def _fit(self, X: Any, y: Any, sample_weight: Any = None, report: Report | None = None) -> Any:
+    def _fit(self, X: Any, y: Any, sample_weight: Any = None) -> Any:
         rule = self._rule()
         first = not (self.warm_start and hasattr(self, "n_iter_"))
         X, y, weights = self._checked(X, y, sample_weight, first)
@@ -239,7 +239,7 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
                 _tensor(y, trainer.model),
                 torch.from_numpy(weights / weights.mean()),
             )
-        outcome = trainer.run(rule, held_out, report or self._printer())
+        outcome = trainer.run(rule, held_out, self._report())
         self._keep(trainer, outcome)
         if not outcome.converged:
             warnings.warn(
@@ -331,9 +331,13 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
         self.history_ = history
         self._optimizer_state = None
 
-    def _printer(self) -> Report | None:
+    def _report(self) -> Report | None:
+        """What is told about each epoch: nothing, a line, or whatever the user's function does."""
         if not self.verbose:
             return None
+        if callable(self.verbose):
+            found: Report = self.verbose
+            return found
         return lambda epoch, loss, status: print(f"Iteration {epoch}, loss = {loss:.8f} ({status})")
 
     # -- predicting

@@ -16,7 +16,6 @@ from heldin.state.estimates import Estimate, EstimateHistory
 
 from .columns import Columns, category
 from .mlp import build, load, outputs_of
-from .trainer import Report
 
 __all__ = ["TabularModel", "Target"]
 
@@ -145,6 +144,15 @@ def _order(text: str) -> tuple[int, float, str]:
         return 1, 0.0, text
 
 
+def _layers(estimator: Any) -> list[tuple[Any, Any]]:
+    """Weights (inputs, outputs) and biases of a fitted estimator, layer by layer."""
+    import numpy as np
+
+    if hasattr(estimator, "coefs_"):
+        return list(zip(estimator.coefs_, estimator.intercepts_, strict=True))
+    return [(np.atleast_2d(estimator.coef_).T, np.atleast_1d(estimator.intercept_))]
+
+
 @dataclass
 class TabularModel:
     """A network with what is needed to use it on a table.
@@ -164,32 +172,11 @@ class TabularModel:
     history: Any = None
 
     @classmethod
-    def fit(
-        cls,
-        frame: Any,
-        columns: Columns,
-        target: Target,
-        *,
-        model: str = "mlp",
-        hidden: tuple[int, ...] = (100,),
-        report: Report | None = None,
-        **options: Any,
-    ) -> TabularModel:
-        """Train on all rows of a table; options are those of the scikit-learn estimators."""
-        from heldin import sklearn as estimators
-
-        kinds: dict[tuple[str, str], Any] = {
-            ("mlp", "classification"): estimators.MLPClassifier,
-            ("mlp", "regression"): estimators.MLPRegressor,
-            ("linear", "classification"): estimators.LogisticRegression,
-            ("linear", "regression"): estimators.LinearRegression,
-        }
-        if model == "mlp":
-            options["hidden_layer_sizes"] = hidden
-        estimator = kinds[model, target.task](**options)
+    def fit(cls, frame: Any, columns: Columns, target: Target, estimator: Any) -> TabularModel:
+        """Train an estimator of `heldin.sklearn` on all rows of a table."""
         inputs, _ = columns.encode(frame, "the table")
         targets = target.encode(frame[target.name])
-        estimator._fit(inputs, targets, report=report)
+        estimator.fit(inputs, targets)
         unit = target.unit
         history, reason = estimator.history_, estimator.stopping_reason_
         estimate, error = estimator.estimate_, estimator.estimate_error_
@@ -204,7 +191,7 @@ class TabularModel:
         elif estimator.stopping_rule_ == "validation" and target.task == "regression":
             reason += " (of the target divided by its standard deviation)"
         facts = {
-            "model": model,
+            "model": "mlp" if hasattr(estimator, "coefs_") else "linear",
             "rows": len(frame),
             "inputs": inputs.shape[1],
             "rule": estimator.stopping_rule_,
@@ -220,7 +207,7 @@ class TabularModel:
             "estimate": estimate,
             "standard_error": error,
         }
-        return cls(columns, target, estimator._layers(), estimator.activation, facts, history)
+        return cls(columns, target, _layers(estimator), estimator.activation, facts, history)
 
     def outputs(self, frame: Any, path: str | Path) -> tuple[Any, dict[str, int]]:
         """(n, outputs) of the network, and the numbers of unknown categories by column."""
