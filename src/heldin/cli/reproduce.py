@@ -11,9 +11,10 @@ from typing import Any
 
 from heldin._errors import HeldinError
 from heldin.lab.reproduce import data as _data
+from heldin.lab.reproduce.outcomes import Reproduction
 from heldin.lab.reproduce.registry import EXPERIMENTS
 from heldin.lab.reproduce.report import HEAD, cells
-from heldin.lab.reproduce.runner import Reproduction, Watch
+from heldin.lab.reproduce.runner import Watch
 from heldin.lab.reproduce.runner import reproduce as run
 
 __all__ = ["data", "reproduce"]

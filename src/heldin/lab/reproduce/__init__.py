@@ -6,7 +6,8 @@ report (`report`).
 """
 
 from .data import fetch
+from .outcomes import Reproduction
 from .registry import EXPERIMENTS
-from .runner import Reproduction, reproduce
+from .runner import reproduce
 
 __all__ = ["EXPERIMENTS", "Reproduction", "fetch", "reproduce"]

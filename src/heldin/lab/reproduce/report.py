@@ -10,13 +10,11 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .experiment import CLOSE, NEAR, SHARE, Verdict
+from .outcomes import Outcome, Reproduction
 from .tables import versions
-
-if TYPE_CHECKING:
-    from .runner import Outcome, Reproduction
 
 __all__ = ["HEAD", "cells", "claim_rows", "write_docs", "write_report"]
 

@@ -18,52 +18,19 @@ from heldin._errors import HeldinError
 
 from . import data as _data
 from . import tables as _tables
-from .experiment import Experiment, Results, Verdict
+from .experiment import Experiment
+from .outcomes import Outcome, Reproduction
 from .registry import EXPERIMENTS
 from .report import write_docs, write_report
 from .run import Run, described
 
-__all__ = ["Outcome", "Reproduction", "Watch", "reproduce"]
+__all__ = ["Watch", "reproduce"]
 
 Watch = Callable[[Mapping[str, tuple[int, int]]], object]
 """Gets the steps made and to be made of every experiment, now and then."""
 
 PACKAGES = ("joblib", "matplotlib", "numpy", "pandas", "sklearn")
 PAUSE = 30.0  # seconds between checkpoints
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What became of an experiment."""
-
-    experiment: Experiment
-    settings: Any
-    results: Results
-    verdicts: Sequence[Verdict]
-    origin: str  # of the data
-    seconds: float  # CPU time of all runs together
-    finished: str  # the date of the last one
-
-
-@dataclass(frozen=True)
-class Reproduction:
-    """What became of all of them.
-
-    Attributes:
-        preset: "quick" or "full".
-        outcomes: of the experiments that ran.
-        missing: experiments that did not, and why.
-        device: where they ran.
-        report: the HTML file.
-        command: that does the same.
-    """
-
-    preset: str
-    outcomes: Sequence[Outcome]
-    missing: Mapping[str, str]
-    device: str
-    report: Path
-    command: str
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +12,6 @@ from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from heldin._errors import HeldinError
-
-if TYPE_CHECKING:
-    from .stack import Stack
 
 __all__ = ["Engine", "Forward", "engine_for", "is_plain", "skeleton"]
 
@@ -39,6 +36,21 @@ def _of_the_model(hook: object) -> bool:
     return type(hook).__module__.startswith("torch.nn.utils")
 
 
+class Copies(Protocol):
+    """Weights of K copies of a model, as an engine reads them, and places for the gradients.
+
+    Attributes:
+        copies: K.
+        blocks, grads: (K, ...) tensors by the name of the parameter.
+        idle: parameters that have no part in the outputs; an engine that finds some says so here.
+    """
+
+    copies: int
+    blocks: dict[str, Tensor]
+    grads: dict[str, Tensor]
+    idle: set[str]
+
+
 class Forward(Protocol):
     """How the stacked models are run."""
 
@@ -56,7 +68,7 @@ class Forward(Protocol):
 
 
 def engine_for(
-    model: nn.Module, stack: Stack, inputs: Sequence[Tensor], engine: Engine
+    model: nn.Module, stack: Copies, inputs: Sequence[Tensor], engine: Engine
 ) -> tuple[str, Forward]:
     """The engine asked for, or the first that can run the model; its name and itself."""
     if engine not in ("auto", "dense", "vmap", "loop"):
@@ -114,7 +126,7 @@ class _Modes:
 class _Loop:
     """One `functional_call` for each copy, with nothing but its own rows: works for any model."""
 
-    def __init__(self, stack: Stack, model: nn.Module) -> None:
+    def __init__(self, stack: Copies, model: nn.Module) -> None:
         self.stack, self.model = stack, skeleton(model)
         self.modes = _Modes(model, self.model)
         self.buffers = [
@@ -155,7 +167,7 @@ class _Loop:
 class _Vmap:
     """All copies in one call of `torch.func.vmap`; the rows that one must not see weigh nothing."""
 
-    def __init__(self, stack: Stack, model: nn.Module, arguments: int) -> None:
+    def __init__(self, stack: Copies, model: nn.Module, arguments: int) -> None:
         self.stack, self.model = stack, skeleton(model)
         self.modes = _Modes(model, self.model)
         self.outputs: Tensor | None = None
@@ -202,7 +214,7 @@ def _named(model: nn.Module, names: Iterable[str]) -> list[nn.Parameter]:
     return [known[name] for name in names]
 
 
-def _write(stack: Stack, outputs: Tensor, gradient: Tensor) -> None:
+def _write(stack: Copies, outputs: Tensor, gradient: Tensor) -> None:
     """Put the gradients into their places in the flat vectors."""
     blocks = list(stack.blocks.values())
     found: Sequence[Tensor | None] = [None] * len(blocks)
@@ -281,7 +293,7 @@ def _plain_layers(
 class _Dense:
     """Plain networks: batched matrix products forwards and backwards, without a graph."""
 
-    def __init__(self, stack: Stack, layers: list[Layer]) -> None:
+    def __init__(self, stack: Copies, layers: list[Layer]) -> None:
         self.layers = layers
         self.weights = {name: block.detach() for name, block in stack.blocks.items()}
         self.grads = stack.grads
