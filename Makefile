@@ -25,10 +25,11 @@ test: $(READY)  ## lint, types and all tests (what CI runs)
 	@$(MAKE) --no-print-directory lint
 	$(BIN)/python -m pytest
 
-lint: $(READY)  ## ruff, spelling and mypy
+lint: $(READY)  ## ruff, spelling, the direction of imports and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell
+	$(BIN)/lint-imports --no-cache --no-logo
 	$(BIN)/mypy
 
 format: $(READY)  ## let ruff rewrite what it can
