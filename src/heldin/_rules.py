@@ -67,8 +67,8 @@ class Use:
         shape: shape of that input.
 
     >>> import heldin
-    >>> @heldin.rule("SinBackward0")
-    ... def sine(use: heldin.Use):
+    >>> @heldin.ops.register_op_rule("SinBackward0")
+    ... def sine(use: heldin.ops.OpUse):
     ...     return use.per_sample_sum(use.grad * use.saved("self").cos())
     """
 
@@ -176,12 +176,12 @@ RULES: dict[str, Rule] = {}
 def rule(*nodes: str) -> Callable[[Rule], Rule]:
     """Register a fast rule for autograd nodes with these names.
 
-    The rule gets a `heldin.Use` and returns the per-sample contributions to its argument: a tensor
-    (m, *shape), or None to leave this case to the generic path. It must agree with the generic
-    path; `heldin.verify` on a model that uses the op shows whether it does.
+    The rule gets a `heldin.ops.OpUse` and returns the per-sample contributions to its argument: a
+    tensor (m, *shape), or None to leave this case to the generic path. It must agree with the
+    generic path; `heldin.verify` on a model that uses the op shows whether it does.
 
     >>> import heldin, torch
-    >>> @heldin.rule("SinBackward0")
+    >>> @heldin.ops.register_op_rule("SinBackward0")
     ... def sine(use):
     ...     values = use.grad * use.saved("self").cos()      # the shape of the output
     ...     return use.per_sample_sum(values)                # (m, *use.shape), or None

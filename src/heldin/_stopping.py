@@ -97,7 +97,7 @@ class EvidenceStopping:
         process_group: the data-parallel processes whose samples make up a step; they all come to
             the same decision. "auto": those of DistributedDataParallel or `fully_shard`, else all
             processes if torch.distributed is initialised. None: this process on its own.
-        history: how many records to keep, see `heldin.History`.
+        history: how many records to keep, see `heldin.state.History`.
 
     >>> import heldin, torch
     >>> _ = torch.manual_seed(0)

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._errors import HeldinError
 from ._stopping import EvidenceStopping as Stopping
 from .adapters.session import Detour, Run, flat_metrics
+from .errors import HeldinError
 from .state.packed import packed, unpacked
 
 try:

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from ._errors import HeldinError
 from ._stopping import EvidenceStopping
 from .adapters.session import Run, flat_metrics, forget_gradients, missing
+from .errors import HeldinError
 from .rules.elementwise import ElementwiseStopping
 from .state.packed import packed, unpacked
 

@@ -129,7 +129,7 @@ def test_batch_normalisation(kind: str) -> None:
     callback, model, alone = EvidenceStopping(warmup=1000, estimator="exact"), build(), build()
     same = {"batch_size": 16, "epochs": 3, "shuffle": False, "verbose": 0}
     weights = [torch.tensor(v.numpy()) for v in model.trainable_variables]
-    with pytest.warns(heldin.MixedSamplesWarning, match="batch normalisation"):
+    with pytest.warns(heldin.errors.MixedSamplesWarning, match="batch normalisation"):
         model.fit(x.numpy(), y.numpy(), callbacks=[callback], **same)
     alone.fit(x.numpy(), y.numpy(), **same)
     for a, b in zip(model.get_weights(), alone.get_weights(), strict=True):
@@ -154,7 +154,7 @@ def test_batch_normalisation(kind: str) -> None:
     twin = Twin()
     optimizer = torch.optim.SGD(twin.parameters(), lr=plain.RATE)
     expected = heldin.EvidenceStopping(twin, warmup=1000, estimator="exact")
-    with pytest.warns(heldin.MixedSamplesWarning):
+    with pytest.warns(heldin.errors.MixedSamplesWarning):
         twin(x)
     for start in [*range(0, plain.ROWS, 16)] * 3:
         loss = nn.functional.cross_entropy(twin(x[start : start + 16]), y[start : start + 16])

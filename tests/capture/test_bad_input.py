@@ -405,7 +405,7 @@ def test_complex_parameters_are_refused_unless_left_out() -> None:
 def test_samples_mixed_inside_a_model_that_returns_its_loss(forward: Any) -> None:
     model, x = Fn(forward, a=linear()), torch.randn(5, 3)
     with heldin.observe(model) as seen:
-        with pytest.warns(heldin.MixedSamplesWarning, match="the loss mixes"):
+        with pytest.warns(heldin.errors.MixedSamplesWarning, match="the loss mixes"):
             model(x).backward()
         model(x).backward()  # said once
     assert torch.allclose(seen["a.weight"].total, model.a.weight.grad)

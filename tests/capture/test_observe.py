@@ -228,7 +228,7 @@ def test_non_finite_contributions_are_reported() -> None:
 def test_batch_norm_in_training_mode_is_reported_once_by_name() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2))
     with heldin.observe(model) as seen:
-        with pytest.warns(heldin.MixedSamplesWarning, match="module '1'"):
+        with pytest.warns(heldin.errors.MixedSamplesWarning, match="module '1'"):
             model(torch.randn(6, 3)).sin().sum().backward()
         model(torch.randn(6, 3)).sin().sum().backward()  # no second warning
     assert seen.count == 12
@@ -239,7 +239,7 @@ def test_batch_norm_in_training_mode_is_reported_once_by_name() -> None:
 
 def test_batch_norm_takes_the_contributions_of_rows() -> None:
     model, x = nn.Sequential(nn.Linear(3, 4, bias=False), nn.BatchNorm1d(4)), torch.randn(6, 3)
-    with pytest.warns(heldin.MixedSamplesWarning), heldin.observe(model) as seen:
+    with pytest.warns(heldin.errors.MixedSamplesWarning), heldin.observe(model) as seen:
         model(x).sin().sum().backward()
     hidden = model[0](x)
     (delta,) = torch.autograd.grad(model[1](hidden).sin().sum(), hidden)
@@ -255,7 +255,7 @@ def contrastive(out: Tensor) -> Tensor:
 def test_a_loss_that_mixes_samples_is_reported() -> None:
     model, x = net(3, 4, 2), torch.randn(6, 3)
     with heldin.observe(model) as seen:
-        with pytest.warns(heldin.MixedSamplesWarning, match="the loss"):
+        with pytest.warns(heldin.errors.MixedSamplesWarning, match="the loss"):
             contrastive(model(x)).backward()
         contrastive(model(x)).backward()
     assert seen.count == 12
@@ -284,7 +284,7 @@ def test_batch_statistics_by_hand_are_reported() -> None:
 
     model = nn.Sequential(nn.Linear(3, 4), Standardise(), nn.Linear(4, 2))
     with (
-        pytest.warns(heldin.MixedSamplesWarning, match="module '1'"),
+        pytest.warns(heldin.errors.MixedSamplesWarning, match="module '1'"),
         heldin.observe(model) as seen,
     ):
         model(torch.randn(6, 3)).sin().sum().backward()
@@ -688,8 +688,8 @@ def test_verify_finds_a_wrong_rule() -> None:
     right = RULES["AddmmBackward0"]
     try:
 
-        @heldin.rule("AddmmBackward0")
-        def wrong(use: heldin.Use) -> Any:
+        @heldin.ops.register_op_rule("AddmmBackward0")
+        def wrong(use: heldin.ops.OpUse) -> Any:
             return right(use) if use.argument == 0 else torch.zeros(use.m, *use.shape)
 
         found = heldin.verify(model, lambda: model(x).square().sum())
@@ -729,8 +729,8 @@ def test_a_rule_of_the_user() -> None:
     model, x = Model(), torch.randn(4, 3)
     calls = []
 
-    @heldin.rule("Atan2Backward0")
-    def atan2(use: heldin.Use) -> Any:
+    @heldin.ops.register_op_rule("Atan2Backward0")
+    def atan2(use: heldin.ops.OpUse) -> Any:
         calls.append(use.argument)
         w, x = use.saved("self"), use.saved("other")
         return use.per_sample_sum(use.grad * x / (w * w + x * x))

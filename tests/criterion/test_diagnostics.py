@@ -40,7 +40,7 @@ def test_factors_are_the_steps_per_gradient(kind: Any, options: Any, wrap: bool)
         assert p.grad is not None
         rates[name] = (before[name] - p.detach()) / p.grad
     largest = max(float(r.nan_to_num(0).max()) for r in rates.values())
-    factors = heldin.rmsprop_factors(optimizer, model)
+    factors = heldin.diagnostics.rmsprop_factors(optimizer, model)
     assert set(factors) == set(rates)
     for name, f in factors.items():
         used = ~rates[name].isnan()
@@ -50,8 +50,8 @@ def test_factors_are_the_steps_per_gradient(kind: Any, options: Any, wrap: bool)
     flat = flat[~flat.isnan()]
     for threshold in (0.3, 0.1, 0.01):
         expected = float((flat < threshold).double().mean())
-        assert heldin.fraction_below(factors, threshold) == pytest.approx(expected)
-    by = heldin.fraction_below(factors, 0.1, by="tensor")
+        assert heldin.diagnostics.fraction_below(factors, threshold) == pytest.approx(expected)
+    by = heldin.diagnostics.fraction_below(factors, 0.1, by="tensor")
     assert by["0.bias"] == pytest.approx(float((factors["0.bias"] < 0.1).double().mean()))
     if wrap:
         optimizer.remove()
@@ -62,11 +62,11 @@ def test_weights_without_a_gradient_do_not_set_the_scale() -> None:
     optimizer = torch.optim.RMSprop(model.parameters())
     model(torch.tensor([[2.0, 0.0, 4.0]])).sum().backward()
     optimizer.step()
-    factors = heldin.rmsprop_factors(optimizer)["0.0"][0]
+    factors = heldin.diagnostics.rmsprop_factors(optimizer)["0.0"][0]
     assert factors[0] == 1.0
     assert factors[1].isnan()
     assert factors[2] == pytest.approx(0.5)
-    assert heldin.fraction_below({"w": factors}, 0.75) == 0.5
+    assert heldin.diagnostics.fraction_below({"w": factors}, 0.75) == 0.5
 
 
 def test_names() -> None:
@@ -78,17 +78,17 @@ def test_names() -> None:
         optimizer = torch.optim.Adam(parameters)
         model(torch.ones(2, 3)).sum().backward()
         optimizer.step()
-        assert set(heldin.rmsprop_factors(optimizer)) == names
-        assert set(heldin.rmsprop_factors(optimizer, model)) == {"weight", "bias"}
+        assert set(heldin.diagnostics.rmsprop_factors(optimizer)) == names
+        assert set(heldin.diagnostics.rmsprop_factors(optimizer, model)) == {"weight", "bias"}
 
 
 def test_mistakes() -> None:
     model = nn.Linear(3, 1)
     with pytest.raises(heldin.HeldinError, match="got Adadelta"):
-        heldin.rmsprop_factors(torch.optim.Adadelta(model.parameters()))
+        heldin.diagnostics.rmsprop_factors(torch.optim.Adadelta(model.parameters()))
     with pytest.raises(heldin.HeldinError, match="no step yet"):
-        heldin.rmsprop_factors(torch.optim.Adam(model.parameters()))
+        heldin.diagnostics.rmsprop_factors(torch.optim.Adam(model.parameters()))
     with pytest.raises(heldin.HeldinError, match=r"threshold must lie in \(0, 1\)"):
-        heldin.fraction_below({}, 1.0)
+        heldin.diagnostics.fraction_below({}, 1.0)
     with pytest.raises(heldin.HeldinError, match="by must be"):
-        heldin.fraction_below({}, 0.5, by="layer")  # type: ignore[call-overload]
+        heldin.diagnostics.fraction_below({}, 0.5, by="layer")  # type: ignore[call-overload]

@@ -49,8 +49,10 @@ def public() -> dict[str, str]:
             continue
         if source.exists():
             files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
-            for name in assigned(source):
-                found[f"heldin.{path.stem}.{name}"] = documented(files, name)
+            module = getattr(heldin, path.stem, None)  # or not imported: see `assigned`
+            for name in sorted(set(assigned(source)) - set(heldin.__all__)):
+                text = getattr(module, name).__doc__ if module else documented(files, name)
+                found[f"heldin.{path.stem}.{name}"] = text or ""
     return found
 
 

@@ -216,8 +216,8 @@ def test_the_window_of_another_model_is_refused() -> None:
 # --- history ---------------------------------------------------------------------------------
 
 
-def record(step: int) -> heldin.Record:
-    return heldin.Record(step, 8, -1.0 / step, -2.0 / step, {"a": 0.5, "b": -float(step)})
+def record(step: int) -> heldin.state.Record:
+    return heldin.state.Record(step, 8, -1.0 / step, -2.0 / step, {"a": 0.5, "b": -float(step)})
 
 
 @settings(deadline=None, max_examples=60)
@@ -225,7 +225,7 @@ def record(step: int) -> heldin.Record:
 def test_history_is_bounded_even_and_complete_at_its_ends(
     limit: int, checks: int, stop: int
 ) -> None:
-    history = heldin.History(limit=limit)
+    history = heldin.state.History(limit=limit)
     for step in range(1, checks + 1):
         history.append(record(step), stopped=step == stop)
     steps = [r.step for r in history]
@@ -239,7 +239,7 @@ def test_history_is_bounded_even_and_complete_at_its_ends(
     assert not gaps or max(gaps) <= 2 * min(gaps)
     if checks <= limit:
         assert steps == list(range(1, checks + 1))
-    other = heldin.History(limit=99)
+    other = heldin.state.History(limit=99)
     other.load_state_dict(through_a_file(history.state_dict()))
     assert list(other) == list(history)
     for step in range(checks + 1, checks + 9):
@@ -248,12 +248,12 @@ def test_history_is_bounded_even_and_complete_at_its_ends(
     assert list(other) == list(history)
 
 
-def example() -> heldin.History:
-    history = heldin.History()
+def example() -> heldin.state.History:
+    history = heldin.state.History()
     history.append(record(1))
-    history.append(heldin.Record(2, 8, math.nan, -2.0, {}, ("w", "v")))
+    history.append(heldin.state.Record(2, 8, math.nan, -2.0, {}, ("w", "v")))
     history.append(record(3), stopped=True)
-    history.append(heldin.Record(4, 8, 0.5, 0.25, {"c": 1.0}))
+    history.append(heldin.state.Record(4, 8, 0.5, 0.25, {"c": 1.0}))
     return history
 
 

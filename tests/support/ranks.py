@@ -129,7 +129,7 @@ def part(data: tuple[Tensor, Tensor], sizes: list[int], rank: int) -> tuple[Tens
 # --- comparing -------------------------------------------------------------------------------
 
 
-def close(one: heldin.Evidence, other: heldin.Evidence) -> None:
+def close(one: heldin.criterion.Evidence, other: heldin.criterion.Evidence) -> None:
     assert one.count == other.count, (one.count, other.count)
     assert one.live == other.live, (one.live, other.live)
     assert one.groups.keys() == other.groups.keys(), (one.groups, other.groups)
@@ -743,7 +743,7 @@ class Trained:
         from torch.distributed.checkpoint.state_dict import get_state_dict
 
         model, optimizer = get_state_dict(self.model, self.optimizer)
-        packed = heldin.Packed(self.stopping)
+        packed = heldin.state.Packed(self.stopping)
         return {"model": model, "optimizer": optimizer, "stopping": packed}
 
     def load(self, path: Path, **options: Any) -> None:

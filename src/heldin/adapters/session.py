@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from heldin._errors import HeldinError
 from heldin._stopping import EvidenceStopping
+from heldin.errors import HeldinError
 from heldin.rules.elementwise import ElementwiseStopping
 
 __all__ = [

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from heldin._errors import HeldinError
+from heldin.errors import HeldinError
 from heldin.state.estimates import COVERAGE
 
 __all__ = ["fit", "predict"]

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from heldin._errors import HeldinError
+from heldin.errors import HeldinError
 
 from .fit import fit, predict
 from .reproduce import data, reproduce

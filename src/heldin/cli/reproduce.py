@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from heldin._errors import HeldinError
+from heldin.errors import HeldinError
 from heldin.lab.reproduce import data as _data
 from heldin.lab.reproduce.outcomes import Reproduction
 from heldin.lab.reproduce.registry import EXPERIMENTS

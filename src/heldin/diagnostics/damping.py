@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from heldin._errors import HeldinError
+from heldin.errors import HeldinError
 
 __all__ = ["fraction_below", "rmsprop_factors"]
 
@@ -39,13 +39,13 @@ def rmsprop_factors(optimizer: Optimizer, model: nn.Module | None = None) -> dic
     >>> optimizer = torch.optim.RMSprop(model.parameters())
     >>> model(torch.tensor([[1.0, 100.0]])).sum().backward()
     >>> optimizer.step()
-    >>> heldin.rmsprop_factors(optimizer, model)
+    >>> heldin.diagnostics.rmsprop_factors(optimizer, model)
     {'weight': tensor([[1.0000, 0.0100]])}
     """
     inner = getattr(optimizer, "optimizer", optimizer)
     if not isinstance(inner, KNOWN):
         raise HeldinError(
-            "heldin.rmsprop_factors: expected RMSprop, Adam, AdamW or NAdam, got "
+            "heldin.diagnostics.rmsprop_factors: expected RMSprop, Adam, AdamW or NAdam, got "
             f"{type(inner).__name__}, which keeps no average of squared gradients known here"
         )
     names = {} if model is None else {id(p): name for name, p in model.named_parameters()}
@@ -58,7 +58,8 @@ def rmsprop_factors(optimizer: Optimizer, model: nn.Module | None = None) -> dic
                 roots[names.get(id(p), name)] = _denominator(inner.state[p], group)
     if not roots:
         raise HeldinError(
-            "heldin.rmsprop_factors: the optimiser has made no step yet; call it after one"
+            "heldin.diagnostics.rmsprop_factors: the optimiser has made no step yet; call it after "
+            "one"
         )
     smallest = min(float(r.nan_to_num(torch.inf).min()) for r in roots.values())
     return {name: torch.full_like(root, smallest).div_(root) for name, root in roots.items()}
@@ -102,9 +103,13 @@ def fraction_below(
     {'a': 0.5, 'b': 1.0}
     """
     if not 0 < threshold < 1:
-        raise HeldinError(f"heldin.fraction_below: threshold must lie in (0, 1), got {threshold!r}")
+        raise HeldinError(
+            f"heldin.diagnostics.fraction_below: threshold must lie in (0, 1), got {threshold!r}"
+        )
     if by not in (None, "tensor"):
-        raise HeldinError(f"heldin.fraction_below: by must be None or 'tensor', got {by!r}")
+        raise HeldinError(
+            f"heldin.diagnostics.fraction_below: by must be None or 'tensor', got {by!r}"
+        )
     below = {name: int((f < threshold).sum()) for name, f in factors.items()}
     known = {name: int((~f.isnan()).sum()) for name, f in factors.items()}
     if by == "tensor":

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from heldin._calls import BatchDim
-from heldin._errors import HeldinError
 from heldin._observe import observe
 from heldin._owners import tensors_in
 from heldin._parts import wide
+from heldin.errors import HeldinError
 
 __all__ = ["Verification", "verify"]
 
@@ -28,7 +28,8 @@ class Verification:
         count: number of samples compared.
 
     >>> import heldin
-    >>> found = heldin.Verification({"weight": 1e-7, "bias": 0.5}, tolerance=1e-3, count=8)
+    >>> differences = {"weight": 1e-7, "bias": 0.5}
+    >>> found = heldin.diagnostics.Verification(differences, tolerance=1e-3, count=8)
     >>> print(found)
     some parameters do NOT agree with 8 single-sample gradients (to 1e-03)
     weight   1.00e-07  ok

@@ -20,12 +20,12 @@ from heldin._distributed import (
     shard_of,
     unwrapped,
 )
-from heldin._errors import HeldinError
 from heldin._evidence import Correction, Dead, evidence
 from heldin._moments import Moments
 from heldin._observe import BatchDim, observe
 from heldin._parts import wide
 from heldin.criterion.masking import keep, pieces, smoothed
+from heldin.errors import HeldinError
 from heldin.state.schema import all_or_nothing, same_settings, share, signature, state_of, whole
 
 __all__ = ["ElementwiseStopping"]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from heldin._errors import HeldinError
+from heldin.errors import HeldinError
 from heldin.state.history import FORM as HISTORY
 from heldin.state.history import History, Record
 from heldin.state.schema import all_or_nothing, fits, same_settings, signature, state_of, whole
@@ -48,7 +48,7 @@ class ValidationStopping:
         warmup: number of first steps at which training is never stopped.
         every: check every so many steps.
         restore: at the stop, put the weights (and buffers) of the best check back.
-        history: how many records to keep, see `heldin.History`.
+        history: how many records to keep, see `heldin.state.History`.
 
     >>> import heldin, torch
     >>> model = torch.nn.Linear(2, 1)

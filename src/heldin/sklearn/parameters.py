@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from heldin._errors import HeldinError
+from heldin.errors import HeldinError
 from heldin.tables.mlp import ACTIVATIONS
 from heldin.tables.trainer import RULES
 

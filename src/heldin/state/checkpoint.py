@@ -15,7 +15,7 @@ from typing import IO, Any
 
 import torch
 
-from heldin._errors import HeldinError
+from heldin.errors import HeldinError
 
 __all__ = ["load", "save"]
 
@@ -41,8 +41,8 @@ def save(path: str | Path, /, **states: Any) -> None:
     >>> model = torch.nn.Linear(2, 1)
     >>> stopping = heldin.EvidenceStopping(model)
     >>> path = getfixture("tmp_path") / "run.ckpt"
-    >>> heldin.save(path, model=model.state_dict(), stopping=stopping.state_dict(), step=7)
-    >>> states = heldin.load(path)
+    >>> heldin.state.save(path, model=model.state_dict(), stopping=stopping.state_dict(), step=7)
+    >>> states = heldin.state.load(path)
     >>> stopping.load_state_dict(states["stopping"])
     >>> states["step"]
     7
@@ -69,7 +69,7 @@ def save(path: str | Path, /, **states: Any) -> None:
 
 
 def load(path: str | Path, /) -> dict[str, Any]:
-    """Read a checkpoint that `heldin.save` wrote; all tensors are on the CPU.
+    """Read a checkpoint that `heldin.state.save` wrote; all tensors are on the CPU.
 
     A file that is damaged, cut off or not such a checkpoint is refused with a `HeldinError`.
 
@@ -77,12 +77,12 @@ def load(path: str | Path, /) -> dict[str, Any]:
         path: of the checkpoint.
 
     Returns:
-        The states by name, as they were given to `heldin.save`.
+        The states by name, as they were given to `heldin.state.save`.
 
     >>> import heldin
     >>> path = getfixture("tmp_path") / "run.ckpt"
-    >>> heldin.save(path, step=7)
-    >>> heldin.load(path)
+    >>> heldin.state.save(path, step=7)
+    >>> heldin.state.load(path)
     {'step': 7}
     """
     path = Path(path)
@@ -93,18 +93,19 @@ def load(path: str | Path, /) -> dict[str, Any]:
         comment = file.read()
         if size < 0 or not comment.startswith(MARK):
             raise HeldinError(
-                f"heldin.load: {path} is no checkpoint that heldin.save wrote, or the end of it is "
-                "missing; load an older one (torch.load reads other files)"
+                f"heldin.state.load: {path} is no checkpoint that heldin.state.save wrote, or the "
+                "end of it is missing; load an older one (torch.load reads other files)"
             )
         version, _, digest = comment[len(MARK) :].decode("ascii", "replace").partition(" ")
         if version != f"{VERSION:06d}":
             raise HeldinError(
-                f"heldin.load: {path} has version {version.lstrip('0')} of the format, this heldin "
-                f"reads version {VERSION}; load it with the heldin that wrote it"
+                f"heldin.state.load: {path} has version {version.lstrip('0')} of the format, this "
+                f"heldin reads version {VERSION}; load it with the heldin that wrote it"
             )
         if _digest(file, size) != digest:
             raise HeldinError(
-                f"heldin.load: {path} is damaged (its checksum differs); load an older checkpoint"
+                f"heldin.state.load: {path} is damaged (its checksum differs); load an older "
+                "checkpoint"
             )
         file.seek(0)
         states: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
@@ -132,8 +133,8 @@ def _readable(part: Path, file: IO[bytes]) -> None:
     except UnpicklingError as error:
         first = str(error).strip().splitlines()[-1]
         raise HeldinError(
-            "heldin.save: the states hold something besides tensors, numbers, strings, lists and "
-            f"dicts, which could not be loaded again safely; convert it ({first})"
+            "heldin.state.save: the states hold something besides tensors, numbers, strings, lists "
+            f"and dicts, which could not be loaded again safely; convert it ({first})"
         ) from error
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from heldin._errors import HeldinError
+from heldin.errors import HeldinError
 
 from .export import Columns, axes
 
@@ -42,7 +42,7 @@ class Estimate:
         training_loss: of the model, over all training rows.
 
     >>> import heldin
-    >>> heldin.Estimate(step=8, estimate=0.7, standard_error=0.1, training_loss=0.6)
+    >>> heldin.state.Estimate(step=8, estimate=0.7, standard_error=0.1, training_loss=0.6)
     Estimate(step=8, estimate=0.7, standard_error=0.1, training_loss=0.6)
     """
 

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
-from heldin._errors import HeldinError
+from heldin.errors import HeldinError
 
 __all__ = ["Columns", "axes"]
 

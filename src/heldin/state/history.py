@@ -44,7 +44,7 @@ class Record:
         nonfinite: parameters with an inf or nan contribution.
 
     >>> import heldin
-    >>> heldin.Record(step=3, count=64, raw=-0.5, criterion=-0.2).criterion
+    >>> heldin.state.Record(step=3, count=64, raw=-0.5, criterion=-0.2).criterion
     -0.2
     """
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from heldin._errors import HeldinError
+from heldin.errors import HeldinError
 
 __all__ = ["Packed", "packed", "unpacked"]
 
@@ -74,7 +74,7 @@ class Packed:
     >>> import heldin, torch
     >>> import torch.distributed.checkpoint as dcp
     >>> with heldin.EvidenceStopping(torch.nn.Linear(3, 1)) as stopping:
-    ...     state = {"stopping": heldin.Packed(stopping)}      # beside the model and the optimiser
+    ...     state = {"stopping": heldin.state.Packed(stopping)}  # beside the model and so on
     ...     # dcp.save(state, checkpoint_id="..."), and later dcp.load(state, checkpoint_id="...")
     ...     list(state["stopping"].state_dict())
     ['packed']

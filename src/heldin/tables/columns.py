@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
-from heldin._errors import HeldinError
+from heldin.errors import HeldinError
 
 __all__ = ["Column", "Columns", "category", "named", "read_table"]
 

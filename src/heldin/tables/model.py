@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from heldin._errors import HeldinError
+from heldin.errors import HeldinError
 from heldin.state.estimates import Estimate, EstimateHistory
 
 from .columns import Columns, category

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from heldin._errors import HeldinError
 from heldin._stopping import EvidenceStopping
+from heldin.errors import HeldinError
 from heldin.rules.estimated.base import PathStopping
 from heldin.rules.estimated.choose import stopping
 from heldin.rules.estimated.folds import FoldStopping, ShadowStopping

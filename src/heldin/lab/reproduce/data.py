@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heldin._errors import HeldinError
+from heldin.errors import HeldinError
 
 __all__ = ["DATASETS", "Sector", "fetch", "folder", "mnist", "require", "sector", "wdbc"]
 

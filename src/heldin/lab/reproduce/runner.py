@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from heldin._errors import HeldinError
+from heldin.errors import HeldinError
 
 from . import data as _data
 from . import tables as _tables

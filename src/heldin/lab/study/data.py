@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from heldin._errors import HeldinError
+from heldin.errors import HeldinError
 from heldin.rules.estimated.losses import LossFunction
 
 __all__ = ["LEAST_TEST", "Problem", "Role", "Table", "role", "tables"]

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from heldin import FoldStopping, LeaveOneOutStopping
-from heldin._errors import HeldinError
+from heldin.errors import HeldinError
 from heldin.rules.estimated import leave_one_out as _leaveoneout
 
 from . import rules as _rules

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.optim import Optimizer
 
-from heldin._errors import HeldinError
+from heldin.errors import HeldinError
 from heldin.state.estimates import FORM as HISTORY
 from heldin.state.estimates import Estimate, EstimateHistory, Rule
 from heldin.state.schema import all_or_nothing, fits, same_settings, signature, state_of, whole

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from torch import nn
 from torch.optim import Optimizer
 
-from heldin._errors import HeldinError
+from heldin.errors import HeldinError
 
 from .base import PathStopping
 from .engines import is_plain

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from heldin._errors import HeldinError
+from heldin.errors import HeldinError
 
 __all__ = ["Engine", "Forward", "engine_for", "is_plain", "skeleton"]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from heldin._errors import HeldinError, HeldinWarning
+from heldin.errors import HeldinError, HeldinWarning
 from heldin.state.schema import fits, whole
 
 from .base import CHUNK, Average, PathStopping, Taken

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from heldin._errors import HeldinError, NotObservable
 from heldin._observe import observe
+from heldin.errors import HeldinError, NotObservable
 
 from .engines import skeleton
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from heldin._errors import HeldinError
+from heldin.errors import HeldinError
 from heldin.state.schema import fits, whole
 
 from .base import Average, PathStopping, Taken

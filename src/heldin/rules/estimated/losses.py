@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from heldin._errors import HeldinError
+from heldin.errors import HeldinError
 
 __all__ = ["LossFunction", "RowLoss"]
 

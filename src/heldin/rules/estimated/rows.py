@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from heldin._errors import HeldinError
+from heldin.errors import HeldinError
 
 __all__ = ["WAY_OUT", "Finder", "Rows"]
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from heldin._errors import HeldinError
+from heldin.errors import HeldinError
 from heldin.state.schema import fits
 
 from .engines import Engine, engine_for

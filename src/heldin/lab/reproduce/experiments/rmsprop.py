@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from heldin import ElementwiseStopping, fraction_below, rmsprop_factors
+from heldin import ElementwiseStopping
+from heldin.diagnostics import fraction_below, rmsprop_factors
 from heldin.lab.reproduce.experiment import CLOSE, SHARE, Claim, Experiment, Results, Tables
 from heldin.lab.reproduce.figures import (
     BLUE,
