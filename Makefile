@@ -13,7 +13,7 @@ help:  ## list what can be done
 
 setup: $(READY)  ## create .venv with everything for development
 
-$(READY): pyproject.toml constraints.txt hatch_build.py $(wildcard src/heldin/*.c)
+$(READY): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	@touch $(READY)
@@ -25,10 +25,11 @@ test: $(READY)  ## lint, types and all tests (what CI runs)
 	@$(MAKE) --no-print-directory lint
 	$(BIN)/python -m pytest
 
-lint: $(READY)  ## ruff, spelling and mypy
+lint: $(READY)  ## ruff, spelling, the direction of imports and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell
+	$(BIN)/lint-imports --no-cache --no-logo
 	$(BIN)/mypy
 
 format: $(READY)  ## let ruff rewrite what it can

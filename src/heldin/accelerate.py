@@ -11,7 +11,7 @@ from torch import nn
 
 from heldin.rules.evidence import EvidenceStopping as Stopping
 
-from ._adapter import Run, flat_metrics, missing
+from .adapters.session import Run, flat_metrics, missing
 
 try:
     from accelerate import Accelerator

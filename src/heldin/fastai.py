@@ -10,7 +10,7 @@ from typing import Any
 from heldin.criterion.evidence import grouping
 from heldin.rules.evidence import EvidenceStopping as Stopping
 
-from ._adapter import Run, missing
+from .adapters.session import Run, missing
 
 try:
     from fastai.callback.core import Callback, CancelFitException, CancelTrainException

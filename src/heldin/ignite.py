@@ -10,7 +10,7 @@ from torch import nn
 
 from heldin.rules.evidence import EvidenceStopping as Stopping
 
-from ._adapter import BeforeStep, Run, flat_metrics, forget_gradients, missing
+from .adapters.session import BeforeStep, Run, flat_metrics, forget_gradients, missing
 
 try:
     from ignite.engine import Engine, Events

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from heldin.rules.evidence import EvidenceStopping as Stopping
 
-from ._adapter import Detour, Run, flat_metrics
-from ._errors import HeldinError
-from ._packed import packed, unpacked
+from .adapters.session import Detour, Run, flat_metrics
+from .errors import HeldinError
+from .state.packed import packed, unpacked
 
 try:
     import keras

@@ -7,8 +7,8 @@ from typing import Any
 
 from heldin.rules.evidence import EvidenceStopping as Stopping
 
-from ._adapter import Detour, Run, flat_metrics, forget_gradients, missing
-from ._elementwise import ElementwiseStopping as Elementwise
+from .adapters.session import Detour, Run, flat_metrics, forget_gradients, missing
+from .rules.elementwise import ElementwiseStopping as Elementwise
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer

@@ -7,8 +7,8 @@ from typing import Any
 
 from heldin.rules.evidence import EvidenceStopping as Stopping
 
-from ._adapter import DEFAULTS, BeforeStep, Run, forget_gradients, missing
-from ._elementwise import ElementwiseStopping as Elementwise
+from .adapters.session import DEFAULTS, BeforeStep, Run, forget_gradients, missing
+from .rules.elementwise import ElementwiseStopping as Elementwise
 
 try:
     from skorch import NeuralNet

@@ -10,10 +10,10 @@ from torch import nn
 
 from heldin.rules.evidence import EvidenceStopping
 
-from ._adapter import Run, flat_metrics, forget_gradients, missing
-from ._elementwise import ElementwiseStopping
-from ._errors import HeldinError
-from ._packed import packed, unpacked
+from .adapters.session import Run, flat_metrics, forget_gradients, missing
+from .errors import HeldinError
+from .rules.elementwise import ElementwiseStopping
+from .state.packed import packed, unpacked
 
 try:
     import accelerate  # noqa: F401  (without it there is a Trainer, which fails when it is made)

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from heldin._errors import HeldinError, HeldinWarning, NotObservable
+from heldin.errors import HeldinError, HeldinWarning, NotObservable
 
 from .forward import BatchDim, Calls
 from .graph import Graph

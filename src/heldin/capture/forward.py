@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
 
-from heldin._errors import HeldinError, NotObservable
+from heldin.errors import HeldinError, NotObservable
 
 from .graph import Graph
 from .knowledge import Call, Knowledge
 from .layout import Layout
 from .names import Names
-from .ownership.tracker import Tracker, is_mixed, is_nobody, tensors_in
+from .ownership.planes import is_mixed, is_nobody, tensors_in
+from .ownership.tracker import Tracker
 from .sizes import sizes_of
 
 __all__ = ["BatchDim", "Calls"]

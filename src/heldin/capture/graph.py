@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from heldin._errors import NotObservable
+from heldin.errors import NotObservable
 
 __all__ = ["LEAF", "Graph", "children_first", "shape_of", "walk"]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.autograd.graph import GradientEdge
 
-from heldin._errors import MixedSamplesWarning
+from heldin.errors import MixedSamplesWarning
 
 from .graph import Graph, shape_of
 from .layout import Layout

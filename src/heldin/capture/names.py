@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 from torch import Tensor, nn
 
-from heldin._errors import NotObservable
+from heldin.errors import NotObservable
 
 __all__ = ["Names"]
 

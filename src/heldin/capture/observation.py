@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from heldin._errors import HeldinError
+from heldin.errors import HeldinError
 
 from .backward import attach, detach
 from .collector import BUDGET, Collector, Estimator

@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
-from heldin._errors import NotObservable
+from heldin.errors import NotObservable
 
 from .graph import Graph, children_first, shape_of
 from .layout import Layout
-from .ownership.tracker import Key, is_mixed, is_nobody
+from .ownership.planes import Key, is_mixed, is_nobody
 from .plan import ParameterPath, Plan
 
 __all__ = ["hiding_node", "make_plan"]

@@ -16,7 +16,7 @@ from torch.autograd.graph import GradientEdge
 from .graph import Graph, shape_of
 from .layout import Layout
 from .moments import upcast
-from .ownership.tracker import Key, is_mixed, is_nobody
+from .ownership.planes import Key, is_mixed, is_nobody
 
 __all__ = ["Output", "frontier", "mixes_samples", "replay", "topmost"]
 

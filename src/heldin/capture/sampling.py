@@ -13,7 +13,7 @@ from math import prod
 from typing import Any
 from zlib import crc32
 
-from heldin._checks import fits
+from heldin.state.schema import fits
 
 __all__ = ["TENSORS", "Block", "Sampler"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from heldin._errors import HeldinError
+from heldin.errors import HeldinError
 
 __all__ = [
     "as_parameter",

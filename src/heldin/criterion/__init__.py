@@ -1,1 +1,5 @@
-"""From sums to the criterion: pure functions, and what smooths it."""
+"""From moments of gradients to values that say whether to go on."""
+
+from heldin.criterion.evidence import Evidence
+
+__all__ = ["Evidence"]

@@ -9,9 +9,9 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from heldin._errors import HeldinError
 from heldin.capture.moments import Moments, ratio_sums
 from heldin.capture.observation import Observation
+from heldin.errors import HeldinError
 
 __all__ = [
     "Correction",
@@ -130,7 +130,7 @@ def evidence(
     if estimator == "microbatch" and correction is None:
         correction = "gaussian"  # few of them: the ratio of Gaussian means is too large otherwise
     found = ratios(seen, correction)
-    count = max((ratio.count for ratio in found.values()), default=0)
+    count = max((ratio.m for ratio in found.values()), default=0)
     return evidence_of(found, count, grouping(groups), correction, dead, estimator)
 
 
@@ -152,7 +152,7 @@ class Ratio(NamedTuple):
         live: number of live coordinates.
         size: number of coordinates that were looked at.
         weight: how many coordinates of the parameter each of them stands for.
-        count: number of samples.
+        m: number of samples.
         finite: whether no contribution was inf or nan.
     """
 
@@ -160,7 +160,7 @@ class Ratio(NamedTuple):
     live: float
     size: int
     weight: float
-    count: int
+    m: int
     finite: bool
 
 
@@ -204,7 +204,7 @@ def evidence_of(
         if not ratio.finite:
             nonfinite.append(name)
             continue
-        summed, m = ratio.summed, ratio.count
+        summed, m = ratio.summed, ratio.m
         size = ratio.size if dead == "zero" else ratio.live
         if size and m >= fewest:
             if correction == "gaussian":

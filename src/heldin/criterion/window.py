@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from heldin._errors import HeldinError
 from heldin.capture.moments import Moments
+from heldin.errors import HeldinError
 
 __all__ = ["FORM", "Window"]
 

@@ -1,1 +1,1 @@
-"""Stopping rules."""
+"""Stopping rules: objects with `step()`, `should_stop` and a history."""

@@ -12,10 +12,6 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
-from heldin._checks import all_or_nothing, same_settings, share, signature, state_of, whole
-from heldin._errors import HeldinError
-from heldin._history import FORM as HISTORY
-from heldin._history import History
 from heldin.capture.collector import BUDGET, Collector, Estimator
 from heldin.capture.forward import BatchDim
 from heldin.capture.moments import Moments
@@ -36,6 +32,10 @@ from heldin.criterion.evidence import (
 )
 from heldin.criterion.window import FORM as WINDOW
 from heldin.criterion.window import Window
+from heldin.errors import HeldinError
+from heldin.state.history import FORM as HISTORY
+from heldin.state.history import History
+from heldin.state.schema import all_or_nothing, same_settings, share, signature, state_of, whole
 
 from .ranks import JoinHook, ProcessGroup, ranks_of
 
@@ -110,7 +110,7 @@ class EvidenceStopping:
         process_group: the data-parallel processes whose samples make up a step; they all come to
             the same decision. "auto": those of DistributedDataParallel or `fully_shard`, else all
             processes if torch.distributed is initialised. None: this process on its own.
-        history: how many records to keep, see `heldin.History`.
+        history: how many records to keep, see `heldin.state.History`.
 
     >>> import heldin, torch
     >>> _ = torch.manual_seed(0)
@@ -332,9 +332,9 @@ class EvidenceStopping:
         self, seen: Mapping[str, Moments], count: int, skipped: tuple[str, ...] = ()
     ) -> None:
         """Form a value and decide."""
-        found = self._with_earlier(ratios(seen, self._correction), count)
+        parts = self._with_earlier(ratios(seen, self._correction), count)
         self.evidence = found = evidence_of(
-            found, count, self._groups, self._correction, self.dead, self._collector.estimator
+            parts, count, self._groups, self._correction, self.dead, self._collector.estimator
         )
         raw, bad = found.criterion, found.nonfinite or skipped
         if found.nonfinite or not math.isfinite(raw):

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from heldin._errors import HeldinError
 from heldin.capture.collector import Collector
 from heldin.capture.moments import Moments, upcast
 from heldin.capture.sampling import Block
 from heldin.capture.sharding import fully_sharded
+from heldin.errors import HeldinError
 
 __all__ = ["JoinHook", "Pooled", "ProcessGroup", "Ranks", "ranks_of"]
 

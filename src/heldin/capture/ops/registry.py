@@ -21,9 +21,9 @@ OP_RULES: dict[str, OpRule] = {}
 def register_op_rule(*nodes: str) -> Callable[[OpRule], OpRule]:
     """Register a fast rule for autograd nodes with these names.
 
-    The rule gets a `heldin.ops.OpUse` and returns the per-sample contributions to its argument: a tensor
-    (m, *shape), or None to leave this case to the generic path. It must agree with the generic
-    path; `heldin.verify` on a model that uses the op shows whether it does.
+    The rule gets a `heldin.ops.OpUse` and returns the per-sample contributions to its argument: a
+    tensor (m, *shape), or None to leave this case to the generic path. It must agree with the
+    generic path; `heldin.verify` on a model that uses the op shows whether it does.
 
     >>> import heldin, torch
     >>> @heldin.ops.register_op_rule("SinBackward0")
