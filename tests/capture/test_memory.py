@@ -58,11 +58,11 @@ def test_extra_memory_is_a_few_times_the_parameter(kind: str) -> None:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_exact_evidence_holds_nothing_of_the_parameters_size() -> None:
-    """Not in the first step either, in which a second backward pass may still follow."""
+def test_exact_evidence_holds_two_sums() -> None:
+    """The sum and the sum of squares; ratios are formed in pieces."""
     weights = 6_000_000 * 4
     extra = peak("stopping", "linear") - peak("plain", "linear")
-    assert extra < 0.7 * weights, f"{extra / weights:.1f} times the parameter"
+    assert extra < 2.5 * weights, f"{extra / weights:.1f} times the parameter"
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")

@@ -117,7 +117,7 @@ def of_heldin(path: tuple[Any, ...], state: Any) -> bool:
 def free(path: tuple[Any, ...]) -> bool:
     """Whether an entry may be absent: names of groups and parameters that a run need not have."""
     parents = {"groups", "live", "counts", "sums", "nonfinite", "averages", "turns", "kept"}
-    parents |= {"known", "pending"}
+    parents |= {"known", "pending", "ratios"}
     return bool(parents & {str(key) for key in path[:-1]}) or "state" in path or len(path) == 0
 
 
@@ -180,7 +180,7 @@ def test_other_models_settings_rules_and_versions(name: str) -> None:
     refused(other, state, "another model")
     for key, value in [
         ("version", 0),
-        ("version", 2),
+        ("version", 99),
         ("version", None),
         ("heldin", "SomethingElse"),
         ("heldin", 3),

@@ -49,9 +49,8 @@ def check(seed: int) -> str:
                     losses.sum().backward()
                 worst = error(exact, expected, 1e-12)
                 assert max(worst.values()) < 1e-8, f"seed {seed}, step {step}, {net.names}: {worst}"
-                for name, whole in exact.items():
-                    part = sampled[name]
-                    where = ()
+                for name, part in sampled.items():
+                    whole, where = exact[name], ()
                     if part.total.shape != whole.total.shape:
                         where = sampled._collector.sampler._blocks[name][0]
                     close = torch.allclose(part.squares, whole.squares[where], atol=1e-9)
