@@ -20,9 +20,9 @@ __all__ = ["TENSORS", "Block", "Sampler"]
 TENSORS = 24  # parameters that one draw looks at
 ROWS = 32  # rows of a block of a matrix
 # How many elements of the activations are read, at most or so:
-VECTOR = 1 << 16  # for a vector (a bias, the scale of a norm)
-MATRIX = 1 << 17  # for a matrix that multiplies sequences
-FILTERS = 1 << 17  # for the filters of a convolution
+VECTOR = 1 << 15  # for a vector (a bias, the scale of a norm)
+MATRIX = 1 << 16  # for a matrix that multiplies sequences
+FILTERS = 1 << 16  # for the filters of a convolution
 
 Block = tuple[slice, ...]
 Costs = tuple[int, bool]  # reads and spread, see `Sampler.block`

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Literal, TypeVar
@@ -180,7 +180,10 @@ class EvidenceStopping:
         self._step = 0
         self._ratios: dict[str, Ratio] = {}  # the last ones of every parameter
 
-        self._collector = Collector(model, batch_dim, parameters, estimator, budget, seed)
+        alone = self.window == 1  # a window goes on to hold the sums of its first step
+        self._collector = Collector(
+            model, batch_dim, parameters, estimator, budget, seed, reuses_memory=alone
+        )
         self._seen = Observation(self._collector)
         self._ranks = ranks_of(model, process_group, self._collector, reduction == "mean")
         self._join_config: Any = None  # set by torch.distributed.algorithms.Join
@@ -349,16 +352,14 @@ class EvidenceStopping:
     def _with_earlier(self, found: dict[str, Ratio], count: int) -> dict[str, Ratio]:
         """The ratios in the model's order, with those of parameters whose turn it was not."""
         turn = self._collector.turn()
-        if turn is None:
-            names: Iterable[str] = self._collector.parameters() if self._model else found
-        elif count < 2:
-            return found  # no value: earlier ones alone say nothing about this step
-        else:
-            names = self._collector.trained()
-            kept = {n: r for n, r in self._ratios.items() if n not in turn and r.finite}
+        if turn is not None:
+            if count < 2:
+                return found  # no value: earlier ones alone say nothing about this step
+            trained = set(self._collector.trained()) - turn
+            kept = {n: r for n, r in self._ratios.items() if n in trained and r.finite}
             found = {**kept, **found}
-        self._ratios = {name: found[name] for name in names if name in found}
-        return self._ratios if len(self._ratios) == len(found) else {**self._ratios, **found}
+        self._ratios = {name: found[name] for name in self._collector.in_order(found)}
+        return self._ratios
 
     def _decide(self, value: float, recent: float) -> None:
         if self.arming is not None and abs(recent) > self.arming:
