@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import nn
 from heldin.rules.evidence import EvidenceStopping as Stopping
 
 from .adapters.session import Run, flat_metrics, missing
+from .rules.base import Closing
 
 try:
     from accelerate import Accelerator
@@ -21,7 +21,7 @@ except ImportError as error:
 __all__ = ["EvidenceStopping"]
 
 
-class EvidenceStopping:
+class EvidenceStopping(Closing):
     """Stops a loop by evidence, all its processes in the same step.
 
     Call `step()` after `accelerator.backward(loss)` and before `optimizer.step()`. While gradients
@@ -87,17 +87,6 @@ class EvidenceStopping:
         """Go on where the checkpoint was made."""
         self._run.load_state_dict(state_dict)
 
-    def remove(self) -> None:
+    def close(self) -> None:
         """Watch no more. What was found stays readable."""
         self._run.end()
-
-    def __enter__(self) -> EvidenceStopping:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.remove()

@@ -180,7 +180,7 @@ class ElementwiseStopping(Callback):
 
     def _end(self) -> None:
         for optimizer in self.optimizers:
-            optimizer.remove()
+            optimizer.close()
         for detour in self._detours:
             if detour is not None:
                 detour.close()

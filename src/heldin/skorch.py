@@ -174,7 +174,7 @@ class ElementwiseStopping(Callback):
         state = self._state()
         inner = net.optimizer_
         if isinstance(inner, Elementwise):  # left by a run that ended in an error
-            inner.remove()
+            inner.close()
             inner = inner.optimizer
         self.optimizer_ = Elementwise(inner, net.module_, **self.options)
         if state is not None:
@@ -189,5 +189,5 @@ class ElementwiseStopping(Callback):
     def on_train_end(self, net: NeuralNet, X: Any = None, y: Any = None, **_: Any) -> None:
         """Unwrap the optimiser."""
         if self.optimizer_ is not None:
-            self.optimizer_.remove()
+            self.optimizer_.close()
             net.optimizer_ = self.optimizer_.optimizer

@@ -120,6 +120,6 @@ def test_steps_are_seen_once() -> None:
     model(torch.randn(4, 2)).sum().backward()
     around.step()
     assert seen == [3]
-    around.remove()
+    around.close()
     del before  # a lost one goes with its hook
     plain.expect_no_trace(model)

@@ -813,8 +813,8 @@ def test_other_refusals(setting: Any) -> None:
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
     with pytest.raises(heldin.HeldinError, match="another parameter group"):
         train_once(stopping, model, optimizer, x, y)
-    stopping.remove()
-    with pytest.raises(heldin.HeldinError, match="called after remove"):
+    stopping.close()
+    with pytest.raises(heldin.HeldinError, match="called after close"):
         stopping.step()
     for fraction in (0.0, 1.0, torch.ones(N, dtype=torch.bool), torch.ones(3)):
         with pytest.raises(heldin.HeldinError, match="ShadowStopping"):

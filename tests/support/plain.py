@@ -136,7 +136,7 @@ def train_elementwise(case: Case, epochs: int) -> tuple[heldin.ElementwiseStoppi
             F.cross_entropy(model(a), b).backward()
             optimizer.step()
             optimizer.zero_grad()
-    optimizer.remove()
+    optimizer.close()
     return optimizer, model
 
 

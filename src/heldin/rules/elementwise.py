@@ -22,6 +22,8 @@ from heldin.errors import HeldinError
 from heldin.rules.ranks import JoinHook, ProcessGroup, ranks_of
 from heldin.state.schema import all_or_nothing, same_settings, share, signature, state_of, whole
 
+from .base import Closing
+
 __all__ = ["ElementwiseStopping"]
 
 # of a saved state
@@ -30,7 +32,7 @@ STATE_KEY, GROUP_KEY = "heldin_average", "heldin"  # in the state of a parameter
 T = TypeVar("T")
 
 
-class ElementwiseStopping(Optimizer):
+class ElementwiseStopping(Closing, Optimizer):
     """An optimiser that leaves weights without evidence where they are.
 
     It wraps any optimiser and is used in its place: learning-rate schedulers, gradient scalers,
@@ -66,7 +68,7 @@ class ElementwiseStopping(Optimizer):
     ...     optimizer.step()
     >>> 0.5 < optimizer.stopped_fraction() <= 1
     True
-    >>> optimizer.remove()
+    >>> optimizer.close()
     """
 
     optimizer: Optimizer
@@ -475,7 +477,7 @@ class ElementwiseStopping(Optimizer):
         """The data-parallel processes."""
         return None if self._ranks is None else self._ranks.groups[0]
 
-    def remove(self) -> None:
+    def close(self) -> None:
         """Stop observing. Weights that are stopped stay stopped."""
         self._release()
         self._model = None

@@ -269,7 +269,7 @@ class Trainer:
                 tell(out.epochs, out.losses[-1], out.reason)
             if rule.best_step is None:
                 raise HeldinError("the validation loss was never finite; scale the inputs")
-            rule.restore_best()
+            rule.restore()
         out.history = rule.history
         out.best_step = rule.best_step * (out.steps // out.epochs)
 

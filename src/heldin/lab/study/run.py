@@ -397,8 +397,8 @@ def log(spec: Spec, table: Table) -> dict[str, Any]:
         if step in wanted:
             check(step)
     seen.close()
-    folds.remove()
-    loo.remove()
+    folds.close()
+    loo.close()
     committee = _committee(problem, folds, shadow_outputs)
     return {
         **{f"spec_{key}": np.array(value) for key, value in asdict(spec).items()},

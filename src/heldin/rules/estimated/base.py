@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import weakref
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch.func import functional_call
 from torch.optim import Optimizer
 
 from heldin.errors import HeldinError
+from heldin.rules.base import StoppingRule
 from heldin.state.estimates import FORM as HISTORY
 from heldin.state.estimates import Estimate, EstimateHistory, Rule
 from heldin.state.schema import all_or_nothing, fits, same_settings, signature, state_of, whole
@@ -29,7 +30,6 @@ from .stack import hyperparameters
 __all__ = ["CHUNK", "Average", "PathStopping", "Taken"]
 
 Average = Literal["bagged", "best"]
-Self = TypeVar("Self", bound="PathStopping")
 
 CHUNK = 4096  # rows in one evaluation
 FORM = {  # of a saved state
@@ -99,7 +99,7 @@ class _Watch:
         self.handles, self.calls, self.steps = [], [], []
 
 
-class PathStopping(ABC):
+class PathStopping(StoppingRule):
     """Follows an estimated test loss at log-spaced checks and keeps the weights of the best one.
 
     A rule says how to follow an optimiser step (`_follow`) and how to estimate the loss of rows
@@ -149,9 +149,7 @@ class PathStopping(ABC):
         self.resamples = whole(name, "resamples", resamples, 1)
         self.seed = whole(name, "seed", seed, 0)
 
-        self.should_stop = False
-        self.stopped_step: int | None = None
-        self.reason = "no check yet"
+        super().__init__()
         self.reason_chosen = ""  # by `heldin.stopping`
         self.history = EstimateHistory(self._rule)
 
@@ -216,7 +214,7 @@ class PathStopping(ABC):
                 rules that train shadow models).
         """
         if self._model is None:
-            raise HeldinError(f"{type(self).__name__}.step: called after remove(); make a new one")
+            raise HeldinError(f"{type(self).__name__}.step: called after close(); make a new one")
         taken = self._watch.take()
         if not taken:
             if self._step == 0:
@@ -356,7 +354,7 @@ class PathStopping(ABC):
         """Put the chosen weights (averaged, if so asked) into the model."""
         if self._model is None:
             raise HeldinError(
-                f"{type(self).__name__}.restore: called after remove(); make a new one"
+                f"{type(self).__name__}.restore: called after close(); make a new one"
             )
         if self._step > self.history.last().step:
             self._check()  # the last weights are a candidate too
@@ -383,9 +381,6 @@ class PathStopping(ABC):
             "heldin/should_stop": float(self.should_stop),
         }
         return {name: value for name, value in values.items() if not math.isnan(value)}
-
-    def __repr__(self) -> str:
-        return f"<heldin.{type(self).__name__}: {self.reason}>"
 
     # -- saving and closing
 
@@ -415,7 +410,7 @@ class PathStopping(ABC):
         state = state_of(name, state, 1, FORM)
         same_settings(name, state["settings"], self._settings())
         if self._model is None:
-            raise HeldinError(f"{name}.load_state_dict: called after remove(); make a new one")
+            raise HeldinError(f"{name}.load_state_dict: called after close(); make a new one")
         all_or_nothing(name, self._take, state, self.state_dict())
         self._watch.take()
         self._watch.calls = []
@@ -438,13 +433,10 @@ class PathStopping(ABC):
         self._step, self.reason = state["step"], state["reason"]
         self.should_stop, self.stopped_step = state["should_stop"], state["stopped_step"]
 
-    def remove(self) -> None:
+    def close(self) -> None:
         """Take the hooks away and let go of the model. What was found stays readable."""
         self._release()
         self._model = None
-
-    def __enter__(self: Self) -> Self:
-        return self
 
     def __exit__(
         self,
@@ -454,7 +446,7 @@ class PathStopping(ABC):
     ) -> None:
         if kind is None and self._model is not None:
             self.restore()
-        self.remove()
+        self.close()
 
 
 def _row_weights(sample_weight: Tensor | None, rows: Rows) -> Tensor | None:

@@ -182,7 +182,7 @@ class _Shadows(PathStopping):
         """
         name = type(self).__name__
         if self._model is None:
-            raise HeldinError(f"{name}.train: called after remove(); make a new one")
+            raise HeldinError(f"{name}.train: called after close(); make a new one")
         if self._step and not self._inside:
             raise HeldinError(
                 f"{name}.train: this object already follows a loop of yours through step(); make a "
