@@ -82,7 +82,8 @@ def _needs_extras() -> Iterator[None]:
 def run_fit(options: Options) -> int:
     """The command."""
     with _needs_extras():
-        import matplotlib  # noqa: F401  (missing ones are said before the training, not after)
+        import jinja2  # noqa: F401  (missing ones are said before the training, not after)
+        import matplotlib  # noqa: F401
         import pandas  # noqa: F401
         import rich  # noqa: F401
         import safetensors  # noqa: F401

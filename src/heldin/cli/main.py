@@ -65,6 +65,8 @@ def study(parser: Parser) -> None:
 
 def _quality(options: argparse.Namespace) -> int:
     try:
+        import jinja2  # noqa: F401  (said before the training, not after)
+
         from heldin.lab.study.quality import quality
     except ImportError as error:
         raise HeldinError(
