@@ -27,7 +27,7 @@ import numpy as np
 
 from heldin.lab.study.data import Table, role, tables
 from heldin.lab.study.quality import constants
-from heldin.lab.study.rules import RULES, Run, replay
+from heldin.lab.study.rules import RULES, LoggedRun, replay
 from heldin.lab.study.run import Spec, log
 from heldin.lab.study.tables import COLUMNS, read, summarise, write
 
@@ -111,7 +111,7 @@ def outlier(data: str, out: Path, runs: int) -> None:
         kind, how = (str(generator.choice(c)) for c in (("linear", "hidden1"), ("gd", "adam")))
         spec = Spec(table.name, 100, 0.0, kind, how, 5000 + i)
         spoilt = WithOutlier(table.name, table.rows, table.path, spec.seed)
-        run = Run(spec, spoilt, log(spec, spoilt))
+        run = LoggedRun(spec, spoilt, log(spec, spoilt))
         found = [replay(run, name) for name in RULES]
         rows += [{**asdict(spec), **asdict(one)} for one in found if one is not None]
         print(f"run {i + 1} of {runs}", flush=True)

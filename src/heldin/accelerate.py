@@ -10,13 +10,13 @@ from torch import nn
 
 from heldin.rules.evidence import EvidenceStopping as Stopping
 
-from .adapters.session import Run, flat_metrics, missing
+from .adapters.session import StoppingSession, flat_metrics, missing_framework
 from .rules.base import Closing
 
 try:
     from accelerate import Accelerator
 except ImportError as error:
-    raise missing("Accelerate", "accelerate", error) from error
+    raise missing_framework("Accelerate", "accelerate", error) from error
 
 __all__ = ["EvidenceStopping"]
 
@@ -59,7 +59,7 @@ class EvidenceStopping(Closing):
     def __init__(
         self, accelerator: Accelerator, model: nn.Module, patience: int = 1, **options: Any
     ) -> None:
-        self._run = Run("EvidenceStopping", {"patience": patience, **options})
+        self._run = StoppingSession("EvidenceStopping", {"patience": patience, **options})
         self._accelerator = accelerator
         self.stopping: Stopping = self._run.begin(accelerator.unwrap_model(model))
         accelerator.register_for_checkpointing(self)

@@ -20,14 +20,21 @@ from heldin.criterion.evidence import Correction, Dead, evidence
 from heldin.criterion.masking import keep, pieces, smoothed
 from heldin.errors import HeldinError
 from heldin.rules.ranks import JoinHook, ProcessGroup, ranks_of
-from heldin.state.schema import all_or_nothing, same_settings, share, signature, state_of, whole
+from heldin.state.schema import (
+    check_fraction,
+    check_int,
+    check_settings,
+    checked_state,
+    load_or_roll_back,
+    model_signature,
+)
 
 from .base import Closing
 
 __all__ = ["ElementwiseStopping"]
 
 # of a saved state
-FORM = {"settings": dict, "step": int, "updates": int, "averages": {str: Tensor}}
+STATE_SCHEMA = {"settings": dict, "step": int, "updates": int, "averages": {str: Tensor}}
 STATE_KEY, GROUP_KEY = "heldin_average", "heldin"  # in the state of a parameter, of a group
 T = TypeVar("T")
 
@@ -95,8 +102,8 @@ class ElementwiseStopping(Closing, Optimizer):
                 f"{name}: expected a torch.optim.Optimizer to wrap, got {type(optimizer).__name__}"
             )
         self.optimizer = optimizer
-        self.smoothing = share(name, "smoothing", smoothing)
-        self.every = whole(name, "every", every, 1)
+        self.smoothing = check_fraction(name, "smoothing", smoothing)
+        self.every = check_int(name, "every", every, 1)
         if not start >= 1:
             raise HeldinError(f"{name}: start must be a number >= 1, got {start!r}")
         evidence({}, correction=correction, dead=dead)  # refuses what it does not know
@@ -117,7 +124,7 @@ class ElementwiseStopping(Closing, Optimizer):
         self._ranks = ranks_of(model, process_group, self._collector, reduction == "mean")
         self._join_config: Any = None  # set by torch.distributed.algorithms.Join
         self._model: nn.Module | None = unwrapped(model)
-        self._signature = signature(self._model)
+        self._signature = model_signature(self._model)
         self._averages: dict[str, Tensor] = {}  # smoothed f_k by parameter name
         self._named: dict[str, Tensor] = {}
         self._step = 0
@@ -346,7 +353,7 @@ class ElementwiseStopping(Closing, Optimizer):
     def _settings(self) -> dict[str, Any]:
         names = ("greedy", "smoothing", "start", "every", "correction", "dead")
         if self._model is not None:
-            self._signature = signature(self._model)
+            self._signature = model_signature(self._model)
         return {**{name: getattr(self, name) for name in names}, "model": self._signature}
 
     def _own_state(self) -> dict[str, Any]:
@@ -396,7 +403,7 @@ class ElementwiseStopping(Closing, Optimizer):
                 f"the wrapped one, {name}.optimizer, to start with no weight stopped (or it was "
                 "flattened, which leaves our part out: flatten_optimizer_state_dict=False)"
             )
-        own = state_of(name, given, 1, FORM)
+        own = checked_state(name, given, 1, STATE_SCHEMA)
         before = self._own_state()
 
         def take(state: Mapping[str, Any]) -> None:
@@ -404,7 +411,7 @@ class ElementwiseStopping(Closing, Optimizer):
             if state is own:  # it checks the state before it changes anything
                 self.optimizer.load_state_dict(plain)
 
-        all_or_nothing(name, take, own, before)
+        load_or_roll_back(name, take, own, before)
 
     def _apart(self, state: Any) -> tuple[dict[str, Any], Any]:
         """The wrapped optimiser's part of a state, and our own (None: there is none)."""
@@ -431,7 +438,7 @@ class ElementwiseStopping(Closing, Optimizer):
         return plain, own
 
     def _take(self, state: Mapping[str, Any]) -> None:
-        same_settings("ElementwiseStopping", state["settings"], self._settings())
+        check_settings("ElementwiseStopping", state["settings"], self._settings())
         named = self._named
         averages = {}
         for name, average in state["averages"].items():

@@ -10,15 +10,22 @@ import torch
 from torch import Tensor, nn
 
 from heldin.errors import HeldinError
-from heldin.state.history import FORM as HISTORY
+from heldin.state.history import STATE_SCHEMA as HISTORY
 from heldin.state.history import History, Record
-from heldin.state.schema import all_or_nothing, fits, same_settings, signature, state_of, whole
+from heldin.state.schema import (
+    check_int,
+    check_schema,
+    check_settings,
+    checked_state,
+    load_or_roll_back,
+    model_signature,
+)
 
 from .base import StoppingRule, deprecated
 
 __all__ = ["ValidationStopping"]
 
-FORM = {  # of a saved state
+STATE_SCHEMA = {  # of a saved state
     "settings": dict,
     "step": int,
     "streak": int,
@@ -87,18 +94,18 @@ class ValidationStopping(StoppingRule):
             raise HeldinError(f"{name}: loss must be a function without arguments, got {loss!r}")
         if not improvement >= 0:
             raise HeldinError(f"{name}: improvement must be a number >= 0, got {improvement!r}")
-        self.patience = whole(name, "patience", patience, 1)
-        self.warmup = whole(name, "warmup", warmup, 0)
-        self.every = whole(name, "every", every, 1)
+        self.patience = check_int(name, "patience", patience, 1)
+        self.warmup = check_int(name, "warmup", warmup, 0)
+        self.every = check_int(name, "every", every, 1)
         self.improvement = improvement
         self._restores = restore_best
-        self.history = History(whole(name, "history", history, 2))
+        self.history = History(check_int(name, "history", history, 2))
         self.best_loss = math.inf
         self.best_step: int | None = None
         self.last_loss = math.nan
         self._best: dict[str, Tensor] = {}
         self._model: nn.Module | None = model
-        self._signature = signature(model)
+        self._signature = model_signature(model)
         self._loss = loss
         self._step = 0
         self._streak = 0
@@ -199,7 +206,7 @@ class ValidationStopping(StoppingRule):
 
     def _settings(self) -> dict[str, Any]:
         if self._model is not None:
-            self._signature = signature(self._model)
+            self._signature = model_signature(self._model)
         own = {"every": self.every, "improvement": self.improvement}
         return own | {"restore_best": self._restores, "model": self._signature}
 
@@ -224,15 +231,17 @@ class ValidationStopping(StoppingRule):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
         name = "ValidationStopping"
-        all_or_nothing(name, self._take, state_of(name, state, 1, FORM), self.state_dict())
+        load_or_roll_back(
+            name, self._take, checked_state(name, state, 1, STATE_SCHEMA), self.state_dict()
+        )
 
     def _take(self, state: Mapping[str, Any]) -> None:
         saved = dict(state["settings"])
         if "restore" in saved:  # its name in 0.1
             saved["restore_best"] = saved.pop("restore")
-        same_settings("ValidationStopping", saved, self._settings())
+        check_settings("ValidationStopping", saved, self._settings())
         if state["best"] and self._model is not None:
-            fits(state["best"], self._weights(), "['best']")
+            check_schema(state["best"], self._weights(), "['best']")
         self.history.load_state_dict(state["history"])
         self._best = {name: value.clone() for name, value in state["best"].items()}
         self._step, self._streak = state["step"], state["streak"]

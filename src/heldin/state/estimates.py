@@ -12,19 +12,19 @@ from torch import Tensor
 
 from heldin.errors import HeldinError
 
-from .export import Columns, axes
+from .export import Exportable, axes
 
-__all__ = ["COVERAGE", "FORM", "Estimate", "EstimateHistory", "Rule"]
+__all__ = ["COVERAGE", "STATE_SCHEMA", "Estimate", "EstimateHistory", "EstimatedRule"]
 
 # of a saved state
-FORM = {"records": Tensor, "best_step": (int, None), "stopped_step": (int, None)}
+STATE_SCHEMA = {"records": Tensor, "best_step": (int, None), "stopped_step": (int, None)}
 
-Rule = Literal["folds", "shadow", "leave-one-out"]
+EstimatedRule = Literal["folds", "shadow", "leave-one-out"]
 
 # Share of the study's runs whose test loss at the stop lay within so many standard errors of the
 # estimate: measured, not nominal. Folds and leave-one-out at n <= 200, a shadow at n >= 500;
 # docs/which-rule.md has the table, and a test compares.
-COVERAGE: Mapping[Rule, Mapping[int, float]] = {
+COVERAGE: Mapping[EstimatedRule, Mapping[int, float]] = {
     "folds": {2: 0.80, 3: 0.91},
     "shadow": {2: 0.91, 3: 0.97},
     "leave-one-out": {2: 0.73, 3: 0.82},
@@ -52,7 +52,7 @@ class Estimate:
     training_loss: float
 
 
-class EstimateHistory(Columns, Sequence[Estimate]):
+class EstimateHistory(Exportable, Sequence[Estimate]):
     """The checks of a run, oldest first.
 
     Attributes:
@@ -66,7 +66,7 @@ class EstimateHistory(Columns, Sequence[Estimate]):
     [0.7]
     """
 
-    def __init__(self, rule: Rule = "folds") -> None:
+    def __init__(self, rule: EstimatedRule = "folds") -> None:
         self.rule = rule
         self.best_step: int | None = None
         self.stopped_step: int | None = None

@@ -19,7 +19,7 @@ from . import rules as _rules
 from . import run as _run
 from .data import LEAST_TEST, Role, Table, role, tables
 from .report import write_report
-from .rules import RULES, Run, replay
+from .rules import RULES, LoggedRun, replay
 from .run import MODELS, NOISE, OPTIMIZERS, Spec, log, save
 from .tables import BASE, COLUMNS, COVERAGE, SUMMARY, coverage, summarise, write
 
@@ -68,7 +68,7 @@ def plan(
 def one_run(spec: Spec, table: Table, rules: Sequence[str], folder: Path) -> list[dict[str, Any]]:
     """Train if there is no log yet, replay the rules, return the rows."""
     torch.set_num_threads(1)
-    run = Run(spec, table, _log_of(spec, table, folder))
+    run = LoggedRun(spec, table, _log_of(spec, table, folder))
     rows = []
     for name in rules:
         outcome = replay(run, name)
@@ -164,14 +164,14 @@ def _write(
     grouped = [{"group": name, **line} for name, lines in groups.items() for line in lines]
     write(folder / "groups.csv", grouped, ("group", *SUMMARY))
     ours = [row for row in rows if row["rule"].startswith(("folds", "leave-one-out"))]
-    worst: list[tuple[Run, dict[str, Any]]] = []
+    worst: list[tuple[LoggedRun, dict[str, Any]]] = []
     seen: set[int] = set()
     for row in sorted(ours, key=lambda row: -row["regret"]):
         if row["seed"] not in seen and len(worst) < 6:
             seen.add(row["seed"])
             spec = Spec(**{key: row[key] for key in Spec.__dataclass_fields__})
             table = by_name[spec.dataset]
-            worst.append((Run(spec, table, _log_of(spec, table, folder / "runs")), row))
+            worst.append((LoggedRun(spec, table, _log_of(spec, table, folder / "runs")), row))
     write_report(folder / "report.html", rows, summary, groups, covered, worst, constants())
     return summary
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from heldin.pages import render, svg
 
-from .rules import Run
+from .rules import LoggedRun
 from .tables import BASE, same_run
 
 __all__ = ["critical_difference", "write_report"]
@@ -127,7 +127,7 @@ def _draw_regrets(rows: Sequence[Row]) -> str:
     return _shown(figure)
 
 
-def _draw_worst(runs: Sequence[tuple[Run, Row]]) -> str:
+def _draw_worst(runs: Sequence[tuple[LoggedRun, Row]]) -> str:
     from matplotlib import pyplot
 
     figure = pyplot.figure(figsize=(9, 2.6 * math.ceil(len(runs) / 2)), layout="constrained")
@@ -156,7 +156,7 @@ def write_report(
     summary: Sequence[Row],
     groups: Mapping[str, Sequence[Row]],
     covered: Sequence[Row],
-    worst: Sequence[tuple[Run, Row]],
+    worst: Sequence[tuple[LoggedRun, Row]],
     constants: Mapping[str, Any],
 ) -> None:
     """Write the page; figures are inside it."""

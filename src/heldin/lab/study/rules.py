@@ -33,7 +33,7 @@ from .rivals import (
 )
 from .run import FOLDS, Spec, network
 
-__all__ = ["RULES", "Outcome", "Run", "replay"]
+__all__ = ["RULES", "LoggedRun", "Outcome", "replay"]
 
 FOLD_PATIENCE, LOO_PATIENCE = _folds.PATIENCE, _leaveoneout.PATIENCE
 RESAMPLES = 100  # of rows, for bagged weights
@@ -86,7 +86,7 @@ class Outcome:
 
 
 @dataclass(eq=False)
-class Run:
+class LoggedRun:
     """A log, with ways to look things up in it."""
 
     spec: Spec
@@ -147,7 +147,7 @@ def _ended(steps: Sequence[int], means: torch.Tensor, rule: Patience | None) -> 
 
 
 def _curve(
-    run: Run,
+    run: LoggedRun,
     steps: Any,
     curves: Any,
     rule: Patience | None,
@@ -175,21 +175,21 @@ def _curve(
     )
 
 
-def folds(run: Run, rule: Patience | None = None, bagged: bool = False) -> Choice:
+def folds(run: LoggedRun, rule: Patience | None = None, bagged: bool = False) -> Choice:
     return _curve(run, run["fold_steps"], run["fold_curves"], rule, bagged, FOLDS + 1, ("folds",))
 
 
-def shadow(run: Run, rule: Patience | None = None, bagged: bool = False) -> Choice:
+def shadow(run: LoggedRun, rule: Patience | None = None, bagged: bool = False) -> Choice:
     """A shadow without 20 % of the rows is the first of five folds."""
     curves = run["fold_curves"][run["fold_label"] == 0]
     return _curve(run, run["fold_steps"], curves, rule, bagged, 2, ("folds",))
 
 
-def leave_one_out(run: Run, rule: Patience | None = None, bagged: bool = False) -> Choice:
+def leave_one_out(run: LoggedRun, rule: Patience | None = None, bagged: bool = False) -> Choice:
     return _curve(run, run["loo_steps"], run["loo_curves"], rule, bagged, 1, ("loo",))
 
 
-def committee(run: Run) -> Choice:
+def committee(run: LoggedRun) -> Choice:
     chosen = folds(run)
     return Choice(chosen.shares, chosen.spent, True, committee=True, parts=("folds",))
 
@@ -219,7 +219,7 @@ def first_above_zero(
     return None
 
 
-def _evidence(run: Run, values: Any, every: int, count: int, **options: Any) -> Choice:
+def _evidence(run: LoggedRun, values: Any, every: int, count: int, **options: Any) -> Choice:
     found = first_above_zero(list(values), count, **options)
     # the rule looks before the optimiser's step, and keeps the weights that it saw
     step = run.last if found is None else (found + 1) * every - 1
@@ -228,17 +228,17 @@ def _evidence(run: Run, values: Any, every: int, count: int, **options: Any) -> 
     )
 
 
-def evidence_paper(run: Run) -> Choice:
+def evidence_paper(run: LoggedRun) -> Choice:
     """`EvidenceStopping.paper(model)`."""
     return _evidence(run, run["evidence"], 1, run.spec.batch, smoothing=0.9, arming=None, start=0.0)
 
 
-def evidence_robust(run: Run) -> Choice:
+def evidence_robust(run: LoggedRun) -> Choice:
     """`EvidenceStopping(model)`."""
     return _evidence(run, run["evidence"], 1, run.spec.batch, smoothing=0.9, arming=ARMING)
 
 
-def evidence_epoch(run: Run) -> Choice:
+def evidence_epoch(run: LoggedRun) -> Choice:
     """`EvidenceStopping(model, window=steps of an epoch, smoothing=0.8)`."""
     window = int(run["window"])
     return _evidence(
@@ -246,7 +246,7 @@ def evidence_epoch(run: Run) -> Choice:
     )
 
 
-def pooled(run: Run) -> Choice:
+def pooled(run: LoggedRun) -> Choice:
     """Pooled evidence, smoothed as the paper's rule."""
     values = 1 - np.asarray(run["pooled"])
     return _evidence(run, values, 1, run.spec.batch, smoothing=0.9, arming=None, start=0.0)
@@ -255,13 +255,13 @@ def pooled(run: Run) -> Choice:
 # -- a validation split
 
 
-def _validation(run: Run, split: int) -> tuple[list[float], list[float]]:
+def _validation(run: LoggedRun, split: int) -> tuple[list[float], list[float]]:
     values = run["split_values"]  # (epochs, 3, splits)
     return list(values[:, 0, split]), list(values[:, 2, split])
 
 
 def _from_stop(
-    run: Run, stop: Stop | None, keep_if_none: int, split: int | None, refit: bool = False
+    run: LoggedRun, stop: Stop | None, keep_if_none: int, split: int | None, refit: bool = False
 ) -> Choice:
     steps = run["epoch_steps"]
     kept = int(steps[stop.keep if stop else keep_if_none])
@@ -277,7 +277,7 @@ def _from_stop(
     )
 
 
-def split_argmin(run: Run, split: int, refit: bool = False) -> Choice:
+def split_argmin(run: LoggedRun, split: int, refit: bool = False) -> Choice:
     losses, _ = _validation(run, split)
     best = best_check(torch.tensor(losses))
     choice = _from_stop(run, None, best, split, refit)
@@ -293,19 +293,19 @@ def split_argmin(run: Run, split: int, refit: bool = False) -> Choice:
     )
 
 
-def split_patience(run: Run, split: int) -> Choice:
+def split_patience(run: LoggedRun, split: int) -> Choice:
     losses, _ = _validation(run, split)
     best = best_check(torch.tensor(losses))
     return _from_stop(run, patience(losses, VALIDATION_PATIENCE), best, split)
 
 
-def prechelt_gl(run: Run, split: int) -> Choice:
+def prechelt_gl(run: LoggedRun, split: int) -> Choice:
     losses, _ = _validation(run, split)
     best = best_check(torch.tensor(losses))
     return _from_stop(run, generalisation_loss(losses, GL_ALPHA), best, split)
 
 
-def prechelt_pq(run: Run, split: int) -> Choice:
+def prechelt_pq(run: LoggedRun, split: int) -> Choice:
     losses, training = _validation(run, split)
     best = best_check(torch.tensor(losses))
     return _from_stop(run, progress_quotient(losses, training, PQ_ALPHA, PQ_STRIP), best, split)
@@ -314,27 +314,27 @@ def prechelt_pq(run: Run, split: int) -> Choice:
 # -- rivals without one
 
 
-def _epochs(run: Run, column: int) -> list[float] | None:
+def _epochs(run: LoggedRun, column: int) -> list[float] | None:
     values = list(run["epoch_values"][:, column])
     return None if all(math.isnan(v) for v in values) else values
 
 
-def disparity_t1(run: Run) -> Choice | None:
+def disparity_t1(run: LoggedRun) -> Choice | None:
     values = _epochs(run, 0)
     return None if values is None else _from_stop(run, disparity_total(values), -1, None)
 
 
-def disparity_t2(run: Run) -> Choice | None:
+def disparity_t2(run: LoggedRun) -> Choice | None:
     values = _epochs(run, 0)
     return None if values is None else _from_stop(run, disparity_consecutive(values), -1, None)
 
 
-def wave(run: Run) -> Choice | None:
+def wave(run: LoggedRun) -> Choice | None:
     values = _epochs(run, 1)
     return None if values is None else _from_stop(run, label_wave(values[1:]), -1, None)
 
 
-def aligned(run: Run) -> Choice | None:
+def aligned(run: LoggedRun) -> Choice | None:
     values = _epochs(run, 2)
     return None if values is None else _from_stop(run, best_alignment(values), -1, None)
 
@@ -342,16 +342,16 @@ def aligned(run: Run) -> Choice | None:
 # -- controls
 
 
-def last(run: Run) -> Choice:
+def last(run: LoggedRun) -> Choice:
     return Choice({run.last: 1.0}, run.last, False)
 
 
-def oracle(run: Run) -> Choice:
+def oracle(run: LoggedRun) -> Choice:
     best = int(run["steps"][int(np.nanargmin(run["tested"][:, 0]))])
     return Choice({best: 1.0}, run.last, True)
 
 
-Rule = Callable[[Run], "Choice | None"]
+Rule = Callable[[LoggedRun], "Choice | None"]
 
 RULES: dict[str, Rule] = {
     "oracle": oracle,
@@ -390,7 +390,7 @@ RULES: dict[str, Rule] = {
 }
 
 
-def replay(run: Run, name: str) -> Outcome | None:
+def replay(run: LoggedRun, name: str) -> Outcome | None:
     """What a rule would have given; None where it is not defined (classes only, for instance)."""
     choice = RULES[name](run)
     if choice is None:

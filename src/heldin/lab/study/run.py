@@ -100,7 +100,7 @@ def sharpness(model: nn.Module, loss: RowLoss, x: Tensor, y: Tensor) -> float:
         outputs = model(x)
     with torch.enable_grad():
         free = outputs.requires_grad_()
-        (slope,) = torch.autograd.grad(loss.apart(free, y).sum(), free, create_graph=True)
+        (slope,) = torch.autograd.grad(loss.per_row(free, y).sum(), free, create_graph=True)
         bends = [
             torch.autograd.grad(slope[:, c].sum(), free, retain_graph=True)[0]
             for c in range(outputs.shape[1])

@@ -17,9 +17,16 @@ from torch.optim import Optimizer
 
 from heldin.errors import HeldinError
 from heldin.rules.base import StoppingRule
-from heldin.state.estimates import FORM as HISTORY
-from heldin.state.estimates import Estimate, EstimateHistory, Rule
-from heldin.state.schema import all_or_nothing, fits, same_settings, signature, state_of, whole
+from heldin.state.estimates import STATE_SCHEMA as HISTORY
+from heldin.state.estimates import Estimate, EstimatedRule, EstimateHistory
+from heldin.state.schema import (
+    check_int,
+    check_schema,
+    check_settings,
+    checked_state,
+    load_or_roll_back,
+    model_signature,
+)
 
 from .curves import Patience, best_check, mean_and_error, next_check, votes
 from .engines import skeleton
@@ -32,7 +39,7 @@ __all__ = ["CHUNK", "Average", "PathStopping", "Taken"]
 Average = Literal["bagged", "best"]
 
 CHUNK = 4096  # rows in one evaluation
-FORM = {  # of a saved state
+STATE_SCHEMA = {  # of a saved state
     "settings": dict,
     "step": int,
     "should_stop": bool,
@@ -106,7 +113,7 @@ class PathStopping(StoppingRule):
     that were not trained on (`_held_out`).
     """
 
-    _rule: ClassVar[Rule]  # its name
+    _rule: ClassVar[EstimatedRule]  # its name
 
     def __init__(
         self,
@@ -145,16 +152,16 @@ class PathStopping(StoppingRule):
             )
         self.grid, self.average = float(grid), average
         self.patience = patience
-        self.memory = whole(name, "memory", memory, 0)
-        self.resamples = whole(name, "resamples", resamples, 1)
-        self.seed = whole(name, "seed", seed, 0)
+        self.memory = check_int(name, "memory", memory, 0)
+        self.resamples = check_int(name, "resamples", resamples, 1)
+        self.seed = check_int(name, "seed", seed, 0)
 
         super().__init__()
         self.reason_chosen = ""  # by `heldin.stopping`
         self.history = EstimateHistory(self._rule)
 
         self._model: nn.Module | None = model
-        self._signature = signature(model)
+        self._signature = model_signature(model)
         self._bare = skeleton(model)
         self._rows = Rows.of(data, parameter.device)
         self._weights = _row_weights(sample_weight, self._rows)
@@ -285,7 +292,7 @@ class PathStopping(StoppingRule):
         for start in range(0, len(rows), CHUNK):
             some = slice(start, start + CHUNK)
             outputs = self._outputs([x[some] for x in rows.inputs])
-            parts.append(self._loss.apart(outputs, rows.targets[some]))
+            parts.append(self._loss.per_row(outputs, rows.targets[some]))
         losses = torch.cat(parts).double()
         return float((losses if self._weights is None else losses * self._weights).mean())
 
@@ -407,22 +414,24 @@ class PathStopping(StoppingRule):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken: all later values are the same to the last bit."""
         name = type(self).__name__
-        state = state_of(name, state, 1, FORM)
-        same_settings(name, state["settings"], self._settings())
+        state = checked_state(name, state, 1, STATE_SCHEMA)
+        check_settings(name, state["settings"], self._settings())
         if self._model is None:
             raise HeldinError(f"{name}.load_state_dict: called after close(); make a new one")
-        all_or_nothing(name, self._take, state, self.state_dict())
+        load_or_roll_back(name, self._take, state, self.state_dict())
         self._watch.take()
         self._watch.calls = []
 
     def _take(self, state: Mapping[str, Any]) -> None:
         device = self._rows.targets.device
         checks = len(state["history"]["records"])
-        fits(state["curves"], self._curves[0].new_empty(len(self._curves[0]), checks), "['curves']")
+        check_schema(
+            state["curves"], self._curves[0].new_empty(len(self._curves[0]), checks), "['curves']"
+        )
         if not state["kept"] or not all(0 <= number < checks for number in state["kept"]):
             raise ValueError(f"weights of the checks {list(state['kept'])} of {checks}")
         for number, weights in state["kept"].items():
-            fits(weights, self._snapshot(), f"['kept'][{number}]")
+            check_schema(weights, self._snapshot(), f"['kept'][{number}]")
         self._load_own_state(state["rule"])
         self.history.load_state_dict(state["history"])
         self._curves = list(state["curves"].unbind(1))
