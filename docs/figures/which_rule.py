@@ -26,9 +26,11 @@ from typing import Any
 import numpy as np
 
 from heldin.lab.study.data import Table, role, tables
+from heldin.lab.study.logged import LoggedRun
 from heldin.lab.study.quality import constants
-from heldin.lab.study.rules import RULES, LoggedRun, replay
-from heldin.lab.study.run import Spec, log
+from heldin.lab.study.rules import RULES, replay
+from heldin.lab.study.run import log
+from heldin.lab.study.spec import Spec
 from heldin.lab.study.tables import COLUMNS, read, summarise, write
 
 DOCS = Path(__file__).parent.parent

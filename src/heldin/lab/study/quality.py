@@ -18,10 +18,13 @@ from heldin.rules.estimated import leave_one_out as _leaveoneout
 from . import rules as _rules
 from . import run as _run
 from .data import LEAST_TEST, Role, Table, role, tables
+from .logged import LoggedRun
 from .report import write_report
-from .rules import RULES, LoggedRun, replay
-from .run import MODELS, NOISE, OPTIMIZERS, Spec, log, save
+from .rules import RULES, replay
+from .run import log, save
+from .spec import MODELS, NOISE, OPTIMIZERS, WIDTH, Spec
 from .tables import BASE, COLUMNS, COVERAGE, SUMMARY, coverage, summarise, write
+from .witnesses import DISPARITY_BATCHES
 
 __all__ = ["constants", "plan", "quality"]
 
@@ -213,11 +216,11 @@ def constants() -> dict[str, Any]:
         "Prechelt's GL alpha": _rules.GL_ALPHA,
         "Prechelt's PQ alpha and strip": (_rules.PQ_ALPHA, _rules.PQ_STRIP),
         "evidence: smoothing per step / per epoch, arming": (0.9, 0.8, _rules.ARMING),
-        "gradient disparity: batches, rises": (_run.DISPARITY_BATCHES, 5),
+        "gradient disparity: batches, rises": (DISPARITY_BATCHES, 5),
         "label wave: window, epochs": (3, 10),
         "gradient-weight alignment: added to the excess kurtosis": 1.2,
         "optimiser steps; ratio of the steps at which the test loss is known": (2500, _run.FINE),
-        "width of hidden layers": _run.WIDTH,
+        "width of hidden layers": WIDTH,
         "label noise": NOISE,
     }
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from heldin.pages import render, svg
 
-from .rules import LoggedRun
+from .logged import LoggedRun
 from .tables import BASE, same_run
 
 __all__ = ["critical_difference", "write_report"]
