@@ -18,6 +18,7 @@ from sklearn.utils import check_random_state
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 from torch import Tensor, nn
 
+from heldin.rules.estimated.choose import ESTIMATED_RULES
 from heldin.state.estimates import EstimateHistory
 from heldin.tables.mlp import Inputs, build_network, network_outputs, set_weights
 from heldin.tables.trainer import Outcome, Report, Trainer, TrainingConfig
@@ -213,7 +214,7 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
         X, y, weights = self._checked(X, y, sample_weight, first)
         if X.shape[0] < 2:
             raise self._refuse("there is only one sample (n_samples=1), too few to learn from")
-        if sparse.issparse(X) and rule in ("auto", "folds", "shadow", "leave-one-out"):
+        if sparse.issparse(X) and (rule == "auto" or rule in ESTIMATED_RULES):
             if rule != "auto":
                 raise self._refuse(
                     f"early_stopping={rule!r} needs dense rows, and {X.shape[0]} x {X.shape[1]} of "

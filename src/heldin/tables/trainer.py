@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from heldin.errors import HeldinError
-from heldin.rules.estimated.base import PathStopping
-from heldin.rules.estimated.choose import stopping
+from heldin.rules.estimated.choose import ESTIMATED_RULES, stopping
 from heldin.rules.estimated.folds import FoldStopping, ShadowStopping
 from heldin.rules.estimated.losses import LossFunction, RowLoss
 from heldin.rules.evidence import EvidenceStopping
@@ -28,15 +27,7 @@ from .mlp import Inputs, ManualBackprop, network_outputs
 
 __all__ = ["RULE_NAMES", "Outcome", "Report", "Trainer", "TrainingConfig"]
 
-RuleName = Literal["auto", "folds", "shadow", "leave-one-out", "evidence", "validation", "none"]
-RULE_NAMES: tuple[RuleName, ...] = (
-    "auto",
-    "folds",
-    "shadow",
-    "leave-one-out",
-    "evidence",
-    "validation",
-)
+RULE_NAMES = ("auto", *ESTIMATED_RULES, "evidence", "validation")  # beside "none"
 SMOOTHING = 0.8  # of the evidence of whole epochs, see docs/which-rule.md
 TURNED = 3  # checks after the lowest estimate, for it to count as passed
 
@@ -202,7 +193,7 @@ class Trainer:
 
     # -- until a rule asks to stop
 
-    def run(self, rule: RuleName, held_out: Any = None, report: Report | None = None) -> Outcome:
+    def run(self, rule: str, held_out: Any = None, report: Report | None = None) -> Outcome:
         """Train; the rule's weights are in the model at the end.
 
         Args:
@@ -282,7 +273,7 @@ class Trainer:
         out.history = rule.history
         out.best_step = rule.best_step * (out.steps // out.epochs)
 
-    def _by_estimate(self, wanted: RuleName, tell: Report) -> None:
+    def _by_estimate(self, wanted: str, tell: Report) -> None:
         """Until the estimated test loss has passed its lowest value."""
         out, n = self.outcome, len(self.y)
         options: dict[str, Any] = {"sample_weight": self.weights, "seed": self.seed % 2**31}
@@ -298,8 +289,7 @@ class Trainer:
             out.rule, out.chosen = "evidence", str(error)
             self._by_evidence(tell)
             return
-        names: dict[type[PathStopping], str] = {FoldStopping: "folds", ShadowStopping: "shadow"}
-        out.rule, out.chosen = names.get(type(rule), "leave-one-out"), rule.reason_chosen
+        out.rule, out.chosen = rule.name, rule.reason_chosen
         follow = self._inside if isinstance(rule, (FoldStopping, ShadowStopping)) else self._beside
         with rule:
             while out.epochs < self.config.max_iter and not rule.should_stop:

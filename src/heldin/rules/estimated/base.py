@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from heldin.errors import HeldinError
 from heldin.rules.base import StoppingRule
 from heldin.state.estimates import STATE_SCHEMA as HISTORY
-from heldin.state.estimates import Estimate, EstimatedRule, EstimateHistory
+from heldin.state.estimates import Estimate, EstimateHistory
 from heldin.state.schema import (
     check_int,
     check_schema,
@@ -113,7 +113,7 @@ class PathStopping(StoppingRule):
     that were not trained on (`_held_out`).
     """
 
-    _rule: ClassVar[EstimatedRule]  # its name
+    name: ClassVar[str]  # by which `heldin.stopping` knows it
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class PathStopping(StoppingRule):
 
         super().__init__()
         self.reason_chosen = ""  # by `heldin.stopping`
-        self.history = EstimateHistory(self._rule)
+        self.history = EstimateHistory(self.name)
 
         self._model: nn.Module | None = model
         self._signature = model_signature(model)

@@ -351,7 +351,7 @@ class FoldStopping(_Shadows):
     True
     """
 
-    _rule = "folds"
+    name = "folds"
 
     def __init__(
         self,
@@ -444,7 +444,7 @@ class ShadowStopping(_Shadows):
     True
     """
 
-    _rule = "shadow"
+    name = "shadow"
 
     def __init__(
         self,

@@ -225,7 +225,7 @@ class LeaveOneOutStopping(PathStopping):
     True
     """
 
-    _rule = "leave-one-out"
+    name = "leave-one-out"
 
     def __init__(
         self,
