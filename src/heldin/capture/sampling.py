@@ -13,7 +13,7 @@ from math import prod
 from typing import Any
 from zlib import crc32
 
-from heldin.state.schema import fits
+from heldin.state.schema import check_schema
 
 __all__ = ["TENSORS", "Block", "Sampler"]
 
@@ -228,7 +228,7 @@ class Sampler:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
-        fits(state, STATE_SCHEMA, "sampler")
+        check_schema(state, STATE_SCHEMA, "sampler")
         self.draws, self.noted, self._axes = state["draws"], {}, {}
         self._forget_draw()
         self.known = {name: (reads, spread) for name, (reads, spread) in state["known"].items()}
