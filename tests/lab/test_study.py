@@ -200,7 +200,7 @@ def test_replayed_evidence_stops_where_the_live_rule_does(logged: LoggedRun, nam
     assert outcome is not None
     assert outcome.fired == stopping.should_stop
     assert outcome.stop_step == taken
-    stopping.remove()
+    stopping.close()
 
 
 def test_the_log_is_what_separate_computation_gives(logged: LoggedRun) -> None:

@@ -164,7 +164,7 @@ def test_stops_at_the_first_crossing_and_keeps_it() -> None:
     assert stopping.stopped_step == 3
     assert stopping.reason == "step 3: criterion 0.25 > 0, check 1 of 1"
     assert [r.step for r in stopping.history] == [1, 2, 3, 4, 5]
-    stopping.remove()
+    stopping.close()
 
 
 def test_patience_counts_consecutive_checks() -> None:
@@ -437,8 +437,8 @@ def test_removing_leaves_the_model_as_it_was() -> None:
     model = net()
     stopping = heldin.EvidenceStopping(model)
     assert model._forward_hooks
-    stopping.remove()
-    stopping.remove()
+    stopping.close()
+    stopping.close()
     assert not model._forward_hooks
     assert not model._forward_pre_hooks
     assert torch.autograd.backward is PLAIN_BACKWARD
