@@ -29,12 +29,11 @@ from heldin.state.schema import (
 )
 
 from .base import Closing
-from .optimizer_state import own_averages, with_averages, without_averages
+from .optimizer_state import STATE_SCHEMA, own_averages, with_averages, without_averages
 from .wrapper import OptimizerWrapper
 
 __all__ = ["ElementwiseStopping"]
 
-STATE_SCHEMA = {"settings": dict, "step": int, "updates": int, "averages": {str: Tensor}}
 T = TypeVar("T")
 
 
