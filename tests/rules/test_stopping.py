@@ -368,7 +368,7 @@ def test_step_before_any_backward_is_an_error_but_a_skipped_batch_is_not() -> No
         assert not stopping.step()
         assert not stopping.step()
         assert "no backward pass was seen" in stopping.reason
-    with pytest.raises(heldin.HeldinError, match="after remove"):
+    with pytest.raises(heldin.HeldinError, match="after close"):
         stopping.step()
 
 

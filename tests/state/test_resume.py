@@ -186,8 +186,8 @@ def test_a_stop_is_saved() -> None:
             lambda s: {**s, "settings": {**s["settings"], "smoothing": 0.5}},
             r"saved with smoothing=0\.5, but this one has smoothing=0\.9",
         ),
-        (lambda s: {k: v for k, v in s.items() if k != "average"}, "incomplete.*'average'"),
-        (lambda s: {**s, "average": {**s["average"], "value": 7.0}, "history": {}}, "incomplete"),
+        (lambda s: {k: v for k, v in s.items() if k != "decision"}, "incomplete.*'decision'"),
+        (lambda s: {**s, "decision": {**s["decision"], "streak": 7}, "history": {}}, "incomplete"),
     ],
 )
 def test_foreign_states_are_refused_and_change_nothing(change: Any, message: str) -> None:
