@@ -1,0 +1,135 @@
+"""Models with many parameters are looked at in turns, and no step waits for the device twice."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import heldin
+from heldin.capture.sampling import TENSORS, Sampler
+from heldin.lab.bench.counts import count_steps
+from heldin.lab.bench.workloads import encoder, mlp
+
+DEPTH = 20  # layers: twice as many parameters
+
+
+def deep() -> nn.Module:
+    layers = [layer for _ in range(DEPTH) for layer in (nn.Linear(6, 6), nn.LeakyReLU(0.5))]
+    for layer in layers[::2]:
+        nn.init.orthogonal_(layer.weight)  # so that samples stay apart
+    return nn.Sequential(*layers)
+
+
+def test_turns_go_through_all_parameters_alike() -> None:
+    names = [f"layer{i}" for i in range(100)]
+    sampler = Sampler(64, seed=3)
+    assert sampler.turn(lambda: names) is None  # the first draw looks at all
+    counts = dict.fromkeys(names, 0)
+    for _ in range(len(names)):
+        sampler.close_step(redraw=True)
+        turn = sampler.turn(lambda: names)
+        assert turn is not None
+        assert len(turn) == TENSORS
+        assert sampler.turn(lambda: []) == turn  # until the next draw
+        for name in turn:
+            counts[name] += 1
+    assert set(counts.values()) == {TENSORS}
+
+
+def test_few_parameters_have_no_turns() -> None:
+    sampler = Sampler(64)
+    for _ in range(3):
+        assert sampler.turn(lambda: ["a"] * TENSORS) is None
+        sampler.close_step(redraw=True)
+
+
+def run(steps: int, stop: int | None = None, **options: Any) -> list[heldin.EvidenceStopping]:
+    torch.manual_seed(0)
+    model = deep()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    rules = [heldin.EvidenceStopping(model, **options)]
+    for step in range(steps):
+        if step == stop:
+            rules.append(heldin.EvidenceStopping(model, **options))
+            rules[1].load_state_dict(copy.deepcopy(rules[0].state_dict()))
+        model(torch.randn(12, 6)).square().sum().backward()
+        for rule in rules:
+            rule.step()
+        optimizer.step()
+        optimizer.zero_grad()
+    for rule in rules:
+        rule.close()
+    return rules
+
+
+def test_every_check_has_a_value_of_every_parameter() -> None:
+    (rule,) = run(7)
+    for record in rule.history:
+        assert len(record.groups) == 2 * DEPTH
+    changed = [
+        sum(a.groups[name] != b.groups[name] for name in a.groups)
+        for a, b in zip(rule.history, list(rule.history)[1:], strict=False)
+    ]
+    assert changed == [TENSORS] * 6
+
+
+def test_what_is_looked_at_is_what_all_would_give() -> None:
+    """Small parameters are taken whole: a value of the turn is that of the exact estimator."""
+    torch.manual_seed(0)
+    model = deep()
+    exact = heldin.EvidenceStopping(model, estimator="exact")
+    with exact, heldin.EvidenceStopping(model) as sampled:
+        for _ in range(5):
+            model(torch.randn(12, 6)).square().sum().backward()
+            turn = sampled._collector.turn() or set(exact.evidence.groups)
+            exact.step()
+            sampled.step()
+            for name in turn:
+                value = sampled.evidence.groups[name]
+                assert value == pytest.approx(exact.evidence.groups[name], rel=1e-4), name
+
+
+def test_resumed_in_the_middle_of_a_turn() -> None:
+    whole, resumed = run(12, stop=5)
+    assert whole.history.columns() == resumed.history.columns()
+
+
+def test_a_parameter_that_is_frozen_leaves_and_comes_back() -> None:
+    torch.manual_seed(0)
+    model = deep()
+    first = next(model.parameters())
+    with heldin.EvidenceStopping(model) as rule:
+        for step in range(12):
+            first.requires_grad_(step not in range(3, 6))
+            model(torch.randn(12, 6)).square().sum().backward()
+            rule.step()
+            if step in range(3, 6):
+                assert "0.weight" not in rule.evidence.groups
+    assert "0.weight" in rule.evidence.groups
+
+
+def test_groups_stand_in_the_models_order() -> None:
+    (rule,) = run(3)
+    assert list(rule.evidence.groups) == [name for name, _ in deep().named_parameters()]
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: mlp((6, 5, 4), 8), lambda: encoder(8, 3, 5, 4)], ids=["mlp", "encoder"]
+)
+def test_a_check_waits_for_the_device_once(make: Any) -> None:
+    found = count_steps(make=make, steps=5)
+    assert max(each.waits for each in found["plain"]) == 0
+    assert max(each.waits for each in found["heldin sampled"]) == 1
+    assert max(each.waits for each in found["heldin exact"]) <= 2
+
+
+def test_operations_do_not_grow_with_depth() -> None:
+    def extra(depth: int) -> float:
+        found = count_steps(make=lambda: encoder(8, depth, 5, 4), steps=5)
+        return found["heldin sampled"][-1].operations - found["plain"][-1].operations
+
+    assert extra(12) < 1.25 * extra(4)
