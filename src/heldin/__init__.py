@@ -1,23 +1,13 @@
 """Early stopping without a validation set."""
 
-from ._auto import stopping
-from ._checkpoint import load, save
-from ._curves import Patience
-from ._damping import fraction_below, rmsprop_factors
-from ._elementwise import ElementwiseStopping
-from ._errors import HeldinError, HeldinWarning, MixedSamplesWarning, NotObservable
-from ._estimates import Estimate, EstimateHistory
-from ._evidence import Evidence, evidence
-from ._folds import FoldStopping, ShadowStopping
-from ._history import History, Record
-from ._leaveoneout import LeaveOneOutStopping
-from ._moments import Moments
-from ._observe import Observation, observe
-from ._packed import Packed
-from ._rules import Use, rule
-from ._stopping import EvidenceStopping
-from ._validation import ValidationStopping
-from ._verify import Verification, verify
+from typing import TYPE_CHECKING, Any
+
+from ._requirements import check_torch
+
+if TYPE_CHECKING:
+    from ._api import *
+
+__version__ = "0.2.0.dev0"  # the one place; pyproject.toml reads it
 
 __all__ = [
     "ElementwiseStopping",
@@ -51,3 +41,19 @@ __all__ = [
     "stopping",
     "verify",
 ]
+
+check_torch()
+
+
+def __getattr__(name: str) -> Any:
+    # PyTorch is imported with the first name that is used, so that `heldin --help` is quick.
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from . import _api
+
+    globals().update({public: getattr(_api, public) for public in __all__})
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

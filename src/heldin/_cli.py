@@ -1,7 +1,8 @@
 """The command line: `heldin COMMAND ...`.
 
 A command is a function that takes a sub-parser and gives it arguments and `run=`, a function of
-the parsed arguments. It joins by one line in `COMMANDS`.
+the parsed arguments. It joins by one line in `COMMANDS`. Only the command that was asked for is
+imported, so that `heldin --help` answers at once.
 """
 
 from __future__ import annotations
@@ -9,12 +10,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from importlib import import_module
 from typing import Any
 
+from . import __version__
 from ._errors import HeldinError
-from ._fit import fit, predict
-from .reproduce._commands import data, reproduce
 
 __all__ = ["main"]
 
@@ -177,30 +178,34 @@ def _bench(options: argparse.Namespace) -> int:
     return 0
 
 
-COMMANDS: dict[str, Callable[[Parser], None]] = {
-    "bench": bench,
-    "fit": fit,
-    "predict": predict,
-    "study": study,
-    "reproduce": reproduce,
-    "data": data,
+COMMANDS = {  # where the function is, and what it does
+    "bench": ("._cli:bench", "Time training steps with and without observation."),
+    "fit": ("._fit:fit", "Train a model on all rows of a table, without a held-out part."),
+    "predict": ("._fit:predict", "Predict rows with a model of `heldin fit`; CSV to stdout."),
+    "study": ("._cli:study", "Train many small models; which stopping rule keeps better ones?"),
+    "reproduce": (".reproduce._commands:reproduce", "Run the paper's experiments; a report."),
+    "data": (".reproduce._commands:data", "Fetch the paper's datasets from their official places."),
 }
 
 
-def parser() -> Parser:
-    """The parser of all commands."""
+def parser(only: str | None = None) -> Parser:
+    """The parser of all commands, of which one or all know their arguments."""
     top = Parser(prog="heldin", description="Early stopping without a validation set.")
+    top.add_argument("--version", action="version", version=f"heldin {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, add in COMMANDS.items():
-        first = (add.__doc__ or "").splitlines()[0]
-        add(commands.add_parser(name, help=first, description=first))
+    for name, (place, what) in COMMANDS.items():
+        command = commands.add_parser(name, help=what, description=what)
+        if only in (name, None):
+            module, function = place.split(":")
+            getattr(import_module(module, __package__), function)(command)
     return top
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; errors that heldin raises on purpose are one line on stderr."""
-    options = parser().parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
     try:
+        options = parser(next((word for word in given if word[:1] != "-"), "")).parse_args(given)
         code: int = options.run(options)
         return code
     except HeldinError as error:

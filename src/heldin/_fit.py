@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from ._errors import HeldinError
-from ._estimates import COVERAGE
 
 __all__ = ["fit", "predict"]
 
@@ -210,6 +209,8 @@ def summary(model: Any) -> list[tuple[str, str]]:
     lines.append(("stopped", why))
     lines.append(("training loss", f"{facts['training_loss']:.4g} ({kind})"))
     if facts["estimate"] is not None:
+        from ._estimates import COVERAGE
+
         covered = COVERAGE[facts["rule"]][2]
         lines.append(
             (

@@ -1,0 +1,32 @@
+"""Where the public names come from; `heldin` reads this at the first use of one of them."""
+
+from ._auto import stopping as stopping
+from ._checkpoint import load as load
+from ._checkpoint import save as save
+from ._curves import Patience as Patience
+from ._damping import fraction_below as fraction_below
+from ._damping import rmsprop_factors as rmsprop_factors
+from ._elementwise import ElementwiseStopping as ElementwiseStopping
+from ._errors import HeldinError as HeldinError
+from ._errors import HeldinWarning as HeldinWarning
+from ._errors import MixedSamplesWarning as MixedSamplesWarning
+from ._errors import NotObservable as NotObservable
+from ._estimates import Estimate as Estimate
+from ._estimates import EstimateHistory as EstimateHistory
+from ._evidence import Evidence as Evidence
+from ._evidence import evidence as evidence
+from ._folds import FoldStopping as FoldStopping
+from ._folds import ShadowStopping as ShadowStopping
+from ._history import History as History
+from ._history import Record as Record
+from ._leaveoneout import LeaveOneOutStopping as LeaveOneOutStopping
+from ._moments import Moments as Moments
+from ._observe import Observation as Observation
+from ._observe import observe as observe
+from ._packed import Packed as Packed
+from ._rules import Use as Use
+from ._rules import rule as rule
+from ._stopping import EvidenceStopping as EvidenceStopping
+from ._validation import ValidationStopping as ValidationStopping
+from ._verify import Verification as Verification
+from ._verify import verify as verify
