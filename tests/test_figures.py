@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+
+np = pytest.importorskip("numpy")
 
 from heldin._estimates import COVERAGE
 from heldin.study._data import Problem

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,6 +16,7 @@ from torch.nn import functional as F
 import heldin
 from heldin import _cli
 
+np = pytest.importorskip("numpy")
 pytest.importorskip("sklearn")
 pytest.importorskip("joblib")
 
