@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 import heldin
+import machine
 from heldin import _api, _cli, _requirements
 
 tomllib = pytest.importorskip("tomllib", reason="Python 3.11 reads pyproject.toml")
@@ -97,3 +98,23 @@ def test_the_version_is_known_without_importing_torch(monkeypatch: pytest.Monkey
 def test_the_oldest_torch_is_the_one_that_is_asked_for() -> None:
     floor = ".".join(map(str, _requirements.OLDEST_TORCH))
     assert tomllib.loads(METADATA.read_text())["project"]["dependencies"] == [f"torch>={floor}"]
+
+
+# --- what the machine cannot do ------------------------------------------------------------------
+
+
+def cannot() -> None:
+    raise RuntimeError("could not create a primitive. Run with ONEDNN_VERBOSE=all\nand more")
+
+
+def test_what_pytorch_alone_cannot_do_is_skipped_by_name() -> None:
+    reason = r"PyTorch alone cannot do this here: could not create a primitive$"
+    with pytest.raises(pytest.skip.Exception, match=reason), machine.supported(cannot):
+        cannot()
+
+
+def test_what_only_heldin_cannot_do_fails() -> None:
+    with pytest.raises(RuntimeError, match="primitive"), machine.supported(lambda: None):
+        cannot()
+    with pytest.raises(AssertionError), machine.supported(cannot):  # a wrong value is no excuse
+        raise AssertionError
