@@ -57,7 +57,7 @@ def test_workflows_may_do_little_and_end(path: Path) -> None:
 
 def test_the_matrix_has_both_ends() -> None:
     matrix = read(HOST / "workflows" / "tests.yml")["jobs"]["core"]["strategy"]["matrix"]
-    oldest, newest = matrix["include"]
+    oldest, newest = matrix["include"][:2]
     assert oldest["torch"] == ".".join(map(str, OLDEST_TORCH))
     metadata = (ROOT / "pyproject.toml").read_text()
     pythons = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', metadata)

@@ -68,7 +68,7 @@ def test_all_commands_at_once() -> None:
     assert _cli.parser().parse_args(["data", "fetch", "mnist"]).names == ["mnist"]
 
 
-@pytest.mark.parametrize("found", ["2.6.0", "2.6.0+cpu", "1.13.1"])
+@pytest.mark.parametrize("found", ["2.9.1", "2.6.0+cpu", "1.13.1"])
 def test_an_old_torch_is_refused(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(__version__=found))
     with pytest.raises(ImportError, match=r"needs PyTorch \d\.\d+ or newer, and .* is installed"):

@@ -20,6 +20,7 @@ ROOT = Path(__file__).parent.parent
 
 COMMANDS = {"bench", "reproduce", "study"}  # behind `heldin bench` and so on
 PACKAGE = ROOT / "src" / "heldin"
+pytestmark = pytest.mark.xdist_group("site")  # one worker builds it
 
 
 def assigned(source: Path) -> list[str]:

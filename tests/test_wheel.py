@@ -24,6 +24,7 @@ ROOT = Path(heldin.__file__).parents[2]
 if not (ROOT / "pyproject.toml").exists():
     pytest.skip("not run from the source tree", allow_module_level=True)
 
+pytestmark = pytest.mark.xdist_group("wheel")  # one worker builds it
 # What the README takes for granted: a model, data, a loss and an optimiser.
 BEFORE = """
 import torch

@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 __all__ = ["OLDEST_TORCH", "check_torch"]
 
-OLDEST_TORCH = (2, 7)  # as in pyproject.toml, a test compares them
+OLDEST_TORCH = (2, 10)  # as in pyproject.toml, a test compares them
 
 
 def check_torch() -> None:
