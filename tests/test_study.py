@@ -528,7 +528,7 @@ def test_a_dask_cluster_carries_the_study(tmp_path: Path) -> None:
 def test_importing_heldin_imports_nothing_of_the_study() -> None:
     import subprocess
 
-    code = "import heldin, sys; print(*sys.modules)"
+    code = "import heldin, sys; heldin.stopping; print(*sys.modules)"
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
