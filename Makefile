@@ -17,7 +17,7 @@ help:  ## list what can be done
 
 setup: $(READY)  ## create .venv with everything for development
 
-$(READY): pyproject.toml constraints.txt hatch_build.py $(wildcard src/heldin/*.c)
+$(READY): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	@touch $(READY)
@@ -43,10 +43,11 @@ coverage: $(READY)  ## all tests, and how many lines of the library they reach
 matrix: $(READY)  ## the core suite with oldest and newest Python and PyTorch; a table in CONTRIBUTING.md
 	$(BIN)/python -m nox --sessions core table
 
-lint: $(READY)  ## ruff, spelling and mypy
+lint: $(READY)  ## ruff, spelling, the direction of imports and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell
+	$(BIN)/lint-imports --no-cache --no-logo
 	$(BIN)/mypy
 
 format: $(READY)  ## let ruff rewrite what it can

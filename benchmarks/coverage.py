@@ -1,8 +1,8 @@
 """How many models each library gives the right second moment for, and how the others end.
 
-Runs every case of `tests/cases.py` in float64 and compares with one backward pass per sample:
+Runs every case of `tests/support/cases.py` in float64 against one backward pass per sample:
 
-    python benchmarks/coverage.py --out out/coverage        # `make peers` installs the others
+    python -m benchmarks.coverage --out out/coverage        # `make peers` installs the others
 
 exact    all parameters, relative error below 1e-6
 wrong    numbers for all parameters, and at least one of them is wrong, without a word
@@ -26,11 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-
 import heldin
-from cases import CASES, Case
-from truth import truth
+from tests.support.cases import CASES, Case
+from tests.support.truth import truth
 
 Squares = dict[str, Tensor]
 

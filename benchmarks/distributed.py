@@ -29,9 +29,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
 import heldin
-from heldin._distributed import COLUMNS, HEAD
-from heldin._sampling import Sampler
-from heldin.bench._workloads import mlp
+from heldin.capture.sampling import Sampler
+from heldin.lab.bench.workloads import mlp
+from heldin.rules.ranks import COLUMNS, HEAD
 
 BUDGET = 4096
 Shapes = Mapping[str, tuple[int, ...]]

@@ -83,7 +83,7 @@ class Run:
     def go(self, log: int) -> dict[str, Any]:
         """Train to the end; a line in the log for each step."""
         if self.path.exists():
-            states = heldin.load(self.path)
+            states = heldin.state.load(self.path)
             for name in ("model", "optimizer", "stopping"):
                 part = getattr(self, name)
                 if part is not None:
@@ -118,7 +118,7 @@ class Run:
 
     def save(self) -> None:
         parts = {n: getattr(self, n) for n in ("model", "optimizer", "stopping")}
-        heldin.save(
+        heldin.state.save(
             self.path,
             **{n: None if part is None else part.state_dict() for n, part in parts.items()},
             generator=self.generator.get_state(),

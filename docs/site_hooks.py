@@ -24,12 +24,12 @@ from markdown.preprocessors import Preprocessor
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "heldin"
-COMMANDS = {"bench", "reproduce", "study"}  # modules behind `heldin bench` and so on
+COMMANDS = {"cli", "lab"}  # behind the commands
 FENCE = re.compile(r"\s*(```|~~~)")
 MARK = re.compile(r"^(\s*```\w+) illustration.*$")  # for the tests only
 FORMULA = re.compile(r'<(span|div) class="arithmatex">(.*?)</\1>', re.S)
 SCRIPT = re.compile(r'<mi mathvariant="script">([A-Z])</mi>')
-NAME = re.compile(r"(?<![\[`])`heldin\.(\w+)`(?![\]`])")
+NAME = re.compile(r"(?<![\[`])`heldin\.([\w.]+)`(?![\]`])")
 LINK = re.compile(r"(\]\()(?:docs/)([^)]*\))")
 
 
@@ -42,20 +42,21 @@ def names_in(module: Path) -> list[str]:
 
 
 def public() -> dict[str, list[str]]:
-    """Public names by module: of the package, and of integrations with frameworks."""
+    """Public names by module: of the package, and of its modules what is not also there."""
     found = {"heldin": names_in(PACKAGE / "__init__.py")}
     for path in sorted(PACKAGE.iterdir()):
         source = path / "__init__.py" if path.is_dir() else path
         if re.match(r"[a-z]", path.stem) and source.suffix == ".py" and source.exists():
             if path.stem not in COMMANDS:
-                found[f"heldin.{path.stem}"] = names_in(source)
+                own = [name for name in names_in(source) if name not in found["heldin"]]
+                found[f"heldin.{path.stem}"] = own
     return found
 
 
 class Doctests(Preprocessor):
     """Fences around doctests, links around names."""
 
-    names = frozenset(public()["heldin"])
+    names = frozenset(f"{module}.{n}" for module, own in public().items() for n in own)
 
     def run(self, lines: list[str]) -> list[str]:
         """A doctest begins with >>> and ends at an empty line."""
@@ -76,7 +77,7 @@ class Doctests(Preprocessor):
 
     def _link(self, match: re.Match[str]) -> str:
         name = f"heldin.{match[1]}"
-        return f"[`{name}`][{name}]" if match[1] in self.names else match[0]
+        return f"[`{name}`][{name}]" if name in self.names else match[0]
 
 
 class Examples(Extension):

@@ -1,14 +1,11 @@
 import os
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-import heldin._flow
-from heldin._kernels import KERNELS
+from heldin.capture.ownership.flow import failures
 
-sys.path.insert(0, str(Path(__file__).parent))
-heldin._flow.DEBUG = True
 os.environ.setdefault("KERAS_BACKEND", "torch")  # read when keras is imported
 
 
@@ -23,12 +20,9 @@ def mlflow_uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return uri
 
 
-@pytest.fixture(params=["compiled", "PyTorch"])
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """With what is compiled, and with the calls of PyTorch that say the same."""
-    if request.param == "PyTorch":
-        for kind in list(KERNELS):
-            monkeypatch.delitem(KERNELS, kind)
-    elif not KERNELS:
-        pytest.skip("src/heldin/_kernels.c was not compiled here")
-    return str(request.param)
+@pytest.fixture(autouse=True)
+def no_flow_fails() -> Iterator[None]:
+    """A flow that fails costs nothing but precision; here it is a bug all the same."""
+    failures.clear()
+    yield
+    assert not failures

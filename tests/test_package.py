@@ -10,8 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 import heldin
-import machine
-from heldin import _api, _cli, _requirements
+from heldin import _api, _requirements
+from heldin.cli import main as _cli
+from tests.support import machine
 
 tomllib = pytest.importorskip("tomllib", reason="Python 3.11 reads pyproject.toml")
 ROOT = Path(heldin.__file__).parents[2]
@@ -25,7 +26,7 @@ def test_every_public_name_has_a_home() -> None:
     homes = {name for name in vars(_api) if name[0] != "_"}
     assert homes == set(heldin.__all__)
     assert heldin.stopping is _api.stopping
-    assert set(dir(heldin)) >= {*heldin.__all__, "__version__"}
+    assert set(dir(heldin)) >= {*heldin.__all__, "state", "__version__"}
     with pytest.raises(AttributeError, match="no attribute 'EarlyStopping'"):
         heldin.EarlyStopping  # noqa: B018
 
@@ -46,7 +47,7 @@ def test_one_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_is_quick() -> None:
     """Below a second: of what takes long to import, it imports nothing (0.1 s; PyTorch: 1.4 s)."""
     code = (
-        "import sys, heldin._cli as cli\n"
+        "import sys, heldin.cli.main as cli\n"
         "try: cli.main(['--help'])\n"
         "finally: assert not {'torch', 'numpy', 'rich'} & set(sys.modules)"
     )

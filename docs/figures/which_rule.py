@@ -25,11 +25,11 @@ from typing import Any
 
 import numpy as np
 
-from heldin.study._data import Table, role, tables
-from heldin.study._quality import constants
-from heldin.study._rules import RULES, Run, replay
-from heldin.study._run import Spec, log
-from heldin.study._tables import COLUMNS, read, summarise, write
+from heldin.lab.study.data import Table, role, tables
+from heldin.lab.study.quality import constants
+from heldin.lab.study.rules import RULES, Run, replay
+from heldin.lab.study.run import Spec, log
+from heldin.lab.study.tables import COLUMNS, read, summarise, write
 
 DOCS = Path(__file__).parent.parent
 PAGE, STUDY = DOCS / "which-rule.md", DOCS / "study"

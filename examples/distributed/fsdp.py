@@ -36,7 +36,7 @@ stopping = heldin.EvidenceStopping(model)  # pools the ranks, gathers nothing
 
 def state() -> dict[str, object]:
     weights, moments = get_state_dict(model, optimizer)
-    return {"model": weights, "optimizer": moments, "stopping": heldin.Packed(stopping)}
+    return {"model": weights, "optimizer": moments, "stopping": heldin.state.Packed(stopping)}
 
 
 done = 0

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ._adapter import Run, flat_metrics, missing
-from ._stopping import EvidenceStopping as Stopping
+from heldin.rules.evidence import EvidenceStopping as Stopping
+
+from .adapters.session import Run, flat_metrics, missing
 
 try:
     from accelerate import Accelerator

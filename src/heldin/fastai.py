@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from ._adapter import Run, missing
-from ._evidence import grouping
-from ._stopping import EvidenceStopping as Stopping
+from heldin.criterion.evidence import grouping
+from heldin.rules.evidence import EvidenceStopping as Stopping
+
+from .adapters.session import Run, missing
 
 try:
     from fastai.callback.core import Callback, CancelFitException, CancelTrainException

@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from ._adapter import BeforeStep, Run, flat_metrics, forget_gradients, missing
-from ._stopping import EvidenceStopping as Stopping
+from heldin.rules.evidence import EvidenceStopping as Stopping
+
+from .adapters.session import BeforeStep, Run, flat_metrics, forget_gradients, missing
 
 try:
     from ignite.engine import Engine, Events

@@ -12,10 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._adapter import Detour, Run, flat_metrics
-from ._errors import HeldinError
-from ._packed import packed, unpacked
-from ._stopping import EvidenceStopping as Stopping
+from heldin.rules.evidence import EvidenceStopping as Stopping
+
+from .adapters.session import Detour, Run, flat_metrics
+from .errors import HeldinError
+from .state.packed import packed, unpacked
 
 try:
     import keras

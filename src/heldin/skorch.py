@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ._adapter import DEFAULTS, BeforeStep, Run, forget_gradients, missing
-from ._elementwise import ElementwiseStopping as Elementwise
-from ._stopping import EvidenceStopping as Stopping
+from heldin.rules.evidence import EvidenceStopping as Stopping
+
+from .adapters.session import DEFAULTS, BeforeStep, Run, forget_gradients, missing
+from .rules.elementwise import ElementwiseStopping as Elementwise
 
 try:
     from skorch import NeuralNet

@@ -8,11 +8,12 @@ from typing import Any
 
 from torch import nn
 
-from ._adapter import Run, flat_metrics, forget_gradients, missing
-from ._elementwise import ElementwiseStopping
-from ._errors import HeldinError
-from ._packed import packed, unpacked
-from ._stopping import EvidenceStopping
+from heldin.rules.evidence import EvidenceStopping
+
+from .adapters.session import Run, flat_metrics, forget_gradients, missing
+from .errors import HeldinError
+from .rules.elementwise import ElementwiseStopping
+from .state.packed import packed, unpacked
 
 try:
     import accelerate  # noqa: F401  (without it there is a Trainer, which fails when it is made)

@@ -27,10 +27,10 @@ except ImportError as error:
 import torch
 from torch import nn
 
-from heldin._trainer import Pace
+from heldin.tables.trainer import Pace
 
-from ._base import Layers
-from ._kinds import Classifier, Hidden, Linear, Regressor
+from .base import Layers
+from .kinds import Classifier, Hidden, Linear, Regressor
 
 __all__ = ["LinearRegression", "LogisticRegression", "MLPClassifier", "MLPRegressor"]
 
@@ -57,7 +57,8 @@ class MLPClassifier(Classifier, Hidden):
             learning_rate_init, power_t, max_iter, shuffle, random_state, tol, verbose, warm_start,
             momentum, nesterovs_momentum, validation_fraction, beta_1, beta_2, epsilon,
             n_iter_no_change: as in scikit-learn, but for solver="lbfgs", which is refused, and
-            max_iter, a limit that the rule should not reach.
+            max_iter, a limit that the rule should not reach. verbose may also be a function of the
+            epoch, the training loss and what the rule says.
         early_stopping: the rule.
         class_weight: None, "balanced" or a mapping from labels to weights.
 

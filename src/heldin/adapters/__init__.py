@@ -1,0 +1,1 @@
+"""What the integrations with training frameworks share."""

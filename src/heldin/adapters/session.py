@@ -1,0 +1,219 @@
+"""What the adapters to training frameworks have in common."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from heldin.errors import HeldinError
+from heldin.rules.elementwise import ElementwiseStopping
+from heldin.rules.evidence import EvidenceStopping
+
+__all__ = [
+    "DEFAULTS",
+    "BeforeStep",
+    "Detour",
+    "Run",
+    "flat_metrics",
+    "forget_gradients",
+    "missing",
+]
+
+# what EvidenceStopping takes besides a model
+DEFAULTS: dict[str, Any] = {
+    name: parameter.default
+    for name, parameter in inspect.signature(EvidenceStopping).parameters.items()
+    if name != "model"
+}
+
+
+def missing(framework: str, extra: str, error: ImportError) -> ImportError:
+    """The error of an adapter whose framework cannot be imported."""
+    return ImportError(
+        f"heldin.{extra} needs {framework} ({error}): pip install 'heldin[{extra}]'",
+        name=error.name,
+    )
+
+
+class Run:
+    """The `EvidenceStopping` of a training run that a framework begins, feeds and ends.
+
+    Settings are checked at once, though the model comes later; a state may be loaded before.
+
+    >>> run = Run("Callback", {"smoothing": 0.5})
+    >>> run.begin(nn.Linear(2, 1)).smoothing
+    0.5
+    >>> run.end()
+    >>> try:
+    ...     Run("Callback", {"smoothness": 0.5})
+    ... except HeldinError as error:
+    ...     print(error)
+    Callback: ...got an unexpected keyword argument 'smoothness'...
+    """
+
+    def __init__(self, owner: str, options: Mapping[str, Any]) -> None:
+        self.options = dict(options)
+        self.stopping: EvidenceStopping | None = None
+        self._state: Mapping[str, Any] | None = None
+        self._check(owner)
+
+    def _check(self, owner: str) -> None:
+        """Refuse what EvidenceStopping would refuse, names of parameters aside."""
+        if "model" in self.options:
+            raise HeldinError(f"{owner}: the model is the one that the framework trains")
+        anything = nn.ParameterList([nn.Parameter(torch.zeros(1))])
+        groups = self.options.get("groups", "tensor")
+        known = groups if isinstance(groups, str) else "tensor"
+        options = {**self.options, "groups": known, "parameters": None}
+        try:
+            EvidenceStopping(anything, **options).remove()
+        except TypeError as error:
+            raise HeldinError(f"{owner}: {error}; see heldin.EvidenceStopping") from None
+
+    def begin(self, model: nn.Module) -> EvidenceStopping:
+        """Watch a model from now on, from the state that was loaded last."""
+        self.end()
+        self.stopping = EvidenceStopping(model, **self.options)
+        if self._state:
+            try:
+                self.stopping.load_state_dict(self._state)
+            except HeldinError:
+                self.end()
+                raise
+        self._state = None
+        return self.stopping
+
+    def end(self) -> None:
+        """Watch no more. What was found stays readable."""
+        if self.stopping is not None:
+            self.stopping.remove()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the run, or the one it will begin with."""
+        if self._state is None and self.stopping is not None:
+            return self.stopping.state_dict()
+        return dict(self._state or {})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state: now if a run is under way, else when the next one begins."""
+        if self.stopping is not None and self.stopping.watching:
+            self.stopping.load_state_dict(state)
+        else:
+            self._state = dict(state)
+
+
+class HasMetrics(Protocol):
+    """EvidenceStopping or ElementwiseStopping."""
+
+    def metrics(self) -> dict[str, float]:
+        """The state as a flat mapping."""
+
+
+def flat_metrics(source: HasMetrics | None, groups: bool) -> dict[str, float]:
+    """What to log: a few numbers, and on request one for each group or tensor."""
+    if source is None:
+        return {}
+    single = ("heldin/group/", "heldin/stopped/")
+    return {k: v for k, v in source.metrics().items() if groups or not k.startswith(single)}
+
+
+def forget_gradients(parameters: Iterable[Tensor]) -> None:
+    """Make the coming step of the optimiser an empty one.
+
+    Optimisers leave parameters without a gradient alone, momentum and weight decay included. So
+    the weights that asked for the stop are kept where a framework goes on to step.
+    """
+    for parameter in parameters:
+        parameter.grad = None
+
+
+class BeforeStep:
+    """Calls a function right before optimisers with parameters of a model step.
+
+    Not if they step with a closure: the batch has not been seen then, and `missed` is set. Whoever
+    calls the function otherwise says so with `done`, so that it is called once for each step.
+
+    >>> model = nn.Linear(2, 1)
+    >>> before = BeforeStep(model, lambda: print("a step"))
+    >>> torch.optim.SGD(model.parameters(), lr=0.1).step()
+    a step
+    >>> torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1).step()
+    >>> before.close()
+    """
+
+    def __init__(self, model: nn.Module, function: Callable[[], None]) -> None:
+        self.done = self.missed = False
+        self._own = {id(p) for p in model.parameters()}
+        self._function = function
+        respond = weakref.WeakMethod(self._stepping)  # the hook must not keep a lost run alive
+
+        def stepping(optimizer: Any, args: Any, kwargs: Any) -> None:
+            alive = respond()
+            if alive is not None:
+                alive(optimizer, args, kwargs)
+
+        self.close = weakref.finalize(self, register_optimizer_step_pre_hook(stepping).remove)
+
+    def _stepping(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if isinstance(optimizer, ElementwiseStopping):
+            return  # the one inside will step as well
+        params = (id(p) for group in optimizer.param_groups for p in group["params"])
+        if not any(p in self._own for p in params):
+            return
+        closure = next((c for c in (*args[1:], kwargs.get("closure")) if c is not None), None)
+        if closure is not None:
+            self.missed = True
+        elif not self.done:
+            self._function()
+        self.done = False
+
+
+class Detour:
+    """A method of one object that leads through another function until the detour is closed.
+
+    >>> class Greeter:
+    ...     def greet(self, name):
+    ...         return "hello " + name
+    >>> greeter = Greeter()
+    >>> loud = Detour(greeter, "greet", lambda greet, name: greet(name).upper())
+    >>> twice = Detour(greeter, "greet", lambda greet, name: 2 * greet(name))
+    >>> greeter.greet("you")
+    'HELLO YOUHELLO YOU'
+    >>> loud.close()                                         # in any order
+    >>> greeter.greet("you")
+    'hello youhello you'
+    >>> twice.close()
+    >>> vars(greeter)
+    {}
+    """
+
+    def __init__(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
+        self._owner, self._name, self._around = owner, name, around
+        self._inner = getattr(owner, name)
+        self._own = name in vars(owner)  # or the class's
+        self._open = True
+        self.__wrapped__ = getattr(self._inner, "__wrapped__", self._inner)  # for its signature
+        setattr(owner, name, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the wrapper while it is in place, the method itself afterwards."""
+        if self._open:
+            return self._around(self._inner, *args, **kwargs)
+        return self._inner(*args, **kwargs)
+
+    def close(self) -> None:
+        """Put the method back, once the detours made later are closed as well."""
+        self._open = False
+        top = vars(self._owner).get(self._name)
+        while isinstance(top, Detour) and not top._open:
+            if top._own:
+                setattr(self._owner, self._name, top._inner)
+            else:
+                delattr(self._owner, self._name)
+            top = vars(self._owner).get(self._name)

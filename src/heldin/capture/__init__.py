@@ -1,0 +1,1 @@
+"""Per-sample gradient sums, read out of backward passes."""

@@ -1,0 +1,65 @@
+"""The one change to PyTorch: `torch.autograd.backward`, while something is observed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .collector import Backward, Collector
+from .graph import walk
+
+__all__ = ["attach", "detach"]
+
+_live: list[Collector] = []
+_lock = threading.Lock()
+_plain_backward = torch.autograd.backward
+
+
+def _observed_backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+    """torch.autograd.backward while something is observed: look at the graph, then run it."""
+    collectors = list(_live)
+    if not collectors:
+        return _plain_backward(tensors, *args, **kwargs)
+    roots = list(tensors) if isinstance(tensors, Sequence) else [tensors]
+    nodes = [t.grad_fn if isinstance(t, Tensor) else t.node for t in roots]
+    seeds = args[0] if args else kwargs.get("grad_tensors")
+    seeds = None if seeds is None else [seeds] if isinstance(seeds, Tensor) else list(seeds)
+    inputs = args[4] if len(args) > 4 else kwargs.get("inputs")
+    backward = Backward(walk([n for n in nodes if n is not None]), roots, seeds, inputs)
+    passes = []
+    try:
+        for collector in collectors:
+            observed = collector.prepare(backward)
+            if observed is not None:
+                passes.append(observed)
+        for each in passes:  # only now: preparing may run other backward passes
+            each.attach()
+        _plain_backward(tensors, *args, **kwargs)
+        for each in passes:
+            each.finish()
+    finally:
+        for each in passes:
+            each.close()
+
+
+def attach(collector: Collector) -> None:
+    """Let a collector see all backward passes from now on."""
+    with _lock:
+        collector.open()
+        if collector not in _live:
+            _live.append(collector)
+        torch.autograd.backward = _observed_backward
+
+
+def detach(collector: Collector) -> None:
+    """Let it see no more; the last one leaves PyTorch as it was."""
+    with _lock:
+        if collector in _live:
+            _live.remove(collector)
+        if not _live and torch.autograd.backward is _observed_backward:
+            torch.autograd.backward = _plain_backward
+    collector.pause()

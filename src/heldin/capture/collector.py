@@ -1,0 +1,380 @@
+"""Collects what the backward passes of one model show, from one `clear` to the next."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from heldin.errors import HeldinError, HeldinWarning, NotObservable
+
+from .forward import BatchDim, Calls
+from .graph import Graph
+from .knowledge import Call, Knowledge
+from .moments import Moments, upcast
+from .names import Names
+from .passes import ParameterSums, PassContext, PassResult, Recorder, block_of
+from .plan import Plan
+from .planning import hiding_node, make_plan
+from .reference import Output, frontier, mixes_samples, replay, topmost
+from .sampling import Sampler
+from .sharding import is_parallel, runs_once, unwrapped, watch_unsharded
+
+__all__ = ["BUDGET", "Backward", "Collector", "Estimator"]
+
+Estimator = Literal["exact", "sampled", "microbatch"]
+T = TypeVar("T")
+BUDGET = 4096  # coordinates per parameter of the sampled estimator
+
+
+@dataclass(frozen=True)
+class Backward:
+    """A call of `torch.autograd.backward`, and the graph that it goes through."""
+
+    graph: Graph
+    roots: Sequence[Any]
+    seeds: Any
+    inputs: Any
+
+
+class Collector:
+    """The sums of all backward passes of a model since the last `clear`.
+
+    Args:
+        model, batch_dim, parameters, estimator, budget, seed: see `heldin.observe`.
+        per_sample: collect the contributions of single samples in the place of their sums.
+        with_reference: also take one backward pass per sample, to compare with.
+
+    Attributes:
+        count: number of samples seen.
+        passes: number of backward passes.
+        first_count: number of samples in the first of them.
+        weight_by_batch_size: let samples count alike, though the sizes of the passes differ.
+        sums: by name of the parameter.
+        per_sample: contributions (m, ...) by name, of the last pass.
+        reference: sums by one backward pass per sample.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch_dim: BatchDim = 0,
+        parameters: Callable[[str], bool] | None = None,
+        estimator: Estimator = "exact",
+        budget: int = BUDGET,
+        seed: int = 0,
+        *,
+        per_sample: bool = False,
+        with_reference: bool = False,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise HeldinError(f"heldin.observe: expected a torch.nn.Module, got {type(model)}")
+        model = unwrapped(model)
+        if not any(p.requires_grad for p in model.parameters()):
+            raise HeldinError(
+                "heldin.observe: the model has no parameter that requires a gradient; unfreeze at "
+                "least one"
+            )
+        if estimator not in ("exact", "sampled", "microbatch"):
+            raise HeldinError(
+                f"heldin.observe: estimator must be 'exact', 'sampled' or 'microbatch', got "
+                f"{estimator!r}"
+            )
+        if budget < 1:
+            raise HeldinError(f"heldin.observe: budget must be at least 1, got {budget}")
+        self.estimator = estimator
+        self.sampler = Sampler(budget, seed) if estimator == "sampled" else None
+        self.weight_by_batch_size = False
+        self.per_sample: dict[str, Tensor] = {}
+        self.reference: dict[str, tuple[Tensor, Tensor]] = {}
+        self.sums: dict[str, ParameterSums] = {}
+        self.count = self.passes = self.first_count = 0
+        self.knowledge = Knowledge()
+        self._names = Names(model, parameters)
+        self.calls = Calls(model, batch_dim, self.knowledge, self._names)
+        self._wants_samples, self._wants_reference = per_sample, with_reference
+        self._model: nn.Module | None = model
+        self._selects = parameters
+        self.watching = False
+        self._watching: list[Any] = []
+        self._sharded = False
+
+    # -- opening and closing
+
+    @property
+    def closed(self) -> bool:
+        return self._model is None
+
+    def open(self) -> None:
+        """Watch the model's forward passes."""
+        if self._model is not None and not self.watching:
+            self.watching = True
+            self._watching = watch_unsharded(self._model, self._names.gathered)
+            self._sharded = bool(self._watching)
+            if self.estimator != "microbatch":  # which needs no owners
+                self.calls.attach()
+
+    def pause(self) -> None:
+        """Watch nothing, at no cost; sums and what was learnt are kept."""
+        self.watching = False
+        self.calls.detach()
+        for handle in self._watching:
+            handle.remove()
+        self._watching = []
+
+    def close(self) -> None:
+        """Let go of the model."""
+        self.pause()
+        self.calls.close()
+        self._model = None
+        self._names.forget()
+
+    def clear(self, redraw: bool = True) -> None:
+        """Forget the sums, and calls not followed by a backward pass; what was learnt is kept.
+
+        Args:
+            redraw: whether the sampled estimator looks at other coordinates from now on.
+        """
+        self.sums, self.reference = {}, {}
+        self.count = self.passes = self.first_count = 0
+        if self.calls.pending:
+            self.calls.drop()
+        if self.sampler is not None:
+            self.sampler.close_step(redraw)
+
+    def call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Run a function as if it were the model's forward pass, and return its result."""
+        if self.calls.watching:
+            return self.calls.run(function, args, kwargs)
+        return function(*args, **kwargs)
+
+    # -- what was collected
+
+    def parameters(self) -> dict[str, Tensor]:
+        """The parameters that are observed, by name, in the model's order."""
+        assert self._model is not None
+        chosen = set(self._names.by_id.values())
+        return {name: p for name, p in self._model.named_parameters() if name in chosen}
+
+    def trained(self) -> list[str]:
+        """The names of the observed parameters that require a gradient, in the model's order."""
+        if self._model is None:  # closed by another thread, in the middle of a pass
+            return []
+        named, selects = self._model.named_parameters(), self._selects
+        return [n for n, p in named if p.requires_grad and (selects is None or selects(n))]
+
+    def turn(self) -> frozenset[str] | None:
+        """The parameters that are looked at until the next draw; None: all of them."""
+        return None if self.sampler is None else self.sampler.turn(self.trained)
+
+    def moments(self, name: str) -> Moments:
+        """The moments of one parameter."""
+        found = self.sums[name]
+        total, squares, shared = found.total, found.squares, found.shared
+        if shared is not None and self.count:  # every sample has its part of a penalty
+            squares = squares + (2 * total + shared) * shared / self.count
+            total = total + shared
+        return Moments(total, squares, self.count, found.weight)
+
+    def add(self, result: PassResult) -> None:
+        """Take in what a backward pass has shown; passes of one step add up."""
+        self.passes += 1
+        self.first_count = self.first_count or result.m
+        self.per_sample.update(result.per_sample)
+        if self.sampler is not None and result.m > 1:
+            self.sampler.whole |= result.whole
+        factor = result.m / self.first_count if self.weight_by_batch_size else 1.0
+        for name, new in result.sums.items():
+            if factor != 1.0:
+                shared = None if new.shared is None else new.shared * factor
+                total, squares = new.total * factor, new.squares * factor**2
+                new = ParameterSums(total, squares, shared, new.weight)
+            old = self.sums.get(name)
+            self.sums[name] = new if old is None else _added(old, new)
+        self.count += result.m
+
+    # -- before a pass
+
+    def prepare(self, backward: Backward) -> ObservedPass | None:
+        """Find out how to observe a backward pass; None: there is nothing to observe."""
+        graph = backward.graph
+        names = self._names.of(graph.leaves.values())
+        known: dict[str, ParameterSums] = {}
+        calls: list[Call] = []
+        plan: Plan | None = None
+        if self.estimator == "microbatch":
+            if any(id(leaf) in names for leaf in graph.leaves.values()):
+                self._refuse_parallel_tensors(graph)
+                plan = self._leaves_only(graph, 1)
+        else:
+            calls = self.calls.within(graph)
+            leaves = tuple([names.get(id(leaf)) for leaf in graph.leaves.values()])
+            plan = self.knowledge.plan(calls, leaves, graph)
+            if plan is None:
+                plan, known = self._inspect(backward, calls, leaves)
+            if plan is not None and self._wants_reference:
+                self._take_reference(backward, calls, plan)
+        if plan is None:
+            self.calls.done(calls)
+            return None
+        wants, inputs = self._wants_samples, backward.inputs
+        context = PassContext(graph, plan, self.sampler, self.turn(), wants, known, inputs, names)
+        return ObservedPass(self, Recorder(context), calls)
+
+    def _inspect(
+        self, backward: Backward, calls: Sequence[Call], leaves: tuple[str | None, ...]
+    ) -> tuple[Plan | None, dict[str, ParameterSums]]:
+        """A graph that was not seen before: its plan, and sums that are known before the pass."""
+        graph, reached = backward.graph, [name for name in leaves if name is not None]
+        trap = hiding_node(graph)
+        if trap is not None and (reached or calls):
+            raise NotObservable(
+                f"{trap[0]} hides parameters from observation: {trap[1]}; or pass "
+                'estimator="microbatch", which looks at whole micro-batches only'
+            )
+        if not reached:
+            return None, {}
+        self._refuse_parallel_tensors(graph)
+        if not calls:
+            raise NotObservable(
+                f"a backward pass reached parameter {reached[0]!r}, but not through a call of the "
+                "model inside the observed block that was still to be followed back. Call the "
+                "model (or run the step through call()), and add up losses and penalties before "
+                "one backward()"
+            )
+        counts = {call.m for call in calls}
+        if len(counts) > 1:
+            raise NotObservable(
+                f"one backward pass through calls of the model with {sorted(counts)} samples: "
+                "which of them belong together is not known. Call backward() once for each"
+            )
+        (m,) = counts
+        if m == 1:
+            return self._leaves_only(graph, 1), {}
+        trackers = [call.tracker for call in calls if call.tracker is not None]
+        if len(trackers) < len(calls):
+            return self._by_reference(backward, calls, m)
+        once = runs_once(graph.nodes)
+        owners = {k: v for tracker in trackers for k, v in tracker.nodes.items()}
+        slots = {k: v for tracker in trackers for k, v in tracker.slots.items()}
+        cause = next((t.first_mixed for t in trackers if t.first_mixed), None)
+        plan = make_plan(graph, self._names.by_id, owners, slots, m, cause)
+        outputs = self._outputs(graph, calls) or topmost(graph, frontier(graph, owners, m))
+        if outputs and not (once or self._sharded) and mixes_samples(backward.roots, outputs):
+            self.knowledge.warn_mixed({"the loss": "it depends on several samples jointly"})
+        if not once and not any(tracker.volatile for tracker in trackers):
+            self.knowledge.remember(calls, leaves, graph, plan)
+        return plan, {}
+
+    def _refuse_parallel_tensors(self, graph: Graph) -> None:
+        """A parameter that no rank has as a whole, not even during the pass."""
+        for leaf in graph.leaves.values():
+            if is_parallel(leaf):
+                name = self._names.by_id.get(id(leaf), "of a frozen or unobserved layer")
+                raise NotObservable(
+                    f"parameter {name!r} is a DTensor during the forward pass (tensor parallel): "
+                    "samples cannot be followed through it, nor can its gradient be summed here. "
+                    "Use data-parallel ranks, or fully_shard, for the layers that are observed"
+                )
+
+    def _leaves_only(self, graph: Graph, m: int) -> Plan:
+        names = self._names.by_id
+        leaves = {names[id(p)]: i for i, p in graph.leaves.items() if id(p) in names}
+        return Plan(m, leaves=leaves)
+
+    # -- one backward pass per sample
+
+    def _outputs(self, graph: Graph, calls: Sequence[Call]) -> list[Output]:
+        return topmost(graph, [pair for call in calls for pair in self.knowledge.outputs(call)])
+
+    def _replayed(
+        self, backward: Backward, calls: Sequence[Call], plan: Plan
+    ) -> dict[str, tuple[Tensor, Tensor]]:
+        graph = backward.graph
+        params = {name: graph.leaves[i] for name, i in plan.leaves.items()}
+        outputs = self._outputs(graph, calls)
+        return replay(backward.roots, backward.seeds, outputs, params, plan.m) if outputs else {}
+
+    def _take_reference(self, backward: Backward, calls: Sequence[Call], plan: Plan) -> None:
+        if self._sharded:
+            raise NotObservable(
+                "the truth takes backward passes of our own, which would disturb fully_shard; "
+                "compare before the model is sharded"
+            )
+        for name, (total, squares) in self._replayed(backward, calls, plan).items():
+            if name in self.reference:
+                first, second = self.reference[name]
+                total, squares = first + total, second + squares
+            self.reference[name] = total, squares
+
+    def _by_reference(
+        self, backward: Backward, calls: Sequence[Call], m: int
+    ) -> tuple[Plan | None, dict[str, ParameterSums]]:
+        """A known call has led to an unknown graph: one backward pass per sample, this once.
+
+        That needs the model's outputs, and that all of the gradient comes through them; without
+        them the pass is let go, with a warning, and the next calls are followed again.
+        """
+        self.knowledge.doubt(calls)
+        if self._sharded:
+            return self._let_go("backward passes of our own would disturb fully_shard")
+        graph, plan = backward.graph, self._leaves_only(backward.graph, m)
+        found = self._replayed(backward, calls, plan)
+        leaves = [graph.leaves[i] for i in plan.leaves.values()]
+        grads = torch.autograd.grad(backward.roots, leaves, backward.seeds, retain_graph=True)
+        for name, grad in zip(plan.leaves, grads, strict=True):
+            whole = upcast(grad.to_dense() if grad.is_sparse else grad)
+            part = found[name][0] if name in found else torch.zeros_like(whole)
+            if not bool(whole.isfinite().all()):
+                continue  # nothing to compare; a broken number is reported as such
+            if not torch.allclose(part, whole, rtol=1e-2, atol=1e-2 * float(whole.abs().max())):
+                why = f"not all of {name!r}'s gradient comes through the model's outputs"
+                return self._let_go(why)
+        known = {}
+        for name, (first, second) in found.items():
+            block, weight = block_of(self.sampler, name, first, m)
+            known[name] = ParameterSums(first[block], second[block], None, weight)
+        return plan, known
+
+    def _let_go(self, why: str) -> tuple[None, dict[str, ParameterSums]]:
+        warnings.warn(
+            "this backward pass is not observed: its graph differs from those that the same call "
+            f"of the model has led to before, and {why}. The next calls are followed anew",
+            HeldinWarning,
+            stacklevel=2,
+        )
+        return None, {}
+
+
+class ObservedPass:
+    """A backward pass that one collector watches: attach, (the pass), finish, close."""
+
+    def __init__(self, collector: Collector, recorder: Recorder, calls: Sequence[Call]) -> None:
+        self._collector, self._recorder, self._calls = collector, recorder, calls
+        collector.calls.backward_depth += 1
+
+    def attach(self) -> None:
+        """Listen at the nodes of the graph."""
+        self._recorder.attach()
+
+    def finish(self) -> None:
+        """The pass went through."""
+        self._collector.add(self._recorder.result())
+
+    def close(self) -> None:
+        """Let go of the graph, also after an error."""
+        self._recorder.close()
+        self._collector.calls.backward_depth -= 1
+        self._collector.calls.done(self._calls)
+
+
+@torch.no_grad()
+def _added(old: ParameterSums, new: ParameterSums) -> ParameterSums:
+    shared = new.shared
+    if old.shared is not None:
+        shared = old.shared if shared is None else old.shared + shared
+    return ParameterSums(old.total + new.total, old.squares + new.squares, shared, new.weight)

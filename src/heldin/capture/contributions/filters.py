@@ -1,0 +1,99 @@
+"""Contributions to the filters of a plain convolution."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from heldin.capture.moments import upcast
+from heldin.capture.sampling import Block
+
+from .base import Contributions
+
+__all__ = ["Filters", "overlap"]
+
+PATCHES = 1 << 20  # elements of images that are cut into patches at a time
+
+
+class Filters(Contributions):
+    """Filters (O, C, k, k) of a plain convolution: patches of each sample's images are taken."""
+
+    def __init__(
+        self,
+        grad: Tensor,
+        x: Tensor,
+        kernel: Sequence[int],
+        settings: Mapping[str, Sequence[int]],
+        place: tuple[int, int] | None = None,
+    ) -> None:
+        self.grad, self.x = grad, x  # (m, r, O, H, W), (m, r, C, H, W)
+        self.kernel, self.settings = tuple(kernel), settings
+        self.place = place  # the one place in the kernel that is looked at
+        self.m = grad.shape[0]
+        self.shape = (grad.shape[2], x.shape[2], *((1, 1) if place else self.kernel))
+        self.reads = self.m * grad.shape[1] * grad.shape[3] * grad.shape[4]
+
+    def restrict(self, block: Block) -> Contributions:
+        rows, columns, *place = block
+        grad, x = self.grad[:, :, rows], self.x[:, :, columns]
+        at = (place[0].start, place[1].start) if place else None
+        return Filters(grad, x, self.kernel, self.settings, at)
+
+    def samples(self, lo: int, hi: int) -> Tensor:
+        x, grad = upcast(self.x[lo:hi]), upcast(self.grad[lo:hi])
+        if self.place is None:
+            patches = F.unfold(x.flatten(0, 1), self.kernel, **self.settings)  # type: ignore[arg-type]
+        else:
+            (up, down), (left, right) = (self._overlap(axis) for axis in (0, 1))
+            grad, patches = grad[..., up, left], x[..., down, right]
+        delta = grad.flatten(3)  # (n, r, O, L)
+        patches = patches.reshape(*delta.shape[:2], prod(self.shape[1:]), delta.shape[3])
+        if delta.shape[1] == 1:
+            each = delta[:, 0] @ patches[:, 0].mT
+        else:
+            each = torch.einsum("irol,irkl->iok", delta, patches)
+        return each.reshape(hi - lo, *self.shape)
+
+    def _overlap(self, axis: int) -> tuple[slice, slice]:
+        assert self.place is not None
+        stride, padding, dilation = (
+            self.settings[name][axis] for name in ("stride", "padding", "dilation")
+        )
+        size, outputs = self.x.shape[3 + axis], self.grad.shape[3 + axis]
+        return overlap(self.place[axis], stride, padding, dilation, size, outputs)
+
+    def moments(self, total: Tensor | None) -> tuple[Tensor, Tensor]:
+        work = self.reads * prod(self.shape[1:]) // self.m + self.numel
+        step = max(1, min(self.m, PATCHES // max(1, work)))
+        first, second = total, None
+        for lo in range(0, self.m, step):
+            each = self.samples(lo, min(self.m, lo + step))
+            if total is None:
+                sums = each.sum(0)
+                first = sums if first is None else first.add_(sums)
+            squares = each.square_().sum(0)
+            second = squares if second is None else second.add_(squares)
+        assert first is not None
+        assert second is not None
+        return first, second
+
+
+def overlap(
+    place: int, stride: int, padding: int, dilation: int, size: int, outputs: int
+) -> tuple[slice, slice]:
+    """Where outputs and inputs meet at one place in the kernel, along an axis; the rest is padding.
+
+    >>> overlap(0, 1, 1, 1, 4, 4)                  # the left column of a kernel of 3
+    (slice(1, 4, None), slice(0, 3, 1))
+    """
+    shift = place * dilation - padding
+    first = max(0, -(shift // stride))
+    last = min(outputs, (size - 1 - shift) // stride + 1)
+    if last <= first:
+        return slice(0, 0), slice(0, 0)
+    start = first * stride + shift
+    return slice(first, last), slice(start, start + (last - first - 1) * stride + 1, stride)

@@ -1,0 +1,121 @@
+"""The autograd graph of one backward pass: the nodes between a loss and its leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from heldin.errors import NotObservable
+
+__all__ = ["LEAF", "Graph", "children_first", "shape_of", "walk"]
+
+LEAF = "torch::autograd::AccumulateGrad"
+# The dispatch mode turns some aliases into plain views; they are the same to us.
+_SYNONYMS = {"ReshapeAliasBackward0": "ViewBackward0", "UnsafeViewBackward0": "ViewBackward0"}
+
+
+@dataclass(eq=False)
+class Graph:
+    """The nodes reachable from some roots, in a fixed order."""
+
+    nodes: list[Any]
+    index: dict[Any, int]
+    names: list[str]
+    edges: list[int]  # flat: for each node its number of inputs, then a code for each of them
+    leaves: dict[int, Tensor]  # position -> leaf tensor
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """Equal for graphs with the same ops in the same places."""
+        return tuple(self.names), tuple(self.edges)
+
+    @cached_property
+    def children(self) -> list[list[tuple[int, int]]]:
+        """Per node and input: (position, output), with position -1 where there is nothing."""
+        result: list[list[tuple[int, int]]] = []
+        codes = iter(self.edges)
+        for count in codes:
+            inputs = [next(codes) for _ in range(count)]
+            result.append([(-1, 0) if code < 0 else divmod(code, _OUTPUTS) for code in inputs])
+        return result
+
+    @cached_property
+    def parents(self) -> list[list[int]]:
+        """Per node: the positions of the nodes that it feeds."""
+        result: list[list[int]] = [[] for _ in self.nodes]
+        for position, inputs in enumerate(self.children):
+            for child, _ in inputs:
+                if child >= 0:
+                    result[child].append(position)
+        return result
+
+
+_OUTPUTS = 1 << 20  # more than any op has outputs
+_NAMES: dict[type, str] = {}  # of nodes, by type
+KINDS = 4096  # types that are remembered
+
+
+def walk(roots: Sequence[Any]) -> Graph:
+    """All nodes between the roots and the leaves."""
+    nodes = list(dict.fromkeys(roots))
+    index = {node: position for position, node in enumerate(nodes)}
+    names: list[str] = []
+    edges: list[int] = []
+    leaves: dict[int, Tensor] = {}
+    for position, node in enumerate(nodes):  # grows while it is gone through
+        kind = type(node)
+        name = _NAMES.get(kind)
+        if name is None:
+            name = node.name()
+            if name.endswith(kind.__name__) and len(_NAMES) < KINDS:  # not if several share a type
+                _NAMES[kind] = name
+        names.append(_SYNONYMS.get(name, name))
+        if name == LEAF:
+            leaves[position] = node.variable
+            edges.append(0)
+            continue
+        following = node.next_functions
+        edges.append(len(following))
+        for child, output in following:
+            if child is None:
+                edges.append(-1)
+                continue
+            at = index.get(child)
+            if at is None:
+                at = index[child] = len(nodes)
+                nodes.append(child)
+            edges.append(at * _OUTPUTS + output)
+    return Graph(nodes, index, names, edges, leaves)
+
+
+def shape_of(node: Any, output: int) -> tuple[int, ...]:
+    """The shape of what a node has put out."""
+    try:
+        return tuple(node._input_metadata[output].shape)
+    except RuntimeError:  # it has no shape of numbers
+        raise NotObservable(
+            f"{node.name()} works on nested tensors, in which rows cannot be followed; use padded "
+            "or packed sequences"
+        ) from None
+
+
+def children_first(graph: Graph) -> list[int]:
+    order: list[int] = []
+    state = [0] * len(graph.nodes)
+    for start in range(len(graph.nodes)):
+        stack = [start]
+        while stack:
+            i = stack[-1]
+            if state[i] == 0:
+                state[i] = 1
+                stack.extend(c for c, _ in graph.children[i] if c >= 0 and state[c] == 0)
+            else:
+                stack.pop()
+                if state[i] == 1:
+                    state[i] = 2
+                    order.append(i)
+    return order

@@ -1,0 +1,87 @@
+"""Prehooks on autograd nodes, for the length of one backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
+
+__all__ = ["Grads", "NodeHooks", "without_autocast"]
+
+Grads = Sequence[Tensor | None]
+
+
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """Statistics keep their precision where the user runs backward() under autocast."""
+    with ExitStack() as stack:
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+def _is_batched(grad: Tensor) -> bool:
+    """Whether this is the gradient of several passes at once."""
+    return is_legacy_batchedtensor(grad) or is_functorch_wrapped_tensor(grad)
+
+
+class NodeHooks:
+    """Owns the prehooks of one backward pass, and knows which firings belong to it.
+
+    Not those of backward passes that our own responses run, nor those that the user's hooks run
+    through the same graph, to which the engine has given a higher number.
+
+    Args:
+        restart: called when it turns out that what was seen so far belonged to another pass.
+    """
+
+    def __init__(self, restart: Callable[[], None]) -> None:
+        self._restart = restart
+        self._handles: list[Any] = []
+        self._busy = False
+        self._task: int | None = None  # the engine's number for this pass
+        self._autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+
+    def add(self, node: Any, respond: Callable[[Grads], None]) -> None:
+        """Let a function see the gradients that are about to go into a node."""
+
+        def fired(grads: Grads) -> None:
+            if not self._is_this_pass(grads):
+                return
+            self._busy = True
+            try:
+                if torch.is_grad_enabled() or self._autocast:
+                    with torch.no_grad(), without_autocast():
+                        respond(grads)
+                else:
+                    respond(grads)
+            finally:
+                self._busy = False
+
+        self._handles.append(node.register_prehook(fired))
+
+    def _is_this_pass(self, grads: Grads) -> bool:
+        if self._busy:
+            return False
+        task = torch._C._current_graph_task_id()
+        if task == self._task:
+            return True
+        if self._task is not None and task > self._task:
+            return False
+        if any(g is not None and _is_batched(g) for g in grads):
+            return False  # several passes of the user's at once
+        if self._task is not None:
+            self._restart()
+        self._task = task
+        return True
+
+    def remove(self) -> None:
+        """Leave nothing behind."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []

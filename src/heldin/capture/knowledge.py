@@ -1,0 +1,215 @@
+"""What was found out about a model, from one backward pass to the next."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.autograd.graph import GradientEdge
+
+from heldin.errors import MixedSamplesWarning
+
+from .graph import Graph, shape_of
+from .layout import Layout
+from .ownership.tracker import Tracker
+from .plan import Plan
+from .reference import Output
+from .sizes import Form, Range, ScalablePlan, Sizes
+
+__all__ = ["Call", "Knowledge"]
+
+KINDS = 512  # kinds of steps (by shapes and structure) that are remembered
+UNEXPECTED = 3  # unknown graphs of known calls, after which such calls are always followed
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """A forward pass under observation.
+
+    Attributes:
+        kind: all that decides which graph it builds, but for sizes.
+        sizes: see `sizes_of`.
+        m: number of samples.
+        tracker: what has followed it, if it was followed.
+        ends: node and number of each output.
+    """
+
+    kind: Any
+    sizes: Sizes
+    m: int
+    tracker: Tracker | None = None
+    ends: Sequence[tuple[Any, int]] = ()
+
+    @property
+    def key(self) -> Any:
+        return self.kind, self.sizes
+
+    def release(self) -> None:
+        """Let go of the graph."""
+        self.ends = ()
+        if self.tracker is not None:
+            self.tracker.release()
+
+
+@dataclass
+class OutputForms:
+    """Where samples lie in the outputs of calls of one kind."""
+
+    sizes: Range
+    forms: list[Form | None]
+
+
+@dataclass
+class Knowledge:
+    """Plans and layouts, by the shapes and structure of calls; nothing in it depends on a batch."""
+
+    _plans: dict[Any, Plan] = field(default_factory=dict)  # by calls, leaves and graph
+    _scalable: dict[Any, ScalablePlan] = field(default_factory=dict)  # the same without sizes
+    _known: set[Any] = field(default_factory=set)  # keys of calls that need not be followed
+    _ranges: dict[Any, Range] = field(default_factory=dict)  # by kind: sizes that need not be
+    _own_sizes: set[Any] = field(default_factory=set)  # kinds of which each size is its own
+    _outputs: dict[Any, list[Layout | None]] = field(default_factory=dict)  # by key of the call
+    _output_forms: dict[Any, OutputForms] = field(default_factory=dict)  # by kind
+    _unexpected: Counter[Any] = field(default_factory=Counter)  # unknown graphs of known calls
+    _warned: set[str] = field(default_factory=set)
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+    # -- calls
+
+    def knows(self, kind: Any, sizes: Sizes) -> bool:
+        """Whether a call need not be followed."""
+        if (kind, sizes) in self._known:
+            return True
+        between = self._ranges.get(kind)
+        return between is not None and sizes in between and kind not in self._own_sizes
+
+    def doubt(self, calls: Sequence[Call]) -> None:
+        """These calls led to a graph that was not known: follow the next ones again."""
+        if len(self._unexpected) > KINDS:
+            self._unexpected.clear()
+        for call in calls:
+            for key in (call.key, call.kind):
+                self._unexpected[key] += 1
+            self._known.discard(call.key)
+            self._ranges.pop(call.kind, None)
+
+    # -- plans
+
+    def plan(
+        self, calls: Sequence[Call], leaves: tuple[str | None, ...], graph: Graph
+    ) -> Plan | None:
+        """The plan for a graph, if it is known or follows from those at other sizes."""
+        rest = (leaves, *graph.signature)
+        key = (tuple([call.key for call in calls]), *rest)
+        plan = self._plans.get(key)
+        if plan is not None:
+            return plan if plan.fits(graph) else None
+        if any(call.tracker is not None for call in calls):
+            return None  # it was followed: what was seen counts
+        if len({call.m for call in calls}) != 1:
+            return None
+        scalable = self._scalable.get((tuple([call.kind for call in calls]), *rest))
+        if scalable is None or _all_sizes(calls) not in scalable.sizes:
+            return None
+        plan = scalable.at(graph, calls[0].m)
+        if plan is not None:
+            self._keep(key, plan)
+        return plan
+
+    def remember(
+        self, calls: Sequence[Call], leaves: tuple[str | None, ...], graph: Graph, plan: Plan
+    ) -> None:
+        """A plan that holds for the next graph of this kind; models that keep changing aside."""
+        rest = (leaves, *graph.signature)
+        self._keep((tuple([call.key for call in calls]), *rest), plan)
+        self._known.update(call.key for call in calls if self._unexpected[call.key] < UNEXPECTED)
+        kinds = (tuple([call.kind for call in calls]), *rest)
+        scalable = self._scalable.get(kinds)
+        if scalable is None:
+            self._scalable[kinds] = ScalablePlan.of(plan, _all_sizes(calls))
+            _shorten(self._scalable)
+        else:
+            scalable.add(plan, _all_sizes(calls))
+        for call in calls:
+            if self._scalable[kinds].forms is None or self._unexpected[call.kind] >= UNEXPECTED:
+                self._own_sizes.add(call.kind)
+            between = self._ranges.get(call.kind)
+            if between is None:
+                self._ranges[call.kind] = Range(call.sizes, call.sizes)
+                _shorten(self._ranges)
+            else:
+                between.widen(call.sizes)
+
+    def _keep(self, key: Any, plan: Plan) -> None:
+        self._plans[key] = plan
+        if len(self._plans) > KINDS:  # a call whose plan is gone has to be followed again
+            oldest = next(iter(self._plans))
+            del self._plans[oldest]
+            self._known.difference_update(oldest[0])
+
+    # -- outputs
+
+    def note_outputs(self, call: Call, layouts: list[Layout | None]) -> None:
+        """The layouts of a followed call's outputs."""
+        self._outputs.pop(call.key, None)
+        self._outputs[call.key] = layouts
+        if len(self._outputs) > 2 * KINDS:  # those of known calls are needed
+            for old in [k for k in self._outputs if k not in self._known][: KINDS // 2]:
+                del self._outputs[old]
+        known = self._output_forms.get(call.kind)
+        if known is None or len(known.forms) != len(layouts):
+            forms = [None if layout is None else Form.of(layout) for layout in layouts]
+            self._output_forms[call.kind] = OutputForms(Range(call.sizes, call.sizes), forms)
+            _shorten(self._output_forms)
+            return
+        known.sizes.widen(call.sizes)
+        pairs = zip(known.forms, layouts, strict=True)
+        known.forms = [
+            None if form is None or layout is None else form.also(layout) for form, layout in pairs
+        ]
+
+    def outputs(self, call: Call) -> list[Output]:
+        """The outputs of a call whose rows have known owners."""
+        layouts = self._outputs.get(call.key)
+        if layouts is None:
+            known = self._output_forms.get(call.kind)
+            if known is None or call.sizes not in known.sizes:
+                return []
+            layouts = [
+                None if form is None or node is None else form.at(shape_of(node, number), call.m)
+                for (node, number), form in zip(call.ends, known.forms, strict=False)
+            ]
+        pairs = zip(call.ends, layouts, strict=False)
+        return [
+            (GradientEdge(node, number), layout)
+            for (node, number), layout in pairs
+            if node is not None and layout is not None
+        ]
+
+    # -- warnings
+
+    def warn_mixed(self, mixers: Mapping[str, str]) -> None:
+        """Say once where samples are mixed."""
+        for place, why in mixers.items():
+            if place not in self._warned:
+                self._warned.add(place)
+                warnings.warn(
+                    f"{place} mixes the samples of a batch ({why}): there is no per-sample "
+                    "gradient as such. The contributions of each sample's rows are taken instead",
+                    MixedSamplesWarning,
+                    stacklevel=2,
+                )
+
+
+def _all_sizes(calls: Sequence[Call]) -> Sizes:
+    return tuple([size for call in calls for size in call.sizes])
+
+
+def _shorten(table: dict[Any, Any]) -> None:
+    if len(table) > KINDS:
+        del table[next(iter(table))]

@@ -1,0 +1,108 @@
+"""Where the rows of each sample lie in a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+__all__ = ["Layout"]
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Owners of the elements of a tensor, in a form that is cheap to use.
+
+    If the owner depends on the index along one dimension only (`dim`), `split` brings the rows of
+    each sample together. Regular layouts, (index // inner) % m, are views; others are gathered.
+    """
+
+    m: int
+    shape: tuple[int, ...]
+    dim: int | None
+    inner: int | None = None  # of a regular layout
+    rows: Tensor | None = None  # (m, r): indices along dim; shape[dim] is a blank
+    given: Tensor | None = None  # owners, of a layout that is not regular
+    _on_device: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, owner: Tensor, shape: Sequence[int], m: int) -> Layout:
+        varying = [d for d, size in enumerate(owner.shape) if size > 1]
+        shape = tuple(shape)
+        owner = owner.long()
+        if len(varying) != 1:
+            return cls(m, shape, None, given=owner)
+        (dim,) = varying
+        line = owner.flatten()
+        size = len(line)
+        if size % m == 0:
+            changes = (line[1:] != line[:-1]).nonzero()
+            inner = int(changes[0]) + 1
+            if size % (m * inner) == 0 and torch.equal(line, torch.arange(size) // inner % m):
+                return cls(m, shape, dim, inner)
+        counts = torch.bincount(line, minlength=m)
+        rows = torch.full((m, int(counts.max())), size)
+        for sample in range(m):
+            rows[sample, : int(counts[sample])] = (line == sample).nonzero().flatten()
+        return cls(m, shape, dim, rows=rows, given=owner)
+
+    @cached_property
+    def owner(self) -> Tensor:
+        """The owner of each element, broadcastable to the shape."""
+        if self.given is not None:
+            return self.given
+        assert self.dim is not None
+        assert self.inner is not None
+        line = torch.arange(self.shape[self.dim]) // self.inner % self.m
+        return line.reshape([-1 if d == self.dim else 1 for d in range(len(self.shape))])
+
+    @property
+    def outer(self) -> int | None:
+        """Of a regular layout: how often the samples come round along the dimension."""
+        if self.inner is None or self.dim is None:
+            return None
+        return self.shape[self.dim] // (self.m * self.inner)
+
+    @property
+    def per_sample(self) -> int:
+        """Rows that each sample has along the dimension."""
+        assert self.dim is not None
+        return self.shape[self.dim] // self.m if self.rows is None else self.rows.shape[1]
+
+    def owner_on(self, device: torch.device) -> Tensor:
+        """The owners on a device, copied there once."""
+        return self._there("owner", self.owner, device)
+
+    def _there(self, name: str, tensor: Tensor, device: torch.device) -> Tensor:
+        found = self._on_device.get((name, device))
+        if found is None:
+            found = self._on_device[name, device] = tensor.to(device)
+        return found
+
+    def split(self, tensor: Tensor, dim: int | None = None) -> Tensor:
+        """(m, r, ...): the rows of each sample along a dimension (default: the layout's own)."""
+        dim = self.dim if dim is None else dim
+        assert dim is not None
+        if self.rows is not None:
+            front = tensor.movedim(dim, 0)
+            blank = torch.cat([front, front.new_zeros(1, *front.shape[1:])])
+            return blank[self._there("rows", self.rows, tensor.device)]
+        assert self.inner is not None
+        size = tensor.shape[dim]
+        if size == self.m:
+            return (tensor.movedim(dim, 0) if dim else tensor).unsqueeze(1)
+        if dim == 0 and size == self.m * self.inner:
+            return tensor.reshape(self.m, self.inner, *tensor.shape[1:])
+        outer = size // (self.m * self.inner)
+        parts = tensor.reshape(
+            *tensor.shape[:dim], outer, self.m, self.inner, *tensor.shape[dim + 1 :]
+        )
+        return parts.movedim((dim + 1, dim, dim + 2), (0, 1, 2)).flatten(1, 2)
+
+    def mask(self, lo: int, hi: int, device: torch.device) -> Tensor:
+        """(hi - lo, ...), broadcastable to the shape: true where a sample owns the element."""
+        samples = torch.arange(lo, hi, device=device).reshape(-1, *[1] * len(self.shape))
+        return self.owner_on(device) == samples

@@ -1,0 +1,76 @@
+"""The names of a model's parameters."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+
+from torch import Tensor, nn
+
+from heldin.errors import NotObservable
+
+__all__ = ["Names"]
+
+
+class Names:
+    """The names of a model's parameters, by id; looked up again when there are new parameters.
+
+    Attributes:
+        by_id: of those that are observed.
+        parameters: all of the model's.
+    """
+
+    def __init__(self, model: nn.Module, selects: Callable[[str], bool] | None) -> None:
+        self.by_id: dict[int, str] = {}
+        self.parameters: list[Tensor] = []
+        self._model: nn.Module | None = model
+        self._selects = selects
+        self._alive: dict[int, weakref.ref[Tensor]] = {}  # an id may be used again
+        self._gathered: dict[int, tuple[weakref.ref[Tensor], str]] = {}  # of sharded parameters
+        self._find()
+
+    def of(self, leaves: Iterable[Tensor]) -> dict[int, str]:
+        """The names by id, with those of all these leaves that are parameters."""
+        alive = self._alive
+        for leaf in leaves:
+            known = alive.get(id(leaf))
+            if known is None or known() is not leaf:
+                self._find()
+                break
+        return self.by_id
+
+    def _find(self) -> None:
+        if self._model is None:  # closed by another thread, in the middle of a pass
+            return
+        named = list(self._model.named_parameters())
+        self.parameters = [p for _, p in named]
+        self._alive, self.by_id = {}, {}
+        for name, p in named:
+            self._add(p, name)
+            if p.is_complex() and p.requires_grad and id(p) in self.by_id:
+                raise NotObservable(
+                    f"parameter {name!r} is complex, and evidence is defined for real numbers. "
+                    "Keep it as a real one of shape (..., 2) and use torch.view_as_complex in "
+                    "forward(), or leave it out with parameters=..."
+                )
+        for alive, name in self._gathered.values():
+            parameter = alive()
+            if parameter is not None:
+                self._add(parameter, name)
+
+    def gathered(self, parameter: Tensor, name: str) -> None:
+        """A sharded parameter was gathered for a forward pass."""
+        known = self._gathered.get(id(parameter))
+        if known is None or known[0]() is not parameter:
+            self._gathered[id(parameter)] = (weakref.ref(parameter), name)
+            self._add(parameter, name)
+
+    def _add(self, parameter: Tensor, name: str) -> None:
+        self._alive[id(parameter)] = weakref.ref(parameter)
+        if self._selects is None or self._selects(name):
+            self.by_id[id(parameter)] = name
+
+    def forget(self) -> None:
+        """Let go of the model."""
+        self._model = None
+        self.by_id, self.parameters, self._alive, self._gathered = {}, [], {}, {}

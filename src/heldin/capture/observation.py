@@ -1,0 +1,151 @@
+"""Observing training steps: `observe`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from types import TracebackType
+from typing import Any, TypeVar
+
+from torch import nn
+
+from heldin.errors import HeldinError
+
+from .backward import attach, detach
+from .collector import BUDGET, Collector, Estimator
+from .forward import BatchDim
+from .moments import Moments
+
+__all__ = ["BUDGET", "BatchDim", "Estimator", "Observation", "observe"]
+
+T = TypeVar("T")
+
+
+class Observation(Mapping[str, Moments]):
+    """What `heldin.observe` yields: the moments of every parameter seen, by name.
+
+    The moments of all backward passes in the block add up. Parameters that are frozen or were not
+    used are absent.
+
+    >>> import heldin, torch
+    >>> model = torch.nn.Linear(3, 1)
+    >>> with heldin.observe(model) as seen:
+    ...     model(torch.randn(8, 3)).sum().backward()
+    >>> sorted(seen), seen.count
+    (['bias', 'weight'], 8)
+    >>> seen["bias"].total
+    tensor([8.])
+    """
+
+    def __init__(self, collector: Collector) -> None:
+        self._collector = collector
+
+    # -- the mapping; two observations are never the same
+
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+    def __getitem__(self, name: str) -> Moments:
+        return self._collector.moments(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._collector.sums)
+
+    def __len__(self) -> int:
+        return len(self._collector.sums)
+
+    def __repr__(self) -> str:
+        return f"<heldin.Observation of {len(self)} parameters, {self.count} samples>"
+
+    @property
+    def count(self) -> int:
+        """Number of samples seen (of micro-batches, if these are taken for samples)."""
+        return self._collector.count
+
+    @property
+    def estimator(self) -> Estimator:
+        """How parameters are looked at: "exact", "sampled" or "microbatch"."""
+        return self._collector.estimator
+
+    def clear(self, redraw: bool = True) -> None:
+        """Forget the sums, and calls not followed by a backward pass; what was learnt is kept.
+
+        Args:
+            redraw: whether the sampled estimator looks at other coordinates from now on.
+        """
+        self._collector.clear(redraw)
+
+    def call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Run a function as if it were the model's forward pass, and return its result.
+
+        For training steps that do not go through the model's own `forward`: the tensors among the
+        arguments count the samples.
+        """
+        return self._collector.call(function, *args, **kwargs)
+
+    # -- opening and closing
+
+    def __enter__(self) -> Observation:
+        if self._collector.closed or self._collector.watching:
+            raise HeldinError("heldin.observe: a block can be entered only once; call it again")
+        self.resume()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def resume(self) -> None:
+        """Go on observing after `pause`."""
+        if not self._collector.closed:
+            attach(self._collector)
+
+    def pause(self) -> None:
+        """Observe nothing, at no cost, until `resume`; sums and what was learnt are kept."""
+        detach(self._collector)
+
+    def close(self) -> None:
+        """Stop observing and let go of the model."""
+        detach(self._collector)
+        self._collector.close()
+
+
+def observe(
+    model: nn.Module,
+    *,
+    batch_dim: BatchDim = 0,
+    parameters: Callable[[str], bool] | None = None,
+    estimator: Estimator = "exact",
+    budget: int = BUDGET,
+    seed: int = 0,
+) -> Observation:
+    """Observe the per-sample gradient contributions of a model's parameters in a `with` block.
+
+    Args:
+        model: any eager PyTorch model. It is neither wrapped nor changed.
+        batch_dim: the dimension of the model's inputs that counts samples; or, for inputs that
+            differ, a mapping from argument names or positions to it (None: not a batch; the others
+            have 0).
+        parameters: which parameters to observe, by name (default: all).
+        estimator: "exact" gives every coordinate of every parameter. "sampled" looks at a random
+            block of coordinates of each, new after every `clear`, at a fraction of the cost; what
+            it gives has the shape of the block. After the first `clear` it looks at 24 parameters
+            at a time, in turns. "microbatch" takes the gradient of each backward pass for one
+            sample, for models that cannot be looked into (compiled, for instance).
+        budget: coordinates per parameter of the sampled estimator; smaller parameters are exact.
+        seed: of the sampled blocks; the global random stream is never used.
+
+    >>> import heldin, torch
+    >>> model = torch.nn.Linear(3, 1)
+    >>> x, y = torch.randn(8, 3), torch.randn(8, 1)
+    >>> with heldin.observe(model) as seen:
+    ...     torch.nn.functional.mse_loss(model(x), y).backward()
+    >>> seen
+    <heldin.Observation of 2 parameters, 8 samples>
+    >>> torch.allclose(seen["weight"].total, model.weight.grad)
+    True
+    """
+    return Observation(Collector(model, batch_dim, parameters, estimator, budget, seed))

@@ -1,0 +1,73 @@
+"""Matrix products."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from heldin.capture.contributions import Contributions, Lazy, Outer, Owned
+from heldin.capture.moments import upcast
+
+from .registry import register_op_rule
+from .use import OpUse
+
+
+def _matrix(
+    use: OpUse, left: str, right: str, argument: int, scale: float = 1.0
+) -> Contributions | None:
+    """out = left @ right: contributions to one of the two, whose rows or columns are samples."""
+    if use.layout.dim == 0 and argument == 1:
+        kept = use.saved(left)
+        x, delta = use.layout.split(_dense(kept)), use.layout.split(use.grad)
+        return Outer(x if scale == 1 else x * scale, delta, _spreads(x, kept))
+    if use.layout.dim == 1 and argument == 0:
+        kept = use.saved(right)
+        x, delta = use.layout.split(_dense(kept), 1), use.layout.split(use.grad)
+        return Outer(delta, x if scale == 1 else x * scale, _spreads(x, kept))
+    return None
+
+
+def _spreads(x: Tensor, kept: Tensor) -> bool:
+    """Neighbours in the data (pixels, say) are alike, hidden units are not; one row is cheap."""
+    return x.shape[1] == 1 and not kept.requires_grad
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    return tensor if tensor.layout is torch.strided else tensor.to_dense()
+
+
+@register_op_rule("MmBackward0")
+def _mm(use: OpUse) -> Contributions | None:
+    return _matrix(use, "self", "mat2", use.argument)
+
+
+@register_op_rule("AddmmBackward0", "SparseAddmmBackward0")
+def _addmm(use: OpUse) -> Contributions | None:
+    if use.argument == 0:
+        beta = use.option("beta")
+        return use.per_sample_sum(use.grad if beta == 1 else use.grad * beta)
+    return _matrix(use, "mat1", "mat2", use.argument - 1, use.option("alpha"))
+
+
+@register_op_rule("BmmBackward0")
+def _bmm(use: OpUse) -> Contributions | None:
+    """(b, n, k) @ (b, k, p): samples are the rows of every product, or the products themselves."""
+    if use.argument == 1 and use.layout.dim == 1:
+        x = use.layout.split(use.saved("self"), 1)  # (m, r, b, k)
+        delta = use.layout.split(use.grad)  # (m, r, b, p)
+    elif use.argument == 0 and use.layout.dim == 2:
+        x = use.layout.split(use.grad)  # (m, r, b, n)
+        delta = use.layout.split(use.saved("mat2"), 2)  # (m, r, b, k)
+    elif use.layout.dim == 0:
+        grad = upcast(use.grad)
+        other = upcast(use.saved("mat2" if use.argument == 0 else "self")).mT
+        values = grad @ other if use.argument == 0 else other @ grad
+        return Owned(values, use.layout.owner_on(values.device), use.m)
+    else:
+        return None
+    x, delta = upcast(x), upcast(delta)
+
+    def compute(lo: int, hi: int) -> Tensor:
+        return torch.einsum("irbk,irbp->ibkp", x[lo:hi], delta[lo:hi])
+
+    return Lazy(compute, use.m, use.shape)

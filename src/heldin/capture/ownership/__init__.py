@@ -1,0 +1,1 @@
+"""Which sample of a batch owns each element of an activation."""

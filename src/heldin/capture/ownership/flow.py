@@ -1,0 +1,212 @@
+"""How ownership passes through each ATen op: one small function per family of ops.
+
+A function takes the tracker, the op's arguments by name and its outputs, and returns the planes of
+each output (see `_owners`). Whatever it returns must name at least the samples on which the output
+really depends. Ops that are not here are taken apart by PyTorch's own decompositions, and if there
+is none, every output element is said to depend on everything the op has read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .op import Op
+from .planes import align, canonical, is_mixed, merge, tensors_in
+
+__all__ = [
+    "FLOWS",
+    "Flow",
+    "OpCall",
+    "Owners",
+    "everything",
+    "failures",
+    "flow",
+    "flows",
+    "join_rows",
+    "joined",
+    "over",
+    "pointwise",
+]
+
+Owners = Sequence[Tensor | None]  # the planes of each output; None: holds no data
+
+
+class Following(Protocol):
+    """What has followed the ops so far, as far as a flow needs it."""
+
+    m: int
+    mixers: dict[str, str]
+    volatile: str | None
+    first_mixed: str | None
+
+    def owners(self, tensor: Tensor) -> Tensor | None:
+        """The planes of a tensor; None: it holds no data."""
+
+    def is_fickle(self, tensor: Tensor) -> bool:
+        """Whether its values may differ from batch to batch."""
+
+    def place(self, op: str) -> str:
+        """Where in the model an op runs."""
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, *_: Any) -> Any: ...
+
+
+@dataclass(frozen=True)
+class OpCall:
+    """One op that has read owned data: its arguments by name, and what it returned."""
+
+    tracker: Following
+    func: Any
+    op: Op
+    args: dict[str, Any]
+    outs: Sequence[Tensor]
+    given: tuple[Sequence[Any], dict[str, Any]]  # the arguments as they were given
+
+    @property
+    def out(self) -> Tensor:
+        return self.outs[0]
+
+    def __getitem__(self, name: str) -> Any:
+        return self.args[name]
+
+    def owners(self, value: Any) -> Tensor | None:
+        return self.tracker.owners(value) if isinstance(value, Tensor) else None
+
+    def owned(self, *values: Any) -> list[Tensor]:
+        """The planes of all owned tensors among the values (by default: all arguments)."""
+        found = tensors_in(values or list(self.args.values()))
+        return [p for t in found if (p := self.tracker.owners(t)) is not None]
+
+    def place(self) -> str:
+        return self.tracker.place(self.op.name)
+
+    def moved_by(self, *index: Any) -> None:
+        """Rows were moved between owners: not to be relied on if the index may change."""
+        if self.tracker.volatile is None:
+            if any(self.tracker.is_fickle(t) for t in tensors_in(index)):
+                self.tracker.volatile = self.place()
+
+
+failures: list[str] = []  # ops whose flow raised an error; tests look at it
+Flow = Callable[[OpCall], Owners]
+FLOWS: dict[str, Flow] = {}
+
+
+def flows(*names: str) -> Callable[[Flow], Flow]:
+    """Register a function for the ATen ops with these names (in-place variants included)."""
+
+    def register(function: Flow) -> Flow:
+        FLOWS.update(dict.fromkeys(names, function))
+        return function
+
+    return register
+
+
+def flow(call: OpCall) -> Owners:
+    """Planes of the outputs of one op that has read owned data."""
+    tracker, op = call.tracker, call.op
+    function = FLOWS.get(op.base)
+    if function is None and op.pointwise:
+        function = pointwise
+    if function is None and op.base.startswith(_SHAPE_ONLY):
+        return [None] * len(call.outs)
+    results = None
+    try:
+        results = function(call) if function else _decomposed(call)
+    except Exception as error:  # an unforeseen form of the op: fall back on what is always right
+        if len(failures) < 100:
+            failures.append(f"{op.name}: {error!r}")
+    if results is None:
+        results = everything(call)
+    if tracker.first_mixed is None:
+        if results[0] is not None and bool(is_mixed(results[0]).any()):
+            tracker.first_mixed = call.place()
+    return results
+
+
+_SHAPE_ONLY = ("empty", "zeros", "ones", "full", "rand", "new_", "zero", "fill", "sym_", "arange")
+
+
+def _decomposed(call: OpCall) -> Owners | None:
+    """Run PyTorch's own decomposition of an op on the same inputs, only for its owners."""
+    if call.op.written or call.op.random:
+        return None
+    from torch._decomp import decomposition_table
+
+    decomposition = decomposition_table.get(call.func)
+    if decomposition is None:
+        return None
+    try:
+        with call.tracker:
+            again = tensors_in(decomposition(*call.given[0], **call.given[1]))
+    except Exception:  # a decomposition that does not fit is no decomposition
+        return None
+    if [t.shape for t in again] != [t.shape for t in call.outs]:
+        return None
+    return [call.owners(t) for t in again]
+
+
+def over(planes: Tensor | None, dims: Sequence[int], keep: bool = True) -> Tensor | None:
+    """Owners after everything along some dimensions has been brought together."""
+    if planes is None:
+        return None
+    ndim = planes.dim() - 1
+    where = sorted({d % ndim + 1 for d in dims}) if ndim else []
+    return planes.amax(where, keepdim=keep) if where else planes
+
+
+def joined(parts: Sequence[Tensor | None], ndim: int) -> Tensor | None:
+    real = [align(p, ndim) for p in parts if p is not None]
+    return canonical(merge(real)) if real else None
+
+
+@flows(
+    "native_dropout",
+    "bernoulli",
+    "masked_fill",
+    "where",
+    "clone",
+    "_prelu_kernel",
+    "rrelu_with_noise",
+    "tril",
+    "triu",
+    "lerp",
+)
+def pointwise(call: OpCall) -> Owners:
+    tensors = [t for t in tensors_in(list(call.args.values())) if call.owners(t) is not None]
+    parts = [align(p, call.out.dim()) for p in call.owned(tensors)]
+    return [join_rows(call, parts, [t.requires_grad for t in tensors])] * len(call.outs)
+
+
+def join_rows(call: OpCall, parts: Sequence[Tensor], differentiable: Sequence[bool]) -> Tensor:
+    """Merge; but rows keep their owners beside what is mixed and shared by all rows (a statistic of
+    the batch, which is reported) and beside what is mixed and carries no gradient (a mask)."""
+    first = parts[0]
+    if all(p is first or (p.shape == first.shape and torch.equal(p, first)) for p in parts[1:]):
+        return first
+    merged = merge(parts)
+    mixed = [bool(is_mixed(p).any()) for p in parts]
+    if any(mixed) and not all(mixed):
+        rows = merge([p for p, bad in zip(parts, mixed, strict=True) if not bad])
+        varying = [d for d in range(1, rows.dim()) if rows.shape[d] > 1]
+        beside = [(p, d) for p, d, bad in zip(parts, differentiable, mixed, strict=True) if bad]
+        shared = all(not d or all(p.shape[v] == 1 for v in varying) for p, d in beside)
+        if varying and shared and not bool(is_mixed(rows).any()):
+            if any(d for _, d in beside):
+                call.tracker.mixers.setdefault(call.place(), "statistics of the batch")
+            return canonical(rows)
+    return canonical(merged)
+
+
+def everything(call: OpCall) -> Owners:
+    """The last resort: all that was read flows into all that was written."""
+    flat = [p.reshape(p.shape[0], -1).amax(1) for p in call.owned()]
+    union = merge(flat)
+    return [union.reshape(-1, *[1] * out.dim()) for out in call.outs]

@@ -1,0 +1,5 @@
+"""How ownership passes through each family of ATen ops. Each module registers its functions."""
+
+from . import images, index, losses, products, reduce, shapes
+
+__all__ = ["images", "index", "losses", "products", "reduce", "shapes"]

@@ -1,0 +1,245 @@
+"""Looking up and writing by index."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from heldin.capture.ownership.flow import (
+    OpCall,
+    Owners,
+    everything,
+    flows,
+    joined,
+)
+from heldin.capture.ownership.planes import (
+    align,
+    canonical,
+    merge,
+    nobody,
+)
+
+
+@flows("embedding")
+def _embedding(call: OpCall) -> Owners:
+    index, table = call.owners(call["indices"]), call.owners(call["weight"])
+    if table is not None:
+        return everything(call)
+    return [None if index is None else index.unsqueeze(-1)]
+
+
+@flows("_embedding_bag", "_embedding_bag_forward_only")
+def _embedding_bag(call: OpCall) -> Owners:
+    index, offsets = call["indices"], call["offsets"].cpu()
+    planes = call.owners(index)
+    if planes is None or call.owners(call["weight"]) is not None or len(offsets) == 0:
+        return everything(call)
+    bags = torch.bucketize(torch.arange(index.shape[0]), offsets, right=True) - 1
+    count = call.out.shape[0]
+    empty = nobody((count,), planes, call.tracker.m).contiguous()
+    full = planes.expand(-1, index.shape[0])
+    where = bags.clamp(0, count - 1).expand_as(full)
+    result = empty.scatter_reduce(1, where, full, "amax")
+    weights = call.args.get("per_sample_weights")
+    call.moved_by(call["offsets"])
+    if isinstance(weights, Tensor) and call.owners(weights) is not None:
+        scattered = call.owners(weights)
+        assert scattered is not None
+        full = scattered.expand(-1, index.shape[0])
+        result = result.scatter_reduce(1, where, full, "amax")
+    return [canonical(result.unsqueeze(-1)), *everything(call)[1:]]
+
+
+@flows("index_select")
+def _index_select(call: OpCall) -> Owners:
+    source, index = call["self"], call["index"]
+    planes, chosen = call.owners(source), call.owners(index)
+    dim = call["dim"] % source.dim()
+    parts = []
+    if planes is not None:
+        if planes.shape[dim + 1] > 1:
+            call.moved_by(index)
+            planes = planes.index_select(dim + 1, index.cpu())
+        parts.append(planes)
+    if chosen is not None:
+        shape = [1] * source.dim()
+        shape[dim] = -1
+        parts.append(chosen.reshape(len(chosen), *shape))
+    return [joined(parts, source.dim())]
+
+
+@flows("index", "_unsafe_index")
+def _index(call: OpCall) -> Owners:
+    source, indices, out = call["self"], list(call["indices"]), call.out
+    planes = call.owners(source)
+    at, dims, axis = [], [], 0  # the positions, the dimensions of the source that they index
+    for entry in indices:
+        if entry is not None and entry.dtype in (torch.bool, torch.uint8):
+            if call.tracker.is_fickle(entry) and call.tracker.volatile is None:
+                call.tracker.volatile = call.place()
+            dims.append(list(range(axis, axis + entry.dim())))
+            axis += entry.dim()
+        else:
+            dims.append([axis])
+            axis += 1
+        at.append(None if entry is None else entry.cpu())
+    parts = []
+    if planes is not None:
+        for entry, where in zip(indices, dims, strict=True):
+            if entry is not None and any(planes.shape[d + 1] > 1 for d in where):
+                call.moved_by(entry)
+        full = planes.expand(-1, *source.shape)
+        moved = torch.stack([torch.ops.aten.index.Tensor(plane, at) for plane in full])
+        parts.append(moved)
+    if call.owned(indices):
+        parts.append(_index_owners(call, indices, out, source))
+    return [joined(parts, out.dim())]
+
+
+def _index_owners(call: OpCall, indices: list[Any], out: Tensor, source: Tensor) -> Tensor:
+    """Owners of the positions, laid out as the positions are in the result."""
+    given = [i for i, entry in enumerate(indices) if entry is not None]
+    entries = [indices[i] for i in given]
+    if any(e.dtype in (torch.bool, torch.uint8) for e in entries):
+        flat = merge([p.reshape(len(p), -1).amax(1) for p in call.owned(entries)])
+        if len(entries) == 1:  # one mask: its true entries, in order, lead the result
+            mask, planes = entries[0], call.owners(entries[0])
+            assert planes is not None
+            chosen = planes.expand(-1, *mask.shape)[:, mask.cpu().bool()]
+            after = source.dim() - given[0] - mask.dim()
+            return chosen.reshape(len(chosen), *[1] * given[0], -1, *[1] * after)
+        return flat.reshape(-1, *[1] * out.dim())
+    rank = max(e.dim() for e in entries)
+    joined = merge([align(p, rank) for p in call.owned(entries)])
+    together = given == list(range(given[0], given[0] + len(given)))
+    before = given[0] if together else 0
+    return joined.reshape(
+        len(joined), *[1] * before, *joined.shape[1:], *[1] * (out.dim() - before - rank)
+    )
+
+
+@flows("gather")
+def _gather(call: OpCall) -> Owners:
+    source, index = call["self"], call["index"]
+    planes, chosen = call.owners(source), call.owners(index)
+    dim = call["dim"] % max(source.dim(), 1)
+    parts = [] if chosen is None else [chosen]
+    if planes is not None:
+        if planes.shape[dim + 1] > 1:
+            call.moved_by(index)
+        full = planes.expand(-1, *source.shape)
+        parts.append(torch.stack([plane.gather(dim, index.cpu()) for plane in full]))
+    return [joined(parts, call.out.dim())]
+
+
+@flows("masked_select", "nonzero", "take")
+def _selected(call: OpCall) -> Owners:
+    source = call["self"]
+    planes = call.owners(source)
+    if call.tracker.volatile is None:
+        call.tracker.volatile = call.place()
+    if call.op.base == "take" or planes is None:
+        return everything(call)
+    mask = source != 0 if call.op.base == "nonzero" else call["mask"]
+    shape = torch.broadcast_shapes(source.shape, mask.shape)
+    where = call.owners(mask)
+    both = [planes] if where is None else [planes, where]
+    owners = merge([align(p, len(shape)) for p in both]).expand(-1, *shape)
+    chosen = owners[:, mask.cpu().expand(shape)]
+    return [chosen if call.op.base == "masked_select" else chosen.unsqueeze(-1)]
+
+
+@flows("scatter", "scatter_add", "scatter_reduce", "index_add", "index_copy", "index_reduce")
+def _scatter(call: OpCall) -> Owners:
+    target, index = call["self"], call["index"]
+    source = call.args.get("src", call.args.get("source"))
+    dim = call["dim"] % max(target.dim(), 1)
+    known = [call.owners(t) if isinstance(t, Tensor) else None for t in (target, index, source)]
+    like = next(p for p in known if p is not None)
+    base = nobody(target.shape, like, call.tracker.m) if known[0] is None else known[0]
+    base = base.expand(-1, *target.shape)
+    by_row = call.op.base.startswith("index")
+    where = index.cpu()
+    if by_row:
+        assert isinstance(source, Tensor)
+        shape = [1] * target.dim()
+        shape[dim] = -1
+        rows = None if known[1] is None else known[1].reshape(len(like), *shape)
+        put = [p for p in (rows, known[2]) if p is not None]
+        landed = list(source.shape)
+    else:
+        put = [p for p in (known[1], known[2]) if p is not None]
+        if known[2] is not None:
+            narrowed = known[2]
+            for d, size in enumerate(index.shape):
+                if narrowed.shape[d + 1] > size:
+                    narrowed = narrowed.narrow(d + 1, 0, size)
+            put[-1] = narrowed
+        landed = list(index.shape)
+    coming = merge(put) if put else nobody(landed, like, call.tracker.m)
+    if any(p.shape[dim + 1] > 1 for p in (*put, base if known[0] is not None else coming)):
+        call.moved_by(index)
+    if by_row:
+        where = where.reshape(shape).expand(landed)
+    pairs = zip(base, coming.expand(-1, *landed), strict=True)
+    return [
+        canonical(torch.stack([old.scatter_reduce(dim, where, new, "amax") for old, new in pairs]))
+    ]
+
+
+@flows("index_put", "_index_put_impl", "_unsafe_index_put")
+def _index_put(call: OpCall) -> Owners:
+    target, indices, values = call["self"], list(call["indices"]), call["values"]
+    at = [None if entry is None else entry.cpu() for entry in indices]
+    places = torch.arange(target.numel()).reshape(target.shape)[
+        tuple(slice(None) if entry is None else entry for entry in at)
+    ]
+    old, new = call.owners(target), call.owners(values)
+    parts = [align(new, places.dim())] if new is not None else []
+    if call.owned(indices):
+        parts.append(_index_owners(call, indices, places, target))
+    if not parts:
+        return [old]
+    coming = merge(parts)
+    base = (nobody(target.shape, coming, call.tracker.m) if old is None else old).expand(
+        -1, *target.shape
+    )
+    moves = any(coming.shape[d] > 1 for d in range(1, coming.dim())) or old is not None
+    if moves and not all(e is None or not call.tracker.is_fickle(e) for e in indices):
+        call.moved_by([e for e in indices if e is not None])
+    flat = base.reshape(len(base), -1).scatter_reduce(
+        1,
+        places.reshape(1, -1).expand(len(base), -1),
+        coming.expand(-1, *places.shape).reshape(len(base), -1),
+        "amax",
+    )
+    return [canonical(flat.reshape(len(base), *target.shape))]
+
+
+@flows("_pack_padded_sequence")
+def _pack(call: OpCall) -> Owners:
+    source, lengths = call["input"], call["lengths"]
+    planes = call.owners(source)
+    if planes is None:
+        return everything(call)
+    call.tracker.volatile = call.tracker.volatile or call.place()
+    full = planes.expand(-1, *source.shape)
+    packed = [call.func(plane.contiguous(), lengths, call["batch_first"])[0] for plane in full]
+    return [canonical(torch.stack(packed)), None]
+
+
+@flows("_pad_packed_sequence")
+def _pad(call: OpCall) -> Owners:
+    planes = call.owners(call["data"])
+    if planes is None:
+        return everything(call)
+    full = planes.expand(-1, *call["data"].shape)
+    rest = {k: v for k, v in call.args.items() if k not in ("data", "padding_value")}
+    empty = (-1.0, -float(call.tracker.m))
+    padded = [
+        call.func(plane.contiguous(), padding_value=empty[i % 2], **rest)[0]
+        for i, plane in enumerate(full)
+    ]
+    return [canonical(torch.stack(padded)), None]

@@ -1,0 +1,91 @@
+"""Reductions, normalisation and other ops along a dimension."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from heldin.capture.ownership.flow import (
+    OpCall,
+    Owners,
+    everything,
+    flows,
+    joined,
+    over,
+    pointwise,
+)
+
+
+@flows(
+    "sum", "mean", "amax", "amin", "max", "min", "var", "std", "var_mean", "std_mean", "logsumexp",
+    "norm", "linalg_vector_norm", "prod", "any", "all", "argmax", "argmin", "nansum", "median",
+    "nanmedian", "mode", "count_nonzero", "aminmax", "kthvalue", "nanmean",
+)  # fmt: skip
+def _reduce(call: OpCall) -> Owners:
+    source = call["self"]
+    if isinstance(call.args.get("other"), Tensor):  # max(self, other)
+        return pointwise(call)
+    planes = call.owners(source)
+    dims = call.args.get("dim")
+    if planes is None:
+        return everything(call)
+    if dims is None or dims == []:
+        dims = list(range(source.dim()))
+    dims = [dims] if isinstance(dims, int) else dims
+    keep = bool(call.args.get("keepdim", False))
+    result = over(planes, dims, keep)
+    assert result is not None
+    if any(result.dim() - 1 != out.dim() for out in call.outs):
+        return everything(call)
+    return [result] * len(call.outs)
+
+
+@flows(
+    "_softmax", "_log_softmax", "softmax", "log_softmax", "cumsum", "cumprod", "cummax", "cummin",
+    "logcumsumexp", "sort", "argsort", "topk", "_fft_r2c", "_fft_c2r", "_fft_c2c", "glu",
+    "_safe_softmax",
+)  # fmt: skip
+def _along(call: OpCall) -> Owners:
+    dims = call["dim"] if "dim" in call.args else -1
+    result = over(call.owners(call["self"]), [dims] if isinstance(dims, int) else dims)
+    return [result] * len(call.outs)
+
+
+@flows("native_layer_norm", "_fused_rms_norm", "rms_norm")
+def _norm_last(call: OpCall) -> Owners:
+    source = call["input"]
+    planes = call.owners(source)
+    if planes is None:
+        return everything(call)
+    last = range(source.dim() - len(call["normalized_shape"]), source.dim())
+    weights = call.owned([call.args.get("weight"), call.args.get("bias")])
+    result = joined([over(planes, list(last)), *weights], source.dim())
+    return [result, *[result] * (len(call.outs) - 1)]  # mean and rstd keep the rank
+
+
+@flows("native_group_norm")
+def _group_norm(call: OpCall) -> Owners:
+    source = call["input"]
+    planes = call.owners(source)
+    if planes is None:
+        return everything(call)
+    whole = over(planes, range(1, source.dim()))
+    assert whole is not None
+    return [whole, *[whole.reshape(*whole.shape[:2], 1)] * 2]
+
+
+@flows(
+    "native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm", "miopen_batch_norm",
+    "_native_batch_norm_legit_no_training", "batch_norm", "_batch_norm_no_update",
+    "_native_batch_norm_legit_functional", "_batch_norm_with_update_functional",
+    "_batch_norm_with_update",
+)  # fmt: skip
+def _batch_norm(call: OpCall) -> Owners:
+    """In training mode the rows of a channel share statistics: they are mixed, yet stay rows."""
+    planes = call.owners(call["input"])
+    if planes is None:
+        return everything(call)
+    training = call.args.get("training", "no_" not in call.op.name)
+    others = [d for d in range(call["input"].dim()) if d != 1]
+    if training and any(planes.shape[d + 1] > 1 for d in others):
+        call.tracker.mixers.setdefault(call.tracker.place("batch normalisation"), "training mode")
+    return [planes, *everything(call)[1:]]

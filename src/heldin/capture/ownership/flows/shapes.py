@@ -1,0 +1,103 @@
+"""Ops that move, copy and join elements."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from heldin.capture.ownership.flow import (
+    OpCall,
+    Owners,
+    everything,
+    flows,
+)
+from heldin.capture.ownership.planes import (
+    align,
+    canonical,
+    nobody,
+    reshape,
+    tensors_in,
+)
+
+
+@flows("view", "_unsafe_view", "reshape", "_reshape_alias", "flatten", "unflatten", "view_as")
+def _reshape(call: OpCall) -> Owners:
+    source = call["self"]
+    planes = call.owners(source)
+    if planes is None or source.numel() != call.out.numel():  # view(dtype)
+        return everything(call)
+    return [reshape(planes, source.shape, call.out.shape)]
+
+
+@flows(
+    "permute", "transpose", "t", "numpy_T", "unsqueeze", "squeeze", "expand", "slice", "select",
+    "narrow", "split", "split_with_sizes", "unsafe_split", "unsafe_chunk", "chunk", "unbind",
+    "tensor_split", "diagonal", "unsafe_split_with_sizes", "unfold", "alias", "detach", "flip",
+    "roll", "repeat", "repeat_interleave", "rot90", "pixel_shuffle", "pixel_unshuffle",
+    "channel_shuffle", "reflection_pad1d", "reflection_pad2d", "reflection_pad3d",
+    "replication_pad1d", "replication_pad2d", "replication_pad3d",
+    "constant_pad_nd", "lift_fresh", "as_strided", "movedim", "swapaxes", "squeeze_copy",
+)  # fmt: skip
+def _move(call: OpCall) -> Owners:
+    """Ops that only move elements of one tensor: move its owners in the same way."""
+    source = call["self"]
+    planes = call.owners(source)
+    if planes is None or call.op.name == "as_strided":
+        return everything(call)
+    rest = {k: v for k, v in call.args.items() if k != "self"}
+    if any(isinstance(v, Tensor) for v in rest.values()):
+        return everything(call)
+    if call.op.name == "roll" and call.tracker.volatile is None:
+        over = rest["dims"] or range(source.dim())
+        if any(planes.shape[d % source.dim() + 1] > 1 for d in over):
+            call.tracker.volatile = call.place()  # by how much may differ the next time
+    moved: list[list[Tensor]] = []
+    for i, plane in enumerate(planes.expand(-1, *source.shape)):
+        if call.op.name == "constant_pad_nd":
+            rest["value"] = -1.0 if i % 2 == 0 else -float(call.tracker.m)
+        moved.append([_thin(t) for t in tensors_in(call.func(plane, **rest))])
+    return [canonical(torch.stack(list(same))) for same in zip(*moved, strict=True)]
+
+
+def _thin(plane: Tensor) -> Tensor:
+    for dim in range(plane.dim()):
+        if plane.stride(dim) == 0 and plane.shape[dim] > 1:
+            plane = plane.narrow(dim, 0, 1)
+    return plane
+
+
+@flows("copy", "_to_copy", "to", "to_dense", "_to_dense", "contiguous", "detach_copy", "to_sparse",
+       "_to_sparse", "_to_sparse_csr", "to_sparse_csr", "_coalesce")  # fmt: skip
+def _copy(call: OpCall) -> Owners:
+    source = call["src"] if call.op.base == "copy" else call["self"]
+    planes = call.owners(source)
+    return [None if planes is None else align(planes, call.out.dim())]
+
+
+@flows("cat", "concat", "concatenate")
+def _cat(call: OpCall) -> Owners:
+    tensors = [t for t in call["tensors"] if t.dim() == call.out.dim()]
+    known = [call.owners(t) for t in tensors]
+    like = next(p for p in known if p is not None)
+    dim = call.args.get("dim", 0) % call.out.dim() + 1
+    sizes = [max(p.shape[d] for p in known if p is not None) for d in range(1, like.dim())]
+    parts = []
+    for tensor, planes in zip(tensors, known, strict=True):
+        shape = list(sizes)
+        shape[dim - 1] = tensor.shape[dim - 1]
+        full = nobody(shape, like, call.tracker.m) if planes is None else planes
+        parts.append(full.expand(-1, *shape))
+    return [canonical(torch.cat(parts, dim))]
+
+
+@flows("stack")
+def _stack(call: OpCall) -> Owners:
+    tensors = call["tensors"]
+    known = [call.owners(t) for t in tensors]
+    like = next(p for p in known if p is not None)
+    dim = call.args.get("dim", 0) % call.out.dim() + 1
+    parts = [
+        (nobody(t.shape, like, call.tracker.m) if p is None else p).expand(-1, *t.shape)
+        for t, p in zip(tensors, known, strict=True)
+    ]
+    return [canonical(torch.stack(parts, dim))]

@@ -1,0 +1,39 @@
+"""What the schema of an ATen op says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+__all__ = ["Op", "op_of"]
+
+_TURNS = {"t", "transpose", "swapaxes", "swapdims", "squeeze", "unsqueeze"}
+
+
+class Op:
+    """What the schema of an ATen overload says, read once."""
+
+    def __init__(self, func: Any) -> None:
+        arguments = func._schema.arguments
+        self.names = [a.name for a in arguments]
+        self.defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
+        self.written = [
+            a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write
+        ]
+        self.is_view = any(
+            r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns
+        )
+        self.name = func.overloadpacket.__name__
+        self.base = self.name.removesuffix("_") if self.written else self.name
+        self.turns = bool(self.written) and self.base in _TURNS
+        self.pointwise = torch.Tag.pointwise in func.tags
+        self.random = torch.Tag.nondeterministic_seeded in func.tags
+
+    def bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+        return {**self.defaults, **dict(zip(self.names, args, strict=False)), **kwargs}
+
+
+op_of = lru_cache(maxsize=None)(Op)

@@ -1,0 +1,115 @@
+"""Which sample owns each element of a tensor, and how owners merge.
+
+The owner of an element is the one sample of the batch on which its value depends. Owners are kept
+as *planes*: a float tensor of shape (2 R, ...) with, for each of R readings of the inputs, the
+largest owner and minus the smallest one. Merging two dependencies is then an elementwise maximum,
+and a reduction is `amax`. An element nobody owns (it holds no data) has the planes (-1, -m); an
+element on which several samples have an influence has planes that do not cancel.
+
+Planes have the rank of their tensor, and size 1 along each dimension where the owner does not
+change, so that they stay tiny: (m, 1, 1) for an activation of shape (m, T, d).
+
+Every step is an over-approximation: an op may be said to depend on more samples than it does, never
+on fewer. So a clean result is a proof, whatever was guessed on the way to it. In particular an
+element that holds no data may be given any owner (`canonical` hands it that of its neighbours): if
+the guess is wrong, another sample's data meets it further down, and the result is not clean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import reduce
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "Key",
+    "align",
+    "canonical",
+    "is_mixed",
+    "is_nobody",
+    "merge",
+    "nobody",
+    "reshape",
+    "tensors_in",
+]
+
+Key = tuple[Any, int]  # an autograd node and the number of one of its outputs
+
+
+def is_mixed(planes: Tensor) -> Tensor:
+    """Elements on which more than one sample has an influence, per reading."""
+    hi, lo = planes[0::2], -planes[1::2]
+    return hi > lo
+
+
+def is_nobody(planes: Tensor) -> Tensor:
+    return planes[0::2] < 0
+
+
+def nobody(shape: Sequence[int], like: Tensor, m: int) -> Tensor:
+    """Planes of a tensor that holds no data."""
+    column = torch.tensor([-1.0, -float(m)], dtype=like.dtype).repeat(like.shape[0] // 2)
+    return column.reshape(-1, *[1] * len(shape)).expand(-1, *shape)
+
+
+def align(planes: Tensor, ndim: int) -> Tensor:
+    """The same planes for a tensor of a higher rank, as broadcasting would place it."""
+    missing = ndim - (planes.dim() - 1)
+    return planes.reshape(planes.shape[0], *[1] * missing, *planes.shape[1:]) if missing else planes
+
+
+def merge(parts: Iterable[Tensor]) -> Tensor:
+    """Planes of what depends on all the parts (which have one rank)."""
+    return reduce(torch.maximum, parts)
+
+
+def canonical(planes: Tensor) -> Tensor:
+    """The smallest equal planes; elements that nobody owns take the owner of their slice."""
+    for dim in range(1, planes.dim()):
+        if planes.shape[dim] > 1:
+            first = planes.narrow(dim, 0, 1)
+            if planes.stride(dim) == 0 or torch.equal(planes, first.expand_as(planes)):
+                planes = first
+    varying = [d for d in range(1, planes.dim()) if planes.shape[d] > 1]
+    if varying and bool(is_nobody(planes).any()):
+        for dim in varying:
+            others = [d for d in varying if d != dim]
+            filled = planes.amax(others, keepdim=True) if others else planes
+            if others and not bool(is_mixed(filled).any()):
+                return canonical(filled)
+    return planes
+
+
+def reshape(planes: Tensor, old: Sequence[int], new: Sequence[int]) -> Tensor:
+    """Planes after a row-major reshape from `old` to `new`; only what varies is written out."""
+    count, sizes = planes.shape[0], planes.shape[1:]
+    varying = [d for d, size in enumerate(sizes) if size > 1]
+    if not varying or 0 in new:
+        return planes.reshape(count, -1)[:, :1].reshape(count, *[1] * len(new))
+    last = varying[-1] + 1
+    inner = prod(old[last:])  # elements that surely share an owner
+    head = planes.expand(count, *old[:last], *[1] * (len(old) - last))
+    flat = head.reshape(count, prod(old[:last]))
+    kept, tail = len(new), 1
+    while kept and inner % (tail * new[kept - 1]) == 0:
+        kept -= 1
+        tail *= new[kept]
+    flat = flat.repeat_interleave(inner // tail, dim=1)
+    return canonical(flat.reshape(count, *new[:kept], *[1] * (len(new) - kept)))
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """All tensors in nested tuples, lists, dicts and dataclass-like mappings, in order."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict) or hasattr(value, "items"):
+        return [t for v in dict(value).values() for t in tensors_in(v)]
+    if isinstance(value, (tuple, list)):
+        return [t for v in value for t in tensors_in(v)]
+    if hasattr(value, "__dataclass_fields__"):
+        return [t for name in value.__dataclass_fields__ for t in tensors_in(getattr(value, name))]
+    return []

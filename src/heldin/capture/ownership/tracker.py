@@ -1,0 +1,249 @@
+"""Following one forward pass: the owners of every tensor in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as module_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from . import flows as flows  # registers how each op passes owners on
+from .flow import OpCall, flow
+from .op import Op, op_of
+from .planes import Key, canonical, is_mixed, is_nobody, nobody, tensors_in
+
+__all__ = ["Tracker"]
+
+
+class Tracker(TorchDispatchMode):
+    """Follows the ATen ops of a forward pass and knows the owners of every tensor in it.
+
+    After the pass, `nodes` holds the planes (or None: holds no data) of the outputs of every
+    autograd node that was used, `slots` the places into which data-free tensors were put.
+    """
+
+    def __init__(self, m: int, model: nn.Module | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.m = m
+        self.nodes: dict[Key, Tensor | None] = {}
+        self.slots: dict[Key, Tensor | None] = {}
+        self.mixers: dict[str, str] = {}  # where samples were mixed though rows kept their owner
+        self.volatile: str | None = None  # why owners may differ on the next batch
+        self.first_mixed: str | None = None  # the op after which an element has several owners
+        self._planes: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
+        self._stamps: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
+        self._fickle: MutableMapping[Tensor, bool] = WeakTensorKeyDictionary()
+        self._whole: dict[int, tuple[Tensor, int]] = {}  # storage -> planes of all its elements
+        self._names = (
+            {id(sub): name for name, sub in model.named_modules()} if model is not None else {}
+        )
+        self._held: list[Any] = []  # memory whose owners are in `_whole`
+        self._stack: list[nn.Module] = []
+
+    # -- entering and leaving
+
+    @contextmanager
+    def following(self) -> Iterator[Tracker]:
+        """Follow the ops in this block; know the module they run in."""
+        handles = [
+            module_hooks.register_module_forward_pre_hook(lambda sub, _: self._stack.append(sub)),
+            module_hooks.register_module_forward_hook(self._left, always_call=True),
+        ]
+        try:
+            with self:
+                yield self
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._stack.clear()
+
+    def _left(self, *_: Any) -> None:
+        if self._stack:
+            self._stack.pop()
+
+    def release(self) -> None:
+        """Forget every tensor and node; the graph must not outlive its step because of us."""
+        self.nodes, self.slots, self._whole, self._held = {}, {}, {}, []
+        self._planes = WeakTensorKeyDictionary()
+        self._stamps = WeakTensorKeyDictionary()
+        self._fickle = WeakTensorKeyDictionary()
+
+    def place(self, op: str) -> str:
+        """Where in the model an op runs, for messages."""
+        names = [self._names[id(mod)] for mod in self._stack if id(mod) in self._names]
+        return f"{op} in module {names[-1]!r}" if names and names[-1] else op
+
+    # -- reading and writing owners
+
+    def own(self, tensor: Tensor, planes: Tensor) -> None:
+        """Say who owns the elements of a fresh tensor (an input of the model)."""
+        self._planes[tensor] = planes
+        self._stamps[tensor] = 0
+        if tensor.layout is torch.strided:
+            self._whole.pop(tensor.untyped_storage()._cdata, None)
+
+    def owners(self, tensor: Tensor) -> Tensor | None:
+        if tensor.layout is not torch.strided:
+            return self._planes.get(tensor)
+        whole = self._whole.get(tensor.untyped_storage()._cdata) if self._whole else None
+        if whole is None or self._stamps.get(tensor) == whole[1]:
+            return self._planes.get(tensor)
+        storage, stamp = whole
+        planes = canonical(
+            storage.as_strided(
+                (storage.shape[0], *tensor.shape),
+                (storage.stride(0), *tensor.stride()),
+                tensor.storage_offset(),
+            )
+        )
+        if bool(is_nobody(planes).all()):
+            return None
+        self._planes[tensor], self._stamps[tensor] = planes, stamp
+        return planes
+
+    def is_fickle(self, tensor: Tensor) -> bool:
+        """Whether the values may differ from batch to batch (data, random or from outside)."""
+        known = self._fickle.get(tensor)
+        if known is None:
+            return not isinstance(tensor, nn.Parameter)
+        return bool(known)
+
+    def record_use(self, tensor: Tensor, planes: Tensor | None) -> None:
+        node = tensor.grad_fn
+        if node is not None and (tensor.is_floating_point() or tensor.is_complex()):
+            self.nodes[node, tensor.output_nr] = planes
+
+    # -- the dispatch
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        op = op_of(func)
+        if op.turns:  # a view in place: owners turn with the tensor, the memory stays as it is
+            tensor = args[0]
+            planes, old = self.owners(tensor), tensor.shape
+            out = func(*args, **kwargs)
+            if planes is not None:
+                each = [func(p, *args[1:], **kwargs) for p in planes.expand(-1, *old).unbind()]
+                self._planes[tensor] = canonical(torch.stack(each))
+            return out
+        out = func(*args, **kwargs)
+        self._follow(op, func, args, kwargs, out)
+        return out
+
+    def _follow(
+        self, op: Op, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any
+    ) -> None:
+        inputs = tensors_in(args) + (tensors_in(kwargs) if kwargs else [])
+        owned = False
+        for tensor in inputs:
+            planes = self.owners(tensor)
+            owned = owned or planes is not None
+            self.record_use(tensor, planes)
+        outs = [out] if isinstance(out, Tensor) else tensors_in(out)
+        if not outs:
+            return
+        fickle = (
+            owned
+            or op.random
+            or op.base in ("lift_fresh", "lift_fresh_copy")
+            or any(self.is_fickle(t) for t in inputs)
+        )
+        bound = op.bind(args, kwargs)
+        results: Sequence[Tensor | None]
+        results = [None] * len(outs)
+        if owned:
+            found = flow(OpCall(self, func, op, bound, outs, (args, kwargs)))
+            results = [p if t.numel() else None for t, p in zip(outs, found, strict=True)]
+            self._note_slots(op, bound, inputs, outs[0], results[0])
+        written = {id(t) for name in op.written for t in tensors_in(bound.get(name))}
+        for tensor, planes in zip(outs, results, strict=True):
+            self._fickle[tensor] = fickle
+            if id(tensor) in written:
+                self._overwrite(tensor, planes)
+                if tensor._base is not None:
+                    self._fickle[tensor._base] = fickle
+            elif planes is not None:
+                self._planes[tensor] = planes
+                whole = None
+                if tensor.layout is torch.strided:  # others have no memory that could be shared
+                    key = tensor.untyped_storage()._cdata
+                    if not op.is_view:
+                        self._whole.pop(key, None)
+                    whole = self._whole.get(key)
+                self._stamps[tensor] = whole[1] if whole else 0
+            elif not op.is_view and self._whole and tensor.layout is torch.strided:
+                self._whole.pop(tensor.untyped_storage()._cdata, None)
+
+    def _overwrite(self, tensor: Tensor, planes: Tensor | None) -> None:
+        """New owners after an in-place op, seen by everything that shares the memory."""
+        before = self.owners(tensor)
+        if before is None and planes is None:
+            return
+        if before is not None and planes is not None and before.shape == planes.shape:
+            if torch.equal(before, planes):
+                return
+        like = planes if planes is not None else before
+        assert like is not None
+        if tensor.layout is not torch.strided:
+            self._planes[tensor] = like if planes is None else planes
+            return
+        key = tensor.untyped_storage()._cdata
+        elements = tensor.untyped_storage().nbytes() // tensor.element_size()
+        storage, stamp = self._whole.get(key, (None, 0))
+        if storage is None:
+            storage = nobody((elements,), like, self.m).contiguous()
+            for alias, owned in list(self._planes.items()):
+                if alias.layout is torch.strided and alias.untyped_storage()._cdata == key:
+                    self._paint(storage, alias, owned)
+        fresh = planes if planes is not None else nobody(tensor.shape, like, self.m)
+        self._paint(storage, tensor, fresh)
+        self._whole[key] = (storage, stamp + 1)
+        self._held.append(tensor.untyped_storage())  # else its address could be used again
+        if planes is not None:
+            self._planes[tensor], self._stamps[tensor] = planes, stamp + 1
+
+    @staticmethod
+    def _paint(storage: Tensor, tensor: Tensor, planes: Tensor) -> None:
+        view = storage.as_strided(
+            (storage.shape[0], *tensor.shape),
+            (storage.stride(0), *tensor.stride()),
+            tensor.storage_offset(),
+        )
+        view.copy_(planes.expand_as(view))
+
+    def _note_slots(
+        self,
+        op: Op,
+        bound: dict[str, Any],
+        inputs: Sequence[Tensor],
+        out: Tensor,
+        planes: Tensor | None,
+    ) -> None:
+        """Into whose elements a data-free tensor is put, where the op says so one to one."""
+        offset = 0
+        for tensor in inputs:
+            joined = op.base == "cat" and tensor.dim() == out.dim()
+            width = tensor.shape[bound["dim"]] if joined else 0
+            if tensor.grad_fn is not None and self.owners(tensor) is None:
+                key = (tensor.grad_fn, tensor.output_nr)
+                place: Tensor | None = None
+                if planes is not None and not bool(is_mixed(planes).any()):
+                    if joined:
+                        dim = bound["dim"] % out.dim() + 1
+                        constant = planes.shape[dim] == 1
+                        place = planes if constant else planes.narrow(dim, offset, width)
+                    elif op.pointwise and tensor.shape == out.shape:
+                        place = planes
+                if key in self.slots:
+                    known = self.slots[key]
+                    same = known is not None and place is not None and torch.equal(known, place)
+                    place = place if same else None
+                self.slots[key] = place
+            offset += width

@@ -1,0 +1,331 @@
+"""One backward pass under observation: from the hooks of a plan to sums of contributions.
+
+A recorder takes a context and returns a result; it writes into nothing else but the caches of its
+plan, which hold what was learnt about the uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .contributions import CHUNK, Contributions, Lazy, Moved, Outer, Rows, moments
+from .graph import Graph
+from .hooks import Grads, NodeHooks
+from .moments import upcast
+from .ops import OpUse, UseCache, contributions, narrowed
+from .plan import ParameterPath, Plan, move, pull_back
+from .sampling import Sampler
+
+__all__ = ["ParameterSums", "PassContext", "PassResult", "Recorder"]
+
+NO_GRAPH = Graph([], {}, [], [], {})
+
+
+@dataclass(slots=True)
+class ParameterSums:
+    """What one backward pass, or several, have shown of one parameter.
+
+    Attributes:
+        total: sum of the samples' contributions.
+        squares: sum of their squares.
+        shared: what a penalty adds to the gradient, which belongs to all samples alike.
+        weight: how many coordinates each one here stands for.
+    """
+
+    total: Tensor
+    squares: Tensor
+    shared: Tensor | None = None
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class PassContext:
+    """What a recorder has to know.
+
+    Attributes:
+        graph, plan: the graph of the pass, and how to observe it.
+        sampler: draws blocks of coordinates; None: all of them.
+        chosen: the parameters that are looked at; None: all of them.
+        per_sample: hand out the contributions themselves in the place of their sums.
+        known: sums that are known before the pass.
+        inputs: what `backward(inputs=...)` was given.
+        names: the names of the observed parameters, by id.
+    """
+
+    graph: Graph
+    plan: Plan
+    sampler: Sampler | None = None
+    chosen: frozenset[str] | None = None
+    per_sample: bool = False
+    known: dict[str, ParameterSums] = field(default_factory=dict)
+    inputs: Any = None
+    names: dict[int, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PassResult:
+    """What a backward pass has shown.
+
+    Attributes:
+        m: number of samples.
+        sums: by name of the parameter.
+        per_sample: contributions (m, ...), if these were asked for.
+        whole: parameters that could not be looked at in part.
+    """
+
+    m: int
+    sums: dict[str, ParameterSums]
+    per_sample: dict[str, Tensor]
+    whole: set[str]
+
+
+class Recorder:
+    """Collects the contributions of each parameter's uses during a pass, and sums them."""
+
+    def __init__(self, context: PassContext) -> None:
+        self._context = context
+        self._graph, self._plan = context.graph, context.plan
+        self._sampler, self._chosen = context.sampler, context.chosen
+        self._hooks = NodeHooks(self._start)
+        self._start()
+
+    def _start(self) -> None:
+        self._sums = dict(self._context.known)
+        self._per_sample: dict[str, Tensor] = {}
+        self._whole: set[str] = set()
+        self._parts: dict[tuple[int, int], list[Contributions]] = {}  # by path, until complete
+        self._pulled: dict[str, list[Contributions]] = {}  # by parameter, pulled back already
+        self._uses_seen: dict[str, int] = {}
+
+    # -- around the pass
+
+    def attach(self) -> None:
+        """Listen at the nodes of the plan."""
+        plan, nodes, hooks = self._plan, self._graph.nodes, self._hooks
+        for position, uses in plan.uses.items():
+            if self._chosen is not None:
+                uses = [use for use in uses if self._is_chosen(use[1])]
+            if uses:
+                hooks.add(nodes[position], partial(self._on_use, position, uses))
+        for position, paths in plan.pulled.items():
+            if any(map(self._is_chosen, paths)):
+                hooks.add(nodes[position], partial(self._on_pull, position))
+        for name, position in plan.leaves.items():
+            if (self._chosen is None or name in self._chosen) and self._waits_for_leaf(name):
+                hooks.add(nodes[position], partial(self._on_leaf, name))
+
+    def _is_chosen(self, path: ParameterPath) -> bool:
+        return self._chosen is None or not self._chosen.isdisjoint(path.params)
+
+    def _waits_for_leaf(self, name: str) -> bool:
+        """Whether the gradient itself is needed: it is the sum, or holds a penalty's part.
+
+        A sampled parameter whose uses all lead straight to it is complete with the last of them.
+        """
+        plan = self._plan
+        if plan.m == 1 or name in plan.shared or name in plan.unused:
+            return True
+        return name in plan.paths and not (self._sampler is not None and name in plan.direct)
+
+    def result(self) -> PassResult:
+        """The pass went through."""
+        sums = self._sums
+        if self._context.inputs is not None:  # only what it names gets a gradient
+            names = self._names_of(self._context.inputs)
+            sums = {name: each for name, each in sums.items() if name in names}
+        if self._chosen is not None:  # a path may lead to others, too
+            sums = {name: each for name, each in sums.items() if name in self._chosen}
+        return PassResult(self._plan.m, sums, self._per_sample, self._whole)
+
+    def _names_of(self, inputs: Any) -> set[str]:
+        given = inputs if isinstance(inputs, Sequence) else [inputs]
+        nodes = [edge.node for edge in given if not isinstance(edge, Tensor)]
+        ids = {id(tensor) for tensor in given if isinstance(tensor, Tensor)}
+        leaves = self._graph.leaves.items()
+        ids |= {id(leaf) for i, leaf in leaves if self._graph.nodes[i] in nodes}
+        names = self._context.names
+        return {names[each] for each in ids if each in names}
+
+    def close(self) -> None:
+        """Let go of the graph, also after an error."""
+        self._hooks.remove()
+        self._parts, self._pulled = {}, {}
+        self._graph = NO_GRAPH
+        self._context = PassContext(NO_GRAPH, self._plan)
+
+    # -- during the pass
+
+    def _on_use(
+        self, position: int, uses: Sequence[tuple[int, ParameterPath]], grads: Grads
+    ) -> None:
+        """Parameters meet data at a node, and the gradient is about to pass by."""
+        plan, node = self._plan, self._graph.nodes[position]
+        layouts = plan.layouts[position]
+        for argument, path in uses:
+            cache = plan.caches.get((position, argument))
+            if cache is None:
+                cache = plan.caches[position, argument] = UseCache()
+            self._record(OpUse(node, grads, layouts, argument, path.shape, cache), path)
+
+    def _record(self, use: OpUse, path: ParameterPath) -> None:
+        name, sampler = path.params[0], self._sampler
+        part = self._contributions(use, path)
+        if isinstance(part, Lazy):  # what it reads will be gone when the node has run
+            alone = path.chain is not None and self._plan.is_used_once(name)
+            if alone and name not in self._plan.shared and not self._context.per_sample:
+                self._whole.add(name)
+                self._sums[name] = ParameterSums(*self._in_place(path, part).moments(None))
+                return
+            part = part.written_out()
+        expected = 0 if sampler is None else self._plan.direct.get(name, 0)
+        if expected == 1:
+            self._reduce(name, [self._in_place(path, part)], None)
+            return
+        self._parts.setdefault(path.key, []).append(part)
+        if expected:
+            seen = self._uses_seen[name] = self._uses_seen.get(name, 0) + 1
+            if seen == expected:
+                self._finish(name, None)
+
+    def _contributions(self, use: OpUse, path: ParameterPath) -> Contributions:
+        """The contributions of a use; of a sampled vector, only of the block that is drawn."""
+        if self._sampler is None or path.chain != () or len(use.shape) != 1:
+            return contributions(use)
+        new, name = use.cache.no_cancellation is None, path.params[0]
+        part = contributions(narrowed(use, self._sampler, name))
+        if new and use.cache.no_cancellation is not None:
+            # From the next step on the vector is narrowed: a resumed run must not differ by a bit.
+            small = narrowed(use, self._sampler, name)
+            part = part if small is use else contributions(small)
+        return part
+
+    def _in_place(self, path: ParameterPath, part: Contributions) -> Contributions:
+        """The contributions in the shape of the parameter."""
+        if not path.chain:
+            return part
+        if path.transposed and isinstance(part, Outer):
+            return part.transposed()
+        leaf = self._graph.leaves[self._plan.leaves[path.params[0]]]
+        return Moved(part, partial(move, self._graph, path), tuple(leaf.shape))
+
+    def _on_pull(self, position: int, grads: Grads) -> None:
+        """All uses of a data-free tensor are known, and it is about to pass its gradient down."""
+        for path in self._plan.pulled[position]:
+            parts = self._parts.pop(path.key, None)
+            if parts is not None:
+                self._pull(path, parts)
+
+    def _pull(self, path: ParameterPath, parts: list[Contributions]) -> None:
+        plan, graph = self._plan, self._graph
+        leaves = [graph.leaves[plan.leaves[name]] for name in path.params]
+        sizes = sum(leaf.numel() for leaf in leaves) + sum(part.numel for part in parts)
+        step = max(1, min(plan.m, CHUNK // max(1, sizes)))
+        alone = not self._context.per_sample and not plan.shared
+        alone = alone and all(len(plan.paths[name]) == 1 for name in path.params)
+        self._whole.update(path.params)
+        chunks = []
+        for lo in range(0, plan.m, step):
+            value = parts[0].samples(lo, min(plan.m, lo + step))
+            for part in parts[1:]:
+                value = value + part.samples(lo, min(plan.m, lo + step))
+            grads = [upcast(g) for g in pull_back(graph, path, value, leaves, plan.trusted)]
+            if not alone:
+                chunks.append(grads)
+                continue
+            for name, grad in zip(path.params, grads, strict=True):
+                first, second = grad.sum(0), grad.square().sum(0)
+                known = self._sums.get(name)
+                if known is not None:
+                    first, second = known.total + first, known.squares + second
+                self._sums[name] = ParameterSums(first, second)
+        if chunks:
+            for name, *pieces in zip(path.params, *chunks, strict=True):
+                self._pulled.setdefault(name, []).append(Rows(torch.cat(pieces)))
+
+    def _on_leaf(self, name: str, grads: Grads) -> None:
+        """The gradient of a parameter is complete."""
+        grad = grads[0]
+        if grad is None:
+            return
+        if self._plan.m == 1:
+            dense = upcast(grad.to_dense() if grad.is_sparse else grad)
+            block, weight = block_of(self._sampler, name, dense, 1)
+            each = dense[block]
+            self._sums[name] = ParameterSums(each.clone(), each.square(), None, weight)
+        elif name not in self._sums:
+            self._finish(name, grad)
+
+    def _finish(self, name: str, grad: Tensor | None) -> None:
+        """All contributions to a parameter are known (and its gradient, if it was waited for)."""
+        plan = self._plan
+        parts = list(self._pulled.pop(name, []))
+        for path in plan.paths.get(name, []):
+            if path.chain is not None:
+                parts += [self._in_place(path, part) for part in self._parts.pop(path.key, [])]
+        if parts:
+            self._reduce(name, parts, grad)
+        elif grad is not None and (name in plan.shared or name in plan.unused):
+            zero = torch.zeros_like(upcast(grad))
+            shared = upcast(grad).clone() if name in plan.shared else None
+            self._whole.add(name)
+            self._sums[name] = ParameterSums(zero, zero.clone(), shared)
+
+    def _reduce(self, name: str, parts: list[Contributions], grad: Tensor | None) -> None:
+        """Sum the contributions of all uses of a parameter, or write them out."""
+        plan, sampler = self._plan, self._sampler
+        if self._context.per_sample:
+            first, *others = (part.samples(0, plan.m) for part in parts)
+            self._per_sample[name] = sum(others, start=first)
+            return
+        penalised = name in plan.shared
+        leaf = self._graph.leaves[plan.leaves[name]]
+        if sampler is not None and not penalised:
+            parts, weight = self._restricted(sampler, name, tuple(leaf.shape), parts)
+            if weight != 1.0:
+                self._sums[name] = ParameterSums(*moments(parts), None, weight)
+                return
+        elif sampler is not None:
+            self._whole.add(name)
+        total = grad  # unless a hook or a penalty has changed it, or it is rounded more than sums
+        if (
+            grad is None
+            or penalised
+            or leaf._backward_hooks
+            or grad.is_sparse
+            or upcast(grad) is not grad
+        ):
+            total = None
+        first, second = moments(parts, total)
+        if first is total:
+            first = first.clone()
+        shared = upcast(grad) - first if penalised and grad is not None else None
+        self._sums[name] = ParameterSums(first, second, shared)
+
+    def _restricted(
+        self, sampler: Sampler, name: str, shape: tuple[int, ...], parts: list[Contributions]
+    ) -> tuple[list[Contributions], float]:
+        """The contributions to the sampled block, and what each coordinate stands for."""
+        uncut = [part.shape == shape for part in parts]  # others were narrowed before
+        if any(part.whole_only for part, whole in zip(parts, uncut, strict=True) if whole):
+            self._whole.add(name)
+            return parts, 1.0
+        spread, reads = all(part.spread for part in parts), max(part.reads for part in parts)
+        block, weight = sampler.block(name, shape, reads, spread and len(shape) > 1)
+        if block is None:
+            return parts, 1.0
+        cut = zip(parts, uncut, strict=True)
+        return [part.restrict(block) if whole else part for part, whole in cut], weight
+
+
+def block_of(sampler: Sampler | None, name: str, whole: Tensor, reads: int) -> tuple[Any, float]:
+    """The sampled block of sums that are there as a whole."""
+    if sampler is None:
+        return (), 1.0
+    block, weight = sampler.block(name, whole.shape, reads, whole.dim() > 1)
+    return (() if block is None else block), weight

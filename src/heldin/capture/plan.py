@@ -1,0 +1,234 @@
+"""The plan by which backward passes of one kind are observed.
+
+It says where each parameter meets the data (its uses), where the rows of each sample lie there, and
+how the contributions get from there to the parameter. It holds positions in the list of nodes, so
+it also fits the next graph with the same signature.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .graph import Graph, shape_of
+from .layout import Layout
+from .ops import UseCache
+
+__all__ = ["ParameterPath", "Plan", "move", "pull_back"]
+
+
+@dataclass(frozen=True)
+class ParameterPath:
+    """The way from where a parameter-only subgraph joins the data down to its parameters.
+
+    Such a subgraph (a view, a cast, weight norm) holds no data. Contributions are collected at its
+    top, an output of the node `node`, and brought back to `params` from there.
+    """
+
+    node: int
+    output: int
+    shape: tuple[int, ...]
+    params: tuple[str, ...]
+    chain: tuple[tuple[int, int, int], ...] | None  # if all are views: (position, output, input)
+    transposed: bool  # the chain is a single transposition
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.node, self.output
+
+
+@dataclass
+class Plan:
+    """How to observe graphs of one signature.
+
+    Attributes:
+        m: number of samples.
+        layouts: where each sample's rows lie in the outputs of every node with a use.
+        uses: by node, the arguments that parameters reach, and on which path.
+        shared: parameters with a penalty in the loss.
+        unused: parameters that meet no row at all.
+        leaves: the position of every observed parameter.
+        caches: what is known about the uses, from one step to the next.
+        trusted: by path, whether a batched pull-back is what single ones are.
+    """
+
+    m: int
+    layouts: dict[int, list[Layout | None]] = field(default_factory=dict)
+    uses: dict[int, list[tuple[int, ParameterPath]]] = field(default_factory=dict)
+    shared: set[str] = field(default_factory=set)
+    unused: set[str] = field(default_factory=set)
+    leaves: dict[str, int] = field(default_factory=dict)
+    caches: dict[tuple[int, int], UseCache] = field(default_factory=dict)
+    trusted: dict[tuple[int, int], bool] = field(default_factory=dict)
+
+    # -- what follows from the uses
+
+    @cached_property
+    def paths(self) -> dict[str, list[ParameterPath]]:
+        """The paths to each parameter."""
+        found: dict[str, list[ParameterPath]] = {}
+        for uses in self.uses.values():
+            for _, path in uses:
+                for name in path.params:
+                    mine = found.setdefault(name, [])
+                    if path not in mine:
+                        mine.append(path)
+        return found
+
+    @cached_property
+    def use_counts(self) -> Counter[tuple[int, int]]:
+        """How many uses go through each path."""
+        return Counter(path.key for uses in self.uses.values() for _, path in uses)
+
+    @cached_property
+    def pulled(self) -> dict[int, list[ParameterPath]]:
+        """By their topmost node, the paths that are more than views."""
+        found: dict[int, list[ParameterPath]] = {}
+        for uses in self.uses.values():
+            for _, path in uses:
+                if path.chain is None and path not in found.setdefault(path.node, []):
+                    found[path.node].append(path)
+        return found
+
+    @cached_property
+    def direct(self) -> dict[str, int]:
+        """The number of uses of every parameter that all its uses lead straight to."""
+        return {
+            name: sum(self.use_counts[path.key] for path in paths)
+            for name, paths in self.paths.items()
+            if name not in self.shared and all(path.chain is not None for path in paths)
+        }
+
+    def is_used_once(self, name: str) -> bool:
+        paths = self.paths.get(name, [])
+        return len(paths) == 1 and self.use_counts[paths[0].key] == 1
+
+    # -- other graphs
+
+    def fits(self, graph: Graph) -> bool:
+        """Whether the sizes at the uses are those of the plan; names and edges are known to be.
+
+        A model may cut its inputs to a length that no argument tells, and a layer may be replaced
+        by one of another size.
+        """
+        nodes = graph.nodes
+        for position, layouts in self.layouts.items():
+            for layout, found in zip(layouts, nodes[position]._input_metadata, strict=False):
+                if layout is not None and tuple(found.shape) != layout.shape:
+                    return False
+        return all(
+            self._shape_at(graph, path) == path.shape
+            for uses in self.uses.values()
+            for _, path in uses
+        )
+
+    def _shape_at(self, graph: Graph, path: ParameterPath) -> tuple[int, ...]:
+        if path.transposed or path.chain == ():  # the parameter is at hand
+            shape = tuple(graph.leaves[self.leaves[path.params[0]]].shape)
+            return shape[::-1] if path.transposed else shape
+        return shape_of(graph.nodes[path.node], path.output)
+
+    @cached_property
+    def skeleton(self) -> Any:
+        """All of the plan but its sizes; equal for plans of graphs that are alike."""
+        uses = {
+            position: [(argument, replace(path, shape=())) for argument, path in uses]
+            for position, uses in self.uses.items()
+        }
+        owned = {p: [layout is None for layout in each] for p, each in self.layouts.items()}
+        return uses, owned, self.shared, self.unused, self.leaves
+
+    def resized(
+        self,
+        graph: Graph,
+        m: int,
+        layouts: dict[int, list[Layout | None]],
+        caches: dict[tuple[int, int], UseCache],
+    ) -> Plan:
+        """The same plan for a graph of other sizes."""
+        uses = {
+            position: [
+                (argument, replace(path, shape=self._shape_at(graph, path)))
+                for argument, path in uses
+            ]
+            for position, uses in self.uses.items()
+        }
+        return replace(
+            self, m=m, layouts=layouts, uses=uses, caches=caches, trusted=dict(self.trusted)
+        )
+
+
+def move(graph: Graph, path: ParameterPath, value: Tensor) -> Tensor:
+    """Bring a tensor of the path's shape into the parameter's shape."""
+    assert path.chain is not None
+    for position, output, argument in path.chain:
+        node = graph.nodes[position]
+        if graph.names[position] == "TBackward0":
+            value = value.t()
+            continue
+        grads: list[Tensor | None] = [None] * len(node._input_metadata)
+        grads[output] = value
+        if graph.names[position] == "ToCopyBackward0":
+            continue  # a cast: statistics keep their own precision
+        result = node(*grads)
+        value = result[argument] if isinstance(result, (tuple, list)) else result
+    return value
+
+
+def pull_back(
+    graph: Graph,
+    path: ParameterPath,
+    value: Tensor,
+    leaves: Sequence[Tensor],
+    trusted: dict[tuple[int, int], bool],
+) -> list[Tensor]:
+    """Per-sample contributions (n, *path.shape) to the parameters below, (n, *shape) each.
+
+    `trusted` keeps, by path, whether a batched backward pass is what single ones are: a few ops
+    have none, or a wrong one.
+    """
+    edge = torch.autograd.graph.GradientEdge(graph.nodes[path.node], path.output)
+    dtype = graph.nodes[path.node]._input_metadata[path.output].dtype
+    hooks = [(live, dict(live)) for leaf in leaves if (live := leaf._backward_hooks)]
+    for live, _ in hooks:
+        live.clear()  # the user's hooks are for the user's own backward pass
+
+    def pulled(cotangent: Tensor, batched: bool) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(
+            [edge], list(leaves), [cotangent], retain_graph=True, is_grads_batched=batched
+        )
+
+    def single(cotangent: Tensor) -> tuple[Tensor, ...]:
+        return pulled(cotangent, False)
+
+    cotangents = value.to(dtype)
+    grads: Sequence[Tensor] | None = None
+    try:
+        known = trusted.get(path.key)
+        if known is not False:
+            try:
+                grads = pulled(cotangents, True)
+            except RuntimeError:
+                trusted[path.key] = False
+        if grads is None or known is None:
+            apart = [torch.stack(each) for each in zip(*map(single, cotangents), strict=True)]
+            if grads is not None and all(bool(a.isfinite().all()) for a in apart):
+                trusted[path.key] = all(map(_agree, grads, apart))
+            if grads is None or not trusted.get(path.key):  # else as from now on (resumed runs)
+                grads = apart
+    finally:
+        for live, saved in hooks:
+            live.update(saved)
+    real = value.real.dtype if value.is_complex() else value.dtype
+    return [grad.to(real) for grad in grads]
+
+
+def _agree(one: Tensor, other: Tensor) -> bool:
+    allowed = torch.finfo(other.dtype).eps ** 0.5 * float(other.abs().max() if other.numel() else 0)
+    return bool(((one - other).abs() <= allowed).all())

@@ -1,0 +1,289 @@
+"""Making a plan, from a graph and the owners that a followed forward pass has established."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from heldin.errors import NotObservable
+
+from .graph import Graph, children_first, shape_of
+from .layout import Layout
+from .ownership.planes import Key, is_mixed, is_nobody
+from .plan import ParameterPath, Plan
+
+__all__ = ["hiding_node", "make_plan"]
+
+# Nodes behind which parameters are hidden from a walk, and what to do instead.
+_HIDING = {
+    "CheckpointFunctionBackward": "call torch.utils.checkpoint.checkpoint with use_reentrant=False",
+    "CompiledFunctionBackward": "do not compile what is outside the model (the loss, say)",
+}
+# Nodes that put every element of their input in one place: squares move as the elements do.
+_MOVING = {
+    "TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "SqueezeBackward0",
+    "SqueezeBackward1", "UnsqueezeBackward0", "ToCopyBackward0", "CloneBackward0", "AliasBackward0",
+    "SplitBackward0", "SplitWithSizesBackward0", "SliceBackward0", "SelectBackward0",
+    "UnbindBackward0", "UnsafeSplitBackward0",
+}  # fmt: skip
+
+
+DATA, FREE, OUTSIDE = "data", "free", "outside"
+
+
+def make_plan(
+    graph: Graph,
+    names: Mapping[int, str],
+    owners: Mapping[Key, Tensor | None],
+    slots: Mapping[Key, Tensor | None],
+    m: int,
+    cause: str | None,
+) -> Plan:
+    """Find the uses of every observed parameter; raise NotObservable where that cannot be done."""
+    some = next((p for p in owners.values() if p is not None), None)
+    readings = 1 if some is None else some.shape[0] // 2
+    error: NotObservable | None = None
+    for reading in range(readings):
+        try:
+            return _make_plan(graph, names, owners, slots, m, cause, reading)
+        except NotObservable as failure:
+            error = error or failure
+    assert error is not None
+    raise error
+
+
+def _make_plan(
+    graph: Graph,
+    names: Mapping[int, str],
+    owners: Mapping[Key, Tensor | None],
+    slots: Mapping[Key, Tensor | None],
+    m: int,
+    cause: str | None,
+    reading: int,
+) -> Plan:
+    outputs: dict[int, dict[int, Tensor | None]] = {}
+    for (node, number), planes in owners.items():
+        position = graph.index.get(node)
+        if position is not None:
+            outputs.setdefault(position, {})[number] = planes
+    kinds = _kinds(graph, outputs)
+    cuts = _cuts(graph, slots, kinds)
+    plan = Plan(m)
+    named = {i: names[id(leaf)] for i, leaf in graph.leaves.items() if id(leaf) in names}
+    plan.leaves = {name: i for i, name in named.items()}
+    below = _below(graph, kinds, cuts, named)
+    for position, kind in enumerate(kinds):
+        reached = [
+            (argument, child, output)
+            for argument, (child, output) in enumerate(graph.children[position])
+            if child >= 0 and kinds[child] != DATA and below[child] and child not in cuts
+        ]
+        if kind == FREE and not graph.parents[position] and _is_unknown(graph, position, outputs):
+            _check_penalty(graph, position, outputs, below, m)  # a loss of its own, without data
+            plan.shared |= below[position]
+        if not reached or (kind == FREE and position not in cuts):
+            continue
+        empty = [r for r in reached if _is_empty(graph, r[1], r[2])]
+        for _, child, _ in empty:  # an expert that nothing was routed to
+            plan.unused |= below[child]
+        reached = [r for r in reached if r not in empty]
+        if not reached:
+            continue
+        if _is_added_on(graph, position, outputs.get(position, {}), kind):
+            for _, child, _ in reached:
+                _check_penalty(graph, child, outputs, below, m)
+                plan.shared |= below[child]
+            continue
+        params = sorted({name for _, child, _ in reached for name in below[child]})
+        if kind == OUTSIDE:
+            _refuse_outside(graph, position, params)
+        known = cuts[position] if position in cuts else outputs[position]
+        plan.layouts[position] = _layouts(graph, position, known, m, reading, params, cause)
+        for argument, child, output in reached:
+            path = _path(graph, child, output, below, named)
+            plan.uses.setdefault(position, []).append((argument, path))
+    lost = sorted(set(plan.leaves) - set(plan.paths) - plan.shared - plan.unused)
+    if lost:
+        raise NotObservable(
+            f"parameter {lost[0]!r} gets a gradient, but meets nothing that comes from the model's "
+            "inputs. Data cannot be followed out of PyTorch (numpy(), item(), tolist()): stay in "
+            "tensors, or leave the parameter out with parameters=... A penalty has to be added to "
+            "the loss"
+        )
+    return plan
+
+
+def _is_empty(graph: Graph, position: int, output: int) -> bool:
+    if position in graph.leaves:
+        return graph.leaves[position].numel() == 0
+    return 0 in shape_of(graph.nodes[position], output)
+
+
+def _kinds(graph: Graph, outputs: Mapping[int, Mapping[int, Tensor | None]]) -> list[str]:
+    """Which nodes hold data, which depend on parameters alone, which were not followed."""
+    kinds = [""] * len(graph.nodes)
+    order = children_first(graph)
+    for i in order:
+        if i in outputs:
+            holds = any(planes is not None for planes in outputs[i].values())
+            kinds[i] = DATA if holds else FREE
+        elif i in graph.leaves:
+            kinds[i] = FREE
+        else:
+            below = {kinds[child] for child, _ in graph.children[i] if child >= 0}
+            kinds[i] = OUTSIDE if below & {DATA, OUTSIDE} else FREE
+    return kinds
+
+
+def _cuts(
+    graph: Graph,
+    slots: Mapping[Key, Tensor | None],
+    kinds: Sequence[str],
+) -> dict[int, dict[int, Tensor | None]]:
+    """Data-free nodes whose every output element is put into one sample's place, and into whose."""
+    cuts: dict[int, dict[int, Tensor | None]] = {}
+    for (node, number), planes in slots.items():
+        i = graph.index.get(node)
+        if i is None or planes is None or len(node._input_metadata) != 1:
+            continue
+        if kinds[i] == FREE and all(kinds[p] == DATA for p in graph.parents[i]):
+            cuts[i] = {number: planes}
+    return cuts
+
+
+def _below(
+    graph: Graph, kinds: Sequence[str], cuts: Mapping[int, Any], named: Mapping[int, str]
+) -> list[frozenset[str]]:
+    """The observed parameters that a data-free node depends on."""
+    below: list[frozenset[str]] = [frozenset()] * len(graph.nodes)
+    for i in children_first(graph):
+        if i in named:
+            below[i] = frozenset([named[i]])
+        elif kinds[i] == FREE:
+            children = [c for c, _ in graph.children[i] if c >= 0]
+            below[i] = frozenset().union(*(below[c] for c in children))
+    return below
+
+
+def _is_added_on(
+    graph: Graph, position: int, known: Mapping[int, Tensor | None], kind: str
+) -> bool:
+    """Whether a parameter enters the loss here as a penalty: in a sum, after the samples met."""
+    node = graph.nodes[position]
+    if kind == DATA and not all(p is not None and bool(is_mixed(p).all()) for p in known.values()):
+        return False
+    scalar = all(size == 1 for size in shape_of(node, 0))
+    return scalar and graph.names[position] in ("AddBackward0", "SubBackward0", "StackBackward0")
+
+
+def _check_penalty(
+    graph: Graph,
+    start: int,
+    outputs: Mapping[int, Any],
+    below: Sequence[frozenset[str]],
+    m: int,
+) -> None:
+    """A penalty holds no data. Outside the model nobody has followed it, so look at its tensors."""
+    stack, visited = [start], {start}
+    while stack:
+        i = stack.pop()
+        node, inputs = graph.nodes[i], graph.children[i]
+        if i not in outputs and i not in graph.leaves and any(c < 0 for c, _ in inputs):
+            for name in dir(node):
+                value = getattr(node, name) if name.startswith("_saved_") else None
+                if isinstance(value, Tensor) and m in value.shape and not value.requires_grad:
+                    _refuse_outside(graph, i, sorted(below[start]))
+        fresh = [c for c, _ in inputs if c >= 0 and c not in visited]
+        visited.update(fresh)
+        stack.extend(fresh)
+
+
+def _is_unknown(graph: Graph, start: int, outputs: Mapping[int, Any]) -> bool:
+    """Whether no node from here down was part of a forward pass that was followed."""
+    stack, visited = [start], {start}
+    while stack:
+        i = stack.pop()
+        if i in outputs:
+            return False
+        fresh = {c for c, _ in graph.children[i] if c >= 0} - visited
+        visited |= fresh
+        stack.extend(fresh)
+    return True
+
+
+def _refuse_outside(graph: Graph, position: int, params: Sequence[str]) -> None:
+    raise NotObservable(
+        f"parameter {params[0]!r} is used in {graph.names[position]} outside the model's forward "
+        "pass, together with data; which sample is which is not known there. Move that computation "
+        "into forward(), or run it through the observation's call() method"
+    )
+
+
+def _layouts(
+    graph: Graph,
+    position: int,
+    known: Mapping[int, Tensor | None],
+    m: int,
+    reading: int,
+    params: Sequence[str],
+    cause: str | None,
+) -> list[Layout | None]:
+    node = graph.nodes[position]
+    result: list[Layout | None] = []
+    for number in range(len(node._input_metadata)):
+        planes = known.get(number)
+        if planes is None:
+            result.append(None)
+            continue
+        mine = planes[2 * reading : 2 * reading + 2]
+        if bool(is_mixed(mine).any()):
+            where = f" by {cause}" if cause else ""
+            raise NotObservable(
+                f"parameter {params[0]!r} (in {graph.names[position]}) meets the data after "
+                f"samples were mixed{where}; it has no per-sample gradient there. If an argument "
+                "of the model only looks like a batch, pass batch_dim={name: None} for it; "
+                "otherwise leave the parameter out with parameters=..."
+            )
+        if bool(is_nobody(mine).any()):
+            raise NotObservable(
+                f"parameter {params[0]!r} (in {graph.names[position]}) meets a tensor some of "
+                "whose elements belong to no sample; which sample they serve is not established. "
+                "Leave the parameter out with parameters=..."
+            )
+        result.append(Layout.of(mine[0], shape_of(node, number), m))
+    return result
+
+
+def _path(
+    graph: Graph,
+    child: int,
+    output: int,
+    below: Sequence[frozenset[str]],
+    named: Mapping[int, str],
+) -> ParameterPath:
+    if child in named:
+        shape = tuple(graph.leaves[child].shape)
+        return ParameterPath(child, output, shape, (named[child],), (), False)
+    chain: list[tuple[int, int, int]] = []
+    at, number, moving = child, output, True
+    while moving and at not in named:
+        inputs = [(j, c, o) for j, (c, o) in enumerate(graph.children[at]) if c >= 0]
+        moving = graph.names[at] in _MOVING and len(inputs) == 1
+        argument, following, following_output = inputs[0]
+        chain.append((at, number, argument))
+        at, number = following, following_output
+    shape = shape_of(graph.nodes[child], output)
+    params = tuple(sorted(below[child]))
+    flip = moving and [graph.names[position] for position, _, _ in chain] == ["TBackward0"]
+    way = tuple(chain) if moving else None
+    return ParameterPath(child, output, shape, params, way, flip)
+
+
+def hiding_node(graph: Graph) -> tuple[str, str] | None:
+    """A node that hides parameters from the walk, and the way out."""
+    for name in graph.names:
+        if name in _HIDING:
+            return name, _HIDING[name]
+    return None

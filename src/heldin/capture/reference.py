@@ -1,0 +1,138 @@
+"""One backward pass per sample, through the graph of a single forward pass.
+
+Slow and simple: the way out where a graph was not seen before, and the truth that `verify` and the
+tests compare with. All of it starts at the outputs of the model, whose rows have known owners.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from .graph import Graph, shape_of
+from .layout import Layout
+from .moments import upcast
+from .ownership.planes import Key, is_mixed, is_nobody
+
+__all__ = ["Output", "frontier", "mixes_samples", "replay", "topmost"]
+
+Output = tuple[GradientEdge, Layout]  # one output of the model, and where its samples' rows lie
+
+
+def topmost(graph: Graph, outputs: Sequence[Output]) -> list[Output]:
+    """The outputs in the graph that no other output is computed from."""
+    inside = [(edge, layout) for edge, layout in outputs if edge.node in graph.index]
+    starts = {graph.index[edge.node] for edge, _ in inside}
+    below: set[int] = set()
+    for start in starts:
+        stack = [child for child, _ in graph.children[start] if child >= 0]
+        while stack:
+            i = stack.pop()
+            if i not in below:
+                below.add(i)
+                stack.extend(child for child, _ in graph.children[i] if child >= 0)
+    return [(edge, layout) for edge, layout in inside if graph.index[edge.node] not in below]
+
+
+def frontier(graph: Graph, owners: Mapping[Key, Tensor | None], m: int) -> list[Output]:
+    """The last tensors in which every element has one owner, for models that return only a loss."""
+    alone, mixed = {}, set()
+    for (node, number), planes in owners.items():
+        position = graph.index.get(node)
+        if position is not None and planes is not None:
+            if bool(is_mixed(planes[:2]).any()):
+                mixed.add(position)
+            elif not bool(is_nobody(planes[:2]).any()):
+                alone[node, number] = (position, planes[0])
+    return [
+        (GradientEdge(node, number), Layout.of(owner, shape_of(node, number), m))
+        for (node, number), (position, owner) in alone.items()
+        if not mixed.isdisjoint(graph.parents[position])
+    ]
+
+
+def replay(
+    roots: Sequence[Any],
+    seeds: Sequence[Tensor | None] | None,
+    outputs: Sequence[Output],
+    params: Mapping[str, Tensor],
+    m: int,
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Sum and sum of squares of the contributions of every parameter, by m backward passes."""
+    edges = [edge for edge, _ in outputs]
+    arriving = torch.autograd.grad(list(roots), edges, seeds, retain_graph=True, allow_unused=True)
+    given = [k for k, grad in enumerate(arriving) if grad is not None]
+    sums: dict[str, tuple[Tensor, Tensor]] = {}
+    for i in range(m):
+        masked = []
+        for k in given:
+            grad = arriving[k]
+            assert grad is not None
+            masked.append(grad * outputs[k][1].mask(i, i + 1, grad.device)[0])
+        grads: Sequence[Tensor | None] = torch.autograd.grad(
+            [edges[k] for k in given],
+            list(params.values()),
+            masked,
+            retain_graph=True,
+            allow_unused=True,
+        )
+        for name, found in zip(params, grads, strict=True):
+            if found is None:
+                continue
+            each = upcast(found.to_dense() if found.is_sparse else found)
+            if name in sums:
+                sums[name][0].add_(each)
+                sums[name][1].addcmul_(each, each)
+            else:
+                sums[name] = (each.clone(), each.square())
+    return sums
+
+
+def mixes_samples(roots: Sequence[Any], outputs: Sequence[Output]) -> bool:
+    """Whether the loss depends on several samples jointly: its Hessian couples their outputs.
+
+    Seen from the outputs, a sum of per-sample losses has a block-diagonal Hessian H, so H (D v) is
+    D (H v) for every diagonal D that is constant on each sample. A loss that cannot be
+    differentiated twice is given the benefit of the doubt.
+    """
+    random = torch.Generator().manual_seed(0)
+    edges = [edge for edge, _ in outputs]
+    try:
+        first = torch.autograd.grad(list(roots), edges, create_graph=True, allow_unused=True)
+        curved = [k for k, g in enumerate(first) if g is not None and g.requires_grad]
+        if not curved:
+            return False
+        m = outputs[0][1].m
+        digits = 2.0 ** torch.randint(0, 4, (m,), generator=random)
+        scales, probes = [], []
+        for k in curved:
+            grad = first[k]
+            assert grad is not None
+            owner = outputs[k][1].owner
+            scales.append(digits[owner].to(grad.device, grad.dtype))
+            probe = torch.randn(grad.shape, generator=random, dtype=torch.float32)
+            probes.append(probe.to(grad.device, grad.dtype))
+        grads = [first[k] for k in curved]
+        plain: Sequence[Tensor | None] = torch.autograd.grad(
+            grads, edges, probes, retain_graph=True, allow_unused=True
+        )
+        scaled: Sequence[Tensor | None] = torch.autograd.grad(
+            grads,
+            edges,
+            [p * s for p, s in zip(probes, scales, strict=True)],
+            retain_graph=True,  # the loss's own backward pass is still to come
+            allow_unused=True,
+        )
+    except RuntimeError:
+        return False
+    for k, (one, other) in enumerate(zip(plain, scaled, strict=True)):
+        if one is None or other is None:
+            continue
+        expected = one * digits[outputs[k][1].owner].to(one.device, one.dtype)
+        if bool(((other - expected).abs() > 0.05 * expected.abs().amax()).any()):
+            return True
+    return False

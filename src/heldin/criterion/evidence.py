@@ -1,0 +1,220 @@
+"""The evidence-based criterion (Eq. 5, Eq. 10 and Sec. 3.3 of the paper)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import torch
+
+from heldin.capture.moments import Moments, ratio_sums
+from heldin.capture.observation import Observation
+from heldin.errors import HeldinError
+
+__all__ = [
+    "Correction",
+    "Dead",
+    "Evidence",
+    "Groups",
+    "Ratio",
+    "check_options",
+    "evidence",
+    "evidence_of",
+    "grouping",
+    "ratios",
+]
+
+Groups = Literal["tensor", "all"] | Mapping[str, str] | Callable[[str], str]
+Correction = Literal["gaussian", "symmetric"] | None
+Dead = Literal["out", "zero"]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """The criterion of one step.
+
+    Attributes:
+        criterion: mean over groups of 1 - mean_k f_k. Above 0: the gradient is no larger than its
+            own error, stop. nan if there is no evidence (a single sample, no live coordinate).
+        groups: the same per group; groups without a live coordinate are absent.
+        count: number of samples.
+        live: number of coordinates per group that carry evidence.
+        nonfinite: parameters with an inf or nan contribution; they are left out.
+        estimator: how the moments were observed: "exact", "sampled" (from a block of coordinates
+            of each parameter) or "microbatch" (approximate; `count` is that of micro-batches).
+
+    >>> import heldin, torch
+    >>> contributions = torch.tensor([[1.0], [-1.0], [1.0], [0.0]])
+    >>> seen = {"w": heldin.Moments(contributions.sum(0), contributions.square().sum(0), 4)}
+    >>> found = heldin.evidence(seen)
+    >>> round(found.criterion, 3), found.count, found.live
+    (0.727, 4, {'w': 1})
+    """
+
+    criterion: float
+    groups: dict[str, float]
+    count: int
+    live: dict[str, int] = field(default_factory=dict)
+    nonfinite: tuple[str, ...] = ()
+    estimator: str = "exact"
+
+    @property
+    def approximate(self) -> bool:
+        """Whether micro-batches were taken for samples."""
+        return self.estimator == "microbatch"
+
+
+def grouping(groups: Groups) -> Callable[[str], str]:
+    """The function from a parameter's name to its group's."""
+    if groups == "tensor":
+        return lambda name: name
+    if groups == "all":
+        return lambda name: "all"
+    if isinstance(groups, Mapping):
+        table = dict(groups)
+
+        def look_up(name: str) -> str:
+            if name not in table:
+                raise HeldinError(
+                    f"groups: parameter {name!r} has no entry; the mapping must name a group for "
+                    f"every trainable parameter (it has {', '.join(sorted(table)) or 'none'})"
+                )
+            return table[name]
+
+        return look_up
+    if callable(groups):
+        return groups
+    raise HeldinError(
+        f"groups: expected 'tensor', 'all', a mapping or a function from parameter names to group "
+        f"names, got {groups!r}"
+    )
+
+
+def evidence(
+    seen: Mapping[str, Moments],
+    groups: Groups = "tensor",
+    *,
+    correction: Correction = None,
+    dead: Dead = "out",
+) -> Evidence:
+    """The criterion from observed moments.
+
+    Args:
+        seen: moments by parameter name, as `heldin.observe` gives them.
+        groups: "tensor" (each parameter is a group), "all" (one group), or a mapping or function
+            from parameter names to group names.
+        correction: for few samples. Without signal the mean of f is not 1 but (m-1)/(m-3), if the
+            contributions are Gaussian: "gaussian" divides by that (no value for m <= 3),
+            "symmetric" puts q = f m / (m - 1 + f) in the place of f, which has mean 1 for
+            symmetric contributions and any m.
+        dead: coordinates to which no sample contributed are 0/0 (and hardly better known if the
+            contributions are so small that their squares are lost, 1e-17 in single precision).
+            "out" leaves them out of the mean, "zero" counts them as f = 0, so that many of them
+            alone ask for a stop.
+
+    >>> import heldin, torch
+    >>> model = torch.nn.Linear(1, 1, bias=False)
+    >>> x = torch.tensor([[1.0], [2.0]])
+    >>> with heldin.observe(model) as seen:
+    ...     model(x).sum().backward()              # contributions 1 and 2
+    >>> e = heldin.evidence(seen)
+    >>> round(e.criterion, 3)                      # f = 1 * 3^2 / (2 * 5 - 3^2) = 9
+    -8.0
+    >>> list(e.groups)
+    ['weight']
+    """
+    check_options(correction, dead)
+    estimator = seen.estimator if isinstance(seen, Observation) else "exact"
+    if estimator == "microbatch" and correction is None:
+        correction = "gaussian"  # few of them: the ratio of Gaussian means is too large otherwise
+    found = ratios(seen, correction)
+    count = max((ratio.m for ratio in found.values()), default=0)
+    return evidence_of(found, count, grouping(groups), correction, dead, estimator)
+
+
+def check_options(correction: Correction, dead: Dead) -> None:
+    """Refuse what is not known."""
+    if correction not in (None, "gaussian", "symmetric"):
+        raise HeldinError(
+            f"correction: expected None, 'gaussian' or 'symmetric', got {correction!r}"
+        )
+    if dead not in ("out", "zero"):
+        raise HeldinError(f"dead: expected 'out' or 'zero', got {dead!r}")
+
+
+class Ratio(NamedTuple):
+    """The ratios of one parameter, summed.
+
+    Attributes:
+        summed: sum of f (or q) over the live coordinates.
+        live: number of live coordinates.
+        size: number of coordinates that were looked at.
+        weight: how many coordinates of the parameter each of them stands for.
+        m: number of samples.
+        finite: whether no contribution was inf or nan.
+    """
+
+    summed: float
+    live: float
+    size: int
+    weight: float
+    m: int
+    finite: bool
+
+
+def ratios(seen: Mapping[str, Moments], correction: Correction = None) -> dict[str, Ratio]:
+    """The summed ratios of every parameter; waits for the device once."""
+    by_count: dict[int, dict[str, Moments]] = {}
+    for name, each in seen.items():
+        if each.total.numel():
+            by_count.setdefault(each.count, {})[name] = each
+    if not by_count:
+        return {}
+    rows = [  # of one count, but for a window in which weights were thawed
+        ratio_sums([(m.total, m.squares) for m in part.values()], count, correction == "symmetric")
+        for count, part in by_count.items()
+    ]
+    table = rows[0] if len(rows) == 1 else torch.cat([row.double() for row in rows])
+    values = iter(table.tolist())  # the only wait for a device
+    return {
+        name: Ratio(summed, live, m.total.numel(), m.weight, count, math.isfinite(largest))
+        for count, part in by_count.items()
+        for (name, m), (summed, live, largest) in zip(part.items(), values, strict=False)
+    }
+
+
+def evidence_of(
+    found: Mapping[str, Ratio],
+    count: int,
+    group_of: Callable[[str], str],
+    correction: Correction,
+    dead: Dead,
+    estimator: str,
+) -> Evidence:
+    """The criterion from the ratios of the parameters."""
+    sums: dict[str, float] = {}
+    sizes: dict[str, float] = {}
+    live: dict[str, int] = {}
+    nonfinite: list[str] = []
+    fewest = 4 if correction == "gaussian" else 2
+    for name, ratio in found.items():
+        group = group_of(name)
+        if not ratio.finite:
+            nonfinite.append(name)
+            continue
+        summed, m = ratio.summed, ratio.m
+        size = ratio.size if dead == "zero" else ratio.live
+        if size and m >= fewest:
+            if correction == "gaussian":
+                summed *= (m - 3) / (m - 1)
+            sums[group] = sums.get(group, 0.0) + summed * ratio.weight
+            sizes[group] = sizes.get(group, 0.0) + size * ratio.weight
+            live[group] = live.get(group, 0) + int(ratio.live)
+    for group in map(group_of, nonfinite):
+        sums.pop(group, None)
+        live.pop(group, None)
+    values = {group: 1.0 - summed / sizes[group] for group, summed in sums.items()}
+    criterion = math.fsum(values.values()) / len(values) if values else math.nan
+    return Evidence(criterion, values, count, live, tuple(nonfinite), estimator)

@@ -1,0 +1,100 @@
+"""Moments that add up over several steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from heldin.capture.moments import Moments
+from heldin.errors import HeldinError
+
+__all__ = ["FORM", "Window"]
+
+FORM = {  # of a saved state
+    "steps": int,
+    "unit": float,
+    "nonfinite": [str],
+    "counts": {str: int},
+    "sums": {str: [(Tensor, float)]},
+}
+
+
+class Window:
+    """Sums over the steps of a window, per parameter.
+
+    The contributions of a step with another number of samples than the first one are put on a
+    common scale: a loss that is a mean over the batch divides each by the batch's size, and a small
+    batch must count by its size, not as much as a large one.
+    """
+
+    def __init__(self, mean: bool) -> None:
+        self._mean = mean
+        self.clear()
+
+    def clear(self) -> None:
+        """Start a new window."""
+        self.steps = 0
+        self.nonfinite: dict[str, None] = {}
+        self._unit = 0.0
+        self._sums: dict[str, tuple[Tensor, Tensor, float]] = {}  # the last: Moments.weight
+        self._counts: dict[str, int] = {}
+
+    def add(self, seen: Mapping[str, Moments], trainable: Iterable[str], scale: float) -> None:
+        """Add a step. One with an inf or nan in it is counted as a step, but not added."""
+        self.steps += 1
+        step = dict(seen.items())
+        bad = [name for name, moments in step.items() if not moments.finite]
+        self.nonfinite.update(dict.fromkeys(bad))
+        if bad or not step:
+            return
+        count = next(iter(step.values())).count
+        unit = count / scale if self._mean else 1.0 / scale
+        self._unit = self._unit or unit
+        factor = unit / self._unit
+        for name in trainable:  # also those that no sample of this step has touched
+            self._counts[name] = self._counts.get(name, 0) + count
+        for name, moments in step.items():
+            total, squares = moments.total, moments.squares
+            if factor != 1.0:
+                total, squares = total * factor, squares * factor**2
+            if name in self._sums:
+                total, squares = self._sums[name][0] + total, self._sums[name][1] + squares
+            self._sums[name] = (total, squares, moments.weight)
+
+    def moments(self) -> dict[str, Moments]:
+        """What the window holds; a parameter that was frozen in a part of it has a lower count."""
+        return {
+            name: Moments(total, squares, self._counts[name], weight)
+            for name, (total, squares, weight) in self._sums.items()
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors, numbers and strings only."""
+        return {
+            "steps": self.steps,
+            "unit": self._unit,
+            "nonfinite": list(self.nonfinite),
+            "counts": dict(self._counts),
+            "sums": {name: list(sums) for name, sums in self._sums.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], model: nn.Module) -> None:
+        """Take over what `state_dict` gave, onto the devices of the model's parameters."""
+        self.clear()
+        parameters = dict(model.named_parameters())
+        for name, (total, squares, weight) in state["sums"].items():
+            if name not in parameters or parameters[name].numel() < total.numel():
+                raise HeldinError(
+                    f"the saved window holds sums for parameter {name!r} of shape "
+                    f"{tuple(total.shape)}, which this model has not; load the state of a run with "
+                    "the same model"
+                )
+            if total.shape != squares.shape or name not in state["counts"]:
+                raise ValueError(f"the sums of {name!r} do not belong together")
+            device = parameters[name].device
+            self._sums[name] = (total.to(device), squares.to(device), weight)
+        self.steps, self._unit = state["steps"], state["unit"]
+        self.nonfinite = dict.fromkeys(state["nonfinite"])
+        self._counts = dict(state["counts"])

@@ -1,0 +1,179 @@
+"""Check on a model of one's own that what is observed is true."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from heldin.capture.collector import Collector
+from heldin.capture.forward import BatchDim
+from heldin.capture.moments import upcast
+from heldin.capture.observation import Observation
+from heldin.capture.ownership.planes import tensors_in
+from heldin.errors import HeldinError
+
+__all__ = ["Verification", "verify"]
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What `heldin.verify` found.
+
+    Attributes:
+        errors: per parameter, the larger of the relative errors of `total` and `squares`.
+        tolerance: what was allowed.
+        count: number of samples compared.
+
+    >>> import heldin
+    >>> differences = {"weight": 1e-7, "bias": 0.5}
+    >>> found = heldin.diagnostics.Verification(differences, tolerance=1e-3, count=8)
+    >>> print(found)
+    some parameters do NOT agree with 8 single-sample gradients (to 1e-03)
+    weight   1.00e-07  ok
+    bias     5.00e-01  WRONG
+    >>> found.ok
+    False
+    """
+
+    errors: dict[str, float]
+    tolerance: float
+    count: int
+
+    @property
+    def ok(self) -> bool:
+        """Whether every parameter agrees."""
+        return all(error <= self.tolerance for error in self.errors.values())
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __str__(self) -> str:
+        width = max((len(name) for name in self.errors), default=0)
+        lines = [
+            f"{name:<{width}}  {error:9.2e}  {'ok' if error <= self.tolerance else 'WRONG'}"
+            for name, error in self.errors.items()
+        ]
+        verdict = "all parameters agree" if self.ok else "some parameters do NOT agree"
+        head = f"{verdict} with {self.count} single-sample gradients (to {self.tolerance:.0e})"
+        return "\n".join([head, *lines])
+
+
+def verify(
+    model: nn.Module,
+    step: Callable[..., Tensor | None],
+    *batch: Any,
+    batch_dim: BatchDim = 0,
+    tolerance: float | None = None,
+) -> Verification:
+    """Compare observed moments with one backward pass per sample.
+
+    Args:
+        model: the model to check. Its `.grad`s are as before afterwards.
+        step: runs one training step up to the loss and returns it (or calls backward itself and
+            returns nothing). It must call the model.
+        batch: arguments of `step`. If given, the truth is `step` on one sample at a time, which is
+            independent of everything in heldin but needs a model without dropout and batch
+            statistics. If not, it is one backward pass per sample through the graph of a single
+            `step()`, from the rows of the model's outputs, which is right for those too.
+        batch_dim: as for `heldin.observe`; it also says how to cut the batch into samples.
+        tolerance: largest relative error that passes (default: by the parameters' precision).
+
+    >>> import heldin, torch
+    >>> model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
+    >>> x, y = torch.randn(8, 3), torch.randn(8, 1)
+    >>> def step(x, y):
+    ...     return torch.nn.functional.mse_loss(model(x), y)
+    >>> heldin.verify(model, step, x, y).ok
+    True
+    """
+    kept = {p: p.grad for p in model.parameters()}
+    try:
+        for p in kept:
+            p.grad = None
+        collector = Collector(model, batch_dim, with_reference=not batch)
+        with Observation(collector) as seen:
+            _run(step, batch)
+        truth = collector.reference
+        if batch:
+            truth = _one_by_one(model, step, batch, batch_dim, seen.count)
+    finally:
+        for p, grad in kept.items():
+            p.grad = grad
+    if not truth:
+        raise HeldinError(
+            "heldin.verify: the model returns no tensor with a row for each sample, from which "
+            "single samples could be followed back; pass the batch: verify(model, step, x, y)"
+        )
+    precise = all(upcast(total).dtype == torch.float64 for total, _ in truth.values())
+    errors = {}
+    floor = max(float(squares.max()) for _, squares in truth.values())
+    floor *= 1e-24 if precise else 1e-10  # true zeros hold rounding noise
+    for name, (total, squares) in truth.items():
+        found = seen.get(name)
+        if found is None:
+            errors[name] = float("inf") if float(squares.max()) > floor else 0.0
+            continue
+        scale = _scale(found.total, total) if batch else 1.0
+        size = float(squares.max()) * scale**2 + floor
+        errors[name] = max(
+            float((found.total - scale * total).abs().max()) / size**0.5 / seen.count**0.5,
+            float((found.squares - scale**2 * squares).abs().max()) / size,
+        )
+    limit = tolerance if tolerance is not None else (1e-8 if precise else 1e-3)
+    return Verification(errors, limit, seen.count)
+
+
+def _run(step: Callable[..., Tensor | None], batch: tuple[Any, ...]) -> None:
+    loss = step(*batch)
+    if loss is not None:
+        loss.backward()
+
+
+def _one_by_one(
+    model: nn.Module,
+    step: Callable[..., Tensor | None],
+    batch: tuple[Any, ...],
+    batch_dim: BatchDim,
+    m: int,
+) -> dict[str, tuple[Tensor, Tensor]]:
+    sums: dict[str, tuple[Tensor, Tensor]] = {}
+    for i in range(m):
+        for p in model.parameters():
+            p.grad = None
+        _run(step, _sample(batch, i, m, batch_dim))
+        for name, p in model.named_parameters():
+            if p.grad is not None:
+                grad = upcast(p.grad.to_dense() if p.grad.is_sparse else p.grad)
+                first, second = sums.get(name, (torch.zeros_like(grad), torch.zeros_like(grad)))
+                sums[name] = (first + grad, second + grad.square())
+    return sums
+
+
+def _sample(value: Any, i: int, m: int, batch_dim: BatchDim) -> Any:
+    """Sample i of nested tuples, lists and dicts of batches; the rest as it is."""
+    if isinstance(value, Tensor):
+        dim = batch_dim if isinstance(batch_dim, int) else 0
+        if -value.dim() <= dim < value.dim() and value.shape[dim] == m:
+            return value.narrow(dim, i, 1)
+        rows = 0  # targets have the batch first even where the inputs do not
+        return value.narrow(0, i, 1) if value.dim() and value.shape[rows] == m else value
+    if isinstance(value, (tuple, list)):
+        return type(value)(_sample(v, i, m, batch_dim) for v in value)
+    if isinstance(value, Mapping):
+        return {k: _sample(v, i, m, batch_dim) for k, v in value.items()}
+    if tensors_in(value):
+        raise HeldinError(
+            f"heldin.verify: cannot cut a {type(value).__name__} into samples; pass tensors, or "
+            "tuples, lists and dicts of them"
+        )
+    return value
+
+
+def _scale(observed: Tensor, alone: Tensor) -> float:
+    """The factor between a loss averaged over the batch and that of a single sample."""
+    size = float(alone.square().sum())
+    return float((observed * alone).sum()) / size if size > 0 else 1.0

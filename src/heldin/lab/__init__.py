@@ -1,0 +1,1 @@
+"""The laboratory: experiments on heldin, which the library itself never imports."""

@@ -1,0 +1,17 @@
+"""What observing costs, beside other ways to get the same: `heldin bench` or `make bench`."""
+
+from .report import write_report
+from .run import Measurement, growth, measure, measure_apart, peak_memory, steady_heap
+from .workloads import WORKLOADS, Workload
+
+__all__ = [
+    "WORKLOADS",
+    "Measurement",
+    "Workload",
+    "growth",
+    "measure",
+    "measure_apart",
+    "peak_memory",
+    "steady_heap",
+    "write_report",
+]

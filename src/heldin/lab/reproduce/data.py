@@ -1,0 +1,299 @@
+"""The paper's datasets: where they come from, and that they are what they should be.
+
+Datasets live in folders of their own (`mnist`, `sector`) of a data folder: the one given, else
+HELDIN_DATA, else the user's cache. Every file is checked whenever it is read, so that a damaged one
+is never used, and nothing is downloaded or unpacked past the size that it may have.
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import hashlib
+import http.client
+import io
+import os
+import urllib.request
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from heldin.errors import HeldinError
+
+__all__ = ["DATASETS", "Sector", "fetch", "folder", "mnist", "require", "sector", "wdbc"]
+
+CLASSES, FEATURES = 105, 55_197  # of SECTOR
+
+
+@dataclass(frozen=True)
+class File:
+    """A packed file of a dataset.
+
+    Attributes:
+        name: of the file; its ending tells how it is packed.
+        sha256: of the unpacked bytes. None where none is published: the checksums inside the
+            packed file and the number of rows have to do for the first download, which is written
+            down and has to be the same from then on.
+        rows: lines of the unpacked file, for text.
+        limit: bytes that it may have, packed and unpacked.
+    """
+
+    name: str
+    sha256: str | None = None
+    rows: int | None = None
+    limit: int = 64 << 20
+
+    def unpack(self, packed: bytes, sha256: str | None = None) -> bytes:
+        """The contents; an error that says what is wrong if they are not what they should be."""
+        source = io.BytesIO(packed)
+        try:
+            with bz2.open(source) if self.name.endswith("bz2") else gzip.open(source) as file:
+                raw = file.read(self.limit + 1)
+        except (EOFError, OSError, ValueError, zlib.error) as error:
+            raise HeldinError(f"{self.name} is truncated or damaged: {error}") from error
+        if len(raw) > self.limit:
+            raise HeldinError(f"{self.name} has other contents: more than {self.limit} bytes")
+        known = self.sha256 or sha256
+        if known is not None:
+            found = hashlib.sha256(raw).hexdigest()
+            if found != known:
+                raise HeldinError(f"{self.name} has other contents: SHA-256 {found}, not {known}")
+        rows = len(raw.splitlines())
+        if self.rows is not None and rows != self.rows:
+            raise HeldinError(f"{self.name} has {rows} rows, not {self.rows}")
+        return raw
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A dataset's files and the addresses that have them, tried in turn."""
+
+    files: tuple[File, ...]
+    addresses: tuple[str, ...]
+
+
+DATASETS = {
+    "mnist": Dataset(
+        (
+            File(
+                "train-images-idx3-ubyte.gz",
+                "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
+            ),
+            File(
+                "train-labels-idx1-ubyte.gz",
+                "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
+            ),
+            File(
+                "t10k-images-idx3-ubyte.gz",
+                "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
+            ),
+            File(
+                "t10k-labels-idx1-ubyte.gz",
+                "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
+            ),
+        ),
+        (
+            "https://ossci-datasets.s3.amazonaws.com/mnist/",
+            "https://storage.googleapis.com/cvdf-datasets/mnist/",
+            "http://yann.lecun.com/exdb/mnist/",
+        ),
+    ),
+    "sector": Dataset(
+        (File("sector.scale.bz2", rows=6412), File("sector.t.scale.bz2", rows=3207)),
+        ("https://www.csie.ntu.edu.tw/~cjlin/libsvmtools/datasets/multiclass/sector/",),
+    ),
+}
+# A published part of SECTOR in another split, used in the place of the official files by the quick
+# preset if it is there: training rows, test rows.
+SECTOR_PART = (
+    File("sector.test.bz2", "46cd4b40da063824ed6fd7d23221bdff8b5b211fe36c5e84fabc0920608d60ec"),
+    File("sector.heldout.bz2", "ec9aa2a07e6bf62fdad0b8ef2013d770a3c27decac8a14f54a9ccb6a8626e09d"),
+)
+
+
+def folder(data: str | Path | None = None) -> Path:
+    """Where datasets are: as given, else HELDIN_DATA, else the cache."""
+    given = data or os.environ.get("HELDIN_DATA")
+    if given:
+        return Path(given).expanduser()
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "heldin"
+
+
+def fetch(
+    name: str,
+    data: str | Path | None = None,
+    *,
+    addresses: Sequence[str] | None = None,
+    tell: Callable[[str], object] = lambda line: None,
+) -> Path:
+    """Download a dataset's files, except for those that are there and sound.
+
+    A file gets its name only after its contents were checked.
+
+    Args:
+        name: "mnist" or "sector".
+        data: the data folder, see `folder`.
+        addresses: where to look (default: the official places).
+        tell: gets a line for each file.
+
+    Returns:
+        The dataset's folder.
+    """
+    if name not in DATASETS:
+        raise HeldinError(f"data fetch: unknown dataset {name!r}; known are {', '.join(DATASETS)}")
+    target = folder(data) / name
+    for file in DATASETS[name].files:
+        try:
+            _read(target, file)
+        except HeldinError:
+            _download(file, target, addresses or DATASETS[name].addresses)
+            tell(f"{target / file.name}: downloaded and checked")
+        else:
+            tell(f"{target / file.name}: already there")
+    return target
+
+
+def _download(file: File, target: Path, addresses: Iterable[str]) -> None:
+    reasons = []
+    for address in addresses:
+        url = address.rstrip("/") + "/" + file.name
+        try:
+            packed = _answer(url, file.limit)
+            raw = file.unpack(packed, _noted(target, file))
+        except (OSError, http.client.HTTPException, HeldinError) as error:
+            reasons.append(f"{url}: {error}")
+            continue
+        try:
+            target.mkdir(parents=True, exist_ok=True)
+            new = target / (file.name + ".new")
+            new.write_bytes(packed)
+            os.replace(new, target / file.name)
+            if file.sha256 is None:
+                _note(target, file).write_text(hashlib.sha256(raw).hexdigest() + "\n")
+        except OSError as error:
+            raise HeldinError(
+                f"data fetch: cannot write to {target}: {error}; give another folder with --data "
+                "or HELDIN_DATA"
+            ) from error
+        return
+    raise HeldinError(f"data fetch: no address gave {file.name}. " + "; ".join(reasons))
+
+
+def _answer(url: str, limit: int) -> bytes:
+    """What a web address answers, if it is no longer than the limit."""
+    if not url.startswith(("https://", "http://")):
+        raise HeldinError("neither https nor http")
+    with urllib.request.urlopen(url, timeout=30) as answer:  # nosec B310: the line before
+        _check_redirect(url, answer.geturl())
+        packed: bytes = answer.read(limit + 1)
+    if len(packed) > limit:
+        raise HeldinError(f"more than {limit} bytes")
+    return packed
+
+
+def _check_redirect(asked: str, led: str) -> None:
+    if asked.startswith("https://") and not led.startswith("https://"):
+        raise HeldinError(f"led to {led}, which is not https")
+
+
+def _note(where: Path, file: File) -> Path:
+    """Where the checksum of a first download is written down."""
+    return where / f"{file.name}.sha256"
+
+
+def _noted(where: Path, file: File) -> str | None:
+    note = _note(where, file)
+    return note.read_text().strip() if note.is_file() else None
+
+
+def _read(where: Path, file: File) -> bytes:
+    """The checked contents of a file."""
+    packed = where / file.name
+    if not packed.is_file():
+        raise HeldinError(f"{packed} is not there")
+    try:
+        return file.unpack(packed.read_bytes(), _noted(where, file))
+    except HeldinError as error:
+        raise HeldinError(f"{error} ({packed})") from error
+
+
+def require(name: str, data: str | Path | None = None, *, part: bool = True) -> str:
+    """Say which files will be used if a dataset is there and sound; else an error: what to do.
+
+    Args:
+        name: "mnist" or "sector".
+        data: the data folder, see `folder`.
+        part: whether the part of SECTOR will do.
+    """
+    files = _sector_files(data, part) if name == "sector" else DATASETS[name].files[:2]
+    try:
+        for file in files:
+            _read(folder(data) / name, file)
+    except HeldinError as error:
+        raise HeldinError(
+            f"{error}: run `heldin data fetch {name}`, or give a folder that has {name}/ with "
+            "--data or HELDIN_DATA"
+        ) from error
+    note = " (a part of SECTOR, in another split than the paper's)" if files == SECTOR_PART else ""
+    return " and ".join(file.name for file in files) + note
+
+
+def mnist(data: str | Path | None = None) -> tuple[Tensor, Tensor]:
+    """MNIST's 60,000 training images, (60000, 784) bytes, and their labels."""
+    images, labels = (_read(folder(data) / "mnist", f) for f in DATASETS["mnist"].files[:2])
+    x = torch.frombuffer(bytearray(images), dtype=torch.uint8, offset=16).reshape(-1, 784)
+    return x, torch.frombuffer(bytearray(labels), dtype=torch.uint8, offset=8).long()
+
+
+@dataclass(frozen=True)
+class Sector:
+    """SECTOR: sparse rows (scipy CSR) and labels from 0, and whether it is only a part."""
+
+    x: Any
+    y: Tensor
+    test_x: Any
+    test_y: Tensor
+    part: bool
+
+
+def _sector_files(data: str | Path | None, part: bool) -> tuple[File, ...]:
+    official = DATASETS["sector"].files
+    where = folder(data) / "sector"
+    if part and not (where / official[0].name).exists():
+        if all((where / file.name).exists() for file in SECTOR_PART):
+            return SECTOR_PART
+    return official
+
+
+def sector(data: str | Path | None = None, *, part: bool = True) -> Sector:
+    """SECTOR, or its part if only that is there and `part` allows it."""
+    from sklearn.datasets import load_svmlight_file
+
+    files = _sector_files(data, part)
+    tables, answers = [], []
+    for file in files:
+        raw = _read(folder(data) / "sector", file)
+        try:
+            x, y = load_svmlight_file(io.BytesIO(raw), n_features=FEATURES, dtype="float32")
+        except ValueError as error:
+            raise HeldinError(f"{file.name} has other contents: {error}") from error
+        labels = torch.tensor(y).long() - 1
+        if int(labels.min()) < 0 or int(labels.max()) >= CLASSES:
+            raise HeldinError(f"{file.name} has other contents: labels beyond 1 to {CLASSES}")
+        tables.append(x)
+        answers.append(labels)
+    return Sector(tables[0], answers[0], tables[1], answers[1], part=files == SECTOR_PART)
+
+
+def wdbc() -> tuple[Tensor, Tensor]:
+    """The Wisconsin breast cancer data that scikit-learn brings, (569, 30), and labels 0 and 1."""
+    from sklearn.datasets import load_breast_cancer
+
+    bunch = load_breast_cancer()
+    return torch.tensor(bunch.data).double(), torch.tensor(bunch.target).double()

@@ -1,0 +1,93 @@
+"""Sec. 3.4: the perceptron on MNIST, minibatches of 128 and three learning rates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from heldin.lab.reproduce.experiment import CLOSE, Claim, Experiment, Results
+from heldin.lab.reproduce.figures import Column, columns
+
+from .mnist import FULL_NET, Settings, against, train
+from .mnist_gd import column as descent
+
+__all__ = ["EXPERIMENT"]
+
+
+def parts(settings: Settings) -> Mapping[str, Mapping[str, Any]]:
+    """Each rate with and without a validation set."""
+    return {
+        f"rate {rate:g}, {method}": {"rate": rate, "method": method}
+        for rate in settings.rates
+        for method in ("validation", "evidence")
+    }
+
+
+def draw(
+    results: Results,
+    settings: Settings,
+    beside: Results | None = None,
+    beside_settings: Settings | None = None,
+) -> Any:
+    """Validation loss, test losses, criterion; columns: gradient descent if run, then the rates."""
+    tables = next(iter(results.values()))
+    drawn = [] if beside is None or beside_settings is None else [descent(beside, beside_settings)]
+    for rate in settings.rates:
+        name = f"rate {rate:g}"
+        drawn.append(
+            Column(
+                f"SGD, batch {settings.batch}, {name}",
+                tables[f"{name}, validation"],
+                tables[f"{name}, evidence"],
+            )
+        )
+    return columns(drawn)
+
+
+def claims(settings: Settings) -> list[Claim]:
+    """As good as validation, at each rate."""
+    return [
+        Claim(
+            f"rate {rate:g}: evidence is as good as or better than validation "
+            "(test losses at the stops, evidence / validation)",
+            "as good or better",
+            against(f"rate {rate:g}, validation", f"rate {rate:g}, evidence"),
+            most=CLOSE,
+        )
+        for rate in settings.rates
+    ]
+
+
+EXPERIMENT = Experiment(
+    name="mnist-sgd",
+    title="Perceptron on MNIST, stochastic gradient descent",
+    place="Sec. 3.4, Fig. MLP6-BS128",
+    settings={
+        "quick": Settings(),
+        "full": Settings(
+            steps=60_000,
+            every=200,
+            widths=FULL_NET,
+            training=40_000,
+            validation=10_000,
+            test=10_000,
+            rates=(0.003, 0.005, 0.01),
+        ),
+    },
+    parts=parts,
+    run=train,
+    figure=draw,
+    caption=("Rows as for gradient descent, which is the first column here if it was run too."),
+    claims=claims,
+    choices=(
+        "As for gradient descent; batches are drawn without replacement, epoch by epoch, and the "
+        "incomplete last one is left out.",
+    ),
+    differs={
+        "quick": "Net and images as for gradient descent; learning rates ten times the paper's "
+        "(0.03, 0.05, 0.1), as there are only 1,500 steps.",
+        "full": "Nothing; 60,000 steps (the paper does not give their number).",
+    },
+    data="mnist",
+    beside="mnist-gd",
+)

@@ -1,0 +1,226 @@
+"""Supplement: element-wise stopping beside the damped learning rates of RMSprop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from heldin import ElementwiseStopping
+from heldin.diagnostics import fraction_below, rmsprop_factors
+from heldin.lab.reproduce.experiment import CLOSE, SHARE, Claim, Experiment, Results, Tables
+from heldin.lab.reproduce.figures import (
+    BLUE,
+    GREY,
+    LIGHT_BLUE,
+    LIGHT_RED,
+    RED,
+    fractions,
+    legend,
+    logarithmic,
+    new,
+)
+from heldin.lab.reproduce.run import Run
+from heldin.lab.reproduce.tables import last, least
+
+from .greedy import Reading, shares, train
+from .mnist import FULL_NET, net
+from .mnist import Settings as Net
+
+__all__ = ["EXPERIMENT"]
+
+
+@dataclass(frozen=True)
+class Settings(Net):
+    """Those of the net, and the optimisers'."""
+
+    steps: int = 1000
+    every: int = 25
+    rates: tuple[float, ...] = (0.1,)  # of SGD, with and without stopping
+    rms_rate: float = 0.001
+    batch: int | None = 120
+    smoothing: float = 0.99  # beta of Eq. 15 and gamma of Eq. 4
+    thresholds: tuple[float, ...] = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
+    shown: int = 1000  # training images on which the training loss is computed
+
+
+STOPPING: dict[str, Reading] = {
+    "SGD with stopping": "zero",
+    "SGD with stopping, 0/0 left out": "out",
+}
+METHODS = ("SGD", *STOPPING, "RMSprop")
+
+
+def descend(run: Run, method: str) -> None:
+    """Train with one of the three optimisers."""
+    s = run.settings
+    model = net(run)
+    (rate,) = s.rates
+    if method == "SGD":
+        train(run, torch.optim.SGD(model.parameters(), lr=rate), model, s.batch, dict)
+    elif method == "RMSprop":
+        rms = torch.optim.RMSprop(model.parameters(), lr=s.rms_rate, alpha=s.smoothing)
+
+        def damped() -> dict[str, float]:
+            factors = rmsprop_factors(rms, model)
+            found = {}
+            for threshold in s.thresholds:
+                name = f"below {threshold:g}"
+                found[name] = fraction_below(factors, threshold)
+                each = fraction_below(factors, threshold, by="tensor")
+                found |= {f"{name}/{tensor}": share for tensor, share in each.items()}
+            return found
+
+        train(run, rms, model, s.batch, damped)
+    else:
+        sgd = torch.optim.SGD(model.parameters(), lr=rate)
+        optimizer = ElementwiseStopping(
+            sgd, model, greedy=False, smoothing=s.smoothing, start=1.0, dead=STOPPING[method]
+        )
+        train(run, optimizer, model, s.batch, lambda: shares(optimizer))
+        optimizer.remove()
+
+
+def parts(settings: Settings) -> Mapping[str, Mapping[str, Any]]:
+    """One run for each optimiser."""
+    return {method: {"method": method} for method in METHODS}
+
+
+def draw(results: Results, settings: Settings) -> Any:
+    """Losses; the share of stopped weights; the shares of damped ones for each threshold."""
+    tables = next(iter(results.values()))
+    figure = new(9.5)
+    rows = figure.subplots(2 + len(settings.thresholds), 1, sharex=True)
+    colours = {"SGD": (GREY, "0.75"), "SGD with stopping": (RED, LIGHT_RED)}
+    for name, table in tables.items():
+        if name.endswith("left out"):
+            continue
+        dark, light = colours.get(name, (BLUE, LIGHT_BLUE))
+        rows[0].plot(table.step, table.train_loss, color=light)
+        rows[0].plot(table.step, table.test_loss, color=dark, label=name)
+    logarithmic(rows[0], "loss")
+    rows[0].legend(fontsize=7, frameon=False, ncols=3)
+    fractions(rows[1], tables["SGD with stopping"], "off")
+    rows[1].set_ylabel("stopped")
+    legend(rows[1], loc="upper left", ncols=3)
+    for axes, threshold in zip(rows[2:], settings.thresholds, strict=True):
+        fractions(axes, tables["RMSprop"], f"below {threshold:g}")
+        axes.set_ylabel(f"$f < 10^{{{round(torch.tensor(threshold).log10().item())}}}$")
+    rows[-1].set_xlabel("step")
+    figure.align_ylabels(rows)
+    return figure
+
+
+def _claims(settings: Settings, own: str, reading: str) -> list[Claim]:
+    scale = round(1 / (1 - settings.smoothing))
+
+    def early(tables: Tables) -> float:
+        table = tables[own]
+        return float(table.off[table.step >= scale].iloc[0])
+
+    def falls(tables: Tables) -> float:
+        off = tables[own].off
+        return float((off.cummax() - off).max())
+
+    def ratio(quantity: str, pick: Any) -> Any:
+        return lambda tables: pick(tables[own], quantity) / pick(tables["SGD"], quantity)
+
+    return [
+        Claim(
+            f"{reading}10 to 20 % of the weights are stopped early (share at step {scale})",
+            "10-20 %",
+            early,
+            above=0.0,
+            most=0.15 + SHARE,
+        ),
+        Claim(
+            f"{reading}about 50 % later (share at the end)",
+            "about 50 %",
+            lambda tables: last(tables[own], "off"),
+            above=0.5 - SHARE,
+            most=0.5 + SHARE,
+        ),
+        Claim(
+            f"{reading}the share grows nearly monotonically (largest fall below an earlier value)",
+            "quite monotonic",
+            falls,
+            most=0.05,
+            form=".3f",
+        ),
+        Claim(
+            f"{reading}the test loss is that of SGD (least on the paths, with stopping / without)",
+            "almost identical",
+            ratio("test_loss", least),
+            above=1 / CLOSE,
+            most=CLOSE,
+        ),
+        Claim(
+            f"{reading}the training loss ends higher (with stopping / without)",
+            "a bit more conservative",
+            ratio("train_loss", last),
+            above=1.0,
+        ),
+    ]
+
+
+def claims(settings: Settings) -> list[Claim]:
+    """How many stop, how steadily, at what cost; and that RMSprop hardly switches any off."""
+    zero, out = STOPPING
+    lowest = min(settings.thresholds)
+    return [
+        *_claims(settings, zero, ""),
+        *_claims(settings, out, "0/0 left out: "),
+        Claim(
+            f"no factor of RMSprop is below {lowest:g} (largest share in the run)",
+            "exactly zero",
+            lambda tables: float(tables["RMSprop"][f"below {lowest:g}"].max()),
+            most=0.0,
+            form=".4f",
+        ),
+    ]
+
+
+EXPERIMENT = Experiment(
+    name="rmsprop",
+    title="Element-wise stopping and RMSprop",
+    place="Supplement, Fig. compareRMS",
+    settings={
+        "quick": Settings(),
+        "full": Settings(
+            steps=60_000,
+            every=200,
+            widths=FULL_NET,
+            training=40_000,
+            validation=10_000,
+            test=10_000,
+            rates=(0.01,),
+            shown=10_000,
+        ),
+    },
+    parts=parts,
+    run=descend,
+    figure=draw,
+    caption=(
+        "Top: test losses (dark) and training losses (light). Second row: share of stopped "
+        "weights of each weight matrix (red), each bias (blue) and the whole net (green). "
+        "Below: share of weights whose learning rate RMSprop damps to less than T times the "
+        "largest."
+    ),
+    claims=claims,
+    choices=(
+        "Net, images and initial weights as for MNIST with SGD, on all training images.",
+        "Rates: SGD as the fastest of the MNIST runs, RMSprop 0.001; c of Eq. 15 starts at zero.",
+        "The share of stopped weights is that of c > 0, as Eq. 15 has it; Eq. 16 counts c <= 0, a "
+        "sign error.",
+        "Weights that no image of a batch reaches have f = 0/0: read as 0 (figure), or left out.",
+        "RMSprop as in PyTorch: v starts at 0, epsilon is 1e-8. Its factors leave out weights that "
+        "never had a gradient (constant pixels).",
+    ),
+    differs={
+        "quick": "Net and images as for MNIST; SGD's learning rate 0.1; 1,000 steps.",
+        "full": "Nothing; 60,000 steps and learning rate 0.01 (the paper does not give them).",
+    },
+    data="mnist",
+)

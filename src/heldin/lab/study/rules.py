@@ -1,0 +1,422 @@
+"""Every rule of the study, replayed on a logged run.
+
+All constants of all rules are in this file or in the defaults of the classes that it names. They
+were chosen on the development datasets or taken from the rules' sources.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch.func import functional_call
+
+from heldin.criterion.average import Average, weight
+from heldin.rules.estimated import folds as _folds
+from heldin.rules.estimated import leave_one_out as _leaveoneout
+from heldin.rules.estimated.curves import Patience, best_check, mean_and_error, votes
+
+from .data import Problem, Table
+from .rivals import (
+    Stop,
+    best_alignment,
+    disparity_consecutive,
+    disparity_total,
+    generalisation_loss,
+    label_wave,
+    patience,
+    progress_quotient,
+)
+from .run import FOLDS, Spec, network
+
+__all__ = ["RULES", "Outcome", "Run", "replay"]
+
+FOLD_PATIENCE, LOO_PATIENCE = _folds.PATIENCE, _leaveoneout.PATIENCE
+RESAMPLES = 100  # of rows, for bagged weights
+VALIDATION_PATIENCE = 20  # epochs without a lower validation loss
+ARMING = 0.5  # of EvidenceStopping
+GL_ALPHA, PQ_ALPHA, PQ_STRIP = 5.0, 0.75, 5  # Prechelt's middle values
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a rule would have kept.
+
+    Attributes:
+        shares: steps whose weights are kept, with their shares in the average.
+        spent: optimiser steps of all models that it trained, up to its end.
+        fired: whether it ended training, or chose something before the end.
+        split: number of the split whose model is kept; None: the model trained on all rows.
+        estimate: its estimate of the test loss, and the standard error.
+        committee: whether the mean prediction of the shadows is used.
+        parts: which logged times it needs.
+    """
+
+    shares: Mapping[int, float]
+    spent: float
+    fired: bool
+    split: int | None = None
+    estimate: tuple[float, float] = (math.nan, math.nan)
+    committee: bool = False
+    parts: Sequence[str] = ()
+    progress: float = 1.0  # share of the run after which it ends
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One row of the results."""
+
+    rule: str
+    stop_step: int
+    steps_spent: int
+    test_loss: float
+    best_test_loss: float
+    regret: float
+    test_accuracy: float
+    fired: bool
+    seconds: float
+    clean_loss: float = math.nan
+    best_clean_loss: float = math.nan
+    estimate: float = math.nan
+    standard_error: float = math.nan
+
+
+@dataclass(eq=False)
+class Run:
+    """A log, with ways to look things up in it."""
+
+    spec: Spec
+    table: Table
+    log: Mapping[str, Any]
+    _problem: list[Problem] = field(default_factory=list)
+
+    def __getitem__(self, key: str) -> Any:
+        return self.log[key]
+
+    @property
+    def last(self) -> int:
+        """The last step of the run."""
+        return self.spec.steps
+
+    def tested(self, step: int, split: int | None) -> Any:
+        """Test loss, accuracy and clean loss at the logged step nearest in ratio."""
+        steps = self["steps"]
+        near = int(np.argmin(np.abs(np.log1p(steps) - math.log1p(step))))
+        return self["tested"][near] if split is None else self["split_tested"][near, split]
+
+    def averaged(self, shares: Mapping[int, float]) -> tuple[float, float, float]:
+        """The same for weights averaged over checks."""
+        if not self._problem:
+            degree = 2 if self.spec.model == "degree2" else 1
+            spec = self.spec
+            self._problem.append(Problem.cut(self.table, spec.n, spec.noise, degree, spec.seed))
+        problem = self._problem[0]
+        model = network(self.spec, problem.x.shape[1], problem.outputs)
+        places = {int(step): i for i, step in enumerate(self["weight_steps"])}
+        flat = sum(share * self["weights"][places[step]] for step, share in shares.items())
+        params = dict(model.named_parameters())
+        parts = torch.tensor(flat).split([p.numel() for p in params.values()])
+        state = {
+            name: part.view_as(p).float()
+            for (name, p), part in zip(params.items(), parts, strict=True)
+        }
+        with torch.no_grad():
+            outputs = functional_call(model, state, (problem.x_test,))
+            return (
+                float(problem.loss_fn(outputs, problem.y_test)),
+                problem.accuracy(outputs),
+                float(problem.loss_fn(outputs, problem.y_clean)),
+            )
+
+
+# -- ours, on curves of held-out losses
+
+
+def _ended(steps: Sequence[int], means: torch.Tensor, rule: Patience | None) -> int:
+    """Number of checks that were seen when patience ended the run."""
+    if rule is not None:
+        for seen in range(1, len(steps) + 1):
+            best = best_check(means[:seen])
+            if rule.over(steps[seen - 1], steps[best], seen - 1 - best):
+                return seen
+    return len(steps)
+
+
+def _curve(
+    run: Run,
+    steps: Any,
+    curves: Any,
+    rule: Patience | None,
+    bagged: bool,
+    models: int,
+    parts: Sequence[str],
+) -> Choice:
+    steps, values = [int(s) for s in steps], torch.tensor(curves)
+    means = values.mean(0)
+    seen = _ended(steps, means, rule)
+    best = best_check(means[:seen])
+    shares = {steps[best]: 1.0}
+    if bagged:
+        found = votes(values[:, :seen], RESAMPLES).tolist()
+        shares = {s: v for s, v in zip(steps, found, strict=False) if v > 0}
+    end = steps[seen - 1]
+    fired = end < run.last if rule is not None else steps[best] < run.last
+    return Choice(
+        shares,
+        models * end,
+        fired,
+        estimate=mean_and_error(values[:, best]),
+        parts=parts,
+        progress=end / run.last,
+    )
+
+
+def folds(run: Run, rule: Patience | None = None, bagged: bool = False) -> Choice:
+    return _curve(run, run["fold_steps"], run["fold_curves"], rule, bagged, FOLDS + 1, ("folds",))
+
+
+def shadow(run: Run, rule: Patience | None = None, bagged: bool = False) -> Choice:
+    """A shadow without 20 % of the rows is the first of five folds."""
+    curves = run["fold_curves"][run["fold_label"] == 0]
+    return _curve(run, run["fold_steps"], curves, rule, bagged, 2, ("folds",))
+
+
+def leave_one_out(run: Run, rule: Patience | None = None, bagged: bool = False) -> Choice:
+    return _curve(run, run["loo_steps"], run["loo_curves"], rule, bagged, 1, ("loo",))
+
+
+def committee(run: Run) -> Choice:
+    chosen = folds(run)
+    return Choice(chosen.shares, chosen.spent, True, committee=True, parts=("folds",))
+
+
+# -- evidence
+
+
+def first_above_zero(
+    values: Sequence[float],
+    count: int,
+    smoothing: float,
+    arming: float | None,
+    start: float | None = None,
+) -> int | None:
+    """Where `EvidenceStopping` stops on raw criteria of equal batches; None: nowhere."""
+    average, recent = Average(smoothing, start), Average(0.9, 0.0)
+    armed = arming is None
+    for i, value in enumerate(values):
+        if math.isnan(value):
+            continue
+        average.add(value, 1.0 if start is not None else weight(count, None))
+        recent.add(value)
+        if arming is not None and abs(recent.value) > arming:
+            armed = True
+        if armed and average.value > 0:
+            return i
+    return None
+
+
+def _evidence(run: Run, values: Any, every: int, count: int, **options: Any) -> Choice:
+    found = first_above_zero(list(values), count, **options)
+    # the rule looks before the optimiser's step, and keeps the weights that it saw
+    step = run.last if found is None else (found + 1) * every - 1
+    return Choice(
+        {step: 1.0}, step, found is not None, parts=("evidence",), progress=step / run.last
+    )
+
+
+def evidence_paper(run: Run) -> Choice:
+    """`EvidenceStopping.paper(model)`."""
+    return _evidence(run, run["evidence"], 1, run.spec.batch, smoothing=0.9, arming=None, start=0.0)
+
+
+def evidence_robust(run: Run) -> Choice:
+    """`EvidenceStopping(model)`."""
+    return _evidence(run, run["evidence"], 1, run.spec.batch, smoothing=0.9, arming=ARMING)
+
+
+def evidence_epoch(run: Run) -> Choice:
+    """`EvidenceStopping(model, window=steps of an epoch, smoothing=0.8)`."""
+    window = int(run["window"])
+    return _evidence(
+        run, run["epoch_evidence"], window, window * run.spec.batch, smoothing=0.8, arming=ARMING
+    )
+
+
+def pooled(run: Run) -> Choice:
+    """Pooled evidence, smoothed as the paper's rule."""
+    values = 1 - np.asarray(run["pooled"])
+    return _evidence(run, values, 1, run.spec.batch, smoothing=0.9, arming=None, start=0.0)
+
+
+# -- a validation split
+
+
+def _validation(run: Run, split: int) -> tuple[list[float], list[float]]:
+    values = run["split_values"]  # (epochs, 3, splits)
+    return list(values[:, 0, split]), list(values[:, 2, split])
+
+
+def _from_stop(
+    run: Run, stop: Stop | None, keep_if_none: int, split: int | None, refit: bool = False
+) -> Choice:
+    steps = run["epoch_steps"]
+    kept = int(steps[stop.keep if stop else keep_if_none])
+    end = int(steps[stop.end]) if stop else run.last
+    spent = end + (kept if refit else 0)
+    return Choice(
+        {kept: 1.0},
+        spent,
+        stop is not None,
+        None if refit else split,
+        parts=("splits",) if split is not None or refit else ("epochs",),
+        progress=end / run.last,
+    )
+
+
+def split_argmin(run: Run, split: int, refit: bool = False) -> Choice:
+    losses, _ = _validation(run, split)
+    best = best_check(torch.tensor(losses))
+    choice = _from_stop(run, None, best, split, refit)
+    error = float(run["split_values"][best, 1, split])
+    kept = int(run["epoch_steps"][best])
+    return Choice(
+        choice.shares,
+        run.last + (kept if refit else 0),
+        kept < run.last,
+        choice.split,
+        (losses[best], error),
+        parts=("splits",),
+    )
+
+
+def split_patience(run: Run, split: int) -> Choice:
+    losses, _ = _validation(run, split)
+    best = best_check(torch.tensor(losses))
+    return _from_stop(run, patience(losses, VALIDATION_PATIENCE), best, split)
+
+
+def prechelt_gl(run: Run, split: int) -> Choice:
+    losses, _ = _validation(run, split)
+    best = best_check(torch.tensor(losses))
+    return _from_stop(run, generalisation_loss(losses, GL_ALPHA), best, split)
+
+
+def prechelt_pq(run: Run, split: int) -> Choice:
+    losses, training = _validation(run, split)
+    best = best_check(torch.tensor(losses))
+    return _from_stop(run, progress_quotient(losses, training, PQ_ALPHA, PQ_STRIP), best, split)
+
+
+# -- rivals without one
+
+
+def _epochs(run: Run, column: int) -> list[float] | None:
+    values = list(run["epoch_values"][:, column])
+    return None if all(math.isnan(v) for v in values) else values
+
+
+def disparity_t1(run: Run) -> Choice | None:
+    values = _epochs(run, 0)
+    return None if values is None else _from_stop(run, disparity_total(values), -1, None)
+
+
+def disparity_t2(run: Run) -> Choice | None:
+    values = _epochs(run, 0)
+    return None if values is None else _from_stop(run, disparity_consecutive(values), -1, None)
+
+
+def wave(run: Run) -> Choice | None:
+    values = _epochs(run, 1)
+    return None if values is None else _from_stop(run, label_wave(values[1:]), -1, None)
+
+
+def aligned(run: Run) -> Choice | None:
+    values = _epochs(run, 2)
+    return None if values is None else _from_stop(run, best_alignment(values), -1, None)
+
+
+# -- controls
+
+
+def last(run: Run) -> Choice:
+    return Choice({run.last: 1.0}, run.last, False)
+
+
+def oracle(run: Run) -> Choice:
+    best = int(run["steps"][int(np.nanargmin(run["tested"][:, 0]))])
+    return Choice({best: 1.0}, run.last, True)
+
+
+Rule = Callable[[Run], "Choice | None"]
+
+RULES: dict[str, Rule] = {
+    "oracle": oracle,
+    "folds": folds,
+    "folds patience": lambda run: folds(run, FOLD_PATIENCE),
+    "folds bagged": lambda run: folds(run, None, True),
+    "folds bagged patience": lambda run: folds(run, FOLD_PATIENCE, True),
+    "folds committee": committee,
+    "shadow": shadow,
+    "shadow patience": lambda run: shadow(run, FOLD_PATIENCE),
+    "shadow bagged": lambda run: shadow(run, None, True),
+    "leave-one-out": leave_one_out,
+    "leave-one-out patience": lambda run: leave_one_out(run, LOO_PATIENCE),
+    "leave-one-out bagged": lambda run: leave_one_out(run, None, True),
+    "leave-one-out bagged patience": lambda run: leave_one_out(run, LOO_PATIENCE, True),
+    "evidence (paper)": evidence_paper,
+    "evidence": evidence_robust,
+    "evidence, epochs": evidence_epoch,
+    "pooled evidence": pooled,
+    "split 10 %": lambda run: split_argmin(run, 0),
+    "split 20 %": lambda run: split_argmin(run, 1),
+    "split 30 %": lambda run: split_argmin(run, 2),
+    "split 10 % patience": lambda run: split_patience(run, 0),
+    "split 20 % patience": lambda run: split_patience(run, 1),
+    "split 30 % patience": lambda run: split_patience(run, 2),
+    "split 10 % refit": lambda run: split_argmin(run, 0, refit=True),
+    "split 20 % refit": lambda run: split_argmin(run, 1, refit=True),
+    "split 30 % refit": lambda run: split_argmin(run, 2, refit=True),
+    "Prechelt GL": lambda run: prechelt_gl(run, 1),
+    "Prechelt PQ": lambda run: prechelt_pq(run, 1),
+    "gradient disparity t1": disparity_t1,
+    "gradient disparity t2": disparity_t2,
+    "label wave": wave,
+    "gradient-weight alignment": aligned,
+    "last iterate": last,
+}
+
+
+def replay(run: Run, name: str) -> Outcome | None:
+    """What a rule would have given; None where it is not defined (classes only, for instance)."""
+    choice = RULES[name](run)
+    if choice is None:
+        return None
+    stop = max(choice.shares, key=lambda step: choice.shares[step])
+    if choice.committee:
+        found = tuple(run["committee"])
+    elif len(choice.shares) > 1:
+        found = run.averaged(choice.shares)
+    else:
+        found = tuple(run.tested(stop, choice.split))
+    best = float(np.nanmin(run["tested"][:, 0]))
+    seconds = float(run["seconds_train"]) + sum(
+        float(run[f"seconds_{part}"]) for part in choice.parts
+    )
+    return Outcome(
+        name,
+        stop,
+        round(choice.spent),
+        float(found[0]),
+        best,
+        float(found[0]) / best,
+        float(found[1]),
+        choice.fired,
+        seconds * choice.progress,
+        float(found[2]),
+        float(np.nanmin(run["tested"][:, 2])),
+        *choice.estimate,
+    )

@@ -1,0 +1,1 @@
+"""Stopping rules: objects with `step()`, `should_stop` and a history."""

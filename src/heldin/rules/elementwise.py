@@ -1,0 +1,481 @@
+"""Stopping single weights by evidence (Sec. 3.6 and Eq. 15 of the paper), around any optimiser."""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeVar, overload
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from heldin.capture.collector import Collector
+from heldin.capture.forward import BatchDim
+from heldin.capture.moments import Moments, upcast
+from heldin.capture.observation import Observation
+from heldin.capture.sharding import as_parameter, local_part, shard_of, unwrapped
+from heldin.criterion.evidence import Correction, Dead, evidence
+from heldin.criterion.masking import keep, pieces, smoothed
+from heldin.errors import HeldinError
+from heldin.rules.ranks import JoinHook, ProcessGroup, ranks_of
+from heldin.state.schema import all_or_nothing, same_settings, share, signature, state_of, whole
+
+__all__ = ["ElementwiseStopping"]
+
+# of a saved state
+FORM = {"settings": dict, "step": int, "updates": int, "averages": {str: Tensor}}
+STATE_KEY, GROUP_KEY = "heldin_average", "heldin"  # in the state of a parameter, of a group
+T = TypeVar("T")
+
+
+class ElementwiseStopping(Optimizer):
+    """An optimiser that leaves weights without evidence where they are.
+
+    It wraps any optimiser and is used in its place: learning-rate schedulers, gradient scalers,
+    parameter groups, closures and hooks work as before. Each weight k has a smoothed f_k; once that
+    is below 1 the weight is stopped: whatever momentum, weight decay or Adam's state do, it does
+    not move by one bit.
+
+    Args:
+        optimizer: the optimiser to wrap. Its state goes on running, also for stopped weights.
+        model: the model whose parameters it has.
+        greedy: True: once stopped, always stopped (Sec. 3.6). False: a weight goes on when its
+            evidence returns (Eq. 15).
+        smoothing: decay b of the averages, in [0, 1); 0.99 and 0.999 are usual.
+        start: where the averages start. A high value is a warm-up: none can fall below 1 in the
+            first ln(start) / ln(1/b) steps.
+        every: observe every so many steps only; stopped weights stay put in all of them.
+        correction: None, "gaussian" or "symmetric": see `heldin.evidence`.
+        dead: a weight to which no sample contributed keeps its average ("out"), or counts as
+            f = 0 ("zero") and is stopped in the end.
+        batch_dim, parameters: see `heldin.observe`. Parameters not observed are never stopped.
+        reduction, process_group: see `heldin.EvidenceStopping`.
+
+    >>> import heldin, torch
+    >>> _ = torch.manual_seed(0)
+    >>> model = torch.nn.Linear(10, 1)
+    >>> x = torch.randn(50, 10)
+    >>> y = 3 * x[:, :1] + torch.randn(50, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    >>> optimizer = heldin.ElementwiseStopping(optimizer, model, smoothing=0.5)
+    >>> for _ in range(30):
+    ...     optimizer.zero_grad()
+    ...     torch.nn.functional.mse_loss(model(x), y).backward()
+    ...     optimizer.step()
+    >>> 0.5 < optimizer.stopped_fraction() <= 1
+    True
+    >>> optimizer.remove()
+    """
+
+    optimizer: Optimizer
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        model: nn.Module,
+        *,
+        greedy: bool = True,
+        smoothing: float = 0.999,
+        start: float = 10.0,
+        every: int = 1,
+        correction: Correction = None,
+        dead: Dead = "out",
+        batch_dim: BatchDim = 0,
+        parameters: Callable[[str], bool] | None = None,
+        reduction: Literal["mean", "sum"] = "mean",
+        process_group: ProcessGroup = "auto",
+    ) -> None:
+        name = type(self).__name__
+        if not isinstance(optimizer, Optimizer):
+            raise HeldinError(
+                f"{name}: expected a torch.optim.Optimizer to wrap, got {type(optimizer).__name__}"
+            )
+        self.optimizer = optimizer
+        self.smoothing = share(name, "smoothing", smoothing)
+        self.every = whole(name, "every", every, 1)
+        if not start >= 1:
+            raise HeldinError(f"{name}: start must be a number >= 1, got {start!r}")
+        evidence({}, correction=correction, dead=dead)  # refuses what it does not know
+        self.greedy, self.start, self.correction, self.dead = greedy, start, correction, dead
+
+        # What Optimizer.__init__ does, except that parameters and state stay with the wrapped one.
+        self._optimizer_step_pre_hooks = OrderedDict()
+        self._optimizer_step_post_hooks = OrderedDict()
+        for hooks in ("state_dict_pre", "state_dict_post", "load_state_dict_pre"):
+            setattr(
+                self, f"_optimizer_{hooks}_hooks", getattr(optimizer, f"_optimizer_{hooks}_hooks")
+            )
+        self._optimizer_load_state_dict_post_hooks = optimizer._optimizer_load_state_dict_post_hooks
+        self._patch_step_function()
+
+        self._collector = Collector(model, batch_dim, parameters)
+        self._seen = Observation(self._collector)
+        self._ranks = ranks_of(model, process_group, self._collector, reduction == "mean")
+        self._join_config: Any = None  # set by torch.distributed.algorithms.Join
+        self._model: nn.Module | None = unwrapped(model)
+        self._signature = signature(self._model)
+        self._averages: dict[str, Tensor] = {}  # smoothed f_k by parameter name
+        self._named: dict[str, Tensor] = {}
+        self._step = 0
+        self._updates = 0
+        self._find_names()
+        self._seen.__enter__()
+        self._release = weakref.finalize(self, self._seen.close)
+        self._prepare()
+
+    # -- the wrapped optimiser's own
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The wrapped optimiser's parameter groups."""
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The wrapped optimiser's state."""
+        return self.optimizer.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The wrapped optimiser's defaults."""
+        return self.optimizer.defaults
+
+    def __getattr__(self, name: str) -> Any:
+        # Public names only: private ones would promise abilities (such as unscaling gradients
+        # itself) to those who probe for them, past this wrapper.
+        if name.startswith("_") or name == "optimizer":
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.optimizer, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise HeldinError(
+            "ElementwiseStopping cannot be pickled or copied, as it watches a model; save its "
+            "state_dict()"
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the wrapped optimiser; its parameters must be the model's."""
+        self.optimizer.add_param_group(param_group)
+        try:
+            self._find_names()
+        except HeldinError:
+            self.param_groups.pop()
+            raise
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients."""
+        self.optimizer.zero_grad(set_to_none)
+
+    def _find_names(self) -> None:
+        """Learn the names that the optimiser's parameters have in the model."""
+        if self._model is None:
+            return
+        names = {id(p): name for name, p in self._model.named_parameters()}
+        found = {}
+        for i, group in enumerate(self.param_groups):
+            for p in group["params"]:
+                if id(p) not in names:
+                    raise HeldinError(
+                        f"ElementwiseStopping: parameter group {i} holds a parameter of shape "
+                        f"{tuple(p.shape)} that the model has not; pass the model that is trained"
+                    )
+                found[names[id(p)]] = p
+        self._named = found
+
+    # -- the step
+
+    @overload
+    def step(self, closure: None = None, **options: Any) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float], **options: Any) -> float: ...
+    def step(self, closure: Callable[[], float] | None = None, **options: Any) -> float | None:
+        """Weigh the evidence of all backward passes since the last step, and step.
+
+        With a closure, its first call gives the evidence.
+        """
+        if closure is None and self._is_trial():
+            return self.optimizer.step(**options)  # type: ignore[no-any-return]
+        if self._ranks is not None:
+            self._ranks.notify(self._join_config, self)
+        if closure is None:
+            self._weigh()
+            held = self._hold()
+            result: Any = self.optimizer.step(**options)
+        else:
+            held = {n: local_part(p.detach()).clone() for n, p in self._named.items()}
+            first = True
+
+            def watched() -> float:
+                nonlocal first
+                with torch.enable_grad():
+                    loss = closure()
+                if first:  # a line search goes on to weights that are perhaps not reached
+                    self._weigh()
+                first = False
+                return loss
+
+            result = self.optimizer.step(watched, **options)
+        self._put_back(held)
+        self._step += 1
+        self._seen.clear()
+        self._prepare()
+        return result  # type: ignore[no-any-return]
+
+    def call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Run a function as if it were the model's forward pass, see `heldin.Observation.call`."""
+        return self._collector.call(function, *args, **kwargs)
+
+    def _prepare(self) -> None:
+        """Observe the coming step, or let it pass at no cost."""
+        if self.every > 1:
+            if (self._step + 1) % self.every == 0:
+                self._seen.resume()
+            else:
+                self._seen.pause()
+
+    def _is_trial(self) -> bool:
+        """Whether a step only fills the optimiser's state, before a checkpoint is read into it.
+
+        That is how torch.distributed.checkpoint does it: no learning rate and no gradient.
+        """
+        if self._collector.passes or any(group.get("lr", 1.0) != 0 for group in self.param_groups):
+            return False
+        grads = [p.grad for p in self._named.values() if p.grad is not None]
+        return not any(bool((local_part(g).to_dense() != 0).any()) for g in grads)
+
+    @torch.no_grad()
+    def _weigh(self) -> None:
+        seen: Mapping[str, Moments] = self._seen
+        count = self._seen.count
+        if self._ranks is not None and (self._step + 1) % self.every == 0:
+            self._ranks.check_agreement({"settings": self._settings(), "step": self._step})
+            pooled = self._ranks.pool(1.0)
+            seen, count = pooled.moments, pooled.count
+        if count == 0:
+            self._check_unseen()
+        if count < (4 if self.correction == "gaussian" else 2):
+            return
+        how = (self.smoothing, self.greedy, self.dead, self.correction)
+        for name, moments in seen.items():
+            if name not in self._named or not moments.finite:
+                continue
+            p, m = self._named[name], moments.count
+            total, squares = shard_of(moments.total, p), shard_of(moments.squares, p)
+            average = self._averages.get(name)
+            if average is None:
+                average = torch.full(total.shape, self.start, dtype=total.dtype)
+            self._averages[name] = average = average.to(total.device)
+            for a, first, second in pieces(average, total, squares):
+                a.copy_(smoothed(a, Moments(first, second, m), *how))
+        self._updates += 1
+
+    def _check_unseen(self) -> None:
+        """Gradients that no observed backward pass made, in the very first step, are a mistake."""
+        if self._updates or self._model is None or (self._step + 1) % self.every != 0:
+            return
+        for name, p in self._named.items():
+            if p.grad is not None and bool((local_part(p.grad).to_dense() != 0).any()):
+                raise HeldinError(
+                    f"ElementwiseStopping.step: {name!r} has a gradient, but no backward pass "
+                    "through the model was seen. Wrap the optimiser before the forward pass"
+                )
+
+    def _hold(self) -> dict[str, Tensor]:
+        """Copies of the parameters in which a weight may be stopped."""
+        if self.start * self.smoothing**self._updates > 1.01:
+            return {}  # none can be: f >= 0
+        known = [(n, p) for n, p in self._named.items() if n in self._averages]
+        return {n: local_part(p.detach()).clone() for n, p in known}
+
+    @torch.no_grad()
+    def _put_back(self, held: Mapping[str, Tensor]) -> None:
+        for name, old in held.items():
+            if name in self._averages:
+                p, average = local_part(self._named[name]), self._averages[name]
+                if not p.is_contiguous():
+                    p.copy_(torch.where(average < 1.0, old, p))
+                    continue
+                for now, before, a in pieces(p, old, average):
+                    keep(now, before, a)
+
+    # -- reports
+
+    def masks(self) -> dict[str, Tensor]:
+        """Which weights are stopped: a boolean tensor for each parameter.
+
+        Of a sharded parameter, the part that this rank holds.
+        """
+        return {
+            name: self._averages[name] < 1.0
+            if name in self._averages
+            else torch.zeros_like(local_part(p), dtype=torch.bool)
+            for name, p in self._named.items()
+        }
+
+    @overload
+    def stopped_fraction(self, by: None = None) -> float: ...
+    @overload
+    def stopped_fraction(self, by: Literal["tensor"]) -> dict[str, float]: ...
+    def stopped_fraction(self, by: Literal["tensor"] | None = None) -> float | dict[str, float]:
+        """The share of stopped weights, of the whole model or by tensor (if sharded: of this part).
+
+        That is the share of c > 0 in Eq. 15. (Eq. 16 counts c <= 0, which by Eq. 15 are the active
+        ones: a sign error.)
+        """
+        if by not in (None, "tensor"):
+            raise HeldinError(
+                f"ElementwiseStopping.stopped_fraction: by must be None or 'tensor', got {by!r}"
+            )
+        masks = self.masks()
+        if by == "tensor":
+            return {n: float(mask.sum()) / max(1, mask.numel()) for n, mask in masks.items()}
+        total = sum(mask.numel() for mask in masks.values())
+        return sum(int(mask.sum()) for mask in masks.values()) / max(1, total)
+
+    def metrics(self) -> dict[str, float]:
+        """The stopped fractions as a flat mapping for any tracker."""
+        parts = {f"heldin/stopped/{n}": v for n, v in self.stopped_fraction(by="tensor").items()}
+        return {"heldin/stopped": self.stopped_fraction(), **parts}
+
+    # -- saving and closing
+
+    def _settings(self) -> dict[str, Any]:
+        names = ("greedy", "smoothing", "start", "every", "correction", "dead")
+        if self._model is not None:
+            self._signature = signature(self._model)
+        return {**{name: getattr(self, name) for name in names}, "model": self._signature}
+
+    def _own_state(self) -> dict[str, Any]:
+        return {
+            "heldin": "ElementwiseStopping",
+            "version": 1,
+            "settings": self._settings(),
+            "step": self._step,
+            "updates": self._updates,
+            "averages": {
+                name: as_parameter(average.clone(), self._named[name])
+                for name, average in self._averages.items()
+            },
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimiser's state, and the averages under "heldin".
+
+        `torch.distributed.checkpoint.state_dict` keeps only what is known by parameter or group, so
+        averages and settings are there as well, for every parameter: a checkpoint is read into the
+        state of a new optimiser, which must have the same entries.
+        """
+        own = self._own_state()
+        state: dict[str, Any] = self.optimizer.state_dict()
+        entries = {i: dict(entry) for i, entry in state["state"].items()}
+        rest = {key: value for key, value in own.items() if key != "averages"}
+        groups = [{**group, GROUP_KEY: rest} for group in state["param_groups"]]
+        names = {id(p): name for name, p in self._named.items()}
+        for group, saved in zip(self.param_groups, groups, strict=True):
+            for p, i in zip(group["params"], saved["params"], strict=True):
+                average = own["averages"].get(names.get(id(p)))
+                if average is None:
+                    unseen = torch.full_like(
+                        local_part(p.detach()), self.start, dtype=upcast(p.new_empty(0)).dtype
+                    )
+                    average = as_parameter(unseen, p)
+                entries.setdefault(i, {})[STATE_KEY] = average
+        return {**state, "state": entries, "param_groups": groups, "heldin": own}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken, stopped weights included."""
+        name = "ElementwiseStopping"
+        plain, given = self._apart(state_dict)
+        if given is None:
+            raise HeldinError(
+                f"{name}.load_state_dict: this is the state of a plain optimiser; load it into "
+                f"the wrapped one, {name}.optimizer, to start with no weight stopped (or it was "
+                "flattened, which leaves our part out: flatten_optimizer_state_dict=False)"
+            )
+        own = state_of(name, given, 1, FORM)
+        before = self._own_state()
+
+        def take(state: Mapping[str, Any]) -> None:
+            self._take(state)
+            if state is own:  # it checks the state before it changes anything
+                self.optimizer.load_state_dict(plain)
+
+        all_or_nothing(name, take, own, before)
+
+    def _apart(self, state: Any) -> tuple[dict[str, Any], Any]:
+        """The wrapped optimiser's part of a state, and our own (None: there is none)."""
+        if not isinstance(state, Mapping):
+            return {}, None
+        own, averages = state.get("heldin"), {}
+        plain = {key: value for key, value in state.items() if key != "heldin"}
+        names = {id(p): name for name, p in self._named.items()}
+        entries, groups = dict(plain.get("state", {})), list(plain.get("param_groups", []))
+        for group, mine in zip(groups, self.param_groups, strict=False):
+            for i, p in zip(group["params"], mine["params"], strict=False):
+                entry = dict(entries.get(i, {}))
+                average = entry.pop(STATE_KEY, None)
+                if average is not None:
+                    averages[names[id(p)]] = average
+                entries[i] = entry
+        rest = next((group[GROUP_KEY] for group in groups if GROUP_KEY in group), None)
+        if own is None and rest is not None:
+            own = {**rest, "averages": averages}
+        plain["state"] = {i: entry for i, entry in entries.items() if entry}
+        plain["param_groups"] = [
+            {key: value for key, value in group.items() if key != GROUP_KEY} for group in groups
+        ]
+        return plain, own
+
+    def _take(self, state: Mapping[str, Any]) -> None:
+        same_settings("ElementwiseStopping", state["settings"], self._settings())
+        named = self._named
+        averages = {}
+        for name, average in state["averages"].items():
+            if name not in named or named[name].shape != average.shape:
+                raise HeldinError(
+                    f"ElementwiseStopping.load_state_dict: the state holds parameter {name!r} of "
+                    f"shape {tuple(average.shape)}, which this optimiser has not; load the state "
+                    "of a run with the same model"
+                )
+            if not average.is_floating_point():
+                raise ValueError(f"the averages of {name!r} are {average.dtype}")
+            if hasattr(average, "to_local"):
+                part = local_part(average)  # sharded as the parameter is
+            else:
+                part = shard_of(average, named[name])
+            averages[name] = part.to(part.device, copy=True).contiguous()
+        self._step, self._updates, self._averages = state["step"], state["updates"], averages
+        self._seen.clear()
+        if self._ranks is not None:
+            self._ranks.forget()
+        self._prepare()
+
+    # -- in a `Join` context, see torch.distributed.algorithms.Join
+
+    def join_hook(self, **options: Any) -> JoinHook:
+        """What a rank that ran out of data does: it follows the steps of the others."""
+        return JoinHook(self._follow)
+
+    def _follow(self) -> None:
+        self._weigh()
+        self._step += 1
+        self._seen.clear()
+        self._prepare()
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of the model."""
+        device: torch.device = self.param_groups[0]["params"][0].device
+        return device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The data-parallel processes."""
+        return None if self._ranks is None else self._ranks.groups[0]
+
+    def remove(self) -> None:
+        """Stop observing. Weights that are stopped stay stopped."""
+        self._release()
+        self._model = None

@@ -1,0 +1,471 @@
+"""What the rules share that follow an estimated test loss along a training run."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, ClassVar, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.optim import Optimizer
+
+from heldin.errors import HeldinError
+from heldin.state.estimates import FORM as HISTORY
+from heldin.state.estimates import Estimate, EstimateHistory, Rule
+from heldin.state.schema import all_or_nothing, fits, same_settings, signature, state_of, whole
+
+from .curves import Patience, best_check, mean_and_error, next_check, votes
+from .engines import skeleton
+from .losses import LossFunction, RowLoss
+from .rows import Rows
+from .stack import hyperparameters
+
+__all__ = ["CHUNK", "Average", "PathStopping", "Taken"]
+
+Average = Literal["bagged", "best"]
+Self = TypeVar("Self", bound="PathStopping")
+
+CHUNK = 4096  # rows in one evaluation
+FORM = {  # of a saved state
+    "settings": dict,
+    "step": int,
+    "should_stop": bool,
+    "stopped_step": (int, None),
+    "reason": str,
+    "history": HISTORY,
+    "curves": Tensor,
+    "kept": {int: {str: Tensor}},
+    "rule": dict,
+}
+
+
+@dataclass(eq=False)
+class Taken:
+    """An optimiser step that the user's loop took.
+
+    Attributes:
+        calls: what the model was called with since the step before, with gradients enabled.
+        settings: of the optimiser's groups at the time of the step.
+    """
+
+    calls: list[tuple[Tensor, ...]]
+    settings: list[dict[str, Any]]
+
+
+@dataclass(eq=False)
+class _Watch:
+    """Hooks that see what the model is called with and when the optimiser steps."""
+
+    calls: list[tuple[Tensor, ...]] = field(default_factory=list)
+    steps: list[Taken] = field(default_factory=list)
+    settings: list[dict[str, Any]] = field(default_factory=list)
+    before: int = 0  # calls when the optimiser's step began
+    handles: list[Any] = field(default_factory=list)
+
+    def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self.handles = [
+            model.register_forward_pre_hook(self._called, with_kwargs=True),
+            optimizer.register_step_pre_hook(self._steps),
+            optimizer.register_step_post_hook(self._stepped),
+        ]
+
+    def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.is_grad_enabled():
+            tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+            self.calls.append(tuple(t.detach() for t in tensors))
+
+    def _steps(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.settings, self.before = hyperparameters(optimizer), len(self.calls)
+
+    def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        # A closure calls the model inside the step, a line search more than once: the same rows.
+        calls = self.calls if self.before else self.calls[:1]
+        self.steps.append(Taken(calls, self.settings))
+        self.calls = []
+
+    def take(self) -> list[Taken]:
+        taken, self.steps = self.steps, []
+        return taken
+
+    def close(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+        self.handles, self.calls, self.steps = [], [], []
+
+
+class PathStopping(ABC):
+    """Follows an estimated test loss at log-spaced checks and keeps the weights of the best one.
+
+    A rule says how to follow an optimiser step (`_follow`) and how to estimate the loss of rows
+    that were not trained on (`_held_out`).
+    """
+
+    _rule: ClassVar[Rule]  # its name
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        loss_fn: LossFunction,
+        data: Any,
+        *,
+        grid: float,
+        average: Average,
+        patience: Patience | None,
+        sample_weight: Tensor | None,
+        memory: int,
+        resamples: int,
+        seed: int,
+    ) -> None:
+        name = type(self).__name__
+        if not isinstance(optimizer, Optimizer):
+            raise HeldinError(
+                f"{name}: optimizer must be a torch.optim.Optimizer, got {type(optimizer)!r}"
+            )
+        parameter = next((p for p in model.parameters() if p.requires_grad), None)
+        if parameter is None:
+            raise HeldinError(
+                f"{name}: the model has no parameter that requires a gradient; unfreeze at least "
+                "one"
+            )
+        if not isinstance(grid, (int, float)) or not 1 < grid < math.inf:
+            raise HeldinError(f"{name}: grid must be a number above 1, got {grid!r}")
+        if average not in ("bagged", "best"):
+            raise HeldinError(f"{name}: average must be 'bagged' or 'best', got {average!r}")
+        if patience is not None and not isinstance(patience, Patience):
+            raise HeldinError(
+                f"{name}: patience must be a heldin.Patience, or None to go on for ever, got "
+                f"{patience!r}"
+            )
+        self.grid, self.average = float(grid), average
+        self.patience = patience
+        self.memory = whole(name, "memory", memory, 0)
+        self.resamples = whole(name, "resamples", resamples, 1)
+        self.seed = whole(name, "seed", seed, 0)
+
+        self.should_stop = False
+        self.stopped_step: int | None = None
+        self.reason = "no check yet"
+        self.reason_chosen = ""  # by `heldin.stopping`
+        self.history = EstimateHistory(self._rule)
+
+        self._model: nn.Module | None = model
+        self._signature = signature(model)
+        self._bare = skeleton(model)
+        self._rows = Rows.of(data, parameter.device)
+        self._weights = _row_weights(sample_weight, self._rows)
+        self._step = 0
+        self._curves: list[Tensor] = []  # one (rows,) for each check
+        self._kept: dict[int, dict[str, Tensor]] = {}  # number of the check -> the model's weights
+        self._loss = RowLoss.of(loss_fn, *self._sample())
+        self._watch = _Watch()
+        self._release = weakref.finalize(self, self._watch.close)
+
+    def _start(self, optimizer: Optimizer) -> None:
+        """To be called at the end of a rule's constructor: the check at step 0."""
+        assert self._model is not None
+        self._check()
+        self._watch.attach(self._model, optimizer)
+
+    def _sample(self) -> tuple[Tensor, Tensor]:
+        """Outputs and targets of some rows."""
+        some = slice(0, 256)
+        outputs = self._outputs([x[some] for x in self._rows.inputs])
+        if not isinstance(outputs, Tensor) or outputs.dim() < 1:
+            raise HeldinError(
+                f"{type(self).__name__}: the model must return a tensor with one entry for each "
+                f"row, got {type(outputs).__name__}; wrap it in a module that does"
+            )
+        return outputs, self._rows.targets[some]
+
+    # -- what a rule brings
+
+    @abstractmethod
+    def _follow(self, taken: Taken, index: Tensor | None, now: bool) -> None:
+        """Take notice of an optimiser step; `now`: the model has not moved since."""
+
+    @abstractmethod
+    def _held_out(self) -> Tensor:
+        """(rows,) estimated losses of rows as if they had not been trained on."""
+
+    @abstractmethod
+    def _own_settings(self) -> dict[str, Any]:
+        """Arguments that a resumed run must share."""
+
+    @abstractmethod
+    def _own_state(self) -> dict[str, Any]:
+        """State of the rule."""
+
+    @abstractmethod
+    def _load_own_state(self, state: Mapping[str, Any]) -> None:
+        """Take over what `_own_state` gave."""
+
+    # -- the loop
+
+    def step(self, indices: Tensor | Sequence[int] | None = None) -> bool:
+        """Follow the optimiser step just taken; True if training should stop.
+
+        Args:
+            indices: numbers of the rows in the minibatch, where they are known (and needed, by
+                rules that train shadow models).
+        """
+        if self._model is None:
+            raise HeldinError(f"{type(self).__name__}.step: called after remove(); make a new one")
+        taken = self._watch.take()
+        if not taken:
+            if self._step == 0:
+                raise HeldinError(
+                    f"{type(self).__name__}.step: no step of the optimiser was seen. Call it after "
+                    "optimizer.step(), with the optimiser that was given to the constructor"
+                )
+            return self.should_stop  # a gradient scaler skipped the step
+        index = self._numbers(indices, taken)
+        for one in taken:
+            self._step += 1
+            self._follow(one, index, now=one is taken[-1])
+        if self._step >= next_check(self.history.last().step, self.grid):
+            self._check()
+        return self.should_stop
+
+    def _numbers(
+        self, indices: Tensor | Sequence[int] | None, taken: Sequence[Taken]
+    ) -> Tensor | None:
+        if indices is None:
+            return None
+        if len(taken) != 1:
+            raise HeldinError(
+                f"step: indices belong to one optimiser step, but {len(taken)} were taken since "
+                "the last call; call step() after each"
+            )
+        index = torch.as_tensor(indices, device=self._rows.targets.device).flatten()
+        if index.dtype == torch.bool or index.is_floating_point():
+            raise HeldinError(f"step: indices must be whole numbers, got {index.dtype}")
+        low, high = index.aminmax() if index.numel() else (0, 0)
+        if not 0 <= int(low) <= int(high) < len(self._rows):
+            raise HeldinError(f"step: indices must lie in 0 ... {len(self._rows) - 1}")
+        return index.long()
+
+    def _check(self) -> None:
+        losses = self._held_out().detach().cpu().double()
+        middle, error = mean_and_error(losses)
+        self._curves.append(losses)
+        self._kept[len(self._curves) - 1] = self._snapshot()
+        self.history.append(Estimate(self._step, middle, error, self._training_loss()))
+        best = best_check(torch.tensor(self.history.columns()["estimate"]))
+        self.history.best_step = self.history[best].step
+        self._thin(best)
+        since = len(self.history) - 1 - best
+        self.reason = (
+            f"step {self._step}: estimated loss {middle:.4g}, lowest {self.estimate:.4g} at step "
+            f"{self.best_step}"
+        )
+        if self.should_stop or self.patience is None:
+            return
+        if self.patience.over(self._step, self.best_step, since):
+            self.should_stop, self.stopped_step = True, self._step
+            self.history.stopped_step = self._step
+
+    # -- the model
+
+    def _outputs(self, inputs: Sequence[Tensor]) -> Any:
+        """Of the model as it is, in evaluation mode and without its hooks."""
+        assert self._model is not None
+        state = dict(self._model.named_buffers())
+        self._bare.eval()
+        with torch.no_grad():
+            return functional_call(self._bare, state, tuple(inputs))
+
+    def _training_loss(self) -> float:
+        rows = self._rows
+        parts = []
+        for start in range(0, len(rows), CHUNK):
+            some = slice(start, start + CHUNK)
+            outputs = self._outputs([x[some] for x in rows.inputs])
+            parts.append(self._loss.apart(outputs, rows.targets[some]))
+        losses = torch.cat(parts).double()
+        return float((losses if self._weights is None else losses * self._weights).mean())
+
+    def _state(self) -> Iterator[tuple[str, Tensor]]:
+        assert self._model is not None
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad:
+                yield name, parameter
+        yield from self._model.named_buffers()
+
+    def _snapshot(self) -> dict[str, Tensor]:
+        return {name: value.detach().clone() for name, value in self._state()}
+
+    def _thin(self, best: int) -> None:
+        """Keep the best weights, and as many others as the memory allows, evenly in log steps."""
+        if self.average == "best":
+            self._kept = {best: self._kept[best]}
+            return
+        each = sum(t.numel() * t.element_size() for t in self._kept[best].values())
+        while len(self._kept) > 1 and len(self._kept) * each > self.memory:
+            numbers = sorted(self._kept)
+            steps = [math.log1p(self.history[i].step) for i in numbers]
+            gaps = {
+                number: steps[min(i + 1, len(steps) - 1)] - steps[max(i - 1, 0)]
+                for i, number in enumerate(numbers)
+                if number != best
+            }
+            del self._kept[min(gaps, key=lambda number: gaps[number])]
+
+    # -- results
+
+    @property
+    def best_step(self) -> int:
+        """The step with the lowest estimated test loss so far."""
+        assert self.history.best_step is not None
+        return self.history.best_step
+
+    def _best(self) -> Estimate:
+        return next(r for r in self.history if r.step == self.best_step)
+
+    @property
+    def estimate(self) -> float:
+        """Estimated test loss at the best step."""
+        return self._best().estimate
+
+    @property
+    def standard_error(self) -> float:
+        """Of the estimate. See docs/which-rule.md for how often the truth lies within it."""
+        return self._best().standard_error
+
+    @property
+    def shares(self) -> dict[int, float]:
+        """The weights of which step go into the restored model with which share."""
+        numbers = sorted(self._kept)
+        if self.average == "best":
+            return {self.best_step: 1.0}
+        curves = torch.stack([self._curves[i] for i in numbers], dim=1)
+        shares = votes(curves, self.resamples, self.seed).tolist()
+        return {
+            self.history[i].step: share
+            for i, share in zip(numbers, shares, strict=True)
+            if share > 0
+        }
+
+    def restore(self) -> None:
+        """Put the chosen weights (averaged, if so asked) into the model."""
+        if self._model is None:
+            raise HeldinError(
+                f"{type(self).__name__}.restore: called after remove(); make a new one"
+            )
+        if self._step > self.history.last().step:
+            self._check()  # the last weights are a candidate too
+        numbers = {self.history[i].step: i for i in self._kept}
+        parts = [(share, self._kept[numbers[step]]) for step, share in self.shares.items()]
+        heaviest = max(parts, key=lambda part: part[0])[1]
+        with torch.no_grad():
+            for name, value in self._state():
+                if value.is_floating_point() or value.is_complex():
+                    mixed = sum(share * kept[name] for share, kept in parts)
+                    value.copy_(mixed)  # type: ignore[arg-type]
+                else:
+                    value.copy_(heaviest[name])
+
+    def metrics(self) -> dict[str, float]:
+        """The state as a flat mapping for any tracker; values that do not exist are left out."""
+        last = self.history.last()
+        values = {
+            "heldin/estimate": last.estimate,
+            "heldin/standard_error": last.standard_error,
+            "heldin/training_loss": last.training_loss,
+            "heldin/best_estimate": self.estimate,
+            "heldin/best_step": float(self.best_step),
+            "heldin/should_stop": float(self.should_stop),
+        }
+        return {name: value for name, value in values.items() if not math.isnan(value)}
+
+    def __repr__(self) -> str:
+        return f"<heldin.{type(self).__name__}: {self.reason}>"
+
+    # -- saving and closing
+
+    def _settings(self) -> dict[str, Any]:
+        own = {"grid": self.grid, "average": self.average, "rows": len(self._rows)}
+        return own | self._own_settings() | {"model": self._signature}
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a resumed run needs; loads with `torch.load(..., weights_only=True)`."""
+        return {
+            "heldin": type(self).__name__,
+            "version": 1,
+            "settings": self._settings(),
+            "step": self._step,
+            "should_stop": self.should_stop,
+            "stopped_step": self.stopped_step,
+            "reason": self.reason,
+            "history": self.history.state_dict(),
+            "curves": torch.stack(self._curves, dim=1),
+            "kept": {number: dict(weights) for number, weights in self._kept.items()},
+            "rule": self._own_state(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken: all later values are the same to the last bit."""
+        name = type(self).__name__
+        state = state_of(name, state, 1, FORM)
+        same_settings(name, state["settings"], self._settings())
+        if self._model is None:
+            raise HeldinError(f"{name}.load_state_dict: called after remove(); make a new one")
+        all_or_nothing(name, self._take, state, self.state_dict())
+        self._watch.take()
+        self._watch.calls = []
+
+    def _take(self, state: Mapping[str, Any]) -> None:
+        device = self._rows.targets.device
+        checks = len(state["history"]["records"])
+        fits(state["curves"], self._curves[0].new_empty(len(self._curves[0]), checks), "['curves']")
+        if not state["kept"] or not all(0 <= number < checks for number in state["kept"]):
+            raise ValueError(f"weights of the checks {list(state['kept'])} of {checks}")
+        for number, weights in state["kept"].items():
+            fits(weights, self._snapshot(), f"['kept'][{number}]")
+        self._load_own_state(state["rule"])
+        self.history.load_state_dict(state["history"])
+        self._curves = list(state["curves"].unbind(1))
+        self._kept = {
+            number: {key: value.to(device) for key, value in weights.items()}
+            for number, weights in state["kept"].items()
+        }
+        self._step, self.reason = state["step"], state["reason"]
+        self.should_stop, self.stopped_step = state["should_stop"], state["stopped_step"]
+
+    def remove(self) -> None:
+        """Take the hooks away and let go of the model. What was found stays readable."""
+        self._release()
+        self._model = None
+
+    def __enter__(self: Self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None and self._model is not None:
+            self.restore()
+        self.remove()
+
+
+def _row_weights(sample_weight: Tensor | None, rows: Rows) -> Tensor | None:
+    """(n,) weights with mean 1."""
+    if sample_weight is None:
+        return None
+    weights = torch.as_tensor(sample_weight).detach().double().to(rows.targets.device)
+    good = weights.shape == (len(rows),) and bool((weights >= 0).all()) and float(weights.sum()) > 0
+    if not good or not bool(weights.isfinite().all()):
+        raise HeldinError(
+            f"sample_weight: expected {len(rows)} finite numbers >= 0 with a positive sum, one for "
+            "each row of data"
+        )
+    return weights / weights.mean()

@@ -1,0 +1,345 @@
+"""Ways to run K copies of a model at once: stacked by hand, mapped, or one after the other."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from heldin.errors import HeldinError
+
+__all__ = ["Engine", "Forward", "engine_for", "is_plain", "skeleton"]
+
+Engine = Literal["auto", "dense", "vmap", "loop"]
+
+
+def skeleton(model: nn.Module, share: bool = True) -> nn.Module:
+    """A copy that has none of the hooks and, for `functional_call`, shares the parameters.
+
+    Hooks that belong to the model itself (weight or spectral normalisation) are kept.
+    """
+    memo: dict[int, Any] = {id(p): p for p in model.parameters()} if share else {}
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if name.endswith("_hooks") and isinstance(value, dict):
+                own = {k: h for k, h in value.items() if _of_the_model(h)}
+                memo[id(value)] = type(value)(own)
+    return copy.deepcopy(model, memo)
+
+
+def _of_the_model(hook: object) -> bool:
+    return type(hook).__module__.startswith("torch.nn.utils")
+
+
+class Copies(Protocol):
+    """Weights of K copies of a model, as an engine reads them, and places for the gradients.
+
+    Attributes:
+        copies: K.
+        blocks, grads: (K, ...) tensors by the name of the parameter.
+        idle: parameters that have no part in the outputs; an engine that finds some says so here.
+    """
+
+    copies: int
+    blocks: dict[str, Tensor]
+    grads: dict[str, Tensor]
+    idle: set[str]
+
+
+class Forward(Protocol):
+    """How the stacked models are run."""
+
+    def __call__(self, inputs: Sequence[Tensor], keep: Tensor | None, train: bool) -> Tensor:
+        """(K, b, ...) outputs.
+
+        Args:
+            inputs: with keep: (b, ...), the same for all; without: (K, b, ...).
+            keep: (K, b), the rows that count in training.
+            train: whether a `backward` will follow.
+        """
+
+    def backward(self, gradient: Tensor) -> None:
+        """Write the weights' gradients, from (K, b, ...) by the outputs of the last call."""
+
+
+def engine_for(
+    model: nn.Module, stack: Copies, inputs: Sequence[Tensor], engine: Engine
+) -> tuple[str, Forward]:
+    """The engine asked for, or the first that can run the model; its name and itself."""
+    if engine not in ("auto", "dense", "vmap", "loop"):
+        raise HeldinError(f"engine: expected 'auto', 'dense', 'vmap' or 'loop', got {engine!r}")
+    layers = _plain_layers(model, stack.blocks, inputs) if engine in ("auto", "dense") else None
+    if layers is not None:
+        return "dense", _Dense(stack, layers)
+    if engine == "dense":
+        raise HeldinError(
+            "engine='dense' is for nn.Linear, or nn.Sequential of nn.Linear and activations "
+            f"({', '.join(sorted(kind.__name__ for kind in ACTIVATIONS))}) on rows that are "
+            "vectors; use engine='auto'"
+        )
+    if engine == "loop":
+        return "loop", _Loop(stack, model)
+    mapped = _Vmap(stack, model, len(inputs))
+    problem = _why_not_mapped(model, mapped, inputs)
+    if problem is None:
+        return "vmap", mapped
+    if engine == "vmap":
+        raise HeldinError(f"engine='vmap': {problem}; use engine='loop'")
+    return "loop", _Loop(stack, model)
+
+
+def _why_not_mapped(model: nn.Module, mapped: _Vmap, inputs: Sequence[Tensor]) -> str | None:
+    if any(isinstance(module, _BatchNorm) for module in model.modules()):
+        return "the rows that a shadow must not see would enter its batch statistics"
+    some = [x[:2] for x in inputs]
+    try:
+        with torch.random.fork_rng():
+            mapped(some, torch.ones(1, 2, dtype=torch.bool), train=True)
+            mapped.outputs = None
+            # At checks each copy has rows of its own: a model that branches on its data (on a mask
+            # without padding, say) can be mapped over weights alone, but not over these.
+            copies = mapped.stack.copies
+            mapped([x.expand(copies, *x.shape) for x in some], None, train=False)
+    except Exception as error:
+        return f"the model cannot be mapped by torch.func.vmap ({error})"
+    return None
+
+
+class _Modes:
+    """Keeps a copy of a model in its mode: evaluation, or in training whatever each module has."""
+
+    def __init__(self, original: nn.Module, copied: nn.Module) -> None:
+        self.pairs = list(zip(original.modules(), copied.modules(), strict=True))
+
+    def follow(self, train: bool) -> None:
+        for theirs, mine in self.pairs:
+            mode = train and theirs.training
+            if mine.training != mode:
+                mine.training = mode
+
+
+class _Loop:
+    """One `functional_call` for each copy, with nothing but its own rows: works for any model."""
+
+    def __init__(self, stack: Copies, model: nn.Module) -> None:
+        self.stack, self.model = stack, skeleton(model)
+        self.modes = _Modes(model, self.model)
+        self.buffers = [
+            {name: b.detach().clone() for name, b in model.named_buffers()}
+            for _ in range(stack.copies)
+        ]
+        self.outputs: Tensor | None = None
+
+    def __call__(self, inputs: Sequence[Tensor], keep: Tensor | None, train: bool) -> Tensor:
+        self.modes.follow(train)
+        with torch.set_grad_enabled(train):
+            outputs = torch.stack([self._one(k, inputs, keep) for k in range(self.stack.copies)])
+        self.outputs = outputs if train else None
+        return outputs.detach()
+
+    def _one(self, k: int, inputs: Sequence[Tensor], keep: Tensor | None) -> Tensor:
+        weights = {name: block[k] for name, block in self.stack.blocks.items()}
+        weights.update(self.buffers[k])
+        if keep is None:
+            result: Tensor = functional_call(self.model, weights, tuple(x[k] for x in inputs))
+            return result
+        kept = keep[k].nonzero().flatten()
+        if not len(kept):  # what it gives has no weight, and must leave no trace in buffers
+            self.modes.follow(train=False)
+            with torch.no_grad():
+                blank: Tensor = functional_call(self.model, weights, tuple(inputs))
+            self.modes.follow(train=True)
+            return blank
+        some: Tensor = functional_call(self.model, weights, tuple(x[kept] for x in inputs))
+        return some.new_zeros(keep.shape[1], *some.shape[1:]).index_copy(0, kept, some)
+
+    def backward(self, gradient: Tensor) -> None:
+        assert self.outputs is not None
+        _write(self.stack, self.outputs, gradient)
+        self.outputs = None
+
+
+class _Vmap:
+    """All copies in one call of `torch.func.vmap`; the rows that one must not see weigh nothing."""
+
+    def __init__(self, stack: Copies, model: nn.Module, arguments: int) -> None:
+        self.stack, self.model = stack, skeleton(model)
+        self.modes = _Modes(model, self.model)
+        self.outputs: Tensor | None = None
+        # `functional_call` would look these places up in every step, at the price of a small
+        # network's forward pass. The skeleton is ours, so nothing has to be put back either.
+        numbers = {id(p): i for i, p in enumerate(_named(model, stack.blocks))}
+        self.places = [
+            (module._parameters, name, numbers[id(p)])
+            for module in self.model.modules()
+            for name, p in module._parameters.items()
+            if id(p) in numbers
+        ]
+        weights = (0,) * len(stack.blocks)
+        self.together, self.apart = (
+            torch.func.vmap(
+                self._one, in_dims=(*weights, *(rows,) * arguments), randomness="different"
+            )
+            for rows in (None, 0)
+        )
+
+    def _one(self, *tensors: Tensor) -> Tensor:
+        for table, name, number in self.places:
+            table[name] = tensors[number]  # type: ignore[assignment]
+        result: Tensor = self.model(*tensors[len(self.stack.blocks) :])
+        return result
+
+    def __call__(self, inputs: Sequence[Tensor], keep: Tensor | None, train: bool) -> Tensor:
+        self.modes.follow(train)
+        blocks = self.stack.blocks.values()
+        mapped = self.together if keep is not None else self.apart
+        with torch.set_grad_enabled(train):
+            outputs: Tensor = mapped(*blocks, *inputs)
+        self.outputs = outputs if train else None
+        return outputs.detach()
+
+    def backward(self, gradient: Tensor) -> None:
+        assert self.outputs is not None
+        _write(self.stack, self.outputs, gradient)
+        self.outputs = None
+
+
+def _named(model: nn.Module, names: Iterable[str]) -> list[nn.Parameter]:
+    known = dict(model.named_parameters())
+    return [known[name] for name in names]
+
+
+def _write(stack: Copies, outputs: Tensor, gradient: Tensor) -> None:
+    """Put the gradients into their places in the flat vectors."""
+    blocks = list(stack.blocks.values())
+    found: Sequence[Tensor | None] = [None] * len(blocks)
+    if outputs.requires_grad:
+        found = torch.autograd.grad(outputs, blocks, gradient, allow_unused=True)
+        stack.idle = {n for n, value in zip(stack.blocks, found, strict=True) if value is None}
+    for place, value in zip(stack.grads.values(), found, strict=True):
+        if value is None:
+            place.zero_()
+        else:
+            place.copy_(value)
+
+
+Slope = Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]  # module, gradient, input, output
+
+_aten = torch.ops.aten
+
+ACTIVATIONS: dict[type[nn.Module], Slope] = {
+    nn.ReLU: lambda _, g, z, a: _aten.threshold_backward(g, a, 0),
+    nn.Tanh: lambda _, g, z, a: _aten.tanh_backward(g, a),
+    nn.Sigmoid: lambda _, g, z, a: _aten.sigmoid_backward(g, a),
+    nn.SiLU: lambda _, g, z, a: _aten.silu_backward(g, z),
+    nn.GELU: lambda m, g, z, a: _aten.gelu_backward(g, z, approximate=m.approximate),
+    nn.LeakyReLU: lambda m, g, z, a: _aten.leaky_relu_backward(g, z, m.negative_slope, False),
+    nn.Identity: lambda _, g, z, a: g,
+}
+
+Layer = tuple[str, str | None] | nn.Module  # names of weight and bias, or an activation
+
+
+def is_plain(model: nn.Module, inputs: Sequence[Tensor]) -> bool:
+    """Whether the model is a network that can be stacked by hand."""
+    names = {name for name, p in model.named_parameters() if p.requires_grad}
+    return _plain_layers(model, names, inputs) is not None
+
+
+def _plain_layers(
+    model: nn.Module, trained: Collection[str], inputs: Sequence[Tensor]
+) -> list[Layer] | None:
+    """The layers of a plain network, or None if the model is something else."""
+    found: list[Layer] = []
+    seen: set[int] = set()
+    flattens = False
+
+    def walk(module: nn.Module, prefix: str) -> bool:
+        nonlocal flattens
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        if any(_of_the_model(hook) for hook in hooks):
+            return False
+        if type(module) is nn.Sequential:
+            return all(walk(child, f"{prefix}{name}.") for name, child in module.named_children())
+        if type(module) is nn.Linear:
+            weight, bias = f"{prefix}weight", f"{prefix}bias" if module.bias is not None else None
+            known = weight in trained and (bias is None or bias in trained)
+            if id(module) in seen or not known:
+                return False
+            seen.add(id(module))
+            found.append((weight, bias))
+            return True
+        if type(module) in ACTIVATIONS:
+            found.append(module)
+            return True
+        if type(module) is nn.Flatten and module.start_dim == 1 and module.end_dim == -1:
+            flattens = not found
+            return flattens
+        return False
+
+    if not walk(model, "") or not any(isinstance(layer, tuple) for layer in found):
+        return None
+    if len(inputs) != 1 or not (flattens or inputs[0].dim() == 2):
+        return None
+    used = {name for layer in found if isinstance(layer, tuple) for name in layer if name}
+    return found if used == set(trained) else None
+
+
+class _Dense:
+    """Plain networks: batched matrix products forwards and backwards, without a graph."""
+
+    def __init__(self, stack: Copies, layers: list[Layer]) -> None:
+        self.layers = layers
+        self.weights = {name: block.detach() for name, block in stack.blocks.items()}
+        self.grads = stack.grads
+        self.copies = stack.copies
+        self.trace: list[tuple[Tensor, Tensor]] = []  # input and output of every layer
+
+    def __call__(self, inputs: Sequence[Tensor], keep: Tensor | None, train: bool) -> Tensor:
+        (x,) = inputs
+        h = x.flatten(1).expand(self.copies, -1, -1) if keep is not None else x.flatten(2)
+        self.trace = []
+        with torch.no_grad():
+            for layer in self.layers:
+                before = h
+                if isinstance(layer, nn.Module):
+                    h = _activate(layer, h)
+                else:
+                    weight, bias = layer
+                    turned = self.weights[weight].transpose(1, 2)
+                    if bias is None:
+                        h = torch.bmm(h, turned)
+                    else:
+                        h = torch.baddbmm(self.weights[bias].unsqueeze(1), h, turned)
+                if train:
+                    self.trace.append((before, h))
+        return h
+
+    def backward(self, gradient: Tensor) -> None:
+        first = next(i for i, layer in enumerate(self.layers) if isinstance(layer, tuple))
+        with torch.no_grad():
+            for i in range(len(self.layers) - 1, first - 1, -1):
+                layer, (before, after) = self.layers[i], self.trace[i]
+                if isinstance(layer, nn.Module):
+                    gradient = ACTIVATIONS[type(layer)](layer, gradient, before, after)
+                    continue
+                weight, bias = layer
+                torch.bmm(gradient.transpose(1, 2), before, out=self.grads[weight])
+                if bias is not None:
+                    torch.sum(gradient, 1, out=self.grads[bias])
+                if i > first:
+                    gradient = torch.bmm(gradient, self.weights[weight])
+        self.trace = []
+
+
+def _activate(module: nn.Module, h: Tensor) -> Tensor:
+    """The module on a tensor of its own: `inplace=True` must not overwrite what backward needs."""
+    if getattr(module, "inplace", False):
+        h = h.clone()
+    result: Tensor = module.forward(h)
+    return result

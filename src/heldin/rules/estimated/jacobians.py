@@ -1,0 +1,111 @@
+"""Derivatives of a model's outputs by its parameters, sample by sample, in evaluation mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from heldin.capture.collector import Collector
+from heldin.capture.observation import Observation
+from heldin.errors import HeldinError, NotObservable
+
+from .engines import skeleton
+
+__all__ = ["Jacobians", "captured", "chosen", "mapped"]
+
+Jacobians = Callable[[nn.Module, Collection[str], Sequence[Tensor], Tensor], dict[str, Tensor]]
+
+
+def mapped(
+    model: nn.Module, names: Collection[str], inputs: Sequence[Tensor], directions: Tensor
+) -> dict[str, Tensor]:
+    """Through `torch.func`: the faster way, for models that it can map.
+
+    Args:
+        model: what gives the outputs. It is not touched.
+        names: of the parameters to differentiate by.
+        inputs: (q, ...) each.
+        directions: (q, b, ...), shaped like the outputs.
+
+    Returns:
+        (q, b, ...) for each of the names.
+
+    >>> model = nn.Linear(2, 1)
+    >>> x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    >>> mapped(model, ["weight"], [x], torch.ones(2, 1, 1))["weight"].tolist()
+    [[[[1.0, 2.0]]], [[[3.0, 4.0]]]]
+    """
+    bare = skeleton(model).eval()
+    rest = {name: p.detach() for name, p in model.named_parameters()}
+    weights = {name: rest.pop(name) for name in names}
+
+    def one(direction: Tensor, *row: Tensor) -> dict[str, Tensor]:
+        def outputs(some: dict[str, Tensor]) -> Tensor:
+            samples = tuple(x.unsqueeze(0) for x in row)
+            result: Tensor = functional_call(bare, {**rest, **some}, samples)
+            return result[0]
+
+        pull: Any = torch.func.vjp(outputs, weights)[1]
+        found: dict[str, Tensor] = torch.func.vmap(pull)(direction)[0]
+        return found
+
+    result: dict[str, Tensor] = torch.func.vmap(one)(directions, *inputs)
+    return result
+
+
+def captured(
+    model: nn.Module, names: Collection[str], inputs: Sequence[Tensor], directions: Tensor
+) -> dict[str, Tensor]:
+    """Through heldin's own capture, for any model that can be observed.
+
+    A sample is repeated for each of its directions; then all derivatives are the per-sample
+    gradients of one backward pass. Arguments and result are those of `mapped`.
+
+    >>> model = nn.Linear(2, 1)
+    >>> x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    >>> captured(model, ["bias"], [x], torch.ones(2, 1, 1))["bias"].tolist()
+    [[[1.0]], [[1.0]]]
+    """
+    q, b = directions.shape[:2]
+    twin = skeleton(model, share=False).eval()
+    params = dict(twin.named_parameters())
+    for name, p in params.items():
+        p.requires_grad_(name in names)
+    collector = Collector(twin, per_sample=True)
+    with torch.enable_grad(), Observation(collector):
+        outputs = twin(*(x.repeat_interleave(b, 0) for x in inputs))
+        (outputs * directions.flatten(0, 1)).sum().backward()
+    found = collector.per_sample
+    shapes = {name: (q * b, *params[name].shape) for name in names}
+    return {  # a parameter that was not reached has no part in the outputs
+        name: found.get(name, params[name].new_zeros(shape)).view(q, b, *shape[1:])
+        for name, shape in shapes.items()
+    }
+
+
+def chosen(model: nn.Module, names: Collection[str], inputs: Sequence[Tensor]) -> Jacobians:
+    """The way that works for this model, found out on two rows."""
+    some = [x[:2] for x in inputs]
+    bare = skeleton(model).eval()
+    with torch.no_grad(), torch.random.fork_rng():
+        outputs = bare(*some)
+        directions = torch.ones_like(outputs).unsqueeze(1)
+        try:
+            mapped(model, names, some, directions)
+        except Exception as error:
+            reason = error
+        else:
+            return mapped
+        try:
+            captured(model, names, some, directions)
+        except NotObservable as error:
+            raise HeldinError(
+                "LeaveOneOutStopping: the derivatives of the outputs by single samples can be had "
+                f"neither through torch.func ({reason}) nor by observing the model ({error}); "
+                "heldin.FoldStopping works with any model"
+            ) from error
+    return captured

@@ -1,0 +1,232 @@
+"""The training rows, and which of them a minibatch holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from heldin.errors import HeldinError
+
+__all__ = ["WAY_OUT", "Finder", "Rows"]
+
+WAY_OUT = (
+    "take the minibatches from stopping.batches(...), or pass their row numbers: "
+    "stopping.step(indices=...)"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """All training rows: what the model is called with, and the targets.
+
+    Attributes:
+        inputs: the model's arguments, each (n, ...).
+        targets: (n, ...).
+        loader: the loader the rows came from, if they did.
+    """
+
+    inputs: tuple[Tensor, ...]
+    targets: Tensor
+    loader: DataLoader[Any] | None = field(default=None)
+
+    @classmethod
+    def of(cls, data: Any, device: torch.device) -> Rows:
+        """The rows of a tuple of tensors (..., y), a map-style Dataset or a DataLoader of one."""
+        loader = data if isinstance(data, DataLoader) else None
+        source = loader.dataset if loader is not None else data
+        if isinstance(source, IterableDataset):
+            raise HeldinError(
+                "data: an IterableDataset has no row numbers; give the tensors (x, y), a map-style "
+                "Dataset, or a DataLoader over one"
+            )
+        tensors: Sequence[Any]
+        if isinstance(source, TensorDataset):
+            tensors = source.tensors
+        elif isinstance(source, (tuple, list)) and all(isinstance(t, Tensor) for t in source):
+            tensors = source
+        elif isinstance(source, Dataset) or hasattr(source, "__getitem__"):
+            gathered = DataLoader(
+                source,
+                batch_size=len(source),  # type: ignore[arg-type]
+                collate_fn=None if loader is None else loader.collate_fn,
+                generator=torch.Generator(),  # the loop's own random numbers are left alone
+            )
+            tensors = next(iter(gathered))
+        else:
+            raise HeldinError(
+                f"data: expected tensors (x, y), a Dataset or a DataLoader, got {type(data)!r}"
+            )
+        if (
+            not isinstance(tensors, (tuple, list))
+            or len(tensors) < 2
+            or not all(isinstance(t, Tensor) for t in tensors)
+        ):
+            raise HeldinError(
+                "data: a row must be tensors (inputs ..., target), at least two of them"
+            )
+        lengths = [len(t) for t in tensors]
+        if len(set(lengths)) != 1 or lengths[0] < 2:
+            raise HeldinError(
+                f"data: the tensors must have one length, at least 2; theirs are {lengths}"
+            )
+        *inputs, targets = (t.detach().to(device) for t in tensors)
+        return cls(tuple(inputs), targets, loader)
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def batches(
+        self, size: int | None, shuffle: bool, generator: torch.Generator | None
+    ) -> Iterator[tuple[Tensor, tuple[Any, ...]]]:
+        """One epoch: row numbers and batches."""
+        if self.loader is not None:
+            if size is not None or generator is not None:
+                raise HeldinError(
+                    "batches: the data is a DataLoader, which knows its own batch size and order; "
+                    "call batches() without arguments"
+                )
+            if self.loader.batch_sampler is None:
+                raise HeldinError("batches: the DataLoader has no batch_sampler; give it a size")
+            numbered: DataLoader[Any] = DataLoader(
+                _Numbered(self.loader.dataset),
+                batch_sampler=self.loader.batch_sampler,
+                collate_fn=_Collate(self.loader.collate_fn),
+                num_workers=self.loader.num_workers,
+                pin_memory=self.loader.pin_memory,
+                generator=self.loader.generator,
+            )
+            for index, batch in numbered:
+                yield index, tuple(batch)
+            return
+        for index in self.order(size, shuffle, generator):
+            yield index, (*(x[index] for x in self.inputs), self.targets[index])
+
+    def order(
+        self, size: int | None, shuffle: bool, generator: torch.Generator | None
+    ) -> Sequence[Tensor]:
+        """The row numbers of the batches of one epoch."""
+        n = len(self)
+        size = n if size is None else size
+        if size < 1:
+            raise HeldinError(f"batches: batch_size must be at least 1, got {size}")
+        order = torch.randperm(n, generator=generator) if shuffle else torch.arange(n)
+        parts: Sequence[Tensor] = order.to(self.targets.device).split(size)
+        return parts
+
+
+class _Numbered(Dataset[Any]):
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __getitem__(self, index: int) -> Any:
+        return index, self.inner[index]
+
+
+class _Collate:
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __call__(self, items: Sequence[tuple[int, Any]]) -> Any:
+        return torch.tensor([i for i, _ in items]), self.inner([row for _, row in items])
+
+
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """The bits of each row as integers, (n, k)."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    flat = tensor.reshape(len(tensor), -1).contiguous()
+    return flat.view(_WORDS[flat.element_size()])
+
+
+class Finder:
+    """Finds the row numbers of a minibatch by its inputs, bit for bit.
+
+    Rows are looked up by a hash (a random linear form over the integers mod 2^64) and then
+    compared. Equal rows take turns, which is exact only where their targets agree too.
+    """
+
+    def __init__(self, rows: Rows) -> None:
+        self.rows = rows
+        self.turns: dict[int, int] = {}  # group of equal rows -> how often one was used
+        self._tables: dict[tuple[torch.dtype, ...], _Table] = {}
+
+    def __call__(self, inputs: Sequence[Tensor]) -> Tensor:
+        """(b,) row numbers of the minibatch that the model was called with."""
+        if len(inputs) != len(self.rows.inputs):
+            raise HeldinError(
+                f"the model was called with {len(inputs)} tensors and a row of data has "
+                f"{len(self.rows.inputs)} inputs; {WAY_OUT}"
+            )
+        if all(a is b for a, b in zip(inputs, self.rows.inputs, strict=True)):
+            return torch.arange(len(self.rows), device=self.rows.targets.device)
+        kinds = tuple(x.dtype for x in inputs)
+        if kinds not in self._tables:
+            self._tables[kinds] = _Table(self.rows, kinds)
+        return self._tables[kinds].find(inputs, self.turns)
+
+
+class _Table:
+    def __init__(self, rows: Rows, kinds: Sequence[torch.dtype]) -> None:
+        pairs = zip(rows.inputs, kinds, strict=True)
+        self.words = torch.cat([_words(x.to(kind)).long() for x, kind in pairs], dim=1)
+        n, width = self.words.shape
+        generator = torch.Generator().manual_seed(0)
+        limits = torch.iinfo(torch.int64)
+        self.form = torch.randint(
+            limits.min, limits.max, (width,), generator=generator, dtype=torch.int64
+        ).to(self.words.device)
+        hashes = (self.words * self.form).sum(1)
+        self.sorted, self.order = hashes.sort(stable=True)
+        first = torch.searchsorted(self.sorted, hashes)
+        self.copies = torch.searchsorted(self.sorted, hashes, right=True) - first
+        twin = self.order[first]
+        bits = _words(rows.targets)
+        differs = (bits != bits[twin]).any(1)
+        self.ambiguous = torch.zeros(n, dtype=torch.bool, device=differs.device)
+        self.ambiguous[twin[differs]] = True
+        self.any_copies = bool((self.copies > 1).any())
+        self.shapes = [x.shape[1:] for x in rows.inputs]
+
+    def find(self, inputs: Sequence[Tensor], turns: dict[int, int]) -> Tensor:
+        for x, shape in zip(inputs, self.shapes, strict=True):
+            if x.shape[1:] != shape:
+                raise HeldinError(
+                    f"the model was called with rows of shape {tuple(x.shape[1:])} and those of "
+                    f"data have {tuple(shape)}; {WAY_OUT}"
+                )
+        words = torch.cat([_words(x.detach()).long() for x in inputs], dim=1).to(self.words.device)
+        if words.shape == self.words.shape and torch.equal(words, self.words):
+            return torch.arange(len(words), device=words.device)
+        place = torch.searchsorted(self.sorted, (words * self.form).sum(1))
+        found = self.order[place.clamp(max=len(self.order) - 1)]
+        if not torch.equal(self.words[found], words):
+            missing = (self.words[found] != words).any(1).nonzero().flatten()
+            raise HeldinError(
+                f"{len(missing)} of the {len(words)} rows that the model was called with are not "
+                f"rows of data (row {int(missing[0])} of the minibatch is the first). Were they "
+                f"augmented or scaled after data was given? Then {WAY_OUT}"
+            )
+        if not self.any_copies:
+            return found
+        if bool(self.ambiguous[found].any()):
+            row = int(found[self.ambiguous[found]][0])
+            raise HeldinError(
+                f"row {row} of data has copies with the same inputs and other targets, so the "
+                f"inputs do not tell which of them a minibatch holds: {WAY_OUT}"
+            )
+        result = found.clone()
+        for position in (self.copies[found] > 1).nonzero().flatten().tolist():
+            group = int(found[position])
+            turn = turns.get(group, 0)
+            turns[group] = turn + 1
+            shift = turn % int(self.copies[group])
+            result[position] = self.order[int(place[position]) + shift]
+        return result

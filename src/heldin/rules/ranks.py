@@ -1,0 +1,320 @@
+"""Training in several processes: all that heldin knows about torch.distributed.
+
+Every data-parallel rank observes its own samples. Sums, squares and counts add up over ranks, so
+one all-reduce of them gives every rank the moments of the concatenated batch, and with them the
+same decision in the same step. Of a sampled parameter only the block is sent.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from heldin.capture.collector import Collector
+from heldin.capture.moments import Moments, upcast
+from heldin.capture.sampling import Block
+from heldin.capture.sharding import fully_sharded
+from heldin.errors import HeldinError
+
+__all__ = ["JoinHook", "Pooled", "ProcessGroup", "Ranks", "ranks_of"]
+
+ProcessGroup = Any  # torch.distributed.ProcessGroup, a DeviceMesh, None or "auto"
+
+
+# --- which processes -------------------------------------------------------------------------
+
+
+def _groups(model: nn.Module, process_group: ProcessGroup) -> list[Any]:
+    """The groups over which sums are taken, one after the other; none for a process on its own."""
+    if process_group is None:
+        return []
+    if isinstance(process_group, str) and process_group != "auto":
+        raise HeldinError(
+            "process_group: expected 'auto', None, a torch.distributed.ProcessGroup or a "
+            f"DeviceMesh, got {process_group!r}"
+        )
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        if process_group == "auto":
+            return []
+        raise HeldinError(
+            "process_group: torch.distributed is not initialised; call init_process_group() "
+            "first, or leave the argument out"
+        )
+    groups = _own_groups(model) if process_group == "auto" else [process_group]
+    if hasattr(groups[0], "get_all_groups"):  # a DeviceMesh
+        groups = groups[0].get_all_groups()
+    return [group for group in groups if torch.distributed.get_world_size(group) > 1]
+
+
+def _own_groups(model: nn.Module) -> list[Any]:
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        return [model.process_group]
+    for module in fully_sharded(model):
+        for name, p in module.named_parameters():
+            mesh: Any = getattr(p, "device_mesh", None)
+            placements: Any = getattr(p, "placements", ())
+            if mesh is None:
+                continue
+            if mesh.ndim == 1 or (mesh.ndim == 2 and placements[0].is_replicate()):
+                return [mesh]
+            raise HeldinError(
+                f"process_group: parameter {name!r} lies on a mesh of {mesh.ndim} dimensions, and "
+                "which of them are data-parallel is not known; pass their part of the mesh, "
+                "process_group=mesh['dp'] for instance"
+            )
+    return [torch.distributed.group.WORLD]
+
+
+def ranks_of(
+    model: nn.Module, process_group: ProcessGroup, seen: Collector, mean: bool
+) -> Ranks | None:
+    """The ranks that train a model together; None if there is but one process."""
+    groups = _groups(model, process_group)
+    return Ranks(model, groups, seen, mean) if groups else None
+
+
+# --- pooling ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pooled:
+    """The moments of the samples of all ranks, as one process would have seen them."""
+
+    moments: dict[str, Moments]
+    count: int
+    scale: float
+
+
+# What the ranks tell each other about each parameter, summed over ranks.
+COLUMNS = ("seen", "reads", "packed", "whole", "cut")
+HEAD = 3  # samples, weight, weight times scale
+
+
+class Ranks:
+    """Pools what the data-parallel ranks have observed.
+
+    In the first step, and whenever a parameter appears for the first time, the ranks first tell
+    each other what they have, and then send it; in all other steps a single all-reduce does both.
+
+    Attributes:
+        size: number of ranks.
+        bytes: what this rank has put into all-reduces in the last step.
+    """
+
+    def __init__(self, model: nn.Module, groups: list[Any], seen: Collector, mean: bool) -> None:
+        self.groups, self.bytes = groups, 0
+        self.size = prod(torch.distributed.get_world_size(group) for group in groups)
+        self._seen = seen
+        self._by_size = mean and seen.estimator != "microbatch"
+        self._model = weakref.ref(model)
+        self._met = False
+        self._agreed: set[str] = set()  # parameters that are sent
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
+        self._device = torch.device("cpu")
+        seen.weight_by_batch_size = self._by_size
+        if seen.sampler is not None:
+            seen.sampler.agreeing = True
+
+    # -- agreeing
+
+    def forget(self) -> None:
+        """A state was loaded: the ranks meet again."""
+        self._met, self._agreed = False, set()
+
+    def check_agreement(self, facts: Mapping[str, Any]) -> None:
+        """Make sure, once, that all ranks train the same model in the same way.
+
+        Args:
+            facts: what must be the same on all ranks.
+        """
+        if self._met:
+            return
+        named = self._seen.parameters()
+        self._shapes = {name: tuple(p.shape) for name, p in named.items()}
+        self._dtypes = {n: upcast(torch.empty(0, dtype=p.dtype)).dtype for n, p in named.items()}
+        self._device = next(iter(named.values())).device
+        own = {**facts, "parameters": [f"{n} {shape}" for n, shape in self._shapes.items()]}
+        for group in self.groups:
+            everyone: list[dict[str, Any]] = [{}] * torch.distributed.get_world_size(group)
+            torch.distributed.all_gather_object(everyone, own, group)
+            for rank, other in enumerate(everyone):
+                for what, value in everyone[0].items():
+                    if other.get(what) != value:
+                        difference = _short(other.get(what), value)
+                        raise HeldinError(
+                            f"rank {rank} and rank 0 differ in {what}: {difference}; every rank "
+                            "must build, load and call the same"
+                        )
+        self._met = True
+
+    # -- uneven inputs
+
+    def notify(self, config: Any, owner: Any) -> None:
+        """In a `Join` context: say that this rank still has data, before anything is sent."""
+        theirs: Any = getattr(self._model(), "_join_config", None)
+        if config is not None and config.enable:
+            from torch.distributed.algorithms.join import Join
+
+            work = Join.notify_join_context(owner)
+            if work is not None:
+                work.wait()
+        elif theirs is not None and theirs.enable:
+            kind = type(owner).__name__
+            raise HeldinError(
+                f"{kind}: ranks that run out of data would leave the others waiting. Name both in "
+                "the context: `with torch.distributed.algorithms.Join([ddp_model, stopping])` "
+                f"in the place of `ddp_model.join()`, where `stopping` is the {kind}"
+            )
+
+    # -- pooling
+
+    def pool(self, scale: float) -> Pooled:
+        """Sum what all ranks have observed since the last clear.
+
+        Each rank's loss is a mean over its own samples (or a sum): its contributions are put on the
+        scale that they have in the loss of the concatenated batch.
+
+        Args:
+            scale: what this rank's loss was multiplied by.
+        """
+        seen = self._seen
+        moments = {name: seen.moments(name) for name in seen.sums}
+        local = {name: (each.total, each.squares) for name, each in moments.items()}
+        for name in local:
+            if name not in self._shapes:
+                raise HeldinError(
+                    f"parameter {name!r} was not there when the ranks met; make a new "
+                    "EvidenceStopping after adding parameters to a model"
+                )
+        weight = float(seen.first_count if self._by_size else bool(seen.count))
+        head = [seen.count, weight, weight * scale, *self._table(local)]
+        self.bytes = 0
+        while True:
+            spans = self._spans()
+            flat, at = self._send(head, local, spans, weight / scale)
+            told = flat[:at].tolist()
+            if not self._learn(told[HEAD:]):
+                break
+        count, weights, scales = told[:HEAD]
+        if not count:
+            return Pooled({}, 0, scale)
+        scale = scales / weights
+        unit = (weights if self._by_size else 1.0) / scale
+        columns = len(COLUMNS)
+        present = {n: told[HEAD + i * columns] > 0 for i, n in enumerate(self._shapes)}
+        return Pooled(self._read(flat[at:], spans, present, int(count), unit), int(count), scale)
+
+    def _table(self, local: Mapping[str, Any]) -> list[float]:
+        """One row of COLUMNS for each parameter."""
+        sampler = self._seen.sampler
+        rows: list[float] = []
+        for name, shape in self._shapes.items():
+            stored = local.get(name)
+            if stored is None:
+                rows += [0.0] * len(COLUMNS)
+                continue
+            reads, spread = (0, True) if sampler is None else sampler.noted.get(name, (0, True))
+            whole = sampler is not None and name in sampler.whole
+            rows += [1.0, reads, not spread, whole, stored[0].shape != shape]
+        return rows
+
+    def _learn(self, table: list[float]) -> bool:
+        """Take in what the ranks told each other; True if there is more to send than was."""
+        sampler, columns, new = self._seen.sampler, len(COLUMNS), False
+        for i, name in enumerate(self._shapes):
+            some, reads, packed, whole, cut = table[i * columns : (i + 1) * columns]
+            if not some:
+                continue
+            if whole and cut:
+                raise HeldinError(
+                    f"parameter {name!r} is used in different ways on different ranks (with a "
+                    'penalty on some, for instance); use estimator="exact"'
+                )
+            if name not in self._agreed:
+                self._agreed.add(name)
+                new = True
+            if sampler is not None:
+                if whole:
+                    sampler.whole.add(name)
+                else:
+                    sampler.noted[name] = costs = (int(reads), not packed)
+                    sampler.known.setdefault(name, costs)
+        return new
+
+    def _spans(self) -> list[tuple[str, Block | None, tuple[int, ...], float]]:
+        """Name, block, its shape and weight of all that is sent."""
+        sampler, turn = self._seen.sampler, self._seen.turn()
+        spans = []
+        for name, shape in self._shapes.items():
+            if name in self._agreed and (turn is None or name in turn):
+                block, weight = (None, 1.0) if sampler is None else sampler.drawn(name, shape)
+                if block is not None:
+                    pieces = zip(block, shape, strict=False)
+                    cut = [len(range(size)[piece]) for piece, size in pieces]
+                    shape = (*cut, *shape[len(block) :])
+                spans.append((name, block, shape, weight))
+        return spans
+
+    def _send(
+        self, head: list[float], local: Mapping[str, Any], spans: list[Any], unit: float
+    ) -> tuple[Tensor, int]:
+        """All that is summed, in one piece: head, totals, squares."""
+        dtype = torch.float64 if torch.float64 in self._dtypes.values() else torch.float32
+        firsts, seconds = [], []
+        for name, block, shape, _ in spans:
+            if name not in local:
+                total = squares = torch.zeros(shape, dtype=dtype, device=self._device)
+            else:
+                total, squares = local[name]
+                if block is not None and total.shape != shape:
+                    total, squares = total[block], squares[block]
+            firsts.append(total.reshape(-1))
+            seconds.append(squares.reshape(-1))
+        start = torch.tensor(head, dtype=dtype, device=self._device)
+        flat = torch.cat([start, *[t.to(dtype) for t in (*firsts, *seconds)]])
+        middle = len(head) + sum(t.numel() for t in firsts)
+        flat[len(head) : middle] *= unit
+        flat[middle:] *= unit**2
+        for group in self.groups:
+            self.bytes += flat.numel() * flat.element_size()
+            torch.distributed.all_reduce(flat, group=group)
+        return flat, len(head)
+
+    def _read(
+        self, flat: Tensor, spans: list[Any], present: dict[str, bool], count: int, unit: float
+    ) -> dict[str, Moments]:
+        sizes = [prod(shape) for _, _, shape, _ in spans]
+        middle = sum(sizes)
+        firsts = flat[:middle].div_(unit).split(sizes)
+        seconds = flat[middle:].div_(unit**2).split(sizes)
+        found = {}
+        for (name, _, shape, weight), first, second in zip(spans, firsts, seconds, strict=True):
+            if present[name]:
+                dtype = self._dtypes[name]
+                total, squares = first.reshape(shape).to(dtype), second.reshape(shape).to(dtype)
+                found[name] = Moments(total, squares, count, weight)
+        return found
+
+
+class JoinHook:
+    """What a rank without data does in a `Join` context, once per step of the others."""
+
+    def __init__(self, step: Callable[[], Any]) -> None:
+        self.main_hook = step
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Nothing is left to do: the state is the same on all ranks."""
+
+
+def _short(one: Any, other: Any) -> str:
+    if isinstance(one, list) and isinstance(other, list):
+        odd = [x for x in one if x not in other] + [x for x in other if x not in one]
+        return ", ".join(map(str, odd[:3])) or "their order"
+    return f"{one!r} and {other!r}"

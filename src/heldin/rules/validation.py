@@ -1,0 +1,246 @@
+"""Stopping by the loss on a validation set: the common rule, to compare with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from heldin.errors import HeldinError
+from heldin.state.history import FORM as HISTORY
+from heldin.state.history import History, Record
+from heldin.state.schema import all_or_nothing, fits, same_settings, signature, state_of, whole
+
+__all__ = ["ValidationStopping"]
+
+FORM = {  # of a saved state
+    "settings": dict,
+    "step": int,
+    "streak": int,
+    "should_stop": bool,
+    "stopped_step": (int, None),
+    "reason": str,
+    "best_loss": float,
+    "best_step": (int, None),
+    "last_loss": float,
+    "best": {str: Tensor},
+    "history": HISTORY,
+}
+
+
+class ValidationStopping:
+    """Stops training when the validation loss has not improved for `patience` checks.
+
+    The counterpart of `heldin.EvidenceStopping`, with the same interface. Call `step()` before
+    `optimizer.step()` as there, or once an epoch, with the loss or with a function given that
+    computes it.
+
+    Args:
+        model: the model that is trained.
+        loss: a function without arguments that returns the validation loss. It is called in
+            evaluation mode and without gradients. Or pass the loss to `step`.
+        patience: number of consecutive checks without improvement before training stops.
+        improvement: by how much a loss must be below the best to count as better.
+        warmup: number of first steps at which training is never stopped.
+        every: check every so many steps.
+        restore: at the stop, put the weights (and buffers) of the best check back.
+        history: how many records to keep, see `heldin.state.History`.
+
+    >>> import heldin, torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> stopping = heldin.ValidationStopping(model, patience=2)
+    >>> [stopping.step(loss) for loss in (3.0, 1.0, 1.5, 1.2)]
+    [False, False, False, True]
+    >>> stopping.best_step, stopping.stopped_step
+    (2, 4)
+    >>> stopping.reason
+    'step 4: loss 1.2, no better than 1 at step 2 for 2 checks'
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[[], float | Tensor] | None = None,
+        *,
+        patience: int = 5,
+        improvement: float = 0.0,
+        warmup: int = 0,
+        every: int = 1,
+        restore: bool = True,
+        history: int = 4096,
+    ) -> None:
+        name = type(self).__name__
+        if not isinstance(model, nn.Module):
+            raise HeldinError(f"{name}: expected a torch.nn.Module, got {type(model)}")
+        if loss is not None and not callable(loss):
+            raise HeldinError(f"{name}: loss must be a function without arguments, got {loss!r}")
+        if not improvement >= 0:
+            raise HeldinError(f"{name}: improvement must be a number >= 0, got {improvement!r}")
+        self.patience = whole(name, "patience", patience, 1)
+        self.warmup = whole(name, "warmup", warmup, 0)
+        self.every = whole(name, "every", every, 1)
+        self.improvement, self.restore = improvement, restore
+        self.history = History(whole(name, "history", history, 2))
+        self.should_stop = False
+        self.stopped_step: int | None = None
+        self.reason = "no check yet"
+        self.best_loss = math.inf
+        self.best_step: int | None = None
+        self.last_loss = math.nan
+        self._best: dict[str, Tensor] = {}
+        self._model: nn.Module | None = model
+        self._signature = signature(model)
+        self._loss = loss
+        self._step = 0
+        self._streak = 0
+
+    # -- the loop
+
+    @property
+    def criterion(self) -> float:
+        """How far the last loss is above the best one; nan before the first check."""
+        return self.last_loss - self.best_loss if self.best_step is not None else math.nan
+
+    def step(self, loss: float | Tensor | None = None) -> bool:
+        """Close a training step; True if training should stop.
+
+        Args:
+            loss: the validation loss, if no function was given for it.
+        """
+        if self._model is None:
+            raise HeldinError("ValidationStopping.step: called after remove(); make a new one")
+        self._step += 1
+        if self._step % self.every == 0:
+            self._check(float(loss) if loss is not None else self._validate(self._model))
+        return self.should_stop
+
+    def _validate(self, model: nn.Module) -> float:
+        if self._loss is None:
+            raise HeldinError(
+                "ValidationStopping.step: no validation loss; pass it to step(), or give the "
+                "constructor a function that computes it"
+            )
+        modes = [(module, module.training) for module in model.modules()]
+        model.eval()
+        try:
+            with torch.no_grad():
+                return float(self._loss())
+        finally:
+            for module, training in modes:
+                module.training = training
+
+    def _check(self, loss: float) -> None:
+        at = f"step {self._step}: loss {loss:.6g}"
+        if not math.isfinite(loss):
+            self.reason = f"step {self._step}: no value, the validation loss is {loss}"
+            bad: tuple[str, ...] = ("loss",)
+        else:
+            bad = ()
+            self.last_loss = loss
+            if loss < self.best_loss - self.improvement or self.best_step is None:
+                self.best_loss, self.best_step, self._streak = loss, self._step, 0
+                if self.restore and not self.should_stop:
+                    self._best = self._weights()
+                self.reason = f"{at}, the best so far"
+            else:
+                self._streak += 1
+                since = f"no better than {self.best_loss:.6g} at step {self.best_step}"
+                self.reason = f"{at}, {since} for {self._streak} checks"
+        stop = not self.should_stop and not bad and self._streak >= self.patience
+        stop = stop and self._step > self.warmup
+        if stop:
+            self.should_stop, self.stopped_step = True, self._step
+            if self.restore:
+                self.restore_best()
+        raw = math.nan if bad else loss
+        self.history.append(Record(self._step, 0, raw, self.criterion, {}, bad), stop)
+
+    def _weights(self) -> dict[str, Tensor]:
+        assert self._model is not None
+        state = self._model.state_dict()
+        return {n: v.detach().clone() for n, v in state.items() if isinstance(v, Tensor)}
+
+    def restore_best(self) -> None:
+        """Put the weights of the best check back; done by itself at a stop with `restore`."""
+        if self._model is None or not self._best:
+            raise HeldinError(
+                "ValidationStopping.restore_best: no weights are kept; it needs restore=True and a "
+                "check, before remove()"
+            )
+        self._model.load_state_dict(self._best, strict=False)
+
+    # -- reports
+
+    def metrics(self) -> dict[str, float]:
+        """The state as a flat mapping for any tracker; values that do not exist are left out."""
+        values = {
+            "heldin/validation_loss": self.last_loss,
+            "heldin/best_loss": self.best_loss,
+            "heldin/criterion": self.criterion,
+            "heldin/should_stop": float(self.should_stop),
+        }
+        return {name: value for name, value in values.items() if math.isfinite(value)}
+
+    def __repr__(self) -> str:
+        return f"<heldin.ValidationStopping: {self.reason}>"
+
+    # -- saving and closing
+
+    def _settings(self) -> dict[str, Any]:
+        if self._model is not None:
+            self._signature = signature(self._model)
+        names = ("every", "improvement", "restore")
+        return {**{n: getattr(self, n) for n in names}, "model": self._signature}
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a resumed run needs, the best weights included."""
+        return {
+            "heldin": "ValidationStopping",
+            "version": 1,
+            "settings": self._settings(),
+            "step": self._step,
+            "streak": self._streak,
+            "should_stop": self.should_stop,
+            "stopped_step": self.stopped_step,
+            "reason": self.reason,
+            "best_loss": self.best_loss,
+            "best_step": self.best_step,
+            "last_loss": self.last_loss,
+            "best": dict(self._best),
+            "history": self.history.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken."""
+        name = "ValidationStopping"
+        all_or_nothing(name, self._take, state_of(name, state, 1, FORM), self.state_dict())
+
+    def _take(self, state: Mapping[str, Any]) -> None:
+        same_settings("ValidationStopping", state["settings"], self._settings())
+        if state["best"] and self._model is not None:
+            fits(state["best"], self._weights(), "['best']")
+        self.history.load_state_dict(state["history"])
+        self._best = {name: value.clone() for name, value in state["best"].items()}
+        self._step, self._streak = state["step"], state["streak"]
+        self.best_loss, self.best_step = state["best_loss"], state["best_step"]
+        self.last_loss, self.reason = state["last_loss"], state["reason"]
+        self.should_stop, self.stopped_step = state["should_stop"], state["stopped_step"]
+
+    def remove(self) -> None:
+        """Let go of the model. What was found stays readable."""
+        self._model = None
+
+    def __enter__(self) -> ValidationStopping:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.remove()

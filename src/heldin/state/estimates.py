@@ -1,0 +1,161 @@
+"""The estimated test loss along a run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, fields
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from heldin.errors import HeldinError
+
+from .export import Columns, axes
+
+__all__ = ["COVERAGE", "FORM", "Estimate", "EstimateHistory", "Rule"]
+
+# of a saved state
+FORM = {"records": Tensor, "best_step": (int, None), "stopped_step": (int, None)}
+
+Rule = Literal["folds", "shadow", "leave-one-out"]
+
+# Share of the study's runs whose test loss at the stop lay within so many standard errors of the
+# estimate: measured, not nominal. Folds and leave-one-out at n <= 200, a shadow at n >= 500;
+# docs/which-rule.md has the table, and a test compares.
+COVERAGE: Mapping[Rule, Mapping[int, float]] = {
+    "folds": {2: 0.80, 3: 0.91},
+    "shadow": {2: 0.91, 3: 0.97},
+    "leave-one-out": {2: 0.73, 3: 0.82},
+}
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One check.
+
+    Attributes:
+        step: number of optimiser steps taken.
+        estimate: estimated test loss.
+        standard_error: of the estimate, over the rows that it is a mean of.
+        training_loss: of the model, over all training rows.
+
+    >>> import heldin
+    >>> heldin.state.Estimate(step=8, estimate=0.7, standard_error=0.1, training_loss=0.6)
+    Estimate(step=8, estimate=0.7, standard_error=0.1, training_loss=0.6)
+    """
+
+    step: int
+    estimate: float
+    standard_error: float
+    training_loss: float
+
+
+class EstimateHistory(Columns, Sequence[Estimate]):
+    """The checks of a run, oldest first.
+
+    Attributes:
+        rule: what made the estimates.
+        best_step: the step with the lowest estimate.
+        stopped_step: the step at which training was stopped, if it was.
+
+    >>> history = EstimateHistory()
+    >>> history.append(Estimate(step=1, estimate=0.7, standard_error=0.1, training_loss=0.6))
+    >>> history.columns()["estimate"]
+    [0.7]
+    """
+
+    def __init__(self, rule: Rule = "folds") -> None:
+        self.rule = rule
+        self.best_step: int | None = None
+        self.stopped_step: int | None = None
+        self._records: list[Estimate] = []
+
+    def append(self, record: Estimate) -> None:
+        """Add a check."""
+        self._records.append(record)
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __iter__(self) -> Iterator[Estimate]:
+        return iter(self._records)
+
+    @overload
+    def __getitem__(self, index: int) -> Estimate: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Estimate]: ...
+    def __getitem__(self, index: int | slice) -> Estimate | list[Estimate]:
+        return self._records[index]
+
+    def __repr__(self) -> str:
+        return f"<heldin.EstimateHistory: {len(self)} checks>"
+
+    def columns(self) -> dict[str, list[Any]]:
+        """The records as columns: step, estimate, standard_error, training_loss."""
+        return {f.name: [getattr(r, f.name) for r in self._records] for f in fields(Estimate)}
+
+    def plot(self, ax: Any = None, *, errors: int = 2) -> Any:
+        """Draw the training loss, the estimated test loss with its band, and the chosen step.
+
+        Args:
+            ax: where to draw (default: a new figure).
+            errors: width of the band, in standard errors (2 or 3). Its label says how many of the
+                study's runs it covered, which is less than a normal distribution would promise.
+
+        Returns:
+            The matplotlib axes.
+        """
+        covered = COVERAGE[self.rule].get(errors)
+        if covered is None:
+            raise HeldinError(f"history.plot: errors must be 2 or 3, got {errors!r}")
+        ax = axes(ax, (6, 3.5))
+        table = self.columns()
+        steps, middle = table["step"], table["estimate"]
+        pairs = list(zip(middle, table["standard_error"], strict=True))
+        ax.fill_between(
+            steps,
+            [m - errors * e for m, e in pairs],
+            [m + errors * e for m, e in pairs],
+            color="tab:orange",
+            alpha=0.2,
+            linewidth=0,
+            label=f"±{errors} standard errors (covered {covered:.0%} in our study)",
+        )
+        ax.plot(steps, table["training_loss"], color="0.4", label="training loss")
+        ax.plot(steps, middle, color="tab:orange", label="estimated test loss")
+        if self.best_step is not None:
+            ax.axvline(self.best_step, color="tab:blue", alpha=0.6, label="chosen step")
+        if self.stopped_step is not None:
+            ax.axvline(self.stopped_step, color="0.6", linestyle=":", label="training stopped")
+        ax.set_xscale("symlog", linthresh=1)
+        ax.set_xlim(left=0)
+        ax.set_xlabel("step")
+        ax.set_ylabel("loss")
+        ax.legend(fontsize="small")
+        return ax
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and numbers only."""
+        rows = [astuple(r) for r in self._records]
+        return {
+            "records": torch.tensor(rows, dtype=torch.float64).reshape(-1, len(fields(Estimate))),
+            "best_step": self.best_step,
+            "stopped_step": self.stopped_step,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave."""
+        rows = state["records"].tolist()
+        records = [Estimate(int(step), *values) for step, *values in rows]
+        if state["best_step"] not in [None, *(r.step for r in records)]:
+            raise ValueError(f"no check at the best step, {state['best_step']}")
+        self._records = records
+        self.best_step, self.stopped_step = state["best_step"], state["stopped_step"]
+
+    def last(self) -> Estimate:
+        """The latest check; nan if there was none."""
+        if self._records:
+            return self._records[-1]
+        return Estimate(0, math.nan, math.nan, math.nan)

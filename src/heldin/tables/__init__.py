@@ -1,0 +1,1 @@
+"""Networks on tables: columns of a file, training by any rule, a model that predicts."""

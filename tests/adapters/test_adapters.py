@@ -1,0 +1,125 @@
+"""What the adapters to frameworks have in common; no framework is needed for this."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import heldin
+from heldin.adapters.session import BeforeStep, Run
+from heldin.state.packed import packed, unpacked
+from tests.support import plain
+
+ROOT = Path(__file__).parents[2]
+FRAMEWORKS = ["accelerate", "fastai", "ignite", "keras", "lightning", "skorch", "transformers"]
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_a_missing_framework_is_named_with_its_extra(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for each in [m for m in sys.modules if m == name or m.startswith(f"{name}.")]:
+        monkeypatch.delitem(sys.modules, each)
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(
+        ImportError, match=rf"heldin\.{name} needs .*pip install 'heldin\[{name}\]'"
+    ):
+        plain.imported_again(name)
+    assert re.search(rf"^{name} = \[", (ROOT / "pyproject.toml").read_text(), re.M)
+
+
+def test_the_core_imports_no_framework() -> None:
+    code = "import sys, heldin; print(*{name.split('.')[0] for name in sys.modules})"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not set(run.stdout.split()) & {*FRAMEWORKS, "sklearn", "pandas", "matplotlib"}
+
+
+# -- states as JSON
+
+numbers = st.floats(width=32) | st.integers(-(2**60), 2**60) | st.booleans() | st.none() | st.text()
+states = st.recursive(
+    numbers,
+    lambda inner: st.lists(inner) | st.dictionaries(st.sampled_from("abcdef"), inner),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(states)
+def test_packed_states_are_json_and_come_back(state: Any) -> None:
+    text = json.dumps(packed(state), allow_nan=False)
+    assert repr(unpacked(json.loads(text))) == repr(state)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 3), (2, 3)])
+def test_packed_tensors_keep_every_bit(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = (100 * torch.randn(shape, dtype=torch.float64)).to(dtype)
+    back = unpacked(json.loads(json.dumps(packed(tensor), allow_nan=False)))
+    assert back.dtype == dtype
+    assert torch.equal(back, tensor)
+    if len(shape) == 2:
+        assert torch.equal(unpacked(packed(tensor.T)), tensor.T)
+    wild = torch.tensor([math.nan, math.inf, -math.inf, -0.0]).to(dtype)
+    if dtype.is_floating_point:
+        assert torch.equal(unpacked(packed(wild)).view(torch.uint8), wild.view(torch.uint8))
+
+
+# -- runs
+
+
+def test_a_state_waits_for_its_run() -> None:
+    first = Run("Callback", {"smoothing": 0.5})
+    model, x = nn.Linear(3, 1), torch.randn(8, 3)
+    stopping = first.begin(model)
+    for _ in range(3):
+        model(x).sum().backward()
+        stopping.step()
+    state = first.state_dict()
+    second = Run("Callback", {"smoothing": 0.5})
+    second.load_state_dict(state)
+    assert second.state_dict() == state
+    assert second.begin(model).criterion == stopping.criterion
+    third = Run("Callback", {"smoothing": 0.9})
+    third.load_state_dict(state)
+    with pytest.raises(heldin.HeldinError, match="smoothing"):
+        third.begin(model)
+    first.end()
+    second.end()
+    plain.expect_no_trace(model)
+
+
+def test_steps_are_seen_once() -> None:
+    model, seen = nn.Linear(2, 1), [0]
+
+    def count() -> None:
+        seen[0] += 1
+
+    before = BeforeStep(model, count)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.step()
+    before.done = True  # told by the framework
+    optimizer.step()
+    optimizer.step()
+    assert seen == [2]
+    optimizer.step(lambda: 0.0)
+    assert seen == [2]
+    assert before.missed
+    around = heldin.ElementwiseStopping(optimizer, model)
+    model(torch.randn(4, 2)).sum().backward()
+    around.step()
+    assert seen == [3]
+    around.remove()
+    del before  # a lost one goes with its hook
+    plain.expect_no_trace(model)

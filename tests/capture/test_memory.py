@@ -1,0 +1,71 @@
+"""Per-sample gradients of a large layer are never written out: peak memory in a fresh process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from heldin.lab.bench.run import GIVEN_BACK
+
+PROGRAM = """
+import sys, torch, heldin
+from heldin.lab.bench.run import peak_bytes
+torch.set_num_threads(1)
+how, kind = sys.argv[1:]
+if kind == "linear":
+    model, x = torch.nn.Linear(3000, 2000, bias=False), torch.randn(64, 3000)
+elif kind == "sequence":
+    model, x = torch.nn.Linear(3000, 2000, bias=False), torch.randn(64, 4, 3000)
+else:
+    model, x = torch.nn.Embedding(6000, 1000), torch.randint(0, 6000, (64, 4))
+small = torch.nn.Linear(2, 2)
+with heldin.observe(small):                              # imports and first uses
+    small(torch.randn(4, 2)).sum().backward()
+seen = heldin.observe(model)
+if how == "observed":
+    seen.__enter__()
+if how == "stopping":
+    stopping = heldin.EvidenceStopping(model, estimator="exact")
+model(x).sum().backward()
+if how == "stopping":
+    stopping.step()
+if how == "written out":
+    torch.ones(16, 6_000_000)
+print(peak_bytes())
+"""
+
+
+def peak(how: str, kind: str) -> int:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, how, kind],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, **GIVEN_BACK},  # what a heap keeps of freed memory is luck
+    )
+    return int(done.stdout)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize("kind", ["linear", "sequence", "embedding"])
+def test_extra_memory_is_a_few_times_the_parameter(kind: str) -> None:
+    weights = 6_000_000 * 4  # bytes; per-sample gradients would be 64 times this
+    extra = peak("observed", kind) - peak("plain", kind)
+    assert extra < 4 * weights, f"{extra / weights:.1f} times the parameter"
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_exact_evidence_holds_two_sums() -> None:
+    """The sum and the sum of squares; ratios are formed in pieces."""
+    weights = 6_000_000 * 4
+    extra = peak("stopping", "linear") - peak("plain", "linear")
+    assert extra < 2.5 * weights, f"{extra / weights:.1f} times the parameter"
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_gradients_of_sixteen_samples_would_be_noticed() -> None:
+    extra = peak("written out", "linear") - peak("plain", "linear")
+    assert extra > 10 * 6_000_000 * 4

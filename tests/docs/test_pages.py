@@ -1,0 +1,248 @@
+"""Pages can be relied on: tutorials run, links lead somewhere, words are spelt right.
+
+The Python blocks of all other pages are run by test_docs.py.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+FENCE = re.compile(r"^( *)(```|~~~)(?P<kind>[^\n]*)\n(?P<code>.*?)^\1\2", re.M | re.S)
+LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)")
+
+# Settings with which the tutorials take seconds; in full, docs/figures/tutorials.py runs them.
+SMALL = {
+    "small-data": {"SPLITS, STEPS = 5, 3000": "SPLITS, STEPS = 1, 60"},
+    "text": {"STEPS, SEEDS = 400, 3": "STEPS, SEEDS = 6, 1", "texts(2000": "texts(100"},
+    "label-noise": {"STEPS = 3000": "STEPS = 25"},
+    "single-weights": {"EPOCHS = 100": "EPOCHS = 3"},
+}
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
+
+
+# --- code ------------------------------------------------------------------------------------
+
+
+def script(name: str) -> Any:
+    """A script of docs/figures, as a module."""
+    place = ROOT / "docs" / "figures" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, place)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", sorted(SMALL))
+def test_tutorials_run(name: str, tmp_path: Path) -> None:
+    for needed in ("sklearn", "matplotlib", *(["transformers"] if name == "text" else [])):
+        pytest.importorskip(needed)
+    printed = script("tutorials").play(name, tmp_path, SMALL[name])
+    figure = tmp_path / f"tutorial-{name}.png"
+    assert figure.stat().st_size > 5000
+    said = script("tutorials").said(name)
+    assert len(printed) == len(said)
+    for now, then in zip(printed, said, strict=True):  # the same words, with other numbers
+        assert re.sub(r"[\d.]+", "", now).split()[:2] == re.sub(r"[\d.]+", "", then).split()[:2]
+    assert (ROOT / "docs" / "figures" / figure.name).exists()
+
+
+def test_every_tutorial_is_tested() -> None:
+    pages = {page.stem for page in (ROOT / "docs" / "tutorials").glob("*.md")} - {"index"}
+    assert pages == set(SMALL)
+
+
+def is_python(code: str) -> bool:
+    try:
+        ast.parse(code)
+    except SyntaxError:
+        return False
+    return "(" in code or "=" in code
+
+
+@each_page
+def test_no_python_hides_from_the_tests(page: Path) -> None:
+    """Python is in fences that say so, in doctests, or marked as an illustration; or a tutorial."""
+    for fence in FENCE.finditer(page.read_text()):
+        kind = fence["kind"].strip()
+        if kind in ("", "text"):
+            assert not is_python(fence["code"]), f"call it python: {fence['code'][:60]!r}"
+        elif kind.startswith("py"):
+            known = ("py",) if page.stem in SMALL else ("python", "python illustration", "pycon")
+            assert kind in known, f"{kind}: {fence['code'][:60]!r}"
+
+
+@pytest.mark.parametrize(
+    ("name", "page", "numbers"),
+    [
+        ("sketch", "how/evidence.md", ["1.13", "1.00"]),
+        ("toy", "index.md", ["step 21"]),
+        ("smoothing", "guides/smoothing.md", ["step 9", "step 42", "step 93"]),
+        ("leave-one-out", "how/leave-one-out.md", ["60", "6.37", "5.65", "24", "5.0 %"]),
+    ],
+)
+def test_figures_and_their_numbers(
+    name: str, page: str, numbers: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    script("how").main([name, "--out", str(tmp_path)])
+    assert (tmp_path / f"how-{name}.png").stat().st_size > 5000
+    printed, text = capsys.readouterr().out, (ROOT / "docs" / page).read_text()
+    for number in numbers:
+        assert number in printed, number
+        assert number in text, number
+
+
+# --- links and images ------------------------------------------------------------------------
+
+
+def prose(page: Path) -> str:
+    return FENCE.sub("", page.read_text())
+
+
+@cache
+def anchors(page: Path) -> set[str]:
+    """Of a page's headings, as GitHub and the site make them, and of API entries."""
+    text = prose(page)
+    found = set(re.findall(r"^::: (\S+)$", text, re.M))
+    for heading in re.findall(r"^#+ (.+?)\s*$", text, re.M):
+        plain = re.sub(r"[^\w\s-]", "", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading))
+        found.add(re.sub(r"[-\s]+", "-", plain.strip().lower()))
+    return found
+
+
+def links(page: Path) -> Iterator[re.Match[str]]:
+    text = re.sub(r"`[^`\n]*`", lambda code: code[0].replace("[", " "), prose(page))
+    yield from LINK.finditer(text)
+
+
+@each_page
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in links(page):
+        target = link["target"]
+        if "://" in target:
+            assert re.fullmatch(r"https://[\w.-]+\.[a-z]{2,}(/[^\s<>\"]*)?", target), target
+            continue
+        path, _, anchor = target.partition("#")
+        place = (page.parent / path).resolve() if path else page
+        if page.name == "CONTRIBUTING.md" or place.name == "contributing.md":
+            place = place.with_name("CONTRIBUTING.md") if place.name == "contributing.md" else place
+            place = ROOT / place.name if place.name == "CONTRIBUTING.md" else place
+        assert place.exists(), f"{name_of(page)}: {target}"
+        assert ROOT in place.parents, f"{name_of(page)}: {target} leads out of the repository"
+        if anchor:
+            assert anchor in anchors(place), f"{name_of(page)}: no #{anchor} in {place.name}"
+
+
+@each_page
+def test_images_have_words(page: Path) -> None:
+    for link in links(page):
+        if link["image"]:
+            assert len(link["text"].split()) >= 2, f"{name_of(page)}: {link['target']} needs a text"
+    for image in re.findall(r"<img[^>]*>", prose(page)):
+        assert re.search(r'\balt="[^"]+\s[^"]+"', image), f"{name_of(page)}: {image}"
+
+
+def test_every_figure_is_shown() -> None:
+    text = "".join(page.read_text() for page in PAGES)
+    for suffix in ("png", "svg"):
+        for image in (ROOT / "docs" / "figures").glob(f"*.{suffix}"):
+            assert f"figures/{image.name}" in text, f"{image.name} is in no page"
+
+
+def test_pictures_of_code_name_files_that_exist() -> None:
+    """The picture in CONTRIBUTING and the list below it speak of modules; so must the source."""
+    package = ROOT / "src" / "heldin"
+    picture = (ROOT / "docs" / "figures" / "batch-flow.svg").read_text()
+    for text in (picture, (ROOT / "CONTRIBUTING.md").read_text()):
+        named = set(re.findall(r"(?<![\w/])([\w/]+\.py)\b", text))
+        assert len(named) > 10
+        for name in named:
+            assert (ROOT / name).exists() or list(package.rglob(name)), name
+
+
+# --- words -----------------------------------------------------------------------------------
+
+
+@cache
+def american() -> dict[str, str]:
+    """American spellings and the British ones, from codespell's list."""
+    data = pytest.importorskip("codespell_lib").__path__[0]
+    lines = (Path(data) / "data" / "dictionary_en-GB_to_en-US.txt").read_text().splitlines()
+    pairs = (line.rstrip(",").split("->") for line in lines if "->" in line)
+    both = {"biased", "check", "draft", "disk", "inquiry", "program", "story", "tire"}
+    return {us: gb for gb, us in pairs if us not in both}
+
+
+def misspelt(text: str) -> set[str]:
+    """American words in prose; code, names and titles in italics may have them."""
+    text = re.sub(r"`+[^`]*`+|\*[^*\n]+\*|<[^>]*>|https?://\S+|\]\([^)]*\)", " ", text)
+    words = re.findall(r"(?<![\w./])[a-z]+(?![\w(=]|\.\w)", text)
+    return {f"{word} -> {american()[word]}" for word in words if word in american()}
+
+
+@each_page
+def test_british_spelling(page: Path) -> None:
+    text = re.sub(r"^>>> .*?(?=^\s*$|\Z)", "", prose(page), flags=re.M | re.S)
+    assert misspelt(text) == set()
+
+
+def test_british_spelling_of_docstrings() -> None:
+    wrong: dict[str, set[str]] = {}
+    for path in sorted((ROOT / "src").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                text = re.sub(
+                    r"^\s*(>>>|\.\.\.) .*$", "", ast.get_docstring(node) or "", flags=re.M
+                )
+                text = re.sub(r"^\s+[\w, ]+:", "", text, flags=re.M)  # names of arguments
+                wrong[path.name] = wrong.get(path.name, set()) | misspelt(text)
+    assert {name: words for name, words in wrong.items() if words} == {}
+
+
+def test_the_spelling_test_can_fail() -> None:
+    assert misspelt("the color of behavior") == {"color -> colour", "behavior -> behaviour"}
+    assert misspelt("`color` and *The color*") == set()
+
+
+# --- citation and README ---------------------------------------------------------------------
+
+
+def test_citation() -> None:
+    yaml = pytest.importorskip("yaml")
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    released = re.search(r"^## \[(\d.+?)\] - ", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert released is not None
+    assert cited["version"] == released[1]  # what can be installed
+    paper = cited["preferred-citation"]
+    assert paper["title"] == "Early Stopping without a Validation Set"
+    names = [author["family-names"] for author in paper["authors"]]
+    assert names == ["Mahsereci", "Balles", "Lassner", "Hennig"]
+
+
+def test_readme_has_its_parts_in_order() -> None:
+    text = (ROOT / "README.md").read_text()
+    parts = ["heldin tells", "stopping.step()", "![", "## Results"]
+    for table in ("cost", "quality", "coverage"):
+        parts += [f"<!-- table:{table} -->", f"<!-- /table:{table} -->"]
+    parts += ["## Limits", "## Citation", "CITATION.cff"]
+    places = [text.find(part) for part in parts]
+    assert -1 not in places
+    assert places == sorted(places)

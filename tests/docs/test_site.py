@@ -1,0 +1,151 @@
+"""The site builds without a warning, has every public name and asks nothing of a network."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import heldin
+
+ROOT = Path(__file__).parents[2]
+
+
+COMMANDS = {"cli", "lab"}  # behind the commands
+PACKAGE = ROOT / "src" / "heldin"
+pytestmark = pytest.mark.xdist_group("site")  # one worker builds it
+
+
+def assigned(source: Path) -> list[str]:
+    """__all__ of a module, without importing it: frameworks may be missing, or take their time."""
+    for node in ast.parse(source.read_text()).body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
+            names: list[str] = ast.literal_eval(node.value)
+            return names
+    return []
+
+
+def documented(sources: list[Path], name: str) -> str:
+    """The docstring of a class or function in one of some files."""
+    for source in sources:
+        for node in ast.parse(source.read_text()).body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
+                return ast.get_docstring(node) or ""
+    return ""
+
+
+def public() -> dict[str, str]:
+    """Docstrings of every public name: of the package and its modules without an underscore."""
+    found = {f"heldin.{name}": getattr(heldin, name).__doc__ or "" for name in heldin.__all__}
+    for path in sorted(PACKAGE.iterdir()):
+        source = path / "__init__.py" if path.is_dir() else path
+        if path.stem.startswith("_") or path.stem in COMMANDS or source.suffix != ".py":
+            continue
+        if source.exists():
+            files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
+            module = getattr(heldin, path.stem, None)  # or not imported: see `assigned`
+            for name in sorted(set(assigned(source)) - set(heldin.__all__)):
+                text = getattr(module, name).__doc__ if module else documented(files, name)
+                found[f"heldin.{path.stem}.{name}"] = text or ""
+    return found
+
+
+PUBLIC = public()
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC))
+def test_name_has_a_docstring_with_an_example(name: str) -> None:
+    assert PUBLIC[name], f"{name} has no docstring of its own"
+    assert doctest.DocTestParser().get_examples(PUBLIC[name]), f"{name}: no >>> in its docstring"
+
+
+def test_the_package_lists_its_names() -> None:
+    assert assigned(PACKAGE / "__init__.py") == heldin.__all__  # as the site reads it
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    for needed in ("mkdocs", "material", "mkdocstrings", "latex2mathml"):
+        pytest.importorskip(needed, reason=f"{needed} is needed to build the site: heldin[docs]")
+    folder = tmp_path_factory.mktemp("site")
+    built = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert built.returncode == 0, built.stderr
+    assert "WARNING" not in built.stderr
+    return folder
+
+
+def test_no_page_fetches_anything(site: Path) -> None:
+    pages = sorted(site.rglob("*.html"))
+    assert len(pages) > 20
+    fetched = re.compile(
+        r"""<(?:script|img|iframe|source)\b[^>]*\bsrc=["']?(?:https?:)?//"""
+        r"""|<link\b[^>]*\brel=["']?(?:stylesheet|preconnect|preload)[^>]*href=["']?(?:https?:)?//"""
+        r"""|url\(["']?(?:https?:)?//""",
+        re.I,
+    )
+    sheets = sorted(site.rglob("*.css"))
+    for page in [*pages, *sheets]:
+        assert fetched.search(page.read_text()) is None, page.name
+
+
+def test_every_name_is_on_the_api_page(site: Path) -> None:
+    text = (site / "api.html").read_text()
+    for name in PUBLIC:
+        assert f'id="{name}"' in text, name
+
+
+def test_formulas_and_examples_are_set(site: Path) -> None:
+    text = (site / "api.html").read_text()
+    assert "<math" in text
+    assert "arithmatex" not in text
+    assert "&gt;&gt;&gt; import" not in re.sub(r"<pre.*?</pre>", "", text, flags=re.S)
+    contributing = (site / "contributing.html").read_text()
+    assert "How a batch flows" in contributing
+
+
+def test_both_colour_schemes(site: Path) -> None:
+    text = (site / "index.html").read_text()
+    assert 'data-md-color-scheme="slate"' in text
+    assert 'data-md-color-scheme="default"' in text
+
+
+def test_a_reader_without_a_network(site: Path) -> None:
+    """From a folder, in a browser: nothing is fetched, nothing fails, search finds things."""
+    playwright = pytest.importorskip("playwright.sync_api")
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
+    if browser is None:
+        pytest.skip("no Chromium to open the site with")
+    said: list[str] = []
+    with playwright.sync_playwright() as started:
+        running = started.chromium.launch(executable_path=browser, args=["--no-sandbox"])
+        page = running.new_page(viewport={"width": 1400, "height": 900}, color_scheme="light")
+        page.on("console", lambda message: said.append(message.text))
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.on("request", lambda request: said.append(request.url))
+        page.goto((site / "index.html").as_uri())
+        tabs = page.locator(".md-tabs__link").all_inner_texts()
+        page.fill(".md-search__input", "leave-one-out")
+        page.wait_for_selector(".md-search-result__item", timeout=20_000)
+        page.keyboard.press("Escape")
+        page.locator("label[for=__palette_1]").click()
+        assert page.get_attribute("body", "data-md-color-scheme") == "slate"
+        running.close()
+    assert [line for line in said if not line.startswith(("file:", "data:", "blob:"))] == []
+    assert [tab.strip() for tab in tabs] == [
+        "Start", "Tutorials", "How it works", "Guides", "Guarantees", "Benchmarks", "Reproduction",
+        "API", "Contributing",
+    ]  # fmt: skip

@@ -1,0 +1,463 @@
+"""`heldin fit` and `heldin predict`, through the command line."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sklearn")
+pytest.importorskip("pandas")
+pytest.importorskip("matplotlib")
+pytest.importorskip("safetensors")
+pytest.importorskip("rich")
+
+import numpy as np
+import pandas
+from safetensors.torch import load_file
+
+import heldin
+from heldin.cli.main import main
+from heldin.tables.columns import Column, Columns
+from heldin.tables.model import TabularModel, Target
+from heldin.tables.trainer import Trainer
+
+FAST = ["--hidden", "6", "--max-epochs", "25"]
+
+
+def table(n: int = 80, seed: int = 0) -> Any:
+    """Numbers, categories, truth values, gaps and a constant."""
+    generator = np.random.default_rng(seed)
+    city = generator.choice(["Bern", "Basel", "Zug"], n)
+    age = generator.integers(18, 80, n).astype(float)
+    score = (age - 50) / 15 + 2 * (city == "Bern") + generator.normal(size=n)
+    frame = pandas.DataFrame(
+        {
+            "age": age,
+            "city": city,
+            "member": generator.random(n) < 0.5,
+            "country": "CH",
+            "label": np.where(score > 0.7, "yes", "no"),
+            "price": 1000 + 300 * score,
+        }
+    )
+    frame.loc[[2, 5], "age"] = np.nan
+    frame.loc[[3, 9], "city"] = None
+    return frame
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    frame = table()
+    frame.drop(columns="price").to_csv("classes.csv", index=False)
+    frame.drop(columns="label").to_csv("prices.csv", index=False)
+    table(40, seed=1).to_csv("new.csv", index=False)
+    return tmp_path
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = main(list(arguments))
+    found = capsys.readouterr()
+    return code, found.out, found.err
+
+
+def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line that a refusal is."""
+    code, out, err = run(capsys, *arguments)
+    assert code == 2
+    assert out == ""
+    lines = err.strip().splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("heldin: ")
+    return lines[0]
+
+
+# -- what it is for
+
+
+@pytest.mark.parametrize("kind", ["mlp", "linear"])
+def test_classes(kind: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(
+        capsys, "fit", "classes.csv", "--target", "label", "--model", kind, "--out", "m",
+        "--test", "new.csv", "--hidden", "6", "--max-epochs", "200",
+    )  # fmt: skip
+    assert code == 0
+    assert err.strip() == ""
+    for said in (
+        "rows:            80, all of them trained on",
+        "'country': the same in all rows, not used",
+        "'label', classification (its values are not numbers)",
+        "rule:            folds (",
+        "on new rows, standard error",
+        "on 40 rows of new.csv",
+    ):
+        assert said in out
+    files = {path.name for path in Path("m").iterdir()}
+    assert files == {"model.json", "weights.safetensors", "report.html"}
+    code, out, err = run(capsys, "predict", "m", "new.csv")
+    assert (code, err) == (0, "")
+    Path("p.csv").write_text(out)
+    found, truth = pandas.read_csv("p.csv"), pandas.read_csv("new.csv")
+    assert list(found.columns) == ["label", "p(no)", "p(yes)"]
+    assert (found["label"] == truth["label"]).mean() > 0.7
+    np.testing.assert_allclose(found["p(no)"] + found["p(yes)"], 1)
+    facts = json.loads(Path("m/model.json").read_text())["facts"]
+    accuracy = (found["label"] == truth["label"]).mean()
+    assert facts["test"]["score"] == pytest.approx(accuracy)
+    shares = np.where(truth["label"] == "yes", found["p(yes)"], found["p(no)"])
+    assert facts["test"]["loss"] == pytest.approx(-np.log(shares).mean())
+
+
+@pytest.mark.parametrize("kind", ["mlp", "linear"])
+def test_numbers(kind: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(
+        capsys, "fit", "prices.csv", "--target", "price", "--model", kind, "--out", "m",
+        "--max-epochs", "400", "--test", "new.csv",
+    )  # fmt: skip
+    assert code == 0
+    assert "'price', regression (it has 80 different numbers)" in out
+    _, out, _ = run(capsys, "predict", "m", "new.csv")
+    Path("p.csv").write_text(out)
+    found, truth = pandas.read_csv("p.csv")["price"], pandas.read_csv("new.csv")["price"]
+    assert np.corrcoef(found, truth)[0, 1] > 0.8
+    facts = json.loads(Path("m/model.json").read_text())["facts"]
+    error = (found - truth).pow(2).mean()
+    assert facts["test"]["loss"] == pytest.approx(error)
+    assert facts["test"]["score"] == pytest.approx(1 - error / truth.var(ddof=0))
+    # losses are in the target's own units
+    _, out, _ = run(capsys, "predict", "m", "prices.csv")
+    Path("p.csv").write_text(out)
+    own = (pandas.read_csv("p.csv")["price"] - pandas.read_csv("prices.csv")["price"]).pow(2)
+    assert facts["training_loss"] == pytest.approx(own.mean())
+    assert 0.3 * error < facts["estimate"] < 3 * error
+
+
+def test_without_a_test_file_it_says_so(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, "fit", "classes.csv", "--target", "label", "--out", "m", *FAST)
+    assert "no row was held out, so no loss was measured; --test FILE measures one" in out
+
+
+def test_report_is_one_page(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    frame = table()
+    frame["<b>tag</b>"] = np.arange(80.0)
+    frame.to_csv("t.csv", index=False)
+    for rule in ("auto", "evidence", "validation", "none"):
+        run(
+            capsys, "fit", "t.csv", "--target", "label", "--out", rule, "--rule", rule,
+            *FAST, "--drop", "price",
+        )  # fmt: skip
+        page = (here / rule / "report.html").read_text()
+        assert page.count("<svg") == 1
+        for outside in ("<script", "src=", "<link", 'href="http'):
+            assert outside not in page
+        assert "<b>tag" not in page
+        assert "&lt;b&gt;tag&lt;/b&gt;" in page
+        assert "training loss" in page
+    assert "estimated test loss" in (here / "auto/report.html").read_text()
+    assert "criterion" in (here / "evidence/report.html").read_text()
+
+
+def test_same_seed_same_model(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for out in ("a", "b"):
+        run(capsys, "fit", "classes.csv", "--target", "label", "--out", out, "--seed", "3", *FAST)
+    for name in ("model.json", "report.html"):
+        assert Path("a", name).read_bytes() == Path("b", name).read_bytes()
+    first, second = (load_file(f"{out}/weights.safetensors") for out in ("a", "b"))
+    assert all((first[name] == second[name]).all() for name in first)
+
+
+def test_parquet(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("pyarrow")
+    frame = table().drop(columns="price")
+    frame["city"] = frame["city"].astype("category")
+    frame.to_parquet("t.parquet")
+    code, _, _ = run(capsys, "fit", "t.parquet", "--target", "label", "--out", "m", *FAST)
+    assert code == 0
+    _, by_parquet, _ = run(capsys, "predict", "m", "t.parquet")
+    _, by_csv, _ = run(capsys, "predict", "m", "classes.csv")
+    assert by_parquet == by_csv
+    frame["when"] = pandas.Timestamp("2024-01-03")
+    frame.to_parquet("dated.parquet")
+    said = fails(capsys, "fit", "dated.parquet", "--target", "label", "--out", "d")
+    assert "column 'when' holds dates" in said
+    Path("no.parquet").write_text("a,b\n1,2\n")
+    said = fails(capsys, "fit", "no.parquet", "--target", "a", "--out", "d")
+    assert "not a Parquet file" in said
+
+
+def test_other_ways_to_write_csv(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    frame = table().drop(columns="price")
+    frame.to_csv("t.tsv", index=False, sep="\t")
+    frame.to_csv("s.csv", index=False, sep=";")
+    Path("t.csv.gz").write_bytes(gzip.compress(Path("classes.csv").read_bytes()))
+    for name, more in (("t.tsv", []), ("s.csv", ["--separator", ";"]), ("t.csv.gz", [])):
+        code, *_ = run(capsys, "fit", name, "--target", "label", "--out", name + "-m", *more, *FAST)
+        assert code == 0
+    said = fails(capsys, "fit", "s.csv", "--target", "label", "--out", "m")
+    assert "--separator ';'" in said
+
+
+# -- gaps and unknown things
+
+
+def test_unknown_categories_are_none_of_the_known(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(capsys, "fit", "classes.csv", "--target", "label", "--out", "m", *FAST)
+    frame = table(20, seed=2).drop(columns=["label", "price"]).head(6)
+    frame["city"] = ["Bern", "Rome", "Rome", None, "Zug", "Bern"]
+    frame["extra"] = 1
+    frame.to_csv("odd.csv", index=False)
+    code, out, err = run(capsys, "predict", "m", "odd.csv")
+    assert code == 0
+    assert len(out.splitlines()) == 7
+    assert "column 'city': 2 rows have a value that was not there in training" in err
+
+
+def test_rows_without_target_are_left_out(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    frame = table().drop(columns="price")
+    frame.loc[:4, "label"] = None
+    frame.to_csv("t.csv", index=False)
+    _, out, _ = run(capsys, "fit", "t.csv", "--target", "label", "--out", "m", *FAST)
+    assert "rows:            75" in out
+    assert "left out:        5 without a value of 'label'" in out
+
+
+def test_columns_become_numbers() -> None:
+    frame = pandas.DataFrame(
+        {
+            "a": [1.0, None, 3.0, 5.0],
+            "b": ["x", "y", None, "x"],
+            "c": [7, 7, 7, 7],
+            "d": [0, 1, 1, 0],
+        }
+    )
+    columns = Columns.learn(frame)
+    assert columns.constant == ("c",)
+    found, unknown = columns.encode(frame, "t")
+    spread = np.std([1.0, 3.0, 5.0])
+    expected = [
+        # a, a missing, b = x, b = y, b missing, d
+        [-2 / spread, 0, 1, 0, 0, -1],
+        [0, 1, 0, 1, 0, 1],
+        [0, 0, 0, 0, 1, 1],
+        [2 / spread, 0, 1, 0, 0, -1],
+    ]
+    np.testing.assert_allclose(found, expected)
+    assert unknown == {}
+    again = Columns.from_json(json.loads(json.dumps(columns.to_json())))
+    assert again == columns
+    other = pandas.DataFrame({"a": [None, "2"], "b": ["z", None], "d": [None, 1]})
+    found, unknown = again.encode(other, "t")
+    assert found[0].tolist() == [0, 1, 0, 0, 0, 0]
+    assert unknown == {"b": 1}
+    only_gaps = Column.learn("g", pandas.Series([2.0, None, 2.0]))
+    assert only_gaps is not None
+    assert only_gaps.encode(pandas.Series([2.0, None]))[0].tolist() == [[0, 0], [0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("values", "task", "classes"),
+    [
+        ([0, 1, 1, 0], "classification", ("0", "1")),
+        ([10, 9, 100, 9], "classification", ("9", "10", "100")),
+        ([1.0, 2.0, 1.0, 2.0], "classification", ("1", "2")),
+        ([True, False, True, True], "classification", ("False", "True")),
+        (["b", "a", "b", "a"], "classification", ("a", "b")),
+        ([0.5, 1.0, 1.5, 2.0], "regression", ()),
+        (list(range(30)), "regression", ()),
+    ],
+)
+def test_target_is_understood(values: list[Any], task: str, classes: tuple[str, ...]) -> None:
+    target = Target.learn(pandas.Series(values, name="t"))
+    assert (target.task, target.classes) == (task, classes)
+    encoded = target.encode(pandas.Series(values))
+    if classes:
+        assert [classes[i] for i in encoded] == [str(v).removesuffix(".0") for v in values]
+    else:
+        np.testing.assert_allclose(encoded * target.spread + target.mean, values)
+
+
+# -- refusals, each one line
+
+
+def write(text: str, name: str = "t.csv") -> str:
+    Path(name).write_text(text)
+    return name
+
+
+GOOD = "a,b,y\n" + "".join(f"{i},{i % 3},{'pq'[i % 2]}\n" for i in range(12))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "the file is empty"),
+        ("\n\n", "the file is empty"),
+        ("a,b,y\n", "there are no rows"),
+        ("a,b,y\n1,2,p\n1,2,3,4\n", "malformed CSV: Expected 3 fields in line 3, saw 4"),
+        ("a,b,y\n1,2,p,5\n1,2,q,5\n", "more fields than the header"),
+        ('a,b,y\n1,"2,p\n3,4,q\n', "malformed CSV"),
+        ("a,a,y\n1,2,p\n3,4,q\n", "two columns are called 'a'"),
+        ("a,b\n1,2\n3,4\n", "the target column 'y' is not there (columns: 'a', 'b')"),
+        ("a,Y\n1,2\n3,4\n", "is not there"),
+        ("a,b,y\n1,2,\n3,4,\n", "the target 'y' is missing in all rows"),
+        ("a,b,y\n1,2,p\n3,4,\n", "one row is too few"),
+        ("a,b,y\n1,2,p\n3,4,p\n", "target 'y' has one class only, 'p'"),
+        ("a,b,y\n1,2,p\n1,2,q\n", "every column has the same value in all rows"),
+        ("y\np\nq\n", "no column to predict from"),
+        ("a,y\ninf,p\n1,q\n", "column 'a' has infinite values"),
+        (
+            "d,y\n" + "".join(f"2024-01-{i:02},{'pq'[i % 2]}\n" for i in range(1, 20)),
+            "column 'd' holds dates or times ('2024-01-01')",
+        ),
+        (
+            "d,y\n" + "".join(f"{i}:30,{'pq'[i % 2]}\n" for i in range(1, 20)),
+            "column 'd' holds dates or times",
+        ),
+        (
+            "s,y\n" + "".join(f"once upon a time {i},{'pq'[i % 2]}\n" for i in range(30)),
+            "column 's' holds free text or names (30 different values in 30 rows",
+        ),
+        (
+            "n,y\n" + "".join(f"{i if i % 7 else '?'},{'pq'[i % 2]}\n" for i in range(30)),
+            "column 'n' holds numbers, but also '?'; if that means missing, say --missing '?'",
+        ),
+        ("a,y\n" + "".join(f"{i},n{i}\n" for i in range(30)), "too many for classes"),
+    ],
+)
+def test_bad_tables(
+    text: str, message: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in fails(capsys, "fit", write(text), "--target", "y", "--out", "m")
+    assert not Path("m").exists()
+
+
+def test_more_bad_files(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "there is no such file" in fails(capsys, "fit", "x.csv", "--target", "y", "--out", "m")
+    write(GOOD, "t.xlsx")
+    assert "must end in .csv" in fails(capsys, "fit", "t.xlsx", "--target", "y", "--out", "m")
+    Path("t.csv").write_bytes(b"a,y\n\xff\xfe\x00,p\n")
+    assert "not UTF-8" in fails(capsys, "fit", "t.csv", "--target", "y", "--out", "m")
+    Path("t.csv.gz").write_bytes(b"no gzip")
+    assert "cannot be read" in fails(capsys, "fit", "t.csv.gz", "--target", "y", "--out", "m")
+    write("a,label\n1,p\n2,q\n")
+    assert "did you mean 'label'?" in fails(
+        capsys, "fit", "t.csv", "--target", "labl", "--out", "m"
+    )
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--task", "regression"], "target 'y': 'p' is not a number"),
+        (["--hidden", "a"], "--hidden: expected sizes like"),
+        (["--hidden", "0"], "--hidden: expected sizes like"),
+        (["--max-epochs", "0"], "--max-epochs: must be at least 1"),
+        (["--seed", "-1"], "--seed: must be"),
+        (["--drop", "z"], "--drop: the column 'z' is not there"),
+        (["--drop", "y"], "--drop: 'y' is the target"),
+        (["--test", "z.csv"], "z.csv: there is no such file"),
+        (["--rule", "validation"], "is not two"),
+    ],
+)
+def test_bad_options(
+    more: list[str], message: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in fails(capsys, "fit", write(GOOD), "--target", "y", "--out", "m", *more)
+    assert not Path("m").exists()
+
+
+def test_full_folders_are_left_alone(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("m").mkdir()
+    write("mine", "m/notes.txt")
+    arguments = ["fit", write(GOOD), "--target", "y", "--out", "m", *FAST]
+    assert "--out: m is not an empty folder" in fails(capsys, *arguments)
+    assert run(capsys, *arguments, "--force")[0] == 0
+    assert Path("m/notes.txt").read_text() == "mine"
+    assert "is not an empty folder" in fails(capsys, *arguments[:-6], "--out", "t.csv")
+
+
+def test_a_bad_test_file_is_said_before_training(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Trainer, "run", lambda *_: pytest.fail("trained"))
+    write("a,y\n1,p\n", "test.csv")
+    said = fails(capsys, "fit", write(GOOD), "--target", "y", "--out", "m", "--test", "test.csv")
+    assert "test.csv: the column 'b' is not there" in said
+
+
+def test_bad_models(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(capsys, "fit", write(GOOD), "--target", "y", "--out", "m", *FAST)
+    assert "not a model of `heldin fit`" in fails(capsys, "predict", "x", "t.csv")
+    for spoil in (
+        lambda f: (f / "model.json").write_text("{"),
+        lambda f: (f / "model.json").write_text("[]"),
+        lambda f: (f / "weights.safetensors").write_bytes(b"123"),
+    ):
+        shutil.copytree("m", "bad", dirs_exist_ok=True)
+        spoil(Path("bad"))
+        assert "the model is damaged" in fails(capsys, "predict", "bad", "t.csv")
+    content = json.loads(Path("m/model.json").read_text())
+    shutil.copytree("m", "bad", dirs_exist_ok=True)
+    Path("bad/model.json").write_text(json.dumps({**content, "version": 99}))
+    assert "another version of heldin" in fails(capsys, "predict", "bad", "t.csv")
+
+
+def test_bad_rows_to_predict(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(capsys, "fit", write(GOOD), "--target", "y", "--out", "m", *FAST)
+    said = fails(capsys, "predict", "m", write("a\n1\n", "n.csv"))
+    assert "n.csv: the column 'b' is not there" in said
+    said = fails(capsys, "predict", "m", write("a,b\n1,2\n1,many\n", "n.csv"))
+    assert "column 'b' held numbers in training, but row 2 has 'many'" in said
+    assert "the file is empty" in fails(capsys, "predict", "m", write("", "n.csv"))
+    odd = TabularModel.load("m")
+    with pytest.raises(heldin.HeldinError, match="class 'r' was not there in training"):
+        odd.test(pandas.DataFrame({"a": [1], "b": [1], "y": ["r"]}), "n.csv")
+
+
+def test_ctrl_c(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = Trainer._end, []
+
+    def interrupted(self: Trainer, loss: float) -> None:
+        real(self, loss)
+        calls.append(loss)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Trainer, "_end", interrupted)
+    code, out, err = run(capsys, "fit", "classes.csv", "--target", "label", "--out", "m")
+    assert (code, out) == (130, "")
+    assert "interrupted after 4 epochs; nothing was written" in err
+    assert "--max-epochs 4" in err
+    assert not Path("m").exists()
+
+
+def test_a_closed_pipe_is_no_error(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(capsys, "fit", "classes.csv", "--target", "label", "--out", "m", *FAST)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert main(["predict", "m", "new.csv"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_missing_extras_are_named(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    for arguments in (["fit", "t.csv", "--target", "y", "--out", "m"], ["predict", "m", "t.csv"]):
+        said = fails(capsys, *arguments)
+        assert "safetensors is not installed; pip install 'heldin[fit]'" in said
