@@ -26,7 +26,7 @@ nox.options.error_on_missing_interpreters = False
 
 
 @nox.session
-@nox.parametrize(("python", "torch"), [nox.param(*v, id="-".join(v)) for v in VERSIONS])
+@nox.parametrize("python,torch", [nox.param(*v, id="-".join(v)) for v in VERSIONS])
 def core(session: nox.Session, torch: str) -> None:
     """The tests, with PyTorch and no other package but those that run tests."""
     session.install(f"torch=={torch}", "--editable", ".[test]")
