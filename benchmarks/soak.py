@@ -102,7 +102,10 @@ def soak(kind: str, steps: int) -> dict[str, Any]:
         "records in the history": None if stopping is None else len(stopping.history),
         "flat": abs(slope) <= max(3 * error, 4.096),
     }
-    (stopping if stopping is not None else optimizer).remove()
+    if stopping is not None:
+        stopping.remove()
+    else:
+        optimizer.close()
     return report
 
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import heldin
 
@@ -43,3 +44,39 @@ def test_modules_of_the_library_do_not_load_the_laboratory() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+# -- old names of methods and arguments
+
+
+def test_remove_is_close() -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.randn(20, 2), torch.randn(20, 1)
+    rules = [
+        heldin.ValidationStopping(model),
+        heldin.ElementwiseStopping(optimizer, model),
+        heldin.stopping("shadow", model, optimizer, torch.nn.MSELoss(), data),
+    ]
+    for rule in rules:
+        name = type(rule).__name__
+        with pytest.warns(DeprecationWarning, match=rf"{name}\.remove is now {name}\.close"):
+            rule.remove()
+    with heldin.ElementwiseStopping(optimizer, model) as wrapped:
+        pass
+    assert wrapped._model is None
+
+
+def test_old_ways_to_restore() -> None:
+    model = torch.nn.Linear(2, 1)
+    with pytest.warns(
+        DeprecationWarning, match=r"\(restore=\.\.\.\) is now .*\(restore_best=\.\.\.\)"
+    ):
+        rule = heldin.ValidationStopping(model, restore=False)
+    rule.step(1.0)
+    old = pytest.warns(DeprecationWarning, match=r"is now ValidationStopping\.restore;")
+    with old, pytest.raises(heldin.HeldinError, match="no weights are kept"):
+        rule.restore_best()
+    state = rule.state_dict()
+    state["settings"]["restore"] = state["settings"].pop("restore_best")  # as 0.1 wrote it
+    heldin.ValidationStopping(model, restore_best=False).load_state_dict(state)

@@ -26,9 +26,11 @@ from typing import Any
 import numpy as np
 
 from heldin.lab.study.data import Table, role, tables
+from heldin.lab.study.logged import LoggedRun
 from heldin.lab.study.quality import constants
-from heldin.lab.study.rules import RULES, Run, replay
-from heldin.lab.study.run import Spec, log
+from heldin.lab.study.rules import RULES, replay
+from heldin.lab.study.run import log
+from heldin.lab.study.spec import Spec
 from heldin.lab.study.tables import COLUMNS, read, summarise, write
 
 DOCS = Path(__file__).parent.parent
@@ -111,7 +113,7 @@ def outlier(data: str, out: Path, runs: int) -> None:
         kind, how = (str(generator.choice(c)) for c in (("linear", "hidden1"), ("gd", "adam")))
         spec = Spec(table.name, 100, 0.0, kind, how, 5000 + i)
         spoilt = WithOutlier(table.name, table.rows, table.path, spec.seed)
-        run = Run(spec, spoilt, log(spec, spoilt))
+        run = LoggedRun(spec, spoilt, log(spec, spoilt))
         found = [replay(run, name) for name in RULES]
         rows += [{**asdict(spec), **asdict(one)} for one in found if one is not None]
         print(f"run {i + 1} of {runs}", flush=True)

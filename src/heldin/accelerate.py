@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -11,17 +10,18 @@ from torch import nn
 
 from heldin.rules.evidence import EvidenceStopping as Stopping
 
-from .adapters.session import Run, flat_metrics, missing
+from .adapters.session import StoppingSession, flat_metrics, missing_framework
+from .rules.base import Closing
 
 try:
     from accelerate import Accelerator
 except ImportError as error:
-    raise missing("Accelerate", "accelerate", error) from error
+    raise missing_framework("Accelerate", "accelerate", error) from error
 
 __all__ = ["EvidenceStopping"]
 
 
-class EvidenceStopping:
+class EvidenceStopping(Closing):
     """Stops a loop by evidence, all its processes in the same step.
 
     Call `step()` after `accelerator.backward(loss)` and before `optimizer.step()`. While gradients
@@ -59,7 +59,7 @@ class EvidenceStopping:
     def __init__(
         self, accelerator: Accelerator, model: nn.Module, patience: int = 1, **options: Any
     ) -> None:
-        self._run = Run("EvidenceStopping", {"patience": patience, **options})
+        self._run = StoppingSession("EvidenceStopping", {"patience": patience, **options})
         self._accelerator = accelerator
         self.stopping: Stopping = self._run.begin(accelerator.unwrap_model(model))
         accelerator.register_for_checkpointing(self)
@@ -87,17 +87,6 @@ class EvidenceStopping:
         """Go on where the checkpoint was made."""
         self._run.load_state_dict(state_dict)
 
-    def remove(self) -> None:
+    def close(self) -> None:
         """Watch no more. What was found stays readable."""
         self._run.end()
-
-    def __enter__(self) -> EvidenceStopping:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.remove()

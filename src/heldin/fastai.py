@@ -10,7 +10,7 @@ from typing import Any
 from heldin.criterion.evidence import grouping
 from heldin.rules.evidence import EvidenceStopping as Stopping
 
-from .adapters.session import Run, missing
+from .adapters.session import StoppingSession, missing_framework
 
 try:
     from fastai.callback.core import Callback, CancelFitException, CancelTrainException
@@ -18,7 +18,7 @@ try:
     from fastai.learner import ValueMetric
     from fastai.torch_core import get_model
 except ImportError as error:
-    raise missing("fastai", "fastai", error) from error
+    raise missing_framework("fastai", "fastai", error) from error
 
 __all__ = ["EvidenceStopping"]
 
@@ -57,7 +57,7 @@ class EvidenceStopping(Callback):
         **options: Any,
     ) -> None:
         super().__init__()
-        self._watch = Run("EvidenceStopping", {"patience": patience, **options})
+        self._watch = StoppingSession("EvidenceStopping", {"patience": patience, **options})
         self.verbose, self.log_groups, self.reset_on_fit = verbose, log_groups, reset_on_fit
 
     @property
@@ -140,5 +140,5 @@ class EvidenceStopping(Callback):
     def __setstate__(self, state: dict[str, Any]) -> None:
         options, saved = state.pop("_watch")
         super().__setstate__(state)
-        self._watch = Run("EvidenceStopping", options)
+        self._watch = StoppingSession("EvidenceStopping", options)
         self._watch.load_state_dict(saved)

@@ -10,12 +10,18 @@ from torch import nn
 
 from heldin.rules.evidence import EvidenceStopping as Stopping
 
-from .adapters.session import BeforeStep, Run, flat_metrics, forget_gradients, missing
+from .adapters.session import (
+    BeforeStep,
+    StoppingSession,
+    flat_metrics,
+    forget_gradients,
+    missing_framework,
+)
 
 try:
     from ignite.engine import Engine, Events
 except ImportError as error:
-    raise missing("PyTorch-Ignite", "ignite", error) from error
+    raise missing_framework("PyTorch-Ignite", "ignite", error) from error
 
 __all__ = ["EvidenceStopping"]
 
@@ -51,7 +57,7 @@ class EvidenceStopping:
     def __init__(
         self, model: nn.Module, patience: int = 1, log_groups: bool = False, **options: Any
     ) -> None:
-        self._run = Run("EvidenceStopping", {"patience": patience, **options})
+        self._run = StoppingSession("EvidenceStopping", {"patience": patience, **options})
         self.log_groups = log_groups
         self._model = model
         self._before: BeforeStep | None = None

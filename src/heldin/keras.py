@@ -14,7 +14,7 @@ from torch import Tensor
 
 from heldin.rules.evidence import EvidenceStopping as Stopping
 
-from .adapters.session import Detour, Run, flat_metrics
+from .adapters.session import MethodWrapper, StoppingSession, flat_metrics
 from .errors import HeldinError
 from .state.packed import packed, unpacked
 
@@ -71,11 +71,11 @@ class EvidenceStopping(keras.callbacks.Callback):
         **options: Any,
     ) -> None:
         super().__init__()
-        self._run = Run("EvidenceStopping", {"patience": patience, **options})
+        self._run = StoppingSession("EvidenceStopping", {"patience": patience, **options})
         self.verbose, self.start_from_epoch, self.log_groups = verbose, start_from_epoch, log_groups
         self.stopped_epoch = 0
         self._epoch = 0
-        self._detours: list[Detour] = []
+        self._wrappers: list[MethodWrapper] = []
 
     @property
     def stopping(self) -> Stopping | None:
@@ -104,13 +104,13 @@ class EvidenceStopping(keras.callbacks.Callback):
         self.stopped_epoch = 0
         stopping = self._run.begin(self.model)
         # Keras calls its layers past the hooks of PyTorch, and makes whole steps of its own
-        self._detours = [
-            Detour(self.model, "call", stopping.call),
-            Detour(self.model.optimizer, "apply", self._apply),
+        self._wrappers = [
+            MethodWrapper(self.model, "call", stopping.call),
+            MethodWrapper(self.model.optimizer, "apply", self._apply),
         ]
         for layer in self.model._flatten_layers():
             if isinstance(layer, keras.layers.BatchNormalization):
-                self._detours.append(Detour(layer, "call", partial(in_one_piece, layer)))
+                self._wrappers.append(MethodWrapper(layer, "call", partial(in_one_piece, layer)))
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Count epochs."""
@@ -157,9 +157,9 @@ class EvidenceStopping(keras.callbacks.Callback):
         del self.model._heldin_state
 
     def _close(self) -> None:
-        for detour in self._detours:
-            detour.close()
-        self._detours = []
+        for wrapper in self._wrappers:
+            wrapper.close()
+        self._wrappers = []
 
     # -- saving
 

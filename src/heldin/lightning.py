@@ -7,14 +7,20 @@ from typing import Any
 
 from heldin.rules.evidence import EvidenceStopping as Stopping
 
-from .adapters.session import Detour, Run, flat_metrics, forget_gradients, missing
+from .adapters.session import (
+    MethodWrapper,
+    StoppingSession,
+    flat_metrics,
+    forget_gradients,
+    missing_framework,
+)
 from .rules.elementwise import ElementwiseStopping as Elementwise
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.utilities.rank_zero import rank_prefixed_message, rank_zero_info
 except ImportError as error:
-    raise missing("Lightning", "lightning", error) from error
+    raise missing_framework("Lightning", "lightning", error) from error
 
 __all__ = ["ElementwiseStopping", "EvidenceStopping"]
 
@@ -53,12 +59,12 @@ class EvidenceStopping(Callback):
         log_rank_zero_only: bool = False,
         **options: Any,
     ) -> None:
-        self._run = Run("EvidenceStopping", {"patience": patience, **options})
+        self._run = StoppingSession("EvidenceStopping", {"patience": patience, **options})
         self.verbose, self.log_groups = verbose, log_groups
         self.log_rank_zero_only = log_rank_zero_only
         self.stopped_epoch = 0
         self.stopping_reason_message: str | None = None
-        self._detour: Detour | None = None
+        self._detour: MethodWrapper | None = None
 
     @property
     def stopping(self) -> Stopping | None:
@@ -153,13 +159,13 @@ class ElementwiseStopping(Callback):
         self.log_groups = log_groups
         self.optimizers: list[Elementwise] = []
         self._options = options
-        self._detours: list[Detour | None] = []
+        self._wrappers: list[MethodWrapper | None] = []
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Wrap the optimisers; their state is restored after this."""
         self.optimizers = [Elementwise(o, pl_module, **self._options) for o in trainer.optimizers]
         trainer.strategy.optimizers = list(self.optimizers)
-        self._detours = [watched_step(pl_module, each.call) for each in self.optimizers]
+        self._wrappers = [watched_step(pl_module, each.call) for each in self.optimizers]
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -180,13 +186,13 @@ class ElementwiseStopping(Callback):
 
     def _end(self) -> None:
         for optimizer in self.optimizers:
-            optimizer.remove()
-        for detour in self._detours:
-            if detour is not None:
-                detour.close()
+            optimizer.close()
+        for wrapper in self._wrappers:
+            if wrapper is not None:
+                wrapper.close()
 
 
-def watched_step(module: LightningModule, call: Callable[..., Any]) -> Detour | None:
+def watched_step(module: LightningModule, call: Callable[..., Any]) -> MethodWrapper | None:
     """Let a module's `training_step`, which need not call its `forward`, count the samples.
 
     With manual optimisation the backward pass lies inside of it, so `forward` has to be called.
@@ -197,7 +203,7 @@ def watched_step(module: LightningModule, call: Callable[..., Any]) -> Detour | 
     def around(step: Callable[..., Any], batch: Any, *rest: Any, **named: Any) -> Any:
         return call(lambda batch: step(batch, *rest, **named), batch)  # no numbers of batches
 
-    return Detour(module, "training_step", around)
+    return MethodWrapper(module, "training_step", around)
 
 
 def _may_stop(trainer: Trainer) -> bool:

@@ -7,14 +7,20 @@ from typing import Any
 
 from heldin.rules.evidence import EvidenceStopping as Stopping
 
-from .adapters.session import DEFAULTS, BeforeStep, Run, forget_gradients, missing
+from .adapters.session import (
+    DEFAULTS,
+    BeforeStep,
+    StoppingSession,
+    forget_gradients,
+    missing_framework,
+)
 from .rules.elementwise import ElementwiseStopping as Elementwise
 
 try:
     from skorch import NeuralNet
     from skorch.callbacks import Callback
 except ImportError as error:
-    raise missing("skorch", "skorch", error) from error
+    raise missing_framework("skorch", "skorch", error) from error
 
 __all__ = ["ElementwiseStopping", "EvidenceStopping"]
 
@@ -56,14 +62,16 @@ class EvidenceStopping(Callback):
         log_groups: bool = False,
         **options: Any,
     ) -> None:
-        Run(type(self).__name__, {"patience": patience, **options})  # refuses what is unknown
+        StoppingSession(
+            type(self).__name__, {"patience": patience, **options}
+        )  # refuses what is unknown
         self.sink, self.log_groups = sink, log_groups
         self.__dict__.update({**DEFAULTS, "patience": patience, **options})
         self.initialize()
 
     def initialize(self) -> EvidenceStopping:
         """Forget earlier runs; the net calls this when it is initialised."""
-        self.run_: Run | None = None
+        self.run_: StoppingSession | None = None
         self.before_: BeforeStep | None = None
         self.state_: dict[str, Any] = {}
         self.epoch_: dict[str, Any] = {}
@@ -84,7 +92,9 @@ class EvidenceStopping(Callback):
         """Watch the module."""
         state = self.run_.state_dict() if self.run_ is not None else self.state_
         self._end()
-        self.run_ = Run(type(self).__name__, {name: getattr(self, name) for name in DEFAULTS})
+        self.run_ = StoppingSession(
+            type(self).__name__, {name: getattr(self, name) for name in DEFAULTS}
+        )
         self.run_.load_state_dict(state)
         self.run_.begin(net.module_)
         self.before_ = BeforeStep(net.module_, lambda: self._weigh(net))
@@ -174,7 +184,7 @@ class ElementwiseStopping(Callback):
         state = self._state()
         inner = net.optimizer_
         if isinstance(inner, Elementwise):  # left by a run that ended in an error
-            inner.remove()
+            inner.close()
             inner = inner.optimizer
         self.optimizer_ = Elementwise(inner, net.module_, **self.options)
         if state is not None:
@@ -189,5 +199,5 @@ class ElementwiseStopping(Callback):
     def on_train_end(self, net: NeuralNet, X: Any = None, y: Any = None, **_: Any) -> None:
         """Unwrap the optimiser."""
         if self.optimizer_ is not None:
-            self.optimizer_.remove()
+            self.optimizer_.close()
             net.optimizer_ = self.optimizer_.optimizer

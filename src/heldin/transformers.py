@@ -10,7 +10,7 @@ from torch import nn
 
 from heldin.rules.evidence import EvidenceStopping
 
-from .adapters.session import Run, flat_metrics, forget_gradients, missing
+from .adapters.session import StoppingSession, flat_metrics, forget_gradients, missing_framework
 from .errors import HeldinError
 from .rules.elementwise import ElementwiseStopping
 from .state.packed import packed, unpacked
@@ -21,7 +21,7 @@ try:
     from transformers.trainer_callback import CallbackHandler, ExportableState
     from transformers.utils import logging
 except ImportError as error:
-    raise missing("transformers and accelerate", "transformers", error) from error
+    raise missing_framework("transformers and accelerate", "transformers", error) from error
 
 __all__ = ["ElementwiseLoggingCallback", "EvidenceStoppingCallback", "elementwise"]
 
@@ -67,7 +67,7 @@ class EvidenceStoppingCallback(TrainerCallback, ExportableState):
         self.early_stopping_patience, self.log_groups = early_stopping_patience, log_groups
         self.saved: dict[str, Any] | None = None  # set by the Trainer that builds a callback anew
         options["patience"] = early_stopping_patience
-        self._run = Run("EvidenceStoppingCallback", options)
+        self._run = StoppingSession("EvidenceStoppingCallback", options)
 
     @property
     def stopping(self) -> EvidenceStopping | None:

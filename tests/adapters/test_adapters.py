@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import heldin
-from heldin.adapters.session import BeforeStep, Run
+from heldin.adapters.session import BeforeStep, StoppingSession
 from heldin.state.packed import packed, unpacked
 from tests.support import plain
 
@@ -80,18 +80,18 @@ def test_packed_tensors_keep_every_bit(dtype: torch.dtype, shape: tuple[int, ...
 
 
 def test_a_state_waits_for_its_run() -> None:
-    first = Run("Callback", {"smoothing": 0.5})
+    first = StoppingSession("Callback", {"smoothing": 0.5})
     model, x = nn.Linear(3, 1), torch.randn(8, 3)
     stopping = first.begin(model)
     for _ in range(3):
         model(x).sum().backward()
         stopping.step()
     state = first.state_dict()
-    second = Run("Callback", {"smoothing": 0.5})
+    second = StoppingSession("Callback", {"smoothing": 0.5})
     second.load_state_dict(state)
     assert second.state_dict() == state
     assert second.begin(model).criterion == stopping.criterion
-    third = Run("Callback", {"smoothing": 0.9})
+    third = StoppingSession("Callback", {"smoothing": 0.9})
     third.load_state_dict(state)
     with pytest.raises(heldin.HeldinError, match="smoothing"):
         third.begin(model)
@@ -120,6 +120,6 @@ def test_steps_are_seen_once() -> None:
     model(torch.randn(4, 2)).sum().backward()
     around.step()
     assert seen == [3]
-    around.remove()
+    around.close()
     del before  # a lost one goes with its hook
     plain.expect_no_trace(model)

@@ -280,7 +280,7 @@ def test_elementwise(tmp_path: Path) -> None:
         assert logged["step"] == 60
         assert logged["heldin/stopped"] == optimizer.stopped_fraction() > 0.05
         assert logged["heldin/stopped/net.0.weight"] == fractions["net.0.weight"]
-        optimizer.remove()
+        optimizer.close()
 
 
 def test_a_real_model_learns_its_loss_inside(tmp_path: Path) -> None:

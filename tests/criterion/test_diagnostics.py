@@ -54,7 +54,7 @@ def test_factors_are_the_steps_per_gradient(kind: Any, options: Any, wrap: bool)
     by = heldin.diagnostics.fraction_below(factors, 0.1, by="tensor")
     assert by["0.bias"] == pytest.approx(float((factors["0.bias"] < 0.1).double().mean()))
     if wrap:
-        optimizer.remove()
+        optimizer.close()
 
 
 def test_weights_without_a_gradient_do_not_set_the_scale() -> None:

@@ -16,6 +16,7 @@ from torch import nn
 
 import heldin
 from tests.support import plain
+from tests.support.loops import close
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
@@ -95,8 +96,8 @@ def test_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         raise
     finally:
         for value in [value for space in spaces.values() for value in space.values()]:
-            if hasattr(value, "remove") and hasattr(value, "should_stop"):
-                value.remove()
+            if hasattr(value, "should_stop") or isinstance(value, heldin.ElementwiseStopping):
+                close(value)
     if skipped:
         pytest.skip(f"not installed: {', '.join(dict.fromkeys(skipped))}; the rest ran")
 

@@ -171,6 +171,7 @@ def test_pictures_of_code_name_files_that_exist() -> None:
     """The picture in CONTRIBUTING and the list below it speak of modules; so must the source."""
     package = ROOT / "src" / "heldin"
     picture = (ROOT / "docs" / "figures" / "batch-flow.svg").read_text()
+    assert picture == script("batch_flow").picture()
     for text in (picture, (ROOT / "CONTRIBUTING.md").read_text()):
         named = set(re.findall(r"(?<![\w/])([\w/]+\.py)\b", text))
         assert len(named) > 10

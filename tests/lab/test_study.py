@@ -26,7 +26,10 @@ from heldin.lab.study import report as _report
 from heldin.lab.study import rivals as _rivals
 from heldin.lab.study import rules as _rules
 from heldin.lab.study import run as _run
+from heldin.lab.study import spec as _spec
 from heldin.lab.study import tables as _tables
+from heldin.lab.study import witnesses as _witnesses
+from heldin.lab.study.logged import LoggedRun
 from heldin.lab.study.rivals import Stop
 
 # -- rivals, by hand
@@ -104,19 +107,19 @@ def table() -> _data.Table:
 
 
 @pytest.fixture(scope="module", params=["sgd", "gd"])
-def logged(request: Any) -> _rules.Run:
-    spec = _run.Spec("sk_wdbc", 60, 0.4, "hidden1", request.param, seed=3, steps=450)
-    return _rules.Run(spec, table(), _run.log(spec, table()))
+def logged(request: Any) -> LoggedRun:
+    spec = _spec.Spec("sk_wdbc", 60, 0.4, "hidden1", request.param, seed=3, steps=450)
+    return LoggedRun(spec, table(), _run.log(spec, table()))
 
 
-def live(run: _rules.Run, make: Any, after: bool) -> tuple[Any, nn.Module, _data.Problem, int]:
+def live(run: LoggedRun, make: Any, after: bool) -> tuple[Any, nn.Module, _data.Problem, int]:
     """The same run with one rule attached, stopped by it."""
     spec = run.spec
     problem = _data.Problem.cut(run.table, spec.n, spec.noise, 1, spec.seed)
-    model = _run.network(spec, problem.x.shape[1], problem.outputs)
-    optimizer = _run.optimizer_of(spec, model, float(run["rate"]))
+    model = _spec.network(spec, problem.x.shape[1], problem.outputs)
+    optimizer = _spec.optimizer_of(spec, model, float(run["rate"]))
     stopping = make(model, optimizer, problem)
-    stream = _run.minibatches(
+    stream = _spec.minibatches(
         torch.arange(spec.n), spec.batch, torch.Generator().manual_seed(1000 * spec.seed)
     )
     taken = 0
@@ -138,7 +141,7 @@ def loss_of(model: nn.Module, problem: _data.Problem) -> float:
         return float(problem.loss_fn(model(problem.x_test), problem.y_test))
 
 
-def hidden_fold(run: _rules.Run) -> Tensor:
+def hidden_fold(run: LoggedRun) -> Tensor:
     return torch.tensor(run["fold_label"] == 0)
 
 
@@ -163,7 +166,7 @@ LIVE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", LIVE)
-def test_a_replayed_rule_ends_where_the_live_one_does(logged: _rules.Run, name: str) -> None:
+def test_a_replayed_rule_ends_where_the_live_one_does(logged: LoggedRun, name: str) -> None:
     stopping, model, problem, taken = live(logged, LIVE[name](logged), after=True)
     stopping.restore()
     outcome = _rules.replay(logged, name)
@@ -191,7 +194,7 @@ EVIDENCE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", EVIDENCE)
-def test_replayed_evidence_stops_where_the_live_rule_does(logged: _rules.Run, name: str) -> None:
+def test_replayed_evidence_stops_where_the_live_rule_does(logged: LoggedRun, name: str) -> None:
     stopping, _, _, taken = live(logged, EVIDENCE[name](logged), after=False)
     outcome = _rules.replay(logged, name)
     assert outcome is not None
@@ -200,11 +203,11 @@ def test_replayed_evidence_stops_where_the_live_rule_does(logged: _rules.Run, na
     stopping.remove()
 
 
-def test_the_log_is_what_separate_computation_gives(logged: _rules.Run) -> None:
+def test_the_log_is_what_separate_computation_gives(logged: LoggedRun) -> None:
     """Splits, disparity, alignment and pooled evidence at their first values, from scratch."""
     spec = logged.spec
     problem = _data.Problem.cut(logged.table, spec.n, spec.noise, 1, spec.seed)
-    model = _run.network(spec, problem.x.shape[1], problem.outputs)
+    model = _spec.network(spec, problem.x.shape[1], problem.outputs)
     params = list(model.parameters())
 
     def gradient(index: Tensor, scale: Any = 1.0) -> Tensor:
@@ -221,7 +224,7 @@ def test_the_log_is_what_separate_computation_gives(logged: _rules.Run) -> None:
     pairs = torch.stack([gradient(b, "std") for b in batches])
     assert math.isclose(logged["epoch_values"][0, 0], _rivals.disparity(pairs), rel_tol=1e-4)
 
-    stream = _run.minibatches(
+    stream = _spec.minibatches(
         torch.arange(spec.n), spec.batch, torch.Generator().manual_seed(1000 * spec.seed)
     )
     each = torch.stack([gradient(i[None]) for i in next(stream)])
@@ -244,18 +247,18 @@ def test_the_log_is_what_separate_computation_gives(logged: _rules.Run) -> None:
     assert np.isclose(logged["epoch_values"][0, 2], value, rtol=1e-4, equal_nan=True)
 
 
-def test_splits_are_separate_models(logged: _rules.Run) -> None:
+def test_splits_are_separate_models(logged: LoggedRun) -> None:
     spec = logged.spec
     problem = _data.Problem.cut(logged.table, spec.n, spec.noise, 1, spec.seed)
-    for number, share in enumerate(_run.SPLITS):
-        model = _run.network(spec, problem.x.shape[1], problem.outputs)
-        optimizer = _run.optimizer_of(spec, model, float(logged["rate"]))
+    for number, share in enumerate(_witnesses.SPLITS):
+        model = _spec.network(spec, problem.x.shape[1], problem.outputs)
+        optimizer = _spec.optimizer_of(spec, model, float(logged["rate"]))
         generator = torch.Generator().manual_seed(1000 * spec.seed + number + 1)
         order = torch.randperm(spec.n, generator=generator)
         count = round(share * spec.n)
         held, kept = order[:count], order[count:]
         size = len(kept) if spec.optimizer == "gd" else spec.batch
-        stream = _run.minibatches(kept, size, generator)
+        stream = _spec.minibatches(kept, size, generator)
         epoch = int(logged["window"])
         for _ in range(3 * epoch):
             index = next(stream)
@@ -269,7 +272,7 @@ def test_splits_are_separate_models(logged: _rules.Run) -> None:
         assert math.isclose(logged["split_values"][3, 2, number], train, rel_tol=1e-4)
 
 
-def test_every_rule_gives_an_outcome_that_holds_together(logged: _rules.Run) -> None:
+def test_every_rule_gives_an_outcome_that_holds_together(logged: LoggedRun) -> None:
     outcomes = {name: _rules.replay(logged, name) for name in _rules.RULES}
     oracle = outcomes["oracle"]
     assert oracle is not None
@@ -294,9 +297,9 @@ def test_every_rule_gives_an_outcome_that_holds_together(logged: _rules.Run) -> 
 
 
 def test_rules_for_classes_pass_over_numbers() -> None:
-    spec = _run.Spec("sk_diabetes", 50, 0.0, "linear", "adam", seed=1, steps=40)
+    spec = _spec.Spec("sk_diabetes", 50, 0.0, "linear", "adam", seed=1, steps=40)
     source = next(t for t in _data.tables(None) if t.name == "sk_diabetes")
-    run = _rules.Run(spec, source, _run.log(spec, source))
+    run = LoggedRun(spec, source, _run.log(spec, source))
     assert _rules.replay(run, "label wave") is None
     assert _rules.replay(run, "gradient-weight alignment") is None
     assert _rules.replay(run, "gradient disparity t1") is not None

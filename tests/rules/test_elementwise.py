@@ -112,7 +112,7 @@ def test_the_papers_rule_by_hand(greedy: bool) -> None:
         for name, value in model.named_parameters():
             assert torch.equal(wrapper.masks()[name], off[name]), step
             assert torch.allclose(value, w[name], rtol=1e-12, atol=1e-14), step
-    wrapper.remove()
+    wrapper.close()
     fraction = sum(int(m.sum()) for m in off.values()) / 14
     assert 0 < fraction == wrapper.stopped_fraction()
     assert wrapper.stopped_fraction(by="tensor")["bias"] == float(off["bias"].double().mean())
@@ -131,7 +131,7 @@ def test_nothing_stops_in_the_warm_up_and_nothing_is_copied() -> None:
         backward(model)
         optimizer.step()
     assert optimizer.stopped_fraction() > 0.1
-    optimizer.remove()
+    optimizer.close()
 
 
 @pytest.mark.parametrize("dead", ["out", "zero"])
@@ -148,7 +148,7 @@ def test_dead_weights_keep_going_unless_told_otherwise(dead: Any) -> None:
         optimizer.step()
     expected = [False, False, dead == "zero", dead == "zero"]
     assert optimizer.masks()["weight"][0].tolist() == expected
-    optimizer.remove()
+    optimizer.close()
 
 
 def test_corrections_reach_the_averages() -> None:
@@ -163,7 +163,7 @@ def test_corrections_reach_the_averages() -> None:
         optimizer.step()
         average = optimizer._averages["weight"][0]
         assert torch.allclose(average, 0.25 * 4 + 0.75 * value), correction
-        optimizer.remove()
+        optimizer.close()
     assert torch.allclose(moments.snr, f)
 
 
@@ -227,7 +227,7 @@ def test_a_stopped_weight_does_not_move_by_one_bit(kind: str) -> None:
         assert masks[name].any()
         assert torch.equal(p[masks[name]], before[name][masks[name]]), name
         assert not torch.equal(p[~masks[name]], before[name][~masks[name]]), name
-    optimizer.remove()
+    optimizer.close()
 
 
 @pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}, {"foreach": False}])
@@ -245,7 +245,7 @@ def test_all_implementations_of_adam(options: dict[str, bool]) -> None:
     for name, p in model.named_parameters():
         assert torch.equal(p[masks[name]], before[name][masks[name]])
         assert not torch.equal(p, before[name])
-    optimizer.remove()
+    optimizer.close()
 
 
 class Large(nn.Module):
@@ -284,7 +284,7 @@ def test_tensors_of_any_size_and_memory_layout() -> None:
             assert bool((off | ~masks[name]).all())
             assert torch.equal(p[off], before[name][off])
     assert 0 < wrapper.stopped_fraction() < 1
-    wrapper.remove()
+    wrapper.close()
 
 
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.filter_too_much])
@@ -348,7 +348,7 @@ def test_schedulers_drive_the_wrapped_optimiser(name: str) -> None:
             scheduler.step(1.0) if name == "ReduceLROnPlateau" else scheduler.step()
             seen.append(optimizer.param_groups[0]["lr"])
         if wrap:
-            optimizer.remove()
+            optimizer.close()
         return seen, values(model)
 
     plain, watched = rates(False), rates(True)
@@ -382,7 +382,7 @@ def test_a_gradient_scaler_steps_it_and_skips_overflows() -> None:
             assert not any(torch.equal(held[n], a) for n, a in optimizer._averages.items())
     assert all(bool(a.isfinite().all()) for a in optimizer._averages.values())
     assert scaler.get_scale() == 2.0
-    optimizer.remove()
+    optimizer.close()
 
 
 def test_a_closure_gives_the_evidence_in_its_first_call() -> None:
@@ -407,8 +407,8 @@ def test_a_closure_gives_the_evidence_in_its_first_call() -> None:
         for p, q in zip(model.parameters(), twin.parameters(), strict=True):
             assert torch.equal(p, q)
     assert a.stopped_fraction() == b.stopped_fraction() > 0
-    a.remove()
-    b.remove()
+    a.close()
+    b.close()
 
 
 def test_further_evaluations_of_a_line_search_do_not_count() -> None:
@@ -436,7 +436,7 @@ def test_further_evaluations_of_a_line_search_do_not_count() -> None:
     assert torch.allclose(optimizer._averages["3.weight"], expected)
     optimizer.step(closure)
     assert optimizer._updates == 2
-    optimizer.remove()
+    optimizer.close()
 
 
 def test_a_scaler_does_not_take_it_for_a_fused_optimiser() -> None:
@@ -457,7 +457,7 @@ def test_a_scaler_does_not_take_it_for_a_fused_optimiser() -> None:
         moved = not torch.equal(model[0].weight, before["0.weight"])
         assert moved != overflow
     assert (model[0].weight - before["0.weight"]).abs().max() < 0.2
-    optimizer.remove()
+    optimizer.close()
 
 
 def test_zero_grad_may_stand_between_forward_and_backward() -> None:
@@ -470,7 +470,7 @@ def test_zero_grad_may_stand_between_forward_and_backward() -> None:
         loss.backward()
         optimizer.step()
     assert optimizer._updates == 2
-    optimizer.remove()
+    optimizer.close()
 
 
 def test_parameter_groups_and_parameters_added_later() -> None:
@@ -501,7 +501,7 @@ def test_parameter_groups_and_parameters_added_later() -> None:
     with pytest.raises(heldin.HeldinError, match=r"group 3 holds a parameter of shape \(7, 2\)"):
         optimizer.add_param_group({"params": stranger.parameters()})
     assert len(optimizer.param_groups) == 3
-    optimizer.remove()
+    optimizer.close()
 
 
 def test_frozen_weights_keep_their_stops() -> None:
@@ -521,7 +521,7 @@ def test_frozen_weights_keep_their_stops() -> None:
     backward(model)
     optimizer.step()
     assert torch.equal(model[0].weight[masks["0.weight"]], before["0.weight"][masks["0.weight"]])
-    optimizer.remove()
+    optimizer.close()
 
 
 def test_every_observes_some_steps_and_holds_in_all() -> None:
@@ -539,7 +539,7 @@ def test_every_observes_some_steps_and_holds_in_all() -> None:
         updates.append(optimizer._updates)
     assert updates == [0, 0, 1, 1, 1, 2, 2, 2, 3]
     assert optimizer.stopped_fraction() > 0
-    optimizer.remove()
+    optimizer.close()
 
 
 def test_nan_gradients_neither_stop_nor_start_a_weight() -> None:
@@ -556,7 +556,7 @@ def test_nan_gradients_neither_stop_nor_start_a_weight() -> None:
     for name, p in model.named_parameters():
         assert torch.equal(optimizer._averages[name], averages[name])
         assert torch.equal(p[masks[name]], before[name][masks[name]])
-    optimizer.remove()
+    optimizer.close()
 
 
 def test_hooks_and_attributes_of_the_wrapped_optimiser() -> None:
@@ -581,7 +581,7 @@ def test_hooks_and_attributes_of_the_wrapped_optimiser() -> None:
     assert "lr: 0.1" in repr(optimizer)
     metrics = optimizer.metrics()
     assert set(metrics) == {"heldin/stopped", *(f"heldin/stopped/{n}" for n in values(model))}
-    optimizer.remove()
+    optimizer.close()
 
 
 def test_after_remove_the_stops_hold() -> None:
@@ -590,7 +590,7 @@ def test_after_remove_the_stops_hold() -> None:
     backward(model)
     optimizer.step()
     masks, before = stop_some(optimizer), values(model)
-    optimizer.remove()
+    optimizer.close()
     assert torch.autograd.backward is PLAIN_BACKWARD
     backward(model)
     optimizer.step()
@@ -606,7 +606,7 @@ def test_initialising_state_with_zero_gradients_is_allowed() -> None:
         p.grad = torch.zeros_like(p)
     optimizer.step()
     assert optimizer.state
-    optimizer.remove()
+    optimizer.close()
 
 
 def test_mistakes() -> None:
@@ -619,7 +619,7 @@ def test_mistakes() -> None:
         copy.deepcopy(optimizer)
     with pytest.raises(heldin.HeldinError, match="by must be None or 'tensor'"):
         optimizer.stopped_fraction(by="layer")  # type: ignore[call-overload]
-    optimizer.remove()
+    optimizer.close()
     with pytest.raises(heldin.HeldinError, match="that the model has not"):
         heldin.ElementwiseStopping(torch.optim.SGD(net().parameters()), model)
     with pytest.raises(heldin.HeldinError, match=r"expected a torch\.optim\.Optimizer"):
@@ -682,8 +682,8 @@ def test_a_resumed_run_is_the_uninterrupted_one(kind: str, options: Any, tmp_pat
         for name, value in values(run.model).items():
             assert torch.equal(value, final[name]), (done, name)
             assert torch.equal(run.optimizer.masks()[name], masks[name])
-        run.optimizer.remove()
-    whole.optimizer.remove()
+        run.optimizer.close()
+    whole.optimizer.close()
 
 
 def test_foreign_states_are_refused_and_change_nothing() -> None:
@@ -705,4 +705,4 @@ def test_foreign_states_are_refused_and_change_nothing() -> None:
             run.optimizer.load_state_dict(foreign)
     for name, average in run.optimizer._averages.items():
         assert torch.equal(average, own["averages"][name])
-    run.optimizer.remove()
+    run.optimizer.close()

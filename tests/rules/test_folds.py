@@ -20,7 +20,7 @@ import heldin
 from heldin.rules.estimated import curves as _curves
 from heldin.rules.estimated import stack as _stack
 from heldin.rules.estimated.losses import RowLoss
-from heldin.rules.estimated.rows import Finder, Rows
+from heldin.rules.estimated.rows import RowMatcher, Rows
 
 N, D = 31, 6
 
@@ -375,8 +375,8 @@ def test_closed_slopes_are_those_of_autograd(seed: int, k: int, b: int, c: int) 
         (F.cross_entropy, labels),
     ):
         fast = RowLoss.of(loss_fn, some, targets[:5])
-        assert fast.slope is not None
-        slow = RowLoss(fast.whole, fast.apart, fast.kind, None, True, lambda t: t)
+        assert fast.row_gradient is not None
+        slow = RowLoss(fast.loss_fn, fast.per_row, fast.kind, None, True, lambda t: t)
         for w in (None, weights):
             ready = fast.ready(targets[5:])
             torch.testing.assert_close(
@@ -689,7 +689,7 @@ def test_rows_are_found_and_copies_take_turns(
 ) -> None:
     x = torch.tensor([[v, 1 - v] for v in values]).to(kind)
     rows = Rows((x,), x[:, :1].float())  # equal inputs have equal targets
-    find = Finder(rows)
+    find = RowMatcher(rows)
     index = torch.tensor([p % len(values) for p in picks])
     found = find([x[index]])
     assert torch.equal(x[found], x[index])
@@ -703,9 +703,9 @@ def test_rows_are_found_and_copies_take_turns(
 
 def test_rows_are_found_in_another_type() -> None:
     x, y = data()
-    assert Finder(Rows((x,), y))([x[[4, 2]].float()]).tolist() == [4, 2]
+    assert RowMatcher(Rows((x,), y))([x[[4, 2]].float()]).tolist() == [4, 2]
     zero = torch.tensor([[0.0], [-0.0]])
-    assert Finder(Rows((zero,), torch.tensor([0.0, 1.0])))([zero[[1]]]).tolist() == [1]
+    assert RowMatcher(Rows((zero,), torch.tensor([0.0, 1.0])))([zero[[1]]]).tolist() == [1]
 
 
 def train_once(stopping: Any, model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> bool:
@@ -813,8 +813,8 @@ def test_other_refusals(setting: Any) -> None:
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
     with pytest.raises(heldin.HeldinError, match="another parameter group"):
         train_once(stopping, model, optimizer, x, y)
-    stopping.remove()
-    with pytest.raises(heldin.HeldinError, match="called after remove"):
+    stopping.close()
+    with pytest.raises(heldin.HeldinError, match="called after close"):
         stopping.step()
     for fraction in (0.0, 1.0, torch.ones(N, dtype=torch.bool), torch.ones(3)):
         with pytest.raises(heldin.HeldinError, match="ShadowStopping"):

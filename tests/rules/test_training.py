@@ -236,7 +236,7 @@ def test_two_at_once() -> None:
             optimizer.step()
             optimizer.zero_grad()
     assert optimizer._updates == 3
-    optimizer.remove()
+    optimizer.close()
 
 
 def test_an_overfitting_run_stops_well_before_its_end() -> None:

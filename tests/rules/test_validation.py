@@ -41,17 +41,17 @@ def test_stops_after_patience_and_brings_the_best_weights_back() -> None:
 
 
 def test_without_restore_the_weights_stay() -> None:
-    stopping, model = run([3, 1, 2, 2, 2], patience=2, restore=False)
+    stopping, model = run([3, 1, 2, 2, 2], patience=2, restore_best=False)
     assert stopping.stopped_step == 4
     assert model.weight.item() == 4
     with pytest.raises(heldin.HeldinError, match="no weights are kept"):
-        stopping.restore_best()
+        stopping.restore()
 
 
 def test_restoring_a_run_that_never_stopped() -> None:
     stopping, model = run([3, 1, 2], patience=9)
     assert not stopping.should_stop
-    stopping.restore_best()
+    stopping.restore()
     assert model.weight.item() == 2
 
 
@@ -139,9 +139,9 @@ def test_mistakes() -> None:
             ({"heldin": "EvidenceStopping"}, "state of a EvidenceStopping"),
             ({**stopping.state_dict(), "version": 0}, "has version 0"),
             ({**stopping.state_dict(), "best": None}, "incomplete or damaged"),
-            (run([1.0], restore=False)[0].state_dict(), "saved with restore=False"),
+            (run([1.0], restore_best=False)[0].state_dict(), "saved with restore_best=False"),
         ):
             with pytest.raises(heldin.HeldinError, match=why):
                 stopping.load_state_dict(state)
-    with pytest.raises(heldin.HeldinError, match="after remove"):
+    with pytest.raises(heldin.HeldinError, match="after close"):
         stopping.step(1.0)

@@ -17,6 +17,7 @@ from torch import nn
 
 import heldin
 from benchmarks import faults, soak
+from tests.support.loops import close
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -47,7 +48,7 @@ def run(rule: str, folder: Path) -> dict[str, Any]:
     finally:
         os.close(log)
     for part in (made.stopping, made.optimizer):
-        getattr(part, "remove", int)()
+        close(part)
     return result
 
 
@@ -123,7 +124,7 @@ def test_nothing_grows_in_a_long_run(kind: str) -> None:
         assert len(stopping.history) <= 66
         assert stopping.history.checks == 2000
         assert len(stopping.state_dict()["history"]["values"]) <= 66
-    (stopping if stopping is not None else optimizer).remove()
+    close(stopping if stopping is not None else optimizer)
 
 
 def test_the_soak_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import heldin
+from tests.support.loops import close
 
 RULES = [
     "EvidenceStopping",
@@ -141,7 +142,7 @@ def test_no_key_may_be_missing(name: str) -> None:
             refused(made, without(state, path), path)
             done += 1
     assert done >= 8
-    getattr(made, "remove", int)()
+    close(made)
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -163,7 +164,7 @@ def test_every_value_has_its_type_and_shape(name: str) -> None:
             refused(made, changed(state, path, lambda v: v[None]), (path, "another dimension"))
         done += 1
     assert done >= 12
-    getattr(made, "remove", int)()
+    close(made)
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -192,7 +193,7 @@ def test_other_models_settings_rules_and_versions(name: str) -> None:
     made.load_state_dict(copy.deepcopy(state))  # its own is welcome
     assert same(made.state_dict(), state)
     for each in (made, other):
-        getattr(each, "remove", int)()
+        close(each)
 
 
 def test_a_wrapped_model_is_the_same_model() -> None:
@@ -235,7 +236,7 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     assert same(heldin.state.load(tmp_path / "a.ckpt"), states)
     assert same(torch.load(tmp_path / "a.ckpt", weights_only=True), states)  # a plain file, too
     assert os.listdir(tmp_path) == ["a.ckpt"]
-    made.remove()
+    close(made)
 
 
 def test_every_flipped_or_missing_byte_is_noticed(tmp_path: Path) -> None:

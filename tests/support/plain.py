@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import heldin
-from heldin.adapters.session import Detour
+from heldin.adapters.session import MethodWrapper
 
 ROWS, INPUTS, CLASSES = 58, 20, 3
 
@@ -136,7 +136,7 @@ def train_elementwise(case: Case, epochs: int) -> tuple[heldin.ElementwiseStoppi
             F.cross_entropy(model(a), b).backward()
             optimizer.step()
             optimizer.zero_grad()
-    optimizer.remove()
+    optimizer.close()
     return optimizer, model
 
 
@@ -147,7 +147,9 @@ def expect_no_trace(model: nn.Module) -> None:
     for module in model.modules():
         assert not module._forward_hooks
         assert not module._forward_pre_hooks
-        assert not [name for name, value in vars(module).items() if isinstance(value, Detour)]
+        assert not [
+            name for name, value in vars(module).items() if isinstance(value, MethodWrapper)
+        ]
 
 
 def expect_same(

@@ -467,7 +467,7 @@ def ddp_elementwise(rank: int, world: int) -> None:
     assert together.stopped_fraction() == alone.stopped_fraction() > 0
     for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
         assert torch.allclose(p, q, atol=1e-9), name
-    alone.remove(), together.remove()
+    alone.close(), together.close()
 
 
 @case
@@ -655,7 +655,7 @@ def fsdp_elementwise(rank: int, world: int) -> None:
         assert torch.allclose(p, dict(model.named_parameters())[name].full_tensor(), atol=1e-9)
     stopped = sum(int(mask.sum()) for mask in together.masks().values())
     assert sum(everyone(stopped)) == sum(int(mask.sum()) for mask in alone.masks().values())
-    alone.remove(), together.remove()
+    alone.close(), together.close()
 
 
 @case
@@ -761,7 +761,7 @@ class Trained:
 
     def close(self) -> None:
         self.stopping.remove()
-        self.optimizer.remove()
+        self.optimizer.close()
 
 
 @case

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import heldin
-from heldin.tables.mlp import ACTIVATIONS, Passes, build
-from heldin.tables.trainer import Pace, Trainer
+from heldin.tables.mlp import ACTIVATIONS, ManualBackprop, build_network
+from heldin.tables.trainer import Trainer, TrainingConfig
 
 pytest.importorskip("sklearn")
 
@@ -68,10 +68,10 @@ def test_passes_agree_with_autograd(
     sizes: list[int], activation: str, batches: list[int], bias: bool, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
-    model = build(sizes, activation, bias=bias, generator=generator)
-    twin = build(sizes, activation, bias=bias)
+    model = build_network(sizes, activation, bias=bias, generator=generator)
+    twin = build_network(sizes, activation, bias=bias)
     twin.load_state_dict(model.state_dict())
-    passes = Passes(model, observe=True)
+    passes = ManualBackprop(model, observe=True)
     x = [torch.randn(m, sizes[0], dtype=torch.float64, generator=generator) for m in batches]
     y = [torch.randn(m, sizes[-1], dtype=torch.float64, generator=generator) for m in batches]
     with heldin.observe(twin) as seen:
@@ -97,21 +97,23 @@ def test_passes_agree_with_autograd(
 # -- the trainer against plain loops
 
 
-def twins(rows: int, pace: Pace, weights: Any = None) -> tuple[Trainer, nn.Sequential, Any, Any]:
+def twins(
+    rows: int, config: TrainingConfig, weights: Any = None
+) -> tuple[Trainer, nn.Sequential, Any, Any]:
     """A trainer, and a model in the same state for a plain loop."""
     X, y = classes(rows, 2)
     x, t = torch.from_numpy(X), torch.from_numpy(y)[:, None].double()
     generator = torch.Generator().manual_seed(1)
-    model = build([4, 6, 1], "tanh", generator=generator)
-    twin = build([4, 6, 1], "tanh")
+    model = build_network([4, 6, 1], "tanh", generator=generator)
+    twin = build_network([4, 6, 1], "tanh")
     twin.load_state_dict(model.state_dict())
-    return Trainer(model, nn.BCEWithLogitsLoss(), x, t, weights, pace, 0), twin, x, t
+    return Trainer(model, nn.BCEWithLogitsLoss(), x, t, weights, config, 0), twin, x, t
 
 
 @pytest.mark.parametrize("solver", ["adam", "sgd"])
 def test_evidence_is_that_of_a_plain_loop(solver: str) -> None:
-    pace = Pace(solver, alpha=0.3, batch_size=16, learning_rate_init=0.02, max_iter=200)
-    trainer, twin, x, t = twins(50, pace)
+    config = TrainingConfig(solver, alpha=0.3, batch_size=16, learning_rate_init=0.02, max_iter=200)
+    trainer, twin, x, t = twins(50, config)
     outcome = trainer.run("evidence")
     groups = [
         {"params": [twin[0].weight, twin[2].weight], "weight_decay": 0.3 / 16},
@@ -146,8 +148,8 @@ def test_evidence_is_that_of_a_plain_loop(solver: str) -> None:
 def test_leave_one_out_is_that_of_a_plain_loop() -> None:
     weights = torch.rand(40, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     weights = weights / weights.mean()
-    pace = Pace(batch_size=16, learning_rate_init=0.02, max_iter=10)
-    trainer, twin, x, t = twins(40, pace, weights)
+    config = TrainingConfig(batch_size=16, learning_rate_init=0.02, max_iter=10)
+    trainer, twin, x, t = twins(40, config, weights)
     outcome = trainer.run("leave-one-out")
     groups = [
         {"params": [twin[0].weight, twin[2].weight]},
@@ -176,8 +178,8 @@ def test_leave_one_out_is_that_of_a_plain_loop() -> None:
 
 
 def test_folds_are_those_of_one_call() -> None:
-    pace = Pace(batch_size=16, learning_rate_init=0.02, max_iter=400)
-    trainer, twin, x, t = twins(50, pace)
+    config = TrainingConfig(batch_size=16, learning_rate_init=0.02, max_iter=400)
+    trainer, twin, x, t = twins(50, config)
     outcome = trainer.run("folds")
     optimizer = torch.optim.Adam(twin.parameters(), 0.02)
     with heldin.FoldStopping(twin, optimizer, nn.BCEWithLogitsLoss(), (x, t)) as stopping:
@@ -202,11 +204,15 @@ def test_auto_falls_back_to_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rates_follow_their_schedules() -> None:
-    trainer, *_ = twins(20, Pace("sgd", learning_rate="invscaling", power_t=0.5, max_iter=3))
+    trainer, *_ = twins(
+        20, TrainingConfig("sgd", learning_rate="invscaling", power_t=0.5, max_iter=3)
+    )
     trainer.run("none")
     assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(1e-3 / 61**0.5)
-    pace = Pace("sgd", learning_rate="adaptive", tol=1e9, n_iter_no_change=1, max_iter=1000)
-    trainer, *_ = twins(20, pace)
+    config = TrainingConfig(
+        "sgd", learning_rate="adaptive", tol=1e9, n_iter_no_change=1, max_iter=1000
+    )
+    trainer, *_ = twins(20, config)
     outcome = trainer.run("none")
     assert outcome.stopped
     # 1e-3 / 5^5 is the first rate that is not above 1e-6
@@ -255,7 +261,7 @@ def test_order_is_kept_without_shuffling() -> None:
     model = MLPRegressor((4,), "tanh", solver="sgd", momentum=0.0, early_stopping=False, **options)
     found = model.fit(X, y).coefs_
     seed = int(np.random.RandomState(0).randint(2**31))
-    twin = build([4, 4, 1], "tanh", generator=torch.Generator().manual_seed(seed))
+    twin = build_network([4, 4, 1], "tanh", generator=torch.Generator().manual_seed(seed))
     weights = [p for name, p in twin.named_parameters() if name.endswith("weight")]
     x, t = torch.from_numpy(X), torch.from_numpy(y)[:, None]
     for start in range(0, 30, 5):

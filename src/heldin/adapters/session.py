@@ -18,11 +18,11 @@ from heldin.rules.evidence import EvidenceStopping
 __all__ = [
     "DEFAULTS",
     "BeforeStep",
-    "Detour",
-    "Run",
+    "MethodWrapper",
+    "StoppingSession",
     "flat_metrics",
     "forget_gradients",
-    "missing",
+    "missing_framework",
 ]
 
 # what EvidenceStopping takes besides a model
@@ -33,7 +33,7 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-def missing(framework: str, extra: str, error: ImportError) -> ImportError:
+def missing_framework(framework: str, extra: str, error: ImportError) -> ImportError:
     """The error of an adapter whose framework cannot be imported."""
     return ImportError(
         f"heldin.{extra} needs {framework} ({error}): pip install 'heldin[{extra}]'",
@@ -41,17 +41,17 @@ def missing(framework: str, extra: str, error: ImportError) -> ImportError:
     )
 
 
-class Run:
+class StoppingSession:
     """The `EvidenceStopping` of a training run that a framework begins, feeds and ends.
 
     Settings are checked at once, though the model comes later; a state may be loaded before.
 
-    >>> run = Run("Callback", {"smoothing": 0.5})
-    >>> run.begin(nn.Linear(2, 1)).smoothing
+    >>> session = StoppingSession("Callback", {"smoothing": 0.5})
+    >>> session.begin(nn.Linear(2, 1)).smoothing
     0.5
-    >>> run.end()
+    >>> session.end()
     >>> try:
-    ...     Run("Callback", {"smoothness": 0.5})
+    ...     StoppingSession("Callback", {"smoothness": 0.5})
     ... except HeldinError as error:
     ...     print(error)
     Callback: ...got an unexpected keyword argument 'smoothness'...
@@ -174,15 +174,15 @@ class BeforeStep:
         self.done = False
 
 
-class Detour:
-    """A method of one object that leads through another function until the detour is closed.
+class MethodWrapper:
+    """A method of one object that goes through another function until the wrapper is closed.
 
     >>> class Greeter:
     ...     def greet(self, name):
     ...         return "hello " + name
     >>> greeter = Greeter()
-    >>> loud = Detour(greeter, "greet", lambda greet, name: greet(name).upper())
-    >>> twice = Detour(greeter, "greet", lambda greet, name: 2 * greet(name))
+    >>> loud = MethodWrapper(greeter, "greet", lambda greet, name: greet(name).upper())
+    >>> twice = MethodWrapper(greeter, "greet", lambda greet, name: 2 * greet(name))
     >>> greeter.greet("you")
     'HELLO YOUHELLO YOU'
     >>> loud.close()                                         # in any order
@@ -208,10 +208,10 @@ class Detour:
         return self._inner(*args, **kwargs)
 
     def close(self) -> None:
-        """Put the method back, once the detours made later are closed as well."""
+        """Put the method back, once the wrappers made later are closed as well."""
         self._open = False
         top = vars(self._owner).get(self._name)
-        while isinstance(top, Detour) and not top._open:
+        while isinstance(top, MethodWrapper) and not top._open:
             if top._own:
                 setattr(self._owner, self._name, top._inner)
             else:

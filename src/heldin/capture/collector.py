@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -48,6 +48,7 @@ class Collector:
         model, batch_dim, parameters, estimator, budget, seed: see `heldin.observe`.
         per_sample: collect the contributions of single samples in the place of their sums.
         with_reference: also take one backward pass per sample, to compare with.
+        reuses_memory: `clear` lets the next pass overwrite the sums. For owners that hand none out.
 
     Attributes:
         count: number of samples seen.
@@ -70,6 +71,7 @@ class Collector:
         *,
         per_sample: bool = False,
         with_reference: bool = False,
+        reuses_memory: bool = False,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise HeldinError(f"heldin.observe: expected a torch.nn.Module, got {type(model)}")
@@ -97,6 +99,8 @@ class Collector:
         self._names = Names(model, parameters)
         self.calls = Calls(model, batch_dim, self.knowledge, self._names)
         self._wants_samples, self._wants_reference = per_sample, with_reference
+        self._reuses_memory = reuses_memory
+        self._spare: dict[str, ParameterSums] = {}
         self._model: nn.Module | None = model
         self._selects = parameters
         self.watching = False
@@ -131,6 +135,7 @@ class Collector:
         self.pause()
         self.calls.close()
         self._model = None
+        self._spare = {}
         self._names.forget()
 
     def clear(self, redraw: bool = True) -> None:
@@ -139,6 +144,8 @@ class Collector:
         Args:
             redraw: whether the sampled estimator looks at other coordinates from now on.
         """
+        if self._reuses_memory and self.sampler is None:
+            self._spare = self.sums
         self.sums, self.reference = {}, {}
         self.count = self.passes = self.first_count = 0
         if self.calls.pending:
@@ -160,12 +167,14 @@ class Collector:
         chosen = set(self._names.by_id.values())
         return {name: p for name, p in self._model.named_parameters() if name in chosen}
 
+    def in_order(self, names: Iterable[str]) -> list[str]:
+        """Names in the model's order; those that it does not have any more come first."""
+        order = self._names.order
+        return sorted(names, key=lambda name: order.get(name, -1))
+
     def trained(self) -> list[str]:
         """The names of the observed parameters that require a gradient, in the model's order."""
-        if self._model is None:  # closed by another thread, in the middle of a pass
-            return []
-        named, selects = self._model.named_parameters(), self._selects
-        return [n for n, p in named if p.requires_grad and (selects is None or selects(n))]
+        return self._names.trained()
 
     def turn(self) -> frozenset[str] | None:
         """The parameters that are looked at until the next draw; None: all of them."""
@@ -222,7 +231,10 @@ class Collector:
             self.calls.done(calls)
             return None
         wants, inputs = self._wants_samples, backward.inputs
-        context = PassContext(graph, plan, self.sampler, self.turn(), wants, known, inputs, names)
+        spare = self._spare
+        context = PassContext(
+            graph, plan, self.sampler, self.turn(), wants, known, inputs, names, spare
+        )
         return ObservedPass(self, Recorder(context), calls)
 
     def _inspect(

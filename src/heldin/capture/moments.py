@@ -14,7 +14,8 @@ from torch.nn.utils.rnn import pad_sequence
 __all__ = ["Moments", "ratio_sums", "smallest_square", "snr", "upcast"]
 
 SMALL = 1 << 13  # coordinates up to which tensors are put together, padded to one size
-PIECE = 1 << 17  # coordinates of a large tensor worked on at a time, so that they stay in the cache
+# coordinates of a large tensor that are worked on at a time: so many stay in a processor's cache
+PIECE, LARGE_PIECE = 1 << 17, 1 << 22
 
 
 def upcast(tensor: Tensor) -> Tensor:
@@ -96,14 +97,30 @@ def _padded(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 def _of_one(total: Tensor, squares: Tensor, count: int, symmetric: bool) -> Tensor:
     """The sums of one tensor; a large one in pieces, with nothing of its size in between."""
-    total, squares = total.reshape(1, -1), squares.reshape(1, -1)
-    if total.numel() <= PIECE:
-        return _sums_of_rows(total, squares, count, symmetric)[0]
-    pieces = zip(total.split(PIECE, 1), squares.split(PIECE, 1), strict=True)
-    found = torch.cat([_sums_of_rows(a, b, count, symmetric) for a, b in pieces])
-    if found.device.type != "mps":  # which has no double precision
-        found = found.double()  # a large tensor has more coordinates than floats can count
-    return torch.stack([found[:, 0].sum(), found[:, 1].sum(), found[:, 2].amax()])
+    total, squares = total.reshape(-1), squares.reshape(-1)
+    size = PIECE if total.device.type == "cpu" else LARGE_PIECE
+    if total.numel() <= size:
+        return _sums_of_rows(total[None], squares[None], count, symmetric)[0]
+    info, dead = torch.finfo(squares.dtype), smallest_square(squares.dtype)
+    tiny = squares.new_full((), info.tiny)
+    room = squares.new_empty(3, size)  # written again for every piece
+    found = []
+    for first, second in zip(total.split(size), squares.split(size), strict=True):
+        below, least, live = room[:, : len(first)]
+        torch.ge(second, dead, out=live)
+        if symmetric:
+            torch.clamp_min(second, info.tiny, out=below)
+        else:
+            torch.add(tiny, second, alpha=4 * info.eps, out=least)
+            torch.addcmul(second, first, first, value=-1 / count, out=below)
+            torch.maximum(below, least, out=below)
+        torch.div(first, below, out=below).mul_(live)
+        found += [torch.dot(below, first), live.sum(), second.amax()]
+    table = torch.stack(found).reshape(-1, 3)
+    if table.device.type != "mps":  # which has no double precision
+        table = table.double()  # a large tensor has more coordinates than floats can count
+    factor = 1.0 if symmetric else 1 - 1 / count
+    return torch.stack([table[:, 0].sum() * factor, table[:, 1].sum(), table[:, 2].amax()])
 
 
 def _sums_of_rows(total: Tensor, squares: Tensor, count: int, symmetric: bool) -> Tensor:

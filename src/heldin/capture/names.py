@@ -18,12 +18,15 @@ class Names:
     Attributes:
         by_id: of those that are observed.
         parameters: all of the model's.
+        order: the names of those that are observed, with their place in the model.
     """
 
     def __init__(self, model: nn.Module, selects: Callable[[str], bool] | None) -> None:
         self.by_id: dict[int, str] = {}
         self.parameters: list[Tensor] = []
+        self.order: dict[str, int] = {}
         self._model: nn.Module | None = model
+        self._named: list[tuple[str, Tensor]] = []
         self._selects = selects
         self._alive: dict[int, weakref.ref[Tensor]] = {}  # an id may be used again
         self._gathered: dict[int, tuple[weakref.ref[Tensor], str]] = {}  # of sharded parameters
@@ -39,11 +42,18 @@ class Names:
                 break
         return self.by_id
 
+    def trained(self) -> list[str]:
+        """Those that are observed and require a gradient, in the model's order."""
+        return [name for name, p in self._named if p.requires_grad]
+
     def _find(self) -> None:
         if self._model is None:  # closed by another thread, in the middle of a pass
             return
         named = list(self._model.named_parameters())
         self.parameters = [p for _, p in named]
+        chosen = [n for n, _ in named if self._selects is None or self._selects(n)]
+        self.order = {name: i for i, name in enumerate(chosen)}
+        self._named = [(n, p) for n, p in named if n in self.order]
         self._alive, self.by_id = {}, {}
         for name, p in named:
             self._add(p, name)
@@ -73,4 +83,5 @@ class Names:
     def forget(self) -> None:
         """Let go of the model."""
         self._model = None
-        self.by_id, self.parameters, self._alive, self._gathered = {}, [], {}, {}
+        self.by_id, self._alive, self._gathered = {}, {}, {}
+        self.parameters, self._named = [], []

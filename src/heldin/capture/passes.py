@@ -56,6 +56,7 @@ class PassContext:
         known: sums that are known before the pass.
         inputs: what `backward(inputs=...)` was given.
         names: the names of the observed parameters, by id.
+        spare: sums of earlier passes that nobody reads any more; their memory is used again.
     """
 
     graph: Graph
@@ -66,6 +67,7 @@ class PassContext:
     known: dict[str, ParameterSums] = field(default_factory=dict)
     inputs: Any = None
     names: dict[int, str] = field(default_factory=dict)
+    spare: dict[str, ParameterSums] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -301,9 +303,12 @@ class Recorder:
             or upcast(grad) is not grad
         ):
             total = None
-        first, second = moments(parts, total)
+        spare = self._context.spare.pop(name, None) if total is not None else None
+        if spare is not None and (spare.total.shape != leaf.shape or spare.weight != 1.0):
+            spare = None
+        first, second = moments(parts, total, None if spare is None else spare.squares)
         if first is total:
-            first = first.clone()
+            first = first.clone() if spare is None else spare.total.copy_(first)
         shared = upcast(grad) - first if penalised and grad is not None else None
         self._sums[name] = ParameterSums(first, second, shared)
 

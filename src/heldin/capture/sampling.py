@@ -13,16 +13,16 @@ from math import prod
 from typing import Any
 from zlib import crc32
 
-from heldin.state.schema import fits
+from heldin.state.schema import check_schema
 
 __all__ = ["TENSORS", "Block", "Sampler"]
 
 TENSORS = 24  # parameters that one draw looks at
 ROWS = 32  # rows of a block of a matrix
 # How many elements of the activations are read, at most or so:
-VECTOR = 1 << 16  # for a vector (a bias, the scale of a norm)
-MATRIX = 1 << 17  # for a matrix that multiplies sequences
-FILTERS = 1 << 17  # for the filters of a convolution
+VECTOR = 1 << 15  # for a vector (a bias, the scale of a norm)
+MATRIX = 1 << 16  # for a matrix that multiplies sequences
+FILTERS = 1 << 16  # for the filters of a convolution
 
 Block = tuple[slice, ...]
 Costs = tuple[int, bool]  # reads and spread, see `Sampler.block`
@@ -228,7 +228,7 @@ class Sampler:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
-        fits(state, STATE_SCHEMA, "sampler")
+        check_schema(state, STATE_SCHEMA, "sampler")
         self.draws, self.noted, self._axes = state["draws"], {}, {}
         self._forget_draw()
         self.known = {name: (reads, spread) for name, (reads, spread) in state["known"].items()}

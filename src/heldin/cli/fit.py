@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from heldin.errors import HeldinError
+from heldin.state.estimates import COVERAGE
+from heldin.tables.trainer import RULE_NAMES
 
 __all__ = ["fit", "predict"]
 
 Options = argparse.Namespace
-RULES = ("auto", "folds", "shadow", "leave-one-out", "evidence", "validation", "none")
 
 
 def fit(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +37,9 @@ def fit(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--test", metavar="FILE", help="other rows, to measure the loss on new data"
     )
-    parser.add_argument("--rule", choices=RULES, default="auto", help="what stops training")
+    parser.add_argument(
+        "--rule", choices=[*RULE_NAMES, "none"], default="auto", help="what stops training"
+    )
     parser.add_argument("--hidden", default="100", help="sizes of hidden layers (default 100)")
     parser.add_argument(
         "--drop", action="append", default=[], metavar="COLUMN", help="leave it out"
@@ -81,7 +84,8 @@ def _needs_extras() -> Iterator[None]:
 def run_fit(options: Options) -> int:
     """The command."""
     with _needs_extras():
-        import matplotlib  # noqa: F401  (missing ones are said before the training, not after)
+        import jinja2  # noqa: F401  (missing ones are said before the training, not after)
+        import matplotlib  # noqa: F401
         import pandas  # noqa: F401
         import rich  # noqa: F401
         import safetensors  # noqa: F401
@@ -213,8 +217,6 @@ def summary(model: Any) -> list[tuple[str, str]]:
     lines.append(("stopped", why))
     lines.append(("training loss", f"{facts['training_loss']:.4g} ({kind})"))
     if facts["estimate"] is not None:
-        from heldin.state.estimates import COVERAGE
-
         covered = COVERAGE[facts["rule"]][2]
         lines.append(
             (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar, overload
 
@@ -20,17 +19,26 @@ from heldin.criterion.evidence import Correction, Dead, evidence
 from heldin.criterion.masking import keep, pieces, smoothed
 from heldin.errors import HeldinError
 from heldin.rules.ranks import JoinHook, ProcessGroup, ranks_of
-from heldin.state.schema import all_or_nothing, same_settings, share, signature, state_of, whole
+from heldin.state.schema import (
+    check_fraction,
+    check_int,
+    check_settings,
+    checked_state,
+    load_or_roll_back,
+    model_signature,
+)
+
+from .base import Closing
+from .optimizer_state import own_averages, with_averages, without_averages
+from .wrapper import OptimizerWrapper
 
 __all__ = ["ElementwiseStopping"]
 
-# of a saved state
-FORM = {"settings": dict, "step": int, "updates": int, "averages": {str: Tensor}}
-STATE_KEY, GROUP_KEY = "heldin_average", "heldin"  # in the state of a parameter, of a group
+STATE_SCHEMA = {"settings": dict, "step": int, "updates": int, "averages": {str: Tensor}}
 T = TypeVar("T")
 
 
-class ElementwiseStopping(Optimizer):
+class ElementwiseStopping(Closing, OptimizerWrapper):
     """An optimiser that leaves weights without evidence where they are.
 
     It wraps any optimiser and is used in its place: learning-rate schedulers, gradient scalers,
@@ -66,10 +74,8 @@ class ElementwiseStopping(Optimizer):
     ...     optimizer.step()
     >>> 0.5 < optimizer.stopped_fraction() <= 1
     True
-    >>> optimizer.remove()
+    >>> optimizer.close()
     """
-
-    optimizer: Optimizer
 
     def __init__(
         self,
@@ -88,34 +94,20 @@ class ElementwiseStopping(Optimizer):
         process_group: ProcessGroup = "auto",
     ) -> None:
         name = type(self).__name__
-        if not isinstance(optimizer, Optimizer):
-            raise HeldinError(
-                f"{name}: expected a torch.optim.Optimizer to wrap, got {type(optimizer).__name__}"
-            )
-        self.optimizer = optimizer
-        self.smoothing = share(name, "smoothing", smoothing)
-        self.every = whole(name, "every", every, 1)
+        super().__init__(optimizer)
+        self.smoothing = check_fraction(name, "smoothing", smoothing)
+        self.every = check_int(name, "every", every, 1)
         if not start >= 1:
             raise HeldinError(f"{name}: start must be a number >= 1, got {start!r}")
         evidence({}, correction=correction, dead=dead)  # refuses what it does not know
         self.greedy, self.start, self.correction, self.dead = greedy, start, correction, dead
-
-        # What Optimizer.__init__ does, except that parameters and state stay with the wrapped one.
-        self._optimizer_step_pre_hooks = OrderedDict()
-        self._optimizer_step_post_hooks = OrderedDict()
-        for hooks in ("state_dict_pre", "state_dict_post", "load_state_dict_pre"):
-            setattr(
-                self, f"_optimizer_{hooks}_hooks", getattr(optimizer, f"_optimizer_{hooks}_hooks")
-            )
-        self._optimizer_load_state_dict_post_hooks = optimizer._optimizer_load_state_dict_post_hooks
-        self._patch_step_function()
 
         self._collector = Collector(model, batch_dim, parameters)
         self._seen = Observation(self._collector)
         self._ranks = ranks_of(model, process_group, self._collector, reduction == "mean")
         self._join_config: Any = None  # set by torch.distributed.algorithms.Join
         self._model: nn.Module | None = unwrapped(model)
-        self._signature = signature(self._model)
+        self._signature = model_signature(self._model)
         self._averages: dict[str, Tensor] = {}  # smoothed f_k by parameter name
         self._named: dict[str, Tensor] = {}
         self._step = 0
@@ -125,35 +117,7 @@ class ElementwiseStopping(Optimizer):
         self._release = weakref.finalize(self, self._seen.close)
         self._prepare()
 
-    # -- the wrapped optimiser's own
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The wrapped optimiser's parameter groups."""
-        return self.optimizer.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        """The wrapped optimiser's state."""
-        return self.optimizer.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The wrapped optimiser's defaults."""
-        return self.optimizer.defaults
-
-    def __getattr__(self, name: str) -> Any:
-        # Public names only: private ones would promise abilities (such as unscaling gradients
-        # itself) to those who probe for them, past this wrapper.
-        if name.startswith("_") or name == "optimizer":
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self.optimizer, name)
-
-    def __getstate__(self) -> dict[str, Any]:
-        raise HeldinError(
-            "ElementwiseStopping cannot be pickled or copied, as it watches a model; save its "
-            "state_dict()"
-        )
+    # -- the parameters
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the wrapped optimiser; its parameters must be the model's."""
@@ -163,10 +127,6 @@ class ElementwiseStopping(Optimizer):
         except HeldinError:
             self.param_groups.pop()
             raise
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients."""
-        self.optimizer.zero_grad(set_to_none)
 
     def _find_names(self) -> None:
         """Learn the names that the optimiser's parameters have in the model."""
@@ -286,8 +246,8 @@ class ElementwiseStopping(Optimizer):
         """Copies of the parameters in which a weight may be stopped."""
         if self.start * self.smoothing**self._updates > 1.01:
             return {}  # none can be: f >= 0
-        known = [(n, p) for n, p in self._named.items() if n in self._averages]
-        return {n: local_part(p.detach()).clone() for n, p in known}
+        known = {n: p for n, p in self._named.items() if n in self._averages}
+        return {n: local_part(p.detach()).clone() for n, p in known.items()}
 
     @torch.no_grad()
     def _put_back(self, held: Mapping[str, Tensor]) -> None:
@@ -331,8 +291,8 @@ class ElementwiseStopping(Optimizer):
         masks = self.masks()
         if by == "tensor":
             return {n: float(mask.sum()) / max(1, mask.numel()) for n, mask in masks.items()}
-        total = sum(mask.numel() for mask in masks.values())
-        return sum(int(mask.sum()) for mask in masks.values()) / max(1, total)
+        stopped = sum(int(mask.sum()) for mask in masks.values())
+        return stopped / max(1, sum(mask.numel() for mask in masks.values()))
 
     def metrics(self) -> dict[str, float]:
         """The stopped fractions as a flat mapping for any tracker."""
@@ -344,7 +304,7 @@ class ElementwiseStopping(Optimizer):
     def _settings(self) -> dict[str, Any]:
         names = ("greedy", "smoothing", "start", "every", "correction", "dead")
         if self._model is not None:
-            self._signature = signature(self._model)
+            self._signature = model_signature(self._model)
         return {**{name: getattr(self, name) for name in names}, "model": self._signature}
 
     def _own_state(self) -> dict[str, Any]:
@@ -368,33 +328,32 @@ class ElementwiseStopping(Optimizer):
         state of a new optimiser, which must have the same entries.
         """
         own = self._own_state()
-        state: dict[str, Any] = self.optimizer.state_dict()
-        entries = {i: dict(entry) for i, entry in state["state"].items()}
-        rest = {key: value for key, value in own.items() if key != "averages"}
-        groups = [{**group, GROUP_KEY: rest} for group in state["param_groups"]]
         names = {id(p): name for name, p in self._named.items()}
-        for group, saved in zip(self.param_groups, groups, strict=True):
-            for p, i in zip(group["params"], saved["params"], strict=True):
-                average = own["averages"].get(names.get(id(p)))
-                if average is None:
-                    unseen = torch.full_like(
-                        local_part(p.detach()), self.start, dtype=upcast(p.new_empty(0)).dtype
-                    )
-                    average = as_parameter(unseen, p)
-                entries.setdefault(i, {})[STATE_KEY] = average
-        return {**state, "state": entries, "param_groups": groups, "heldin": own}
+        known = own["averages"]
+        averages = [
+            [known[n] if (n := names.get(id(p))) in known else self._unseen(p) for p in g["params"]]
+            for g in self.param_groups
+        ]
+        return with_averages(self.optimizer.state_dict(), own, averages)
+
+    def _unseen(self, p: Tensor) -> Tensor:
+        """The average of a parameter to which nothing was contributed yet."""
+        dtype = upcast(p.new_empty(0)).dtype
+        return as_parameter(torch.full_like(local_part(p.detach()), self.start, dtype=dtype), p)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken, stopped weights included."""
         name = "ElementwiseStopping"
-        plain, given = self._apart(state_dict)
+        names = {id(p): name for name, p in self._named.items()}
+        named = [[names.get(id(p), "") for p in g["params"]] for g in self.param_groups]
+        plain, given = without_averages(state_dict, named)
         if given is None:
             raise HeldinError(
                 f"{name}.load_state_dict: this is the state of a plain optimiser; load it into "
                 f"the wrapped one, {name}.optimizer, to start with no weight stopped (or it was "
                 "flattened, which leaves our part out: flatten_optimizer_state_dict=False)"
             )
-        own = state_of(name, given, 1, FORM)
+        own = checked_state(name, given, 1, STATE_SCHEMA)
         before = self._own_state()
 
         def take(state: Mapping[str, Any]) -> None:
@@ -402,50 +361,11 @@ class ElementwiseStopping(Optimizer):
             if state is own:  # it checks the state before it changes anything
                 self.optimizer.load_state_dict(plain)
 
-        all_or_nothing(name, take, own, before)
-
-    def _apart(self, state: Any) -> tuple[dict[str, Any], Any]:
-        """The wrapped optimiser's part of a state, and our own (None: there is none)."""
-        if not isinstance(state, Mapping):
-            return {}, None
-        own, averages = state.get("heldin"), {}
-        plain = {key: value for key, value in state.items() if key != "heldin"}
-        names = {id(p): name for name, p in self._named.items()}
-        entries, groups = dict(plain.get("state", {})), list(plain.get("param_groups", []))
-        for group, mine in zip(groups, self.param_groups, strict=False):
-            for i, p in zip(group["params"], mine["params"], strict=False):
-                entry = dict(entries.get(i, {}))
-                average = entry.pop(STATE_KEY, None)
-                if average is not None:
-                    averages[names[id(p)]] = average
-                entries[i] = entry
-        rest = next((group[GROUP_KEY] for group in groups if GROUP_KEY in group), None)
-        if own is None and rest is not None:
-            own = {**rest, "averages": averages}
-        plain["state"] = {i: entry for i, entry in entries.items() if entry}
-        plain["param_groups"] = [
-            {key: value for key, value in group.items() if key != GROUP_KEY} for group in groups
-        ]
-        return plain, own
+        load_or_roll_back(name, take, own, before)
 
     def _take(self, state: Mapping[str, Any]) -> None:
-        same_settings("ElementwiseStopping", state["settings"], self._settings())
-        named = self._named
-        averages = {}
-        for name, average in state["averages"].items():
-            if name not in named or named[name].shape != average.shape:
-                raise HeldinError(
-                    f"ElementwiseStopping.load_state_dict: the state holds parameter {name!r} of "
-                    f"shape {tuple(average.shape)}, which this optimiser has not; load the state "
-                    "of a run with the same model"
-                )
-            if not average.is_floating_point():
-                raise ValueError(f"the averages of {name!r} are {average.dtype}")
-            if hasattr(average, "to_local"):
-                part = local_part(average)  # sharded as the parameter is
-            else:
-                part = shard_of(average, named[name])
-            averages[name] = part.to(part.device, copy=True).contiguous()
+        check_settings("ElementwiseStopping", state["settings"], self._settings())
+        averages = own_averages(state["averages"], self._named)
         self._step, self._updates, self._averages = state["step"], state["updates"], averages
         self._seen.clear()
         if self._ranks is not None:
@@ -475,7 +395,7 @@ class ElementwiseStopping(Optimizer):
         """The data-parallel processes."""
         return None if self._ranks is None else self._ranks.groups[0]
 
-    def remove(self) -> None:
+    def close(self) -> None:
         """Stop observing. Weights that are stopped stay stopped."""
         self._release()
         self._model = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Literal, TypeVar
@@ -33,9 +33,16 @@ from heldin.criterion.evidence import (
 from heldin.criterion.window import FORM as WINDOW
 from heldin.criterion.window import Window
 from heldin.errors import HeldinError
-from heldin.state.history import FORM as HISTORY
+from heldin.state.history import STATE_SCHEMA as HISTORY
 from heldin.state.history import History
-from heldin.state.schema import all_or_nothing, same_settings, share, signature, state_of, whole
+from heldin.state.schema import (
+    check_fraction,
+    check_int,
+    check_settings,
+    checked_state,
+    load_or_roll_back,
+    model_signature,
+)
 
 from .ranks import JoinHook, ProcessGroup, ranks_of
 
@@ -154,11 +161,11 @@ class EvidenceStopping:
         history: int = 4096,
     ) -> None:
         name = type(self).__name__
-        self.smoothing = share(name, "smoothing", smoothing)
-        self.window = whole(name, "window", window, 1)
-        self.patience = whole(name, "patience", patience, 1)
-        self.warmup = whole(name, "warmup", warmup, 0)
-        self.every = whole(name, "every", every, 1)
+        self.smoothing = check_fraction(name, "smoothing", smoothing)
+        self.window = check_int(name, "window", window, 1)
+        self.patience = check_int(name, "patience", patience, 1)
+        self.warmup = check_int(name, "warmup", warmup, 0)
+        self.every = check_int(name, "every", every, 1)
         if arming is not None and not arming >= 0:
             raise HeldinError(f"{name}: arming must be a number >= 0 or None, got {arming!r}")
         if reduction not in ("mean", "sum"):
@@ -171,7 +178,7 @@ class EvidenceStopping:
         self.should_stop = False
         self.stopped_step: int | None = None
         self.reason = "no check yet"
-        self.history = History(whole(name, "history", history, 2))
+        self.history = History(check_int(name, "history", history, 2))
         self.armed = arming is None
         self._average = Average(self.smoothing, start)
         self._recent = Average(0.9, start=0.0)
@@ -180,12 +187,15 @@ class EvidenceStopping:
         self._step = 0
         self._ratios: dict[str, Ratio] = {}  # the last ones of every parameter
 
-        self._collector = Collector(model, batch_dim, parameters, estimator, budget, seed)
+        alone = self.window == 1  # a window goes on to hold the sums of its first step
+        self._collector = Collector(
+            model, batch_dim, parameters, estimator, budget, seed, reuses_memory=alone
+        )
         self._seen = Observation(self._collector)
         self._ranks = ranks_of(model, process_group, self._collector, reduction == "mean")
         self._join_config: Any = None  # set by torch.distributed.algorithms.Join
         self._model: nn.Module | None = unwrapped(model)
-        self._signature = signature(self._model)
+        self._signature = model_signature(self._model)
         self._groups = grouping(groups)
         # a few micro-batches in the place of samples: the ratio of Gaussian means is too large
         self._correction: Correction = correction
@@ -316,7 +326,7 @@ class EvidenceStopping:
         """
         if self._model is None:
             raise HeldinError("EvidenceStopping.take: called after remove(); make a new one")
-        self._step += whole("EvidenceStopping.take", "steps", steps, 1)
+        self._step += check_int("EvidenceStopping.take", "steps", steps, 1)
         self._check(moments, max((each.count for each in moments.values()), default=0))
         return self.should_stop
 
@@ -349,16 +359,14 @@ class EvidenceStopping:
     def _with_earlier(self, found: dict[str, Ratio], count: int) -> dict[str, Ratio]:
         """The ratios in the model's order, with those of parameters whose turn it was not."""
         turn = self._collector.turn()
-        if turn is None:
-            names: Iterable[str] = self._collector.parameters() if self._model else found
-        elif count < 2:
-            return found  # no value: earlier ones alone say nothing about this step
-        else:
-            names = self._collector.trained()
-            kept = {n: r for n, r in self._ratios.items() if n not in turn and r.finite}
+        if turn is not None:
+            if count < 2:
+                return found  # no value: earlier ones alone say nothing about this step
+            trained = set(self._collector.trained()) - turn
+            kept = {n: r for n, r in self._ratios.items() if n in trained and r.finite}
             found = {**kept, **found}
-        self._ratios = {name: found[name] for name in names if name in found}
-        return self._ratios if len(self._ratios) == len(found) else {**self._ratios, **found}
+        self._ratios = {name: found[name] for name in self._collector.in_order(found)}
+        return self._ratios
 
     def _decide(self, value: float, recent: float) -> None:
         if self.arming is not None and abs(recent) > self.arming:
@@ -429,7 +437,7 @@ class EvidenceStopping:
         sampler = self._collector.sampler
         how = {"budget": sampler.budget, "seed": sampler.seed} if sampler is not None else {}
         if self._model is not None:
-            self._signature = signature(self._model)
+            self._signature = model_signature(self._model)
         return {**values, "estimator": self._collector.estimator, **how, "model": self._signature}
 
     def state_dict(self) -> dict[str, Any]:
@@ -457,10 +465,12 @@ class EvidenceStopping:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken: all later values are the same to the last bit."""
         name = "EvidenceStopping"
-        all_or_nothing(name, self._take, state_of(name, state, 2, STATE_SCHEMA), self.state_dict())
+        load_or_roll_back(
+            name, self._take, checked_state(name, state, 2, STATE_SCHEMA), self.state_dict()
+        )
 
     def _take(self, state: Mapping[str, Any]) -> None:
-        same_settings("EvidenceStopping", state["settings"], self._settings())
+        check_settings("EvidenceStopping", state["settings"], self._settings())
         if self._model is None:
             raise HeldinError(
                 "EvidenceStopping.load_state_dict: called after remove(); make a new one"

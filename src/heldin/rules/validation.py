@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from heldin.errors import HeldinError
-from heldin.state.history import FORM as HISTORY
+from heldin.state.history import STATE_SCHEMA as HISTORY
 from heldin.state.history import History, Record
-from heldin.state.schema import all_or_nothing, fits, same_settings, signature, state_of, whole
+from heldin.state.schema import (
+    check_int,
+    check_schema,
+    check_settings,
+    checked_state,
+    load_or_roll_back,
+    model_signature,
+)
+
+from .base import StoppingRule, deprecated
 
 __all__ = ["ValidationStopping"]
 
-FORM = {  # of a saved state
+STATE_SCHEMA = {  # of a saved state
     "settings": dict,
     "step": int,
     "streak": int,
@@ -32,7 +40,7 @@ FORM = {  # of a saved state
 }
 
 
-class ValidationStopping:
+class ValidationStopping(StoppingRule):
     """Stops training when the validation loss has not improved for `patience` checks.
 
     The counterpart of `heldin.EvidenceStopping`, with the same interface. Call `step()` before
@@ -47,8 +55,9 @@ class ValidationStopping:
         improvement: by how much a loss must be below the best to count as better.
         warmup: number of first steps at which training is never stopped.
         every: check every so many steps.
-        restore: at the stop, put the weights (and buffers) of the best check back.
+        restore_best: at the stop, put the weights (and buffers) of the best check back.
         history: how many records to keep, see `heldin.state.History`.
+        restore: the old name of `restore_best`.
 
     >>> import heldin, torch
     >>> model = torch.nn.Linear(2, 1)
@@ -70,30 +79,33 @@ class ValidationStopping:
         improvement: float = 0.0,
         warmup: int = 0,
         every: int = 1,
-        restore: bool = True,
+        restore_best: bool = True,
         history: int = 4096,
+        restore: bool | None = None,
     ) -> None:
+        super().__init__()
         name = type(self).__name__
+        if restore is not None:
+            deprecated(f"{name}(restore=...)", f"{name}(restore_best=...)")
+            restore_best = restore
         if not isinstance(model, nn.Module):
             raise HeldinError(f"{name}: expected a torch.nn.Module, got {type(model)}")
         if loss is not None and not callable(loss):
             raise HeldinError(f"{name}: loss must be a function without arguments, got {loss!r}")
         if not improvement >= 0:
             raise HeldinError(f"{name}: improvement must be a number >= 0, got {improvement!r}")
-        self.patience = whole(name, "patience", patience, 1)
-        self.warmup = whole(name, "warmup", warmup, 0)
-        self.every = whole(name, "every", every, 1)
-        self.improvement, self.restore = improvement, restore
-        self.history = History(whole(name, "history", history, 2))
-        self.should_stop = False
-        self.stopped_step: int | None = None
-        self.reason = "no check yet"
+        self.patience = check_int(name, "patience", patience, 1)
+        self.warmup = check_int(name, "warmup", warmup, 0)
+        self.every = check_int(name, "every", every, 1)
+        self.improvement = improvement
+        self._restores = restore_best
+        self.history = History(check_int(name, "history", history, 2))
         self.best_loss = math.inf
         self.best_step: int | None = None
         self.last_loss = math.nan
         self._best: dict[str, Tensor] = {}
         self._model: nn.Module | None = model
-        self._signature = signature(model)
+        self._signature = model_signature(model)
         self._loss = loss
         self._step = 0
         self._streak = 0
@@ -112,7 +124,7 @@ class ValidationStopping:
             loss: the validation loss, if no function was given for it.
         """
         if self._model is None:
-            raise HeldinError("ValidationStopping.step: called after remove(); make a new one")
+            raise HeldinError("ValidationStopping.step: called after close(); make a new one")
         self._step += 1
         if self._step % self.every == 0:
             self._check(float(loss) if loss is not None else self._validate(self._model))
@@ -143,7 +155,7 @@ class ValidationStopping:
             self.last_loss = loss
             if loss < self.best_loss - self.improvement or self.best_step is None:
                 self.best_loss, self.best_step, self._streak = loss, self._step, 0
-                if self.restore and not self.should_stop:
+                if self._restores and not self.should_stop:
                     self._best = self._weights()
                 self.reason = f"{at}, the best so far"
             else:
@@ -154,8 +166,8 @@ class ValidationStopping:
         stop = stop and self._step > self.warmup
         if stop:
             self.should_stop, self.stopped_step = True, self._step
-            if self.restore:
-                self.restore_best()
+            if self._restores:
+                self.restore()
         raw = math.nan if bad else loss
         self.history.append(Record(self._step, 0, raw, self.criterion, {}, bad), stop)
 
@@ -164,14 +176,19 @@ class ValidationStopping:
         state = self._model.state_dict()
         return {n: v.detach().clone() for n, v in state.items() if isinstance(v, Tensor)}
 
-    def restore_best(self) -> None:
-        """Put the weights of the best check back; done by itself at a stop with `restore`."""
+    def restore(self) -> None:
+        """Put the weights of the best check back; done by itself at a stop with `restore_best`."""
         if self._model is None or not self._best:
             raise HeldinError(
-                "ValidationStopping.restore_best: no weights are kept; it needs restore=True and a "
-                "check, before remove()"
+                "ValidationStopping.restore: no weights are kept; it needs restore_best=True and a "
+                "check, before close()"
             )
         self._model.load_state_dict(self._best, strict=False)
+
+    def restore_best(self) -> None:
+        """The old name of `restore`."""
+        deprecated("ValidationStopping.restore_best", "ValidationStopping.restore")
+        self.restore()
 
     # -- reports
 
@@ -185,16 +202,13 @@ class ValidationStopping:
         }
         return {name: value for name, value in values.items() if math.isfinite(value)}
 
-    def __repr__(self) -> str:
-        return f"<heldin.ValidationStopping: {self.reason}>"
-
     # -- saving and closing
 
     def _settings(self) -> dict[str, Any]:
         if self._model is not None:
-            self._signature = signature(self._model)
-        names = ("every", "improvement", "restore")
-        return {**{n: getattr(self, n) for n in names}, "model": self._signature}
+            self._signature = model_signature(self._model)
+        own = {"every": self.every, "improvement": self.improvement}
+        return own | {"restore_best": self._restores, "model": self._signature}
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs, the best weights included."""
@@ -217,12 +231,17 @@ class ValidationStopping:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
         name = "ValidationStopping"
-        all_or_nothing(name, self._take, state_of(name, state, 1, FORM), self.state_dict())
+        load_or_roll_back(
+            name, self._take, checked_state(name, state, 1, STATE_SCHEMA), self.state_dict()
+        )
 
     def _take(self, state: Mapping[str, Any]) -> None:
-        same_settings("ValidationStopping", state["settings"], self._settings())
+        saved = dict(state["settings"])
+        if "restore" in saved:  # its name in 0.1
+            saved["restore_best"] = saved.pop("restore")
+        check_settings("ValidationStopping", saved, self._settings())
         if state["best"] and self._model is not None:
-            fits(state["best"], self._weights(), "['best']")
+            check_schema(state["best"], self._weights(), "['best']")
         self.history.load_state_dict(state["history"])
         self._best = {name: value.clone() for name, value in state["best"].items()}
         self._step, self._streak = state["step"], state["streak"]
@@ -230,17 +249,6 @@ class ValidationStopping:
         self.last_loss, self.reason = state["last_loss"], state["reason"]
         self.should_stop, self.stopped_step = state["should_stop"], state["stopped_step"]
 
-    def remove(self) -> None:
+    def close(self) -> None:
         """Let go of the model. What was found stays readable."""
         self._model = None
-
-    def __enter__(self) -> ValidationStopping:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.remove()

@@ -27,7 +27,7 @@ except ImportError as error:
 import torch
 from torch import nn
 
-from heldin.tables.trainer import Pace
+from heldin.tables.trainer import TrainingConfig
 
 from .base import Layers
 from .kinds import Classifier, Hidden, Linear, Regressor
@@ -263,7 +263,9 @@ class LinearRegression(Regressor, Linear):
     ) -> None:
         self._remember(locals())
 
-    def _begin(self, model: nn.Sequential, pace: Pace, y: Any, weights: Any) -> Pace:
+    def _begin(
+        self, model: nn.Sequential, config: TrainingConfig, y: Any, weights: Any
+    ) -> TrainingConfig:
         middle = np.average(y, axis=0, weights=weights)
         if self.fit_intercept:
             with torch.no_grad():
@@ -271,9 +273,9 @@ class LinearRegression(Regressor, Linear):
         centre = middle if self.fit_intercept else 0.0
         spread = float(np.sqrt(np.average((y - centre) ** 2, axis=0, weights=weights).mean()))
         if self.solver != "adam" or spread == 0.0:
-            return pace
+            return config
         rate, epsilon = self.learning_rate_init * spread, self.epsilon * spread
-        return replace(pace, learning_rate_init=rate, epsilon=epsilon)
+        return replace(config, learning_rate_init=rate, epsilon=epsilon)
 
     def _keep_layers(self, layers: Layers) -> None:
         super()._keep_layers(layers)

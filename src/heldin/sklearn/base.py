@@ -18,11 +18,12 @@ from sklearn.utils import check_random_state
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 from torch import Tensor, nn
 
+from heldin.rules.estimated.choose import ESTIMATED_RULES
 from heldin.state.estimates import EstimateHistory
-from heldin.tables.mlp import Inputs, build, load, outputs_of
-from heldin.tables.trainer import Outcome, Pace, Report, Trainer
+from heldin.tables.mlp import Inputs, build_network, network_outputs, set_weights
+from heldin.tables.trainer import Outcome, Report, Trainer, TrainingConfig
 
-from .parameters import Unfit, check
+from .parameters import InvalidParameter, check_parameters
 
 __all__ = ["Estimator", "Layers", "Targets"]
 
@@ -120,9 +121,11 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
         """Layers for inputs as given -> for changed inputs, or back."""
         return layers
 
-    def _begin(self, model: nn.Sequential, pace: Pace, y: Any, weights: Any) -> Pace:
-        """Change the first weights and the pace."""
-        return pace
+    def _begin(
+        self, model: nn.Sequential, config: TrainingConfig, y: Any, weights: Any
+    ) -> TrainingConfig:
+        """Change the first weights and how to train."""
+        return config
 
     # -- parameters
 
@@ -137,13 +140,13 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
         tags.input_tags.sparse = True
         return tags
 
-    def _refuse(self, message: str) -> Unfit:
-        return Unfit(f"{type(self).__name__}: {message}")
+    def _refuse(self, message: str) -> InvalidParameter:
+        return InvalidParameter(f"{type(self).__name__}: {message}")
 
     def _rule(self) -> Any:
         """Check the parameters; the name of the rule."""
         given = self.get_params(deep=False)
-        check(type(self).__name__, given)
+        check_parameters(type(self).__name__, given)
         rule = {True: "auto", False: "none"}.get(self.early_stopping, self.early_stopping)
         slows_down = given["learning_rate"] == "adaptive" and given["solver"] == "sgd"
         if slows_down and rule != "none":
@@ -153,9 +156,9 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
             )
         return rule
 
-    def _pace(self) -> Pace:
+    def _config(self) -> TrainingConfig:
         given = self.get_params(deep=False)
-        return Pace(**{f.name: given[f.name] for f in fields(Pace)})
+        return TrainingConfig(**{f.name: given[f.name] for f in fields(TrainingConfig)})
 
     # -- data
 
@@ -211,7 +214,7 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
         X, y, weights = self._checked(X, y, sample_weight, first)
         if X.shape[0] < 2:
             raise self._refuse("there is only one sample (n_samples=1), too few to learn from")
-        if sparse.issparse(X) and rule in ("auto", "folds", "shadow", "leave-one-out"):
+        if sparse.issparse(X) and (rule == "auto" or rule in ESTIMATED_RULES):
             if rule != "auto":
                 raise self._refuse(
                     f"early_stopping={rule!r} needs dense rows, and {X.shape[0]} x {X.shape[1]} of "
@@ -274,17 +277,17 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
 
     def _trainer(self, X: Any, targets: Targets, weights: Any, seed: int, first: bool) -> Trainer:
         hidden = np.atleast_1d(np.asarray(self.hidden_layer_sizes, int)).tolist()
-        model = build(
+        model = build_network(
             [X.shape[1], *hidden, targets.outputs],
             self.activation,
             bias=self.fit_intercept,
             dtype=torch.float32 if X.dtype == np.float32 else torch.float64,
             generator=torch.Generator().manual_seed(seed) if hidden else None,
         )
-        X, pace = self._scale(X, weights, first), self._pace()
+        X, config = self._scale(X, weights, first), self._config()
         if first:
-            pace = self._begin(model, pace, targets.y, weights)
-        elif not load(model, self._scaled(self._layers(), back=False)):
+            config = self._begin(model, config, targets.y, weights)
+        elif not set_weights(model, self._scaled(self._layers(), back=False)):
             raise self._refuse(
                 "to go on from the fit before, the inputs, the layers and the classes must be the "
                 "same; set warm_start=False"
@@ -296,7 +299,7 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
             _inputs(X),
             _tensor(targets.y, model),
             None if equal else torch.from_numpy(weights).to(_dtype(model)),
-            pace,
+            config,
             seed,
         )
 
@@ -349,9 +352,9 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
         layers = self._layers()
         sizes = [layers[0][0].shape[0], *(weight.shape[1] for weight, _ in layers)]
         kind = torch.from_numpy(layers[0][0]).dtype
-        model = build(sizes, self.activation, bias=layers[0][1] is not None, dtype=kind)
-        load(model, layers)
-        return outputs_of(model, _inputs(X.astype(layers[0][0].dtype, copy=False))).numpy()
+        model = build_network(sizes, self.activation, bias=layers[0][1] is not None, dtype=kind)
+        set_weights(model, layers)
+        return network_outputs(model, _inputs(X.astype(layers[0][0].dtype, copy=False))).numpy()
 
 
 def _dtype(model: nn.Sequential) -> torch.dtype:

@@ -10,12 +10,12 @@ import numpy as np
 
 from heldin.errors import HeldinError
 from heldin.tables.mlp import ACTIVATIONS
-from heldin.tables.trainer import RULES
+from heldin.tables.trainer import RULE_NAMES
 
-__all__ = ["Unfit", "check"]
+__all__ = ["InvalidParameter", "check_parameters"]
 
 
-class Unfit(HeldinError, ValueError):
+class InvalidParameter(HeldinError, ValueError):
     """Arguments or data that an estimator cannot be fitted with."""
 
 
@@ -59,7 +59,7 @@ KNOWN: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "warm_start": FLAG,
     "momentum": SHARE,
     "nesterovs_momentum": FLAG,
-    "early_stopping": _one_of(*RULES, True, False),
+    "early_stopping": _one_of(*RULE_NAMES, True, False),
     "validation_fraction": (lambda v: _number(v, 0, 1) and v > 0, "a number between 0 and 1"),
     "beta_1": SHARE,
     "beta_2": SHARE,
@@ -69,10 +69,10 @@ KNOWN: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def check(owner: str, given: Mapping[str, Any]) -> None:
+def check_parameters(owner: str, given: Mapping[str, Any]) -> None:
     """Refuse values that are not understood."""
     for name, value in given.items():
         good, wanted = KNOWN.get(name, (lambda _: True, ""))
         if not good(value):
             why = "; lbfgs has no steps to stop at" if name == "solver" and value == "lbfgs" else ""
-            raise Unfit(f"{owner}: {name} must be {wanted}, got {value!r}{why}")
+            raise InvalidParameter(f"{owner}: {name} must be {wanted}, got {value!r}{why}")

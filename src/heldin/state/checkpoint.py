@@ -17,6 +17,8 @@ import torch
 
 from heldin.errors import HeldinError
 
+from .files import replacing
+
 __all__ = ["load", "save"]
 
 VERSION = 1
@@ -49,23 +51,14 @@ def save(path: str | Path, /, **states: Any) -> None:
     >>> stopping.remove()
     """
     path = Path(path)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        with open(part, "w+b") as file:
-            torch.save(states, file)
-            _readable(part, file)
-            file.seek(-2, os.SEEK_END)  # the length of the archive's comment, which is zero
-            size = file.tell()
-            comment = MARK + b"%06d " % VERSION + _digest(file, size).encode()
-            file.seek(size)
-            file.write(struct.pack("<H", len(comment)) + comment)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
-    _sync_folder(path.parent)
+    with replacing(path) as part, open(part, "w+b") as file:
+        torch.save(states, file)
+        _readable(part, file)
+        file.seek(-2, os.SEEK_END)  # the length of the archive's comment, which is zero
+        size = file.tell()
+        comment = MARK + b"%06d " % VERSION + _digest(file, size).encode()
+        file.seek(size)
+        file.write(struct.pack("<H", len(comment)) + comment)
 
 
 def load(path: str | Path, /) -> dict[str, Any]:
@@ -136,13 +129,3 @@ def _readable(part: Path, file: IO[bytes]) -> None:
             "heldin.state.save: the states hold something besides tensors, numbers, strings, lists "
             f"and dicts, which could not be loaded again safely; convert it ({first})"
         ) from error
-
-
-def _sync_folder(folder: Path) -> None:
-    """The new name is on disk too (where a folder can be opened; not on Windows)."""
-    if os.name == "posix":
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

@@ -5,26 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
-from typing import Any, Literal, overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
 
 from heldin.errors import HeldinError
 
-from .export import Columns, axes
+from .export import Exportable, axes
 
-__all__ = ["COVERAGE", "FORM", "Estimate", "EstimateHistory", "Rule"]
+__all__ = ["COVERAGE", "STATE_SCHEMA", "Estimate", "EstimateHistory"]
 
 # of a saved state
-FORM = {"records": Tensor, "best_step": (int, None), "stopped_step": (int, None)}
-
-Rule = Literal["folds", "shadow", "leave-one-out"]
+STATE_SCHEMA = {"records": Tensor, "best_step": (int, None), "stopped_step": (int, None)}
 
 # Share of the study's runs whose test loss at the stop lay within so many standard errors of the
 # estimate: measured, not nominal. Folds and leave-one-out at n <= 200, a shadow at n >= 500;
 # docs/which-rule.md has the table, and a test compares.
-COVERAGE: Mapping[Rule, Mapping[int, float]] = {
+COVERAGE: Mapping[str, Mapping[int, float]] = {
     "folds": {2: 0.80, 3: 0.91},
     "shadow": {2: 0.91, 3: 0.97},
     "leave-one-out": {2: 0.73, 3: 0.82},
@@ -52,7 +50,7 @@ class Estimate:
     training_loss: float
 
 
-class EstimateHistory(Columns, Sequence[Estimate]):
+class EstimateHistory(Exportable, Sequence[Estimate]):
     """The checks of a run, oldest first.
 
     Attributes:
@@ -66,7 +64,7 @@ class EstimateHistory(Columns, Sequence[Estimate]):
     [0.7]
     """
 
-    def __init__(self, rule: Rule = "folds") -> None:
+    def __init__(self, rule: str = "folds") -> None:
         self.rule = rule
         self.best_step: int | None = None
         self.stopped_step: int | None = None
@@ -107,9 +105,10 @@ class EstimateHistory(Columns, Sequence[Estimate]):
         Returns:
             The matplotlib axes.
         """
-        covered = COVERAGE[self.rule].get(errors)
-        if covered is None:
+        if errors not in (2, 3):
             raise HeldinError(f"history.plot: errors must be 2 or 3, got {errors!r}")
+        known = COVERAGE.get(self.rule, {}).get(errors)
+        covered = "" if known is None else f" (covered {known:.0%} in our study)"
         ax = axes(ax, (6, 3.5))
         table = self.columns()
         steps, middle = table["step"], table["estimate"]
@@ -121,7 +120,7 @@ class EstimateHistory(Columns, Sequence[Estimate]):
             color="tab:orange",
             alpha=0.2,
             linewidth=0,
-            label=f"±{errors} standard errors (covered {covered:.0%} in our study)",
+            label=f"±{errors} standard errors{covered}",
         )
         ax.plot(steps, table["training_loss"], color="0.4", label="training loss")
         ax.plot(steps, middle, color="tab:orange", label="estimated test loss")

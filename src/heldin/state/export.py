@@ -9,10 +9,10 @@ from typing import Any
 
 from heldin.errors import HeldinError
 
-__all__ = ["Columns", "axes"]
+__all__ = ["Exportable", "axes"]
 
 
-class Columns(ABC):
+class Exportable(ABC):
     """Has columns of equal length, and can write them."""
 
     @abstractmethod

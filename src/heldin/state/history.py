@@ -12,13 +12,13 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from .export import Columns, axes
+from .export import Exportable, axes
 
-__all__ = ["FORM", "History", "Record"]
+__all__ = ["STATE_SCHEMA", "History", "Record"]
 
 WAITING = 32  # checks that are put off at most
 
-FORM = {  # of a saved state
+STATE_SCHEMA = {  # of a saved state
     "limit": int,
     "stride": int,
     "checks": int,
@@ -105,7 +105,7 @@ class _Table:
         return Record(self.steps[i], self.counts[i], self.raw[i], self.criterion[i], groups, bad)
 
 
-class History(Columns, Sequence[Record]):
+class History(Exportable, Sequence[Record]):
     """The checks of a run, oldest first.
 
     At most `limit` records are kept: when it is full every second one is dropped, and from then on

@@ -12,42 +12,42 @@ from torch import Tensor, nn
 from heldin.errors import HeldinError
 
 __all__ = [
-    "all_or_nothing",
-    "fits",
-    "same_settings",
-    "share",
-    "signature",
-    "state_of",
-    "unlike",
-    "whole",
+    "check_fraction",
+    "check_int",
+    "check_schema",
+    "check_settings",
+    "checked_state",
+    "load_or_roll_back",
+    "model_signature",
+    "schema_error",
 ]
 
-Form = Any  # see `unlike`
+Schema = Any  # see `schema_error`
 
 
-def whole(owner: str, name: str, value: Any, least: int) -> int:
+def check_int(owner: str, name: str, value: Any, least: int) -> int:
     """An integer that is at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise HeldinError(f"{owner}: {name} must be a whole number >= {least}, got {value!r}")
     return value
 
 
-def share(owner: str, name: str, value: Any) -> float:
+def check_fraction(owner: str, name: str, value: Any) -> float:
     """A number in [0, 1)."""
     if not isinstance(value, (int, float)) or not 0 <= value < 1:
         raise HeldinError(f"{owner}: {name} must lie in [0, 1), got {value!r}")
     return float(value)
 
 
-def unlike(value: Any, form: Form, place: str = "") -> str | None:
+def schema_error(value: Any, form: Schema, place: str = "") -> str | None:
     """Where a saved value does not have the form it should have, and why; None if it has.
 
     A form is a type or a tuple of types, None, a tensor (for one of its shape and type), a list of
     one form (for any number of such entries), a dict of forms by name, or {type: form} (for any
     names of that type).
 
-    >>> unlike({"step": 3, "names": ["a", "b"]}, {"step": int, "names": [str]})
-    >>> unlike({"step": 3, "names": ["a", None]}, {"step": int, "names": [str]})
+    >>> schema_error({"step": 3, "names": ["a", "b"]}, {"step": int, "names": [str]})
+    >>> schema_error({"step": 3, "names": ["a", None]}, {"step": int, "names": [str]})
     "['names'][1] is a NoneType, not str"
     """
     if isinstance(form, Tensor):
@@ -81,17 +81,17 @@ def unlike(value: Any, form: Form, place: str = "") -> str | None:
             return None
         names = " or ".join("None" if kind is None else kind.__name__ for kind in kinds)
         return f"{place} is a {type(value).__name__}, not {names}"
-    return next((why for each in inside if (why := unlike(*each)) is not None), None)
+    return next((why for each in inside if (why := schema_error(*each)) is not None), None)
 
 
-def fits(value: Any, form: Form, place: str = "") -> None:
-    """Refuse a part of a state that does not have its form; see `unlike`."""
-    why = unlike(value, form, place)
+def check_schema(value: Any, form: Schema, place: str = "") -> None:
+    """Refuse a part of a state that does not have its form; see `schema_error`."""
+    why = schema_error(value, form, place)
     if why is not None:
         raise ValueError(why)
 
 
-def signature(model: nn.Module) -> str:
+def model_signature(model: nn.Module) -> str:
     """Names and shapes of a model's parameters, in short; wrappers around it do not matter."""
     wrappers = {"module", "_orig_mod", "_forward_module", "_fsdp_wrapped_module"}
     names = []
@@ -104,7 +104,7 @@ def signature(model: nn.Module) -> str:
     return f"{len(names)} parameters with {size} numbers ({code:08x})"
 
 
-def state_of(owner: str, state: Any, version: int, form: Form) -> Mapping[str, Any]:
+def checked_state(owner: str, state: Any, version: int, form: Schema) -> Mapping[str, Any]:
     """A saved state, if it is one that `owner` wrote and this version of heldin understands."""
     if not isinstance(state, Mapping) or not isinstance(state.get("heldin"), str):
         raise HeldinError(
@@ -120,7 +120,7 @@ def state_of(owner: str, state: Any, version: int, form: Form) -> Mapping[str, A
             f"{owner}.load_state_dict: the state has version {state.get('version')!r}, this "
             f"heldin reads version {version}; load it with the heldin that wrote it"
         )
-    why = unlike(state, form)
+    why = schema_error(state, form)
     if why is not None:
         raise HeldinError(
             f"{owner}.load_state_dict: the state is incomplete or damaged ({why}); load an older "
@@ -129,7 +129,7 @@ def state_of(owner: str, state: Any, version: int, form: Form) -> Mapping[str, A
     return state
 
 
-def same_settings(owner: str, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+def check_settings(owner: str, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     """Refuse a state whose values were formed in another way than they would be from now on."""
     for name, value in own.items():
         if name not in saved or saved[name] != value:
@@ -139,7 +139,7 @@ def same_settings(owner: str, saved: Mapping[str, Any], own: Mapping[str, Any]) 
             )
 
 
-def all_or_nothing(
+def load_or_roll_back(
     owner: str,
     take: Callable[[Mapping[str, Any]], None],
     state: Mapping[str, Any],

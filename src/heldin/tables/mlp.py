@@ -16,7 +16,14 @@ from torch import Tensor, nn
 from heldin.capture.moments import Moments
 from heldin.rules.estimated.engines import ACTIVATIONS as SLOPES
 
-__all__ = ["ACTIVATIONS", "Inputs", "Passes", "build", "load", "outputs_of"]
+__all__ = [
+    "ACTIVATIONS",
+    "Inputs",
+    "ManualBackprop",
+    "build_network",
+    "network_outputs",
+    "set_weights",
+]
 
 CHUNK = 4096  # rows in one evaluation
 ACTIVATIONS: dict[str, type[nn.Module]] = {
@@ -34,7 +41,7 @@ class Inputs(Protocol):
     def __getitem__(self, index: Any, /) -> Tensor: ...
 
 
-def build(
+def build_network(
     sizes: Sequence[int],
     activation: str,
     *,
@@ -46,7 +53,7 @@ def build(
 
     The global random stream is not used.
 
-    >>> build([3, 5, 2], "relu")
+    >>> build_network([3, 5, 2], "relu")
     Sequential(
       (0): Linear(in_features=3, out_features=5, bias=True)
       (1): ReLU()
@@ -65,8 +72,8 @@ def build(
     return nn.Sequential(*layers)
 
 
-class Passes:
-    """Forward and backward passes of a network that `build` made.
+class ManualBackprop:
+    """Forward and backward passes of a network that `build_network` made.
 
     Gradients are written into the parameters' `grad`. With `observe`, sums of the samples'
     contributions and of their squares add up until `moments` is called.
@@ -142,7 +149,7 @@ class Passes:
 
 
 @torch.no_grad()
-def load(model: nn.Sequential, layers: Sequence[tuple[Any, Any]]) -> bool:
+def set_weights(model: nn.Sequential, layers: Sequence[tuple[Any, Any]]) -> bool:
     """Set weights (inputs, outputs) and biases of the layers; False if the shapes are others."""
     linear = [layer for layer in model if isinstance(layer, nn.Linear)]
     shapes = [(layer.in_features, layer.out_features) for layer in linear]
@@ -156,7 +163,7 @@ def load(model: nn.Sequential, layers: Sequence[tuple[Any, Any]]) -> bool:
 
 
 @torch.no_grad()
-def outputs_of(model: nn.Sequential, x: Inputs) -> Tensor:
+def network_outputs(model: nn.Sequential, x: Inputs) -> Tensor:
     """(n, outputs), in pieces that fit into memory."""
     pieces = [x[slice(i, i + CHUNK)] for i in range(0, len(x), CHUNK)]
     return torch.cat([model(piece) for piece in pieces])

@@ -15,7 +15,7 @@ from heldin.errors import HeldinError
 from heldin.state.estimates import Estimate, EstimateHistory
 
 from .columns import Columns, category
-from .mlp import build, load, outputs_of
+from .mlp import build_network, network_outputs, set_weights
 
 __all__ = ["TabularModel", "Target"]
 
@@ -213,9 +213,9 @@ class TabularModel:
         """(n, outputs) of the network, and the numbers of unknown categories by column."""
         inputs, unknown = self.columns.encode(frame, path)
         sizes = [len(self.layers[0][0]), *(weight.shape[1] for weight, _ in self.layers)]
-        network = build(sizes, self.activation)
-        load(network, self.layers)
-        return outputs_of(network, torch.from_numpy(inputs)), unknown
+        network = build_network(sizes, self.activation)
+        set_weights(network, self.layers)
+        return network_outputs(network, torch.from_numpy(inputs)), unknown
 
     def predict(self, frame: Any, path: str | Path) -> tuple[Any, dict[str, int]]:
         """A DataFrame of predictions (and probabilities), and the numbers of unknown categories."""

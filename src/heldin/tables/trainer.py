@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from heldin.errors import HeldinError
-from heldin.rules.estimated.base import PathStopping
-from heldin.rules.estimated.choose import stopping
+from heldin.rules.estimated.choose import ESTIMATED_RULES, stopping
 from heldin.rules.estimated.folds import FoldStopping, ShadowStopping
 from heldin.rules.estimated.losses import LossFunction, RowLoss
 from heldin.rules.evidence import EvidenceStopping
@@ -24,12 +23,11 @@ from heldin.rules.validation import ValidationStopping
 from heldin.state.estimates import EstimateHistory
 from heldin.state.history import History
 
-from .mlp import Inputs, Passes, outputs_of
+from .mlp import Inputs, ManualBackprop, network_outputs
 
-__all__ = ["RULES", "Outcome", "Pace", "Report", "Trainer"]
+__all__ = ["RULE_NAMES", "Outcome", "Report", "Trainer", "TrainingConfig"]
 
-Rule = Literal["auto", "folds", "shadow", "leave-one-out", "evidence", "validation", "none"]
-RULES: tuple[Rule, ...] = ("auto", "folds", "shadow", "leave-one-out", "evidence", "validation")
+RULE_NAMES = ("auto", *ESTIMATED_RULES, "evidence", "validation")  # beside "none"
 SMOOTHING = 0.8  # of the evidence of whole epochs, see docs/which-rule.md
 TURNED = 3  # checks after the lowest estimate, for it to count as passed
 
@@ -37,7 +35,7 @@ Report = Callable[[int, float, str], None]  # epoch, training loss, what the rul
 
 
 @dataclass(frozen=True)
-class Pace:
+class TrainingConfig:
     """How to train; names and meanings are those of scikit-learn's MLPClassifier."""
 
     solver: str = "adam"
@@ -119,7 +117,7 @@ class Outcome:
 
 
 class Trainer:
-    """Trains a network that `build` made.
+    """Trains a network that `build_network` made.
 
     Args:
         model: the network.
@@ -128,7 +126,7 @@ class Trainer:
         x: (n, inputs).
         y: (n,) class numbers or (n, outputs).
         weights: (n,) with mean 1, or None.
-        pace: how to train.
+        config: how to train.
         seed: of the order of rows and the rule's draws.
     """
 
@@ -139,15 +137,15 @@ class Trainer:
         x: Inputs,
         y: Tensor,
         weights: Tensor | None,
-        pace: Pace,
+        config: TrainingConfig,
         seed: int,
     ) -> None:
         self.model, self.loss_fn, self.x, self.y = model, loss_fn, x, y
-        self.weights, self.pace, self.seed = weights, pace, seed
-        self.rows = pace.rows(len(y))
-        self.optimizer = pace.optimizer(model, self.rows)
-        self.passes = Passes(model)
-        self.loss = RowLoss.of(loss_fn, outputs_of(model, x[slice(0, 256)]), y[:256])
+        self.weights, self.config, self.seed = weights, config, seed
+        self.rows = config.rows(len(y))
+        self.optimizer = config.optimizer(model, self.rows)
+        self.passes = ManualBackprop(model)
+        self.loss = RowLoss.of(loss_fn, network_outputs(model, x[slice(0, 256)]), y[:256])
         self.ready = self.loss.ready(y)
         self.generator = torch.Generator().manual_seed(seed)
         self.seen = 0  # rows that have gone by
@@ -157,16 +155,18 @@ class Trainer:
 
     def _order(self) -> Tensor:
         n = len(self.y)
-        return torch.randperm(n, generator=self.generator) if self.pace.shuffle else torch.arange(n)
+        return (
+            torch.randperm(n, generator=self.generator) if self.config.shuffle else torch.arange(n)
+        )
 
     def steps(self) -> Iterator[Tensor]:
         """Take the optimiser steps of an epoch; what is given are the row numbers of each."""
-        assert self.loss.slope is not None
+        assert self.loss.row_gradient is not None
         summed, weights = torch.zeros((), dtype=torch.float64), self.weights
         for index in self._order().split(self.rows):
             outputs = self.passes.forward(self.x[index])
-            losses = self.loss.apart(outputs, self.y[index])
-            slope = self.loss.slope(outputs, self.ready[index])
+            losses = self.loss.per_row(outputs, self.y[index])
+            slope = self.loss.row_gradient(outputs, self.ready[index])
             if weights is not None:
                 some = weights[index]
                 losses, slope = losses * some, slope.mul_(some.unsqueeze(1))
@@ -181,19 +181,19 @@ class Trainer:
         self.outcome.epochs += 1
         self.outcome.losses.append(loss)
         self.seen += len(self.y)
-        if self.pace.solver == "sgd" and self.pace.learning_rate == "invscaling":
-            rate = self.pace.learning_rate_init / (self.seen + 1) ** self.pace.power_t
+        if self.config.solver == "sgd" and self.config.learning_rate == "invscaling":
+            rate = self.config.learning_rate_init / (self.seen + 1) ** self.config.power_t
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
 
     def mean_loss(self, x: Inputs, y: Tensor, weights: Tensor | None) -> float:
         """Of the network as it is."""
-        losses = self.loss.apart(outputs_of(self.model, x), y).double()
+        losses = self.loss.per_row(network_outputs(self.model, x), y).double()
         return float((losses if weights is None else losses * weights).mean())
 
     # -- until a rule asks to stop
 
-    def run(self, rule: Rule, held_out: Any = None, report: Report | None = None) -> Outcome:
+    def run(self, rule: str, held_out: Any = None, report: Report | None = None) -> Outcome:
         """Train; the rule's weights are in the model at the end.
 
         Args:
@@ -217,17 +217,17 @@ class Trainer:
 
     def _by_loss(self, tell: Report) -> None:
         """Until the training loss has not improved for a while."""
-        best, since, out, pace = math.inf, 0, self.outcome, self.pace
-        while out.epochs < pace.max_iter and not out.stopped:
+        best, since, out, config = math.inf, 0, self.outcome, self.config
+        while out.epochs < config.max_iter and not out.stopped:
             for _ in self.steps():
                 pass
             loss = out.losses[-1]
-            since = since + 1 if loss > best - pace.tol else 0
+            since = since + 1 if loss > best - config.tol else 0
             best = min(best, loss)
-            out.reason = f"training loss not {pace.tol:g} lower for {since} epochs"
-            if since > pace.n_iter_no_change:
+            out.reason = f"training loss not {config.tol:g} lower for {since} epochs"
+            if since > config.n_iter_no_change:
                 rates = [group["lr"] for group in self.optimizer.param_groups]
-                slower = pace.solver == "sgd" and pace.learning_rate == "adaptive"
+                slower = config.solver == "sgd" and config.learning_rate == "adaptive"
                 if slower and rates[0] > 1e-6:
                     since = 0
                     for group in self.optimizer.param_groups:
@@ -242,7 +242,7 @@ class Trainer:
         out = self.outcome
         out.evidence, self.passes.observe = [], True
         with EvidenceStopping(self.model, smoothing=SMOOTHING, estimator="exact") as rule:
-            while out.epochs < self.pace.max_iter and not out.stopped:
+            while out.epochs < self.config.max_iter and not out.stopped:
                 before = out.steps
                 for _ in self.steps():
                     pass
@@ -254,14 +254,14 @@ class Trainer:
 
     def _by_validation(self, held_out: Any, tell: Report) -> None:
         """Until the loss on rows that were held out has not improved for a while."""
-        out, pace = self.outcome, self.pace
+        out, config = self.outcome, self.config
         with ValidationStopping(
             self.model,
             lambda: self.mean_loss(*held_out),
-            patience=pace.n_iter_no_change,
-            improvement=pace.tol,
+            patience=config.n_iter_no_change,
+            improvement=config.tol,
         ) as rule:
-            while out.epochs < pace.max_iter and not out.stopped:
+            while out.epochs < config.max_iter and not out.stopped:
                 for _ in self.steps():
                     pass
                 out.stopped = rule.step()
@@ -269,11 +269,11 @@ class Trainer:
                 tell(out.epochs, out.losses[-1], out.reason)
             if rule.best_step is None:
                 raise HeldinError("the validation loss was never finite; scale the inputs")
-            rule.restore_best()
+            rule.restore()
         out.history = rule.history
         out.best_step = rule.best_step * (out.steps // out.epochs)
 
-    def _by_estimate(self, wanted: Rule, tell: Report) -> None:
+    def _by_estimate(self, wanted: str, tell: Report) -> None:
         """Until the estimated test loss has passed its lowest value."""
         out, n = self.outcome, len(self.y)
         options: dict[str, Any] = {"sample_weight": self.weights, "seed": self.seed % 2**31}
@@ -289,11 +289,10 @@ class Trainer:
             out.rule, out.chosen = "evidence", str(error)
             self._by_evidence(tell)
             return
-        names: dict[type[PathStopping], str] = {FoldStopping: "folds", ShadowStopping: "shadow"}
-        out.rule, out.chosen = names.get(type(rule), "leave-one-out"), rule.reason_chosen
+        out.rule, out.chosen = rule.name, rule.reason_chosen
         follow = self._inside if isinstance(rule, (FoldStopping, ShadowStopping)) else self._beside
         with rule:
-            while out.epochs < self.pace.max_iter and not rule.should_stop:
+            while out.epochs < self.config.max_iter and not rule.should_stop:
                 follow(rule)
                 tell(out.epochs, out.losses[-1], rule.reason)
         out.stopped, out.reason = rule.should_stop, rule.reason
@@ -306,7 +305,7 @@ class Trainer:
         rule.train(
             self.rows,
             max_steps=self.outcome.steps + -(-len(self.y) // self.rows),
-            shuffle=self.pace.shuffle,
+            shuffle=self.config.shuffle,
             generator=self.generator,
         )
         self.outcome.steps = rule._step

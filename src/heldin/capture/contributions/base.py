@@ -36,8 +36,13 @@ class Contributions(ABC):
     def samples(self, lo: int, hi: int) -> Tensor:
         """Contributions of samples lo..hi-1, (hi - lo, *shape)."""
 
-    def moments(self, total: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Sum and sum of squares over all samples; the sum may be known already."""
+    def moments(self, total: Tensor | None, room: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Sum and sum of squares over all samples.
+
+        Args:
+            total: the sum, if it is known already.
+            room: a tensor of the shape, into which the sum of squares may be written.
+        """
         return chunked(self.samples, self.m, self.numel)
 
     def restrict(self, block: Block) -> Contributions:

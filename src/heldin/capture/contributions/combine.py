@@ -12,7 +12,9 @@ from .outer import Outer
 __all__ = ["moments"]
 
 
-def moments(parts: Sequence[Contributions], total: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def moments(
+    parts: Sequence[Contributions], total: Tensor | None = None, room: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Sum and sum of squares of what several uses of one tensor contribute together.
 
     A module that is called twice, tied weights: the contributions of a sample are summed over the
@@ -23,7 +25,7 @@ def moments(parts: Sequence[Contributions], total: Tensor | None = None) -> tupl
         others = [part for part in parts if not isinstance(part, Outer)]
         parts = [Outer.join(outers), *others]
     if len(parts) == 1:
-        return parts[0].moments(total)
+        return parts[0].moments(total, room)
 
     def samples(lo: int, hi: int) -> Tensor:
         result = parts[0].samples(lo, hi)

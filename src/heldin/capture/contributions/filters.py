@@ -66,7 +66,7 @@ class Filters(Contributions):
         size, outputs = self.x.shape[3 + axis], self.grad.shape[3 + axis]
         return overlap(self.place[axis], stride, padding, dilation, size, outputs)
 
-    def moments(self, total: Tensor | None) -> tuple[Tensor, Tensor]:
+    def moments(self, total: Tensor | None, room: Tensor | None = None) -> tuple[Tensor, Tensor]:
         work = self.reads * prod(self.shape[1:]) // self.m + self.numel
         step = max(1, min(self.m, PATCHES // max(1, work)))
         first, second = total, None

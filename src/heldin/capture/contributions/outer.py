@@ -42,13 +42,13 @@ class Outer(Contributions):
     def restrict(self, block: Block) -> Contributions:
         return Outer(self.left[:, :, block[0]], self.right[:, :, block[1]])
 
-    def moments(self, total: Tensor | None) -> tuple[Tensor, Tensor]:
+    def moments(self, total: Tensor | None, room: Tensor | None = None) -> tuple[Tensor, Tensor]:
         left, right = upcast(self.left), upcast(self.right)
         if self.rows == 1:
             left, right = left.squeeze(1), right.squeeze(1)
             if total is None:
                 total = left.mT @ right
-            return total, left.square().mT @ right.square()
+            return total, torch.mm(left.square().mT, right.square(), out=room)
         if self.m * self.numel <= CHUNK // 8:
             each = left.mT @ right
             return each.sum(0) if total is None else total, each.square_().sum(0)
@@ -57,21 +57,21 @@ class Outer(Contributions):
             return first if total is None else total, squares
         if total is None:
             total = left.flatten(0, 1).mT @ right.flatten(0, 1)
-        return total, self._squares_in_strips(left, right)
+        squares = left.new_empty(self.shape) if room is None else room
+        self._squares_in_strips(left, right, squares)
+        return total, squares
 
-    def _squares_in_strips(self, left: Tensor, right: Tensor) -> Tensor:
+    def _squares_in_strips(self, left: Tensor, right: Tensor, squares: Tensor) -> None:
         """Sum over samples of (left_i^T right_i)^2, for as many rows at a time as fit the cache."""
         a, b = self.shape
         height = max(1, CACHE // b)
-        squares = left.new_empty(a, b)
-        room = left.new_empty(min(a, height), b)
+        work = left.new_empty(min(a, height), b)
         for top in range(0, a, height):
             out = squares[top : top + height]
-            each = room[: len(out)]
+            each = work[: len(out)]
             strip = left[:, :, top : top + height].mT
             torch.mm(strip[0], right[0], out=each)
             torch.mul(each, each, out=out)
             for i in range(1, self.m):
                 torch.mm(strip[i], right[i], out=each)
                 out.addcmul_(each, each)
-        return squares

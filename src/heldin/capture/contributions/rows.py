@@ -24,7 +24,7 @@ class Rows(Contributions):
     def samples(self, lo: int, hi: int) -> Tensor:
         return self.values[lo:hi]
 
-    def moments(self, total: Tensor | None) -> tuple[Tensor, Tensor]:
+    def moments(self, total: Tensor | None, room: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return self.values.sum(0), self.values.square().sum(0)
 
     def restrict(self, block: Block) -> Contributions:
@@ -43,7 +43,7 @@ class Owned(Contributions):
         chosen = self.owner == samples.reshape(-1, *[1] * self.values.dim())
         return self.values * chosen
 
-    def moments(self, total: Tensor | None) -> tuple[Tensor, Tensor]:
+    def moments(self, total: Tensor | None, room: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return self.values.clone(), self.values.square()
 
 
@@ -71,6 +71,6 @@ class Moved(Contributions):
     def samples(self, lo: int, hi: int) -> Tensor:
         return torch.stack([self.move(each) for each in self.inner.samples(lo, hi)])
 
-    def moments(self, total: Tensor | None) -> tuple[Tensor, Tensor]:
+    def moments(self, total: Tensor | None, room: Tensor | None = None) -> tuple[Tensor, Tensor]:
         first, second = self.inner.moments(None)
         return self.move(first), self.move(second)

@@ -35,7 +35,7 @@ class Scattered(Contributions):
         inside = (self.index >= lo) & (self.index < hi) & ((self.index - lo) % step == 0)
         return Scattered(torch.where(inside, place, size), self.values[:, :, columns], size)
 
-    def moments(self, total: Tensor | None) -> tuple[Tensor, Tensor]:
+    def moments(self, total: Tensor | None, room: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Sums of equal (sample, row) first, then their squares; no shape depends on the data."""
         if self.m * self.numel <= CHUNK // 8:
             each = self.samples(0, self.m)

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from heldin.pages import markdown_table
+
 from .run import PROCESSES, Measurement
 from .workloads import WORKLOADS
 
@@ -29,14 +31,14 @@ def table(results: Sequence[Measurement]) -> str:
         base = result.seconds["plain"]
         unit = f"{base * 1e3:.1f} ms" if base > 1e-3 else f"{base * 1e6:.0f} us"
         rows.append([result.title, unit, *(_cell(result.ratios.get(m)) for m in methods)])
-    return _markdown(["workload", "plain step", *methods], rows)
+    return markdown_table(["workload", "plain step", *methods], rows)
 
 
 def memory_table(results: Sequence[Measurement]) -> str:
     """Peak memory as a multiple of the plain step's."""
     kept = list(dict.fromkeys(m for r in results for m in r.memory if m != "plain"))
     rows = [[r.title, *(_cell(r.memory.get(m)) for m in kept)] for r in results if r.memory]
-    return _markdown(["workload", *kept], rows) if rows else ""
+    return markdown_table(["workload", *kept], rows) if rows else ""
 
 
 def targets_table(results: Sequence[Measurement]) -> str:
@@ -56,7 +58,7 @@ def targets_table(results: Sequence[Measurement]) -> str:
                     number = f"{value:.2f}{span}"
                     rows.append([result.workload, estimator, what, f"{most:.2f}", number, verdict])
     head = ["workload", "estimator", "of", "at most", "measured", "reached"]
-    return _markdown(head, rows) if rows else ""
+    return markdown_table(head, rows) if rows else ""
 
 
 def left_out(results: Sequence[Measurement]) -> str:
@@ -76,16 +78,11 @@ def growth_table(growing: Growth) -> str:
     rows = [
         [what, *(_cell(slopes[m]) for m in methods)] for what, (_, _, slopes) in growing.items()
     ]
-    return _markdown(["with", *methods], rows)
+    return markdown_table(["with", *methods], rows)
 
 
 def _cell(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
-
-
-def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
 def machine() -> dict[str, Any]:

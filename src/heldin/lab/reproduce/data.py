@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from heldin.errors import HeldinError
+from heldin.state.files import replacing
 
 __all__ = ["DATASETS", "Sector", "fetch", "folder", "mnist", "require", "sector", "wdbc"]
 
@@ -171,9 +172,8 @@ def _download(file: File, target: Path, addresses: Iterable[str]) -> None:
             continue
         try:
             target.mkdir(parents=True, exist_ok=True)
-            new = target / (file.name + ".new")
-            new.write_bytes(packed)
-            os.replace(new, target / file.name)
+            with replacing(target / file.name) as part:
+                part.write_bytes(packed)
             if file.sha256 is None:
                 _note(target, file).write_text(hashlib.sha256(raw).hexdigest() + "\n")
         except OSError as error:

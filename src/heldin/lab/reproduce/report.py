@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import base64
 import csv
-import html
 import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from heldin.pages import markdown_table, render
 
 from .experiment import CLOSE, NEAR, SHARE, Verdict
 from .outcomes import Outcome, Reproduction
@@ -22,30 +23,7 @@ DPI = 150  # good enough to print
 DOCS_DPI = 90  # small enough for a repository
 OVERVIEW = ("experiment", "claims confirmed", "runs", "CPU time")
 HEAD = ("claim", "paper", "ours: median (range)", "holds if", "verdict")
-STYLE = """
-:root { --line: #d5d5d5; --soft: #666; --yes: #00682f; --no: #a52300; }
-* { box-sizing: border-box; }
-body { font: 1rem/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff;
-  max-width: 62rem; margin: 0 auto; padding: 1rem; overflow-wrap: break-word; }
-h1 { font-size: 1.6rem; line-height: 1.2; } h2 { margin-top: 2.5rem; font-size: 1.25rem; }
-p, li { max-width: 46rem; } small, .place { color: var(--soft); }
-nav a { display: inline-block; margin-right: 0.8rem; padding: 0.2rem 0; }
-.figure { overflow-x: auto; margin: 1rem 0; }
-.figure img { display: block; width: 100%; height: auto; }
-table { border-collapse: collapse; width: 100%; font-size: 0.9rem; }
-th, td { text-align: left; vertical-align: top; padding: 0.35rem 0.8rem 0.35rem 0;
-  border-bottom: 1px solid var(--line); }
-.yes { color: var(--yes); font-weight: 600; } .no { color: var(--no); font-weight: 600; }
-summary { cursor: pointer; padding: 0.3rem 0; }
-code { overflow-wrap: anywhere; }
-@media (max-width: 44rem) {
-  .claims thead { display: none; }
-  .claims tr { display: block; padding: 0.6rem 0; border-bottom: 1px solid var(--line); }
-  .claims td { display: block; border: 0; padding: 0.1rem 0; }
-  .claims td[data-label]::before { content: attr(data-label) ": "; color: var(--soft); }
-  .figure.wide img { width: 44rem; max-width: none; }
-}
-"""
+TITLE = "Early stopping without a validation set: a reproduction"
 WORDS = (
     "A claim is confirmed if it holds with more than half of the seeds. The paper's words are "
     f'read the same way everywhere: "near" and "comparable" are at most {NEAR - 1:.0%} above, '
@@ -69,7 +47,16 @@ def write_report(folder: Path, found: Reproduction) -> None:
         writer.writeheader()
         writer.writerows(rows)
     (folder / "report.md").write_text(_markdown(found, "figures"), encoding="utf-8")
-    found.report.write_text(_html(found, folder, sizes), encoding="utf-8")
+    sections = [
+        {
+            **_section(outcome, found.preset),
+            "wide": sizes[outcome.experiment.name] > 5.5,
+            "image": _encoded(folder / "figures" / f"{outcome.experiment.name}.png"),
+        }
+        for outcome in found.outcomes
+    ]
+    page = render("reproduction.html", **_facts(found), sections=sections)
+    found.report.write_text(page, encoding="utf-8")
 
 
 def write_docs(path: Path, found: Reproduction) -> None:
@@ -113,7 +100,7 @@ def claim_rows(outcomes: Sequence[Outcome]) -> Iterable[dict[str, Any]]:
             }
 
 
-# --- what both forms say ---------------------------------------------------------------------
+# --- what all forms say ----------------------------------------------------------------------
 
 
 def _verdict(verdict: Verdict) -> str:
@@ -164,10 +151,6 @@ def _overview(found: Reproduction) -> Iterable[tuple[str, ...]]:
         )
 
 
-def _differs(outcome: Outcome, preset: str) -> str:
-    return outcome.experiment.differs.get(preset, "Nothing: these are the paper's sizes.")
-
-
 def _settings(outcome: Outcome) -> dict[str, str]:
     return {
         name: ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
@@ -180,115 +163,46 @@ def _caption(outcome: Outcome) -> str:
     return outcome.experiment.caption + (f" Seed 0 of {seeds}." if seeds > 1 else "")
 
 
-# --- Markdown --------------------------------------------------------------------------------
+def _facts(found: Reproduction) -> dict[str, Any]:
+    """What the report says about all experiments together."""
+    return {
+        "title": TITLE,
+        "summary": _summary(found),
+        "words": WORDS,
+        "command": found.command,
+        "missing": found.missing,
+        "overview_head": OVERVIEW,
+        "overview": list(_overview(found)),
+        "claims_head": HEAD,
+    }
+
+
+def _section(outcome: Outcome, preset: str) -> dict[str, Any]:
+    """What it says about one of them."""
+    e = outcome.experiment
+    return {
+        "name": e.name,
+        "title": e.title,
+        "place": e.place,
+        "caption": _caption(outcome),
+        "claims": [(cells(verdict), verdict.confirmed) for verdict in outcome.verdicts],
+        "choices": e.choices,
+        "differs": e.differs.get(preset, "Nothing: these are the paper's sizes."),
+        "origin": outcome.origin,
+        "settings": _settings(outcome),
+    }
 
 
 def _markdown(found: Reproduction, figures: str) -> str:
-    lines = ["# Early stopping without a validation set: a reproduction", ""]
-    lines += [f"Made by `{found.command}`; not to be edited by hand.", ""]
-    lines += [_summary(found), "", WORDS, ""]
-    lines += [f"- {name} was not run: {reason}" for name, reason in found.missing.items()]
-    lines += _grid(OVERVIEW, _overview(found))
-    for outcome in found.outcomes:
-        e = outcome.experiment
-        settings = ", ".join(f"{n} {value}" for n, value in _settings(outcome).items())
-        lines += ["", f"## {e.title}", "", f"`{e.name}`: {e.place}.", ""]
-        lines += [f"![{e.title}]({figures}/{e.name}.png)", "", _caption(outcome), ""]
-        lines += _grid(HEAD, map(cells, outcome.verdicts))
-        lines += ["", "Chosen where the paper leaves it open:", ""]
-        lines += [f"- {choice}" for choice in e.choices]
-        lines += ["", f"What differs from the paper: {_differs(outcome, found.preset)}", ""]
-        if outcome.origin:
-            lines += [f"Data: {outcome.origin}.", ""]
-        lines += [f"All settings: `{settings}`."]
-    return "\n".join(lines) + "\n"
-
-
-def _grid(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """A table in Markdown.
-
-    >>> _grid(["a"], [["1"], ["x | y"]])
-    ['| a |', '|---|', '| 1 |', '| x \\\\| y |']
-    """
-    table = [[cell.replace("|", r"\|") for cell in row] for row in rows]
-    lines = ["| " + " | ".join(row) + " |" for row in (head, *table)]
-    return [lines[0], "|" + "---|" * len(head), *lines[1:]]
-
-
-# --- HTML ------------------------------------------------------------------------------------
-
-
-def _html(found: Reproduction, folder: Path, widths: dict[str, float]) -> str:
-    text = html.escape
-    links = "".join(
-        f'<a href="#{o.experiment.name}">{text(o.experiment.name)}</a>' for o in found.outcomes
+    sections = [_section(outcome, found.preset) for outcome in found.outcomes]
+    return render(
+        "reproduction.md",
+        **_facts(found),
+        sections=sections,
+        figures=figures,
+        table=markdown_table,
     )
-    lost = "".join(
-        f'<p class="no">{text(name)} was not run: {text(reason)}</p>'
-        for name, reason in found.missing.items()
-    )
-    head = "".join(f"<th>{text(word)}</th>" for word in OVERVIEW)
-    overview = "".join(
-        "<tr>" + "".join(f"<td>{text(cell)}</td>" for cell in row) + "</tr>"
-        for row in _overview(found)
-    )
-    sections = "".join(
-        _section(outcome, found.preset, folder, widths[outcome.experiment.name] > 5.5)
-        for outcome in found.outcomes
-    )
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<link rel="icon" href="data:,">
-<title>Early stopping without a validation set: a reproduction</title>
-<style>{STYLE}</style>
-</head>
-<body>
-<h1>Early stopping without a validation set: a reproduction</h1>
-<p>{text(_summary(found))}</p>
-<p>{text(WORDS)}</p>
-<p>Made by <code>{text(found.command)}</code>.</p>
-{lost}<nav>{links}</nav>
-<div class="figure"><table><thead><tr>{head}</tr></thead><tbody>{overview}</tbody></table></div>
-{sections}</body>
-</html>
-"""
 
 
-def _section(outcome: Outcome, preset: str, folder: Path, wide: bool) -> str:
-    text = html.escape
-    e = outcome.experiment
-    image = base64.b64encode((folder / "figures" / f"{e.name}.png").read_bytes()).decode()
-    head = "".join(f"<th>{text(word)}</th>" for word in HEAD)
-    rows = "".join(_row(verdict) for verdict in outcome.verdicts)
-    choices = "".join(f"<li>{text(choice)}</li>" for choice in e.choices)
-    settings = "".join(
-        f"<tr><td><code>{text(name)}</code></td><td><code>{text(value)}</code></td></tr>"
-        for name, value in _settings(outcome).items()
-    )
-    origin = f"<p>Data: {text(outcome.origin)}.</p>" if outcome.origin else ""
-    return f"""<section id="{e.name}">
-<h2>{text(e.title)}</h2>
-<p class="place">{text(e.place)}</p>
-<div class="figure{" wide" if wide else ""}"><img alt="{text(e.title)}"
-src="data:image/png;base64,{image}"></div>
-<p><small>{text(_caption(outcome))}</small></p>
-<table class="claims"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>
-<p>Chosen where the paper leaves it open:</p>
-<ul>{choices}</ul>
-<p>What differs from the paper: {text(_differs(outcome, preset))}</p>
-{origin}<details><summary>All settings</summary><table>{settings}</table></details>
-</section>
-"""
-
-
-def _row(verdict: Verdict) -> str:
-    words = cells(verdict)
-    kind = "yes" if verdict.confirmed else "no"
-    found = [f"<td>{html.escape(words[0])}</td>"]
-    for label, cell in zip(HEAD[1:-1], words[1:-1], strict=True):
-        found.append(f'<td data-label="{html.escape(label)}">{html.escape(cell)}</td>')
-    found.append(f'<td class="{kind}">{html.escape(words[-1])}</td>')
-    return "<tr>" + "".join(found) + "</tr>"
+def _encoded(image: Path) -> str:
+    return base64.b64encode(image.read_bytes()).decode()

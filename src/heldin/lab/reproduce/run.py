@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -11,6 +10,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+
+from heldin.state.files import leftovers, replacing
 
 __all__ = ["Run", "described"]
 
@@ -124,9 +125,8 @@ class Run:
                 "seconds": self.seconds,
                 "parts": {name: part.state_dict() for name, part in parts.items()},
             }
-            new = self.path.with_suffix(".new")
-            torch.save(state, new)
-            os.replace(new, self.path)  # a kill leaves the old one or the new one
+            with replacing(self.path) as part:
+                torch.save(state, part)
             self._saved = time.monotonic()
         if now - self._ticked >= 0.5:
             self.path.with_suffix(".step").write_text(str(step))
@@ -141,8 +141,8 @@ class Run:
     def clear(self) -> None:
         """Remove what was kept to go on."""
         if self.path is not None:
-            for suffix in (".new", ".step", self.path.suffix):
-                self.path.with_suffix(suffix).unlink(missing_ok=True)
+            for kept in (self.path, self.path.with_suffix(".step"), *leftovers(self.path)):
+                kept.unlink(missing_ok=True)
 
 
 def described(settings: Any) -> dict[str, Any]:

@@ -29,7 +29,7 @@ __all__ = ["Watch", "reproduce"]
 Watch = Callable[[Mapping[str, tuple[int, int]]], object]
 """Gets the steps made and to be made of every experiment, now and then."""
 
-PACKAGES = ("joblib", "matplotlib", "numpy", "pandas", "sklearn")
+PACKAGES = ("jinja2", "joblib", "matplotlib", "numpy", "pandas", "sklearn")
 PAUSE = 30.0  # seconds between checkpoints
 
 

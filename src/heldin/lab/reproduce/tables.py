@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import math
-import os
 import platform
 from collections.abc import Sequence
 from datetime import datetime, timezone
@@ -14,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from heldin.state.files import replacing
 
 from .run import Run, described
 
@@ -41,9 +42,8 @@ def write(path: Path, run: Run, **about: Any) -> None:
     for name, value in versions().items():
         table[name] = value
     table["settings"] = json.dumps(described(run.settings), sort_keys=True)
-    new = path.with_suffix(".new")
-    table.to_csv(new, index=False)
-    os.replace(new, path)
+    with replacing(path) as part:
+        table.to_csv(part, index=False)
 
 
 def read(path: Path) -> Any:

@@ -18,10 +18,13 @@ from heldin.rules.estimated import leave_one_out as _leaveoneout
 from . import rules as _rules
 from . import run as _run
 from .data import LEAST_TEST, Role, Table, role, tables
+from .logged import LoggedRun
 from .report import write_report
-from .rules import RULES, Run, replay
-from .run import MODELS, NOISE, OPTIMIZERS, Spec, log, save
+from .rules import RULES, replay
+from .run import log, save
+from .spec import MODELS, NOISE, OPTIMIZERS, WIDTH, Spec
 from .tables import BASE, COLUMNS, COVERAGE, SUMMARY, coverage, summarise, write
+from .witnesses import DISPARITY_BATCHES
 
 __all__ = ["constants", "plan", "quality"]
 
@@ -68,7 +71,7 @@ def plan(
 def one_run(spec: Spec, table: Table, rules: Sequence[str], folder: Path) -> list[dict[str, Any]]:
     """Train if there is no log yet, replay the rules, return the rows."""
     torch.set_num_threads(1)
-    run = Run(spec, table, _log_of(spec, table, folder))
+    run = LoggedRun(spec, table, _log_of(spec, table, folder))
     rows = []
     for name in rules:
         outcome = replay(run, name)
@@ -164,14 +167,14 @@ def _write(
     grouped = [{"group": name, **line} for name, lines in groups.items() for line in lines]
     write(folder / "groups.csv", grouped, ("group", *SUMMARY))
     ours = [row for row in rows if row["rule"].startswith(("folds", "leave-one-out"))]
-    worst: list[tuple[Run, dict[str, Any]]] = []
+    worst: list[tuple[LoggedRun, dict[str, Any]]] = []
     seen: set[int] = set()
     for row in sorted(ours, key=lambda row: -row["regret"]):
         if row["seed"] not in seen and len(worst) < 6:
             seen.add(row["seed"])
             spec = Spec(**{key: row[key] for key in Spec.__dataclass_fields__})
             table = by_name[spec.dataset]
-            worst.append((Run(spec, table, _log_of(spec, table, folder / "runs")), row))
+            worst.append((LoggedRun(spec, table, _log_of(spec, table, folder / "runs")), row))
     write_report(folder / "report.html", rows, summary, groups, covered, worst, constants())
     return summary
 
@@ -213,11 +216,11 @@ def constants() -> dict[str, Any]:
         "Prechelt's GL alpha": _rules.GL_ALPHA,
         "Prechelt's PQ alpha and strip": (_rules.PQ_ALPHA, _rules.PQ_STRIP),
         "evidence: smoothing per step / per epoch, arming": (0.9, 0.8, _rules.ARMING),
-        "gradient disparity: batches, rises": (_run.DISPARITY_BATCHES, 5),
+        "gradient disparity: batches, rises": (DISPARITY_BATCHES, 5),
         "label wave: window, epochs": (3, 10),
         "gradient-weight alignment: added to the excess kurtosis": 1.2,
         "optimiser steps; ratio of the steps at which the test loss is known": (2500, _run.FINE),
-        "width of hidden layers": _run.WIDTH,
+        "width of hidden layers": WIDTH,
         "label noise": NOISE,
     }
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import html
-import io
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,21 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from .rules import Run
-from .tables import BASE, _same_run
+from heldin.pages import render, svg
+
+from .logged import LoggedRun
+from .tables import BASE, same_run
 
 __all__ = ["critical_difference", "write_report"]
 
 Row = Mapping[str, Any]
-
-STYLE = """
-body { font-family: system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }
-table { border-collapse: collapse; font-size: 0.85rem; }
-td, th { padding: 0.15rem 0.6rem; text-align: right; border-bottom: 1px solid #ddd; }
-td:first-child, th:first-child { text-align: left; }
-svg { max-width: 100%; height: auto; }
-small { color: #666; }
-"""
 
 
 def critical_difference(ranks: Any, alpha: float = 0.05) -> tuple[Any, float, float]:
@@ -57,10 +48,10 @@ def critical_difference(ranks: Any, alpha: float = 0.05) -> tuple[Any, float, fl
 
 def _matrix(rows: Sequence[Row]) -> tuple[list[str], Any]:
     """Rules that are defined everywhere, and (datasets, rules) mean log regrets."""
-    runs = {_same_run(row) for row in rows}
+    runs = {same_run(row) for row in rows}
     table: dict[str, dict[Any, float]] = {}
     for row in rows:
-        table.setdefault(row["rule"], {})[_same_run(row)] = math.log(min(row["regret"], 1000.0))
+        table.setdefault(row["rule"], {})[same_run(row)] = math.log(min(row["regret"], 1000.0))
     rules = [rule for rule, own in table.items() if set(own) == runs and rule != "oracle"]
     datasets = sorted({run[0] for run in runs})
     values = [
@@ -70,14 +61,12 @@ def _matrix(rows: Sequence[Row]) -> tuple[list[str], Any]:
     return rules, np.array(values)
 
 
-def _svg(figure: Any) -> str:
+def _shown(figure: Any) -> str:
     from matplotlib import pyplot
 
-    file = io.StringIO()
-    figure.savefig(file, format="svg", bbox_inches="tight")
+    text = svg(figure)
     pyplot.close(figure)
-    text = file.getvalue()
-    return text[text.index("<svg") :]
+    return text
 
 
 def _draw_ranks(rows: Sequence[Row]) -> str:
@@ -107,7 +96,7 @@ def _draw_ranks(rows: Sequence[Row]) -> str:
         f"mean rank over {len(values)} datasets; critical difference {distance:.2f} (grey bars), "
         f"Friedman p = {p:.1g}"
     )
-    return _svg(figure)
+    return _shown(figure)
 
 
 def _draw_regrets(rows: Sequence[Row]) -> str:
@@ -135,10 +124,10 @@ def _draw_regrets(rows: Sequence[Row]) -> str:
     ax.set_xlabel(
         "regret: test loss / best test loss on the path of the full data (whiskers 5-95 %)"
     )
-    return _svg(figure)
+    return _shown(figure)
 
 
-def _draw_worst(runs: Sequence[tuple[Run, Row]]) -> str:
+def _draw_worst(runs: Sequence[tuple[LoggedRun, Row]]) -> str:
     from matplotlib import pyplot
 
     figure = pyplot.figure(figsize=(9, 2.6 * math.ceil(len(runs) / 2)), layout="constrained")
@@ -158,25 +147,7 @@ def _draw_worst(runs: Sequence[tuple[Run, Row]]) -> str:
         ax.tick_params(labelsize=7)
         if place == 0:
             ax.legend(fontsize=7)
-    return _svg(figure)
-
-
-def _table(lines: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> str:
-    head = "".join(f"<th>{html.escape(title)}</th>" for title in columns.values())
-    body = []
-    for line in lines:
-        cells = []
-        for key in columns:
-            value = line[key]
-            text = f"{value:.3f}" if isinstance(value, float) else str(value)
-            if f"{key}_low" in line:
-                low, high = line[f"{key}_low"], line[f"{key}_high"]
-                text += f" <small>[{low:.2f}, {high:.2f}]</small>"
-            elif isinstance(value, str):
-                text = html.escape(value)
-            cells.append(f"<td>{text}</td>")
-        body.append(f"<tr>{''.join(cells)}</tr>")
-    return f"<table><tr>{head}</tr>{''.join(body)}</table>"
+    return _shown(figure)
 
 
 def write_report(
@@ -185,7 +156,7 @@ def write_report(
     summary: Sequence[Row],
     groups: Mapping[str, Sequence[Row]],
     covered: Sequence[Row],
-    worst: Sequence[tuple[Run, Row]],
+    worst: Sequence[tuple[LoggedRun, Row]],
     constants: Mapping[str, Any],
 ) -> None:
     """Write the page; figures are inside it."""
@@ -205,46 +176,28 @@ def write_report(
         "accuracy": "accuracy or R²",
     }
     few = {key: columns[key] for key in ("rule", "runs", "gm", "p90", "win_rate")}
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "heldin"}):
-        matplotlib.use("Agg", force=False)
-        parts = [
-            "<h1>Which stopping rule ends with the better model?</h1>",
-            f"<p>{len({_same_run(r) for r in rows})} runs on {len({r['dataset'] for r in rows})} "
-            "datasets. Regret: test loss of what the rule keeps, divided by the lowest test loss "
-            "on the path of the model that trains on all rows; a split pays for the rows that it "
-            "withholds. In brackets: 95 % of 1,000 draws of the datasets.</p>",
-            _table(summary, columns),
-            "<h2>Ranks</h2>",
-            _draw_ranks(rows),
-            "<h2>Regrets</h2>",
-            _draw_regrets(rows),
-        ]
-        for title, lines in groups.items():
-            parts += [f"<h2>{html.escape(title)}</h2>", _table(lines, few)]
-        parts += [
-            "<h2>The estimates themselves</h2>",
-            "<p>Share of runs in which the test loss lies within so many standard errors of the "
-            "rule's own estimate at its stop.</p>",
-            _table(
-                covered,
-                {
-                    "rule": "rule",
-                    "runs": "runs",
-                    "log_bias": "median log bias",
-                    "within_1": "within 1",
-                    "within_2": "within 2",
-                    "within_3": "within 3",
-                },
-            ),
-            "<h2>The worst cases</h2>",
-            _draw_worst(worst) if worst else "",
-            "<h2>Constants</h2>",
-            "<ul>",
-            *(f"<li>{html.escape(k)}: {html.escape(str(v))}</li>" for k, v in constants.items()),
-            "</ul>",
-        ]
-    page = (
-        "<!doctype html><html lang='en'><head><meta charset='utf-8'><title>heldin study quality"
-        f"</title><style>{STYLE}</style></head><body>{''.join(parts)}</body></html>"
+    matplotlib.use("Agg", force=False)
+    page = render(
+        "study.html",
+        title="Which stopping rule ends with the better model?",
+        runs=len({same_run(r) for r in rows}),
+        datasets=len({r["dataset"] for r in rows}),
+        summary=summary,
+        columns=columns,
+        ranks=_draw_ranks(rows),
+        regrets=_draw_regrets(rows),
+        groups=groups,
+        few=few,
+        covered=covered,
+        coverage={
+            "rule": "rule",
+            "runs": "runs",
+            "log_bias": "median log bias",
+            "within_1": "within 1",
+            "within_2": "within 2",
+            "within_3": "within 3",
+        },
+        worst=_draw_worst(worst) if worst else "",
+        constants=constants,
     )
     path.write_text(page, encoding="utf-8")

@@ -7,20 +7,18 @@ were chosen on the development datasets or taken from the rules' sources.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch.func import functional_call
 
 from heldin.criterion.average import Average, weight
 from heldin.rules.estimated import folds as _folds
 from heldin.rules.estimated import leave_one_out as _leaveoneout
 from heldin.rules.estimated.curves import Patience, best_check, mean_and_error, votes
 
-from .data import Problem, Table
+from .logged import Choice, LoggedRun, Outcome
 from .rivals import (
     Stop,
     best_alignment,
@@ -31,106 +29,15 @@ from .rivals import (
     patience,
     progress_quotient,
 )
-from .run import FOLDS, Spec, network
+from .run import FOLDS
 
-__all__ = ["RULES", "Outcome", "Run", "replay"]
+__all__ = ["RULES", "replay"]
 
 FOLD_PATIENCE, LOO_PATIENCE = _folds.PATIENCE, _leaveoneout.PATIENCE
 RESAMPLES = 100  # of rows, for bagged weights
 VALIDATION_PATIENCE = 20  # epochs without a lower validation loss
 ARMING = 0.5  # of EvidenceStopping
 GL_ALPHA, PQ_ALPHA, PQ_STRIP = 5.0, 0.75, 5  # Prechelt's middle values
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What a rule would have kept.
-
-    Attributes:
-        shares: steps whose weights are kept, with their shares in the average.
-        spent: optimiser steps of all models that it trained, up to its end.
-        fired: whether it ended training, or chose something before the end.
-        split: number of the split whose model is kept; None: the model trained on all rows.
-        estimate: its estimate of the test loss, and the standard error.
-        committee: whether the mean prediction of the shadows is used.
-        parts: which logged times it needs.
-    """
-
-    shares: Mapping[int, float]
-    spent: float
-    fired: bool
-    split: int | None = None
-    estimate: tuple[float, float] = (math.nan, math.nan)
-    committee: bool = False
-    parts: Sequence[str] = ()
-    progress: float = 1.0  # share of the run after which it ends
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """One row of the results."""
-
-    rule: str
-    stop_step: int
-    steps_spent: int
-    test_loss: float
-    best_test_loss: float
-    regret: float
-    test_accuracy: float
-    fired: bool
-    seconds: float
-    clean_loss: float = math.nan
-    best_clean_loss: float = math.nan
-    estimate: float = math.nan
-    standard_error: float = math.nan
-
-
-@dataclass(eq=False)
-class Run:
-    """A log, with ways to look things up in it."""
-
-    spec: Spec
-    table: Table
-    log: Mapping[str, Any]
-    _problem: list[Problem] = field(default_factory=list)
-
-    def __getitem__(self, key: str) -> Any:
-        return self.log[key]
-
-    @property
-    def last(self) -> int:
-        """The last step of the run."""
-        return self.spec.steps
-
-    def tested(self, step: int, split: int | None) -> Any:
-        """Test loss, accuracy and clean loss at the logged step nearest in ratio."""
-        steps = self["steps"]
-        near = int(np.argmin(np.abs(np.log1p(steps) - math.log1p(step))))
-        return self["tested"][near] if split is None else self["split_tested"][near, split]
-
-    def averaged(self, shares: Mapping[int, float]) -> tuple[float, float, float]:
-        """The same for weights averaged over checks."""
-        if not self._problem:
-            degree = 2 if self.spec.model == "degree2" else 1
-            spec = self.spec
-            self._problem.append(Problem.cut(self.table, spec.n, spec.noise, degree, spec.seed))
-        problem = self._problem[0]
-        model = network(self.spec, problem.x.shape[1], problem.outputs)
-        places = {int(step): i for i, step in enumerate(self["weight_steps"])}
-        flat = sum(share * self["weights"][places[step]] for step, share in shares.items())
-        params = dict(model.named_parameters())
-        parts = torch.tensor(flat).split([p.numel() for p in params.values()])
-        state = {
-            name: part.view_as(p).float()
-            for (name, p), part in zip(params.items(), parts, strict=True)
-        }
-        with torch.no_grad():
-            outputs = functional_call(model, state, (problem.x_test,))
-            return (
-                float(problem.loss_fn(outputs, problem.y_test)),
-                problem.accuracy(outputs),
-                float(problem.loss_fn(outputs, problem.y_clean)),
-            )
 
 
 # -- ours, on curves of held-out losses
@@ -147,7 +54,7 @@ def _ended(steps: Sequence[int], means: torch.Tensor, rule: Patience | None) -> 
 
 
 def _curve(
-    run: Run,
+    run: LoggedRun,
     steps: Any,
     curves: Any,
     rule: Patience | None,
@@ -175,21 +82,21 @@ def _curve(
     )
 
 
-def folds(run: Run, rule: Patience | None = None, bagged: bool = False) -> Choice:
+def folds(run: LoggedRun, rule: Patience | None = None, bagged: bool = False) -> Choice:
     return _curve(run, run["fold_steps"], run["fold_curves"], rule, bagged, FOLDS + 1, ("folds",))
 
 
-def shadow(run: Run, rule: Patience | None = None, bagged: bool = False) -> Choice:
+def shadow(run: LoggedRun, rule: Patience | None = None, bagged: bool = False) -> Choice:
     """A shadow without 20 % of the rows is the first of five folds."""
     curves = run["fold_curves"][run["fold_label"] == 0]
     return _curve(run, run["fold_steps"], curves, rule, bagged, 2, ("folds",))
 
 
-def leave_one_out(run: Run, rule: Patience | None = None, bagged: bool = False) -> Choice:
+def leave_one_out(run: LoggedRun, rule: Patience | None = None, bagged: bool = False) -> Choice:
     return _curve(run, run["loo_steps"], run["loo_curves"], rule, bagged, 1, ("loo",))
 
 
-def committee(run: Run) -> Choice:
+def committee(run: LoggedRun) -> Choice:
     chosen = folds(run)
     return Choice(chosen.shares, chosen.spent, True, committee=True, parts=("folds",))
 
@@ -219,7 +126,7 @@ def first_above_zero(
     return None
 
 
-def _evidence(run: Run, values: Any, every: int, count: int, **options: Any) -> Choice:
+def _evidence(run: LoggedRun, values: Any, every: int, count: int, **options: Any) -> Choice:
     found = first_above_zero(list(values), count, **options)
     # the rule looks before the optimiser's step, and keeps the weights that it saw
     step = run.last if found is None else (found + 1) * every - 1
@@ -228,17 +135,17 @@ def _evidence(run: Run, values: Any, every: int, count: int, **options: Any) -> 
     )
 
 
-def evidence_paper(run: Run) -> Choice:
+def evidence_paper(run: LoggedRun) -> Choice:
     """`EvidenceStopping.paper(model)`."""
     return _evidence(run, run["evidence"], 1, run.spec.batch, smoothing=0.9, arming=None, start=0.0)
 
 
-def evidence_robust(run: Run) -> Choice:
+def evidence_robust(run: LoggedRun) -> Choice:
     """`EvidenceStopping(model)`."""
     return _evidence(run, run["evidence"], 1, run.spec.batch, smoothing=0.9, arming=ARMING)
 
 
-def evidence_epoch(run: Run) -> Choice:
+def evidence_epoch(run: LoggedRun) -> Choice:
     """`EvidenceStopping(model, window=steps of an epoch, smoothing=0.8)`."""
     window = int(run["window"])
     return _evidence(
@@ -246,7 +153,7 @@ def evidence_epoch(run: Run) -> Choice:
     )
 
 
-def pooled(run: Run) -> Choice:
+def pooled(run: LoggedRun) -> Choice:
     """Pooled evidence, smoothed as the paper's rule."""
     values = 1 - np.asarray(run["pooled"])
     return _evidence(run, values, 1, run.spec.batch, smoothing=0.9, arming=None, start=0.0)
@@ -255,13 +162,13 @@ def pooled(run: Run) -> Choice:
 # -- a validation split
 
 
-def _validation(run: Run, split: int) -> tuple[list[float], list[float]]:
+def _validation(run: LoggedRun, split: int) -> tuple[list[float], list[float]]:
     values = run["split_values"]  # (epochs, 3, splits)
     return list(values[:, 0, split]), list(values[:, 2, split])
 
 
 def _from_stop(
-    run: Run, stop: Stop | None, keep_if_none: int, split: int | None, refit: bool = False
+    run: LoggedRun, stop: Stop | None, keep_if_none: int, split: int | None, refit: bool = False
 ) -> Choice:
     steps = run["epoch_steps"]
     kept = int(steps[stop.keep if stop else keep_if_none])
@@ -277,7 +184,7 @@ def _from_stop(
     )
 
 
-def split_argmin(run: Run, split: int, refit: bool = False) -> Choice:
+def split_argmin(run: LoggedRun, split: int, refit: bool = False) -> Choice:
     losses, _ = _validation(run, split)
     best = best_check(torch.tensor(losses))
     choice = _from_stop(run, None, best, split, refit)
@@ -293,19 +200,19 @@ def split_argmin(run: Run, split: int, refit: bool = False) -> Choice:
     )
 
 
-def split_patience(run: Run, split: int) -> Choice:
+def split_patience(run: LoggedRun, split: int) -> Choice:
     losses, _ = _validation(run, split)
     best = best_check(torch.tensor(losses))
     return _from_stop(run, patience(losses, VALIDATION_PATIENCE), best, split)
 
 
-def prechelt_gl(run: Run, split: int) -> Choice:
+def prechelt_gl(run: LoggedRun, split: int) -> Choice:
     losses, _ = _validation(run, split)
     best = best_check(torch.tensor(losses))
     return _from_stop(run, generalisation_loss(losses, GL_ALPHA), best, split)
 
 
-def prechelt_pq(run: Run, split: int) -> Choice:
+def prechelt_pq(run: LoggedRun, split: int) -> Choice:
     losses, training = _validation(run, split)
     best = best_check(torch.tensor(losses))
     return _from_stop(run, progress_quotient(losses, training, PQ_ALPHA, PQ_STRIP), best, split)
@@ -314,27 +221,27 @@ def prechelt_pq(run: Run, split: int) -> Choice:
 # -- rivals without one
 
 
-def _epochs(run: Run, column: int) -> list[float] | None:
+def _epochs(run: LoggedRun, column: int) -> list[float] | None:
     values = list(run["epoch_values"][:, column])
     return None if all(math.isnan(v) for v in values) else values
 
 
-def disparity_t1(run: Run) -> Choice | None:
+def disparity_t1(run: LoggedRun) -> Choice | None:
     values = _epochs(run, 0)
     return None if values is None else _from_stop(run, disparity_total(values), -1, None)
 
 
-def disparity_t2(run: Run) -> Choice | None:
+def disparity_t2(run: LoggedRun) -> Choice | None:
     values = _epochs(run, 0)
     return None if values is None else _from_stop(run, disparity_consecutive(values), -1, None)
 
 
-def wave(run: Run) -> Choice | None:
+def wave(run: LoggedRun) -> Choice | None:
     values = _epochs(run, 1)
     return None if values is None else _from_stop(run, label_wave(values[1:]), -1, None)
 
 
-def aligned(run: Run) -> Choice | None:
+def aligned(run: LoggedRun) -> Choice | None:
     values = _epochs(run, 2)
     return None if values is None else _from_stop(run, best_alignment(values), -1, None)
 
@@ -342,16 +249,16 @@ def aligned(run: Run) -> Choice | None:
 # -- controls
 
 
-def last(run: Run) -> Choice:
+def last(run: LoggedRun) -> Choice:
     return Choice({run.last: 1.0}, run.last, False)
 
 
-def oracle(run: Run) -> Choice:
+def oracle(run: LoggedRun) -> Choice:
     best = int(run["steps"][int(np.nanargmin(run["tested"][:, 0]))])
     return Choice({best: 1.0}, run.last, True)
 
 
-Rule = Callable[[Run], "Choice | None"]
+Rule = Callable[[LoggedRun], "Choice | None"]
 
 RULES: dict[str, Rule] = {
     "oracle": oracle,
@@ -390,7 +297,7 @@ RULES: dict[str, Rule] = {
 }
 
 
-def replay(run: Run, name: str) -> Outcome | None:
+def replay(run: LoggedRun, name: str) -> Outcome | None:
     """What a rule would have given; None where it is not defined (classes only, for instance)."""
     choice = RULES[name](run)
     if choice is None:

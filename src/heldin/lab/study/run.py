@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,127 +11,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
-from heldin.capture.moments import Moments
-from heldin.capture.observation import observe
-from heldin.criterion.evidence import evidence
 from heldin.rules.estimated.curves import best_check, next_check
 from heldin.rules.estimated.folds import FoldStopping
-from heldin.rules.estimated.jacobians import mapped
 from heldin.rules.estimated.leave_one_out import LeaveOneOutStopping
-from heldin.rules.estimated.losses import RowLoss
-from heldin.rules.estimated.stack import Stack, hyperparameters
+from heldin.state.files import replacing
 
-from .data import Problem, Table, classes_of
-from .rivals import alignment, disparity, pooled_evidence
+from .data import Problem, Table
+from .spec import Spec, minibatches, network, optimizer_of, rate, sharpness
+from .witnesses import Epochs, GradientSums, Splits, row_loss, test_values
 
-__all__ = ["FOLDS", "MODELS", "NOISE", "OPTIMIZERS", "SPLITS", "Spec", "log", "network"]
+__all__ = ["FOLDS", "log", "save"]
 
-MODELS = ("linear", "degree2", "hidden1", "hidden2")
-OPTIMIZERS = ("gd", "sgd", "adam")
-NOISE = (0.0, 0.1, 0.2, 0.4)
-SPLITS = (0.1, 0.2, 0.3)
 FOLDS = 5
-WIDTH = 32  # of a hidden layer
 FINE = 1.03  # ratio of the steps at which the test loss is logged
-DISPARITY_BATCHES = 5
-
-
-@dataclass(frozen=True)
-class Spec:
-    """What is trained on what."""
-
-    dataset: str
-    n: int
-    noise: float
-    model: str
-    optimizer: str
-    seed: int
-    steps: int = 2500
-
-    @property
-    def key(self) -> str:
-        """A name for files."""
-        noise = round(100 * self.noise)
-        return (
-            f"{self.dataset}-n{self.n}-noise{noise}-{self.model}-{self.optimizer}-"
-            f"seed{self.seed}-steps{self.steps}"
-        )
-
-    @property
-    def batch(self) -> int:
-        """Rows in a minibatch: all of them for gradient descent."""
-        return self.n if self.optimizer == "gd" else min(32, self.n // 4)
-
-
-def network(spec: Spec, features: int, outputs: int) -> nn.Sequential:
-    """The model of a run, with weights drawn from its seed."""
-    hidden = {"hidden1": 1, "hidden2": 2}.get(spec.model, 0)
-    sizes = [features, *[WIDTH] * hidden]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(spec.seed)
-        layers: list[nn.Module] = []
-        for before in sizes[:-1]:
-            layers += [nn.Linear(before, WIDTH), nn.ReLU()]
-        return nn.Sequential(*layers, nn.Linear(sizes[-1], outputs))
-
-
-def rate(spec: Spec, curvature: float) -> float:
-    """The learning rate: within what is stable, and different in every run.
-
-    Args:
-        spec: of the run; its seed draws a factor between 0.2 and 1.
-        curvature: largest eigenvalue of the Gauss-Newton matrix at the start.
-    """
-    factor = 10 ** np.random.default_rng([spec.seed, 1]).uniform(math.log10(0.2), 0.0)
-    if spec.optimizer == "adam":
-        return float(0.003 * factor)
-    share, most = (1.0, 0.3) if spec.optimizer == "gd" else (0.3, 0.1)
-    return float(factor * min(share / curvature, most))
-
-
-def sharpness(model: nn.Module, loss: RowLoss, x: Tensor, y: Tensor) -> float:
-    """Largest eigenvalue of the Gauss-Newton matrix, by power iteration on some rows."""
-    x, y = x[:200], y[:200]
-    with torch.no_grad():
-        outputs = model(x)
-    with torch.enable_grad():
-        free = outputs.requires_grad_()
-        (slope,) = torch.autograd.grad(loss.apart(free, y).sum(), free, create_graph=True)
-        bends = [
-            torch.autograd.grad(slope[:, c].sum(), free, retain_graph=True)[0]
-            for c in range(outputs.shape[1])
-        ]
-    basis = torch.eye(outputs.shape[1]).expand(len(x), -1, -1)
-    found = mapped(model, [name for name, _ in model.named_parameters()], [x], basis)
-    jacobian = torch.cat([part.flatten(2) for part in found.values()], dim=2)
-    bend = torch.stack(bends, dim=1)  # (rows, outputs, outputs)
-    vector = torch.ones(jacobian.shape[2])
-    for _ in range(30):
-        vector = vector / vector.norm()
-        along = torch.einsum("qcw,w->qc", jacobian, vector)
-        along = torch.einsum("qcd,qd->qc", bend, along)
-        vector = torch.einsum("qcw,qc->w", jacobian, along) / len(x)
-    return float(vector.norm())
-
-
-def optimizer_of(spec: Spec, model: nn.Module, lr: float) -> Optimizer:
-    """GD and SGD are plain; Adam has its defaults."""
-    if spec.optimizer == "adam":
-        return torch.optim.Adam(model.parameters(), lr=lr)
-    return torch.optim.SGD(model.parameters(), lr=lr)
-
-
-def minibatches(rows: Tensor, size: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """Row numbers for ever, in whole minibatches of a new order each epoch."""
-    while True:
-        order = torch.randperm(len(rows), generator=generator)
-        if size >= len(rows):
-            order = torch.arange(len(rows))
-        for start in range(0, len(rows) - size + 1, size):
-            yield rows[order[start : start + size]]
 
 
 @dataclass
@@ -144,162 +37,6 @@ class _Clock:
         start = time.perf_counter()
         yield
         self.spent[name] = self.spent.get(name, 0.0) + time.perf_counter() - start
-
-
-class _Splits:
-    """Models trained on 90, 80 and 70 % of the rows, each with its own minibatches."""
-
-    def __init__(
-        self, spec: Spec, problem: Problem, model: nn.Module, optimizer: Optimizer
-    ) -> None:
-        n = spec.n
-        self.problem, self.loss = problem, _row_loss(problem, model)
-        self.targets = self.loss.ready(problem.y)
-        self.stack = Stack(model, optimizer, len(SPLITS), [problem.x])
-        self.settings = hyperparameters(optimizer)
-        self.held, streams = [], []
-        self.full = spec.optimizer == "gd"
-        for number, share in enumerate(SPLITS):
-            generator = torch.Generator().manual_seed(1000 * spec.seed + number + 1)
-            order = torch.randperm(n, generator=generator)
-            count = max(1, round(share * n))
-            self.held.append(order[:count])
-            kept = order[count:]
-            size = len(kept) if self.full else min(spec.batch, len(kept))
-            streams.append(minibatches(kept, size, generator))
-        self.streams = streams
-        self.kept = torch.stack(
-            [torch.ones(n, dtype=torch.bool).index_fill(0, held, False) for held in self.held]
-        )
-
-    def step(self) -> None:
-        if self.full:
-            inputs, targets, keep = self.problem.x, self.targets, self.kept
-        else:
-            parts = [next(stream) for stream in self.streams]
-            index = torch.cat(parts)
-            owner = torch.cat([torch.full_like(part, i) for i, part in enumerate(parts)])
-            inputs, targets = self.problem.x[index], self.targets[index]
-            keep = owner == torch.arange(len(parts)).unsqueeze(1)
-        self.stack.advance([inputs], targets, keep, self.loss, self.settings)
-
-    def losses(self) -> tuple[list[float], list[float], list[float]]:
-        """Validation loss with its standard error, and training loss, of each split."""
-        x, y = self.problem.x, self.problem.y
-        k = len(SPLITS)
-        outputs = self.stack.evaluate([x.expand(k, *x.shape)])
-        rows = self.loss.rows(outputs, y.expand(k, *y.shape)).double()
-        valid, errors, train = [], [], []
-        for number, held in enumerate(self.held):
-            own = rows[number, held]
-            valid.append(float(own.mean()))
-            errors.append(float(own.std() / len(own) ** 0.5) if len(own) > 1 else math.nan)
-            train.append(float(rows[number, self.kept[number]].mean()))
-        return valid, errors, train
-
-    def test(self) -> list[tuple[float, float, float]]:
-        x = self.problem.x_test
-        outputs = self.stack.evaluate([x.expand(len(SPLITS), *x.shape)])
-        return [_tested(self.problem, out) for out in outputs]
-
-
-class _Epochs:
-    """What the rules look at once in an epoch."""
-
-    def __init__(
-        self, spec: Spec, problem: Problem, model: nn.Sequential, optimizer: Optimizer
-    ) -> None:
-        self.problem, self.model, self.loss = problem, model, _row_loss(problem, model)
-        self.classes = problem.loss_fn is not torch.nn.functional.mse_loss
-        self.size = min(32, spec.n // DISPARITY_BATCHES)
-        self.stack = Stack(model, optimizer, DISPARITY_BATCHES, [problem.x])
-        self.generator = torch.Generator().manual_seed(7 * spec.seed + 3)
-        self.before: Tensor | None = None
-
-    def look(self) -> tuple[float, float, float]:
-        """Gradient disparity, changed predictions, gradient-weight alignment."""
-        last = self.model[-1]
-        assert isinstance(last, nn.Linear)
-        with torch.no_grad():
-            features = self.model[:-1](self.problem.x)
-            outputs = last(features)
-        changed = aligned = math.nan
-        if self.classes:
-            predicted = classes_of(outputs)
-            changed = float(len(predicted) if self.before is None else 0)
-            if self.before is not None:
-                changed = float((predicted != self.before).sum())
-            self.before = predicted
-            everything = torch.ones(1, len(outputs), dtype=torch.bool)
-            slopes = self.loss.gradient(outputs[None], self.loss.ready(self.problem.y), everything)[
-                0
-            ]
-            aligned = alignment(slopes, features, last.weight.detach())
-        return self._disparity(), changed, aligned
-
-    def _disparity(self) -> float:
-        """Batches of the training set, each loss divided by its spread over its batch."""
-        params = dict(self.model.named_parameters())
-        for name, block in self.stack.blocks.items():
-            block.detach().copy_(params[name].detach().expand_as(block))
-        order = torch.randperm(len(self.problem.x), generator=self.generator)
-        index = order[: DISPARITY_BATCHES * self.size].view(DISPARITY_BATCHES, self.size)
-        outputs = self.stack.forward([self.problem.x[index]], None, train=True)
-        free = outputs.detach().requires_grad_()
-        rows = self.loss.rows(free, self.problem.y[index])
-        spread = rows.detach().std(1, keepdim=True).clamp(min=1e-12)
-        (slopes,) = torch.autograd.grad((rows / spread / self.size).sum(), free)
-        self.stack.forward.backward(slopes)
-        return disparity(torch.cat([g.flatten(1) for g in self.stack.grads.values()], dim=1))
-
-
-class _Evidence:
-    """The samples' gradients: per step, and added up over epochs."""
-
-    def __init__(self, model: nn.Module, window: int) -> None:
-        self.window, self.steps = window, 0
-        self.sums: dict[str, tuple[Tensor, Tensor, int]] = {}
-        self.seen = observe(model)
-        self.seen.__enter__()
-        self.value: list[float] = []
-        self.pooled: list[float] = []
-        self.epochs: list[float] = []
-
-    def step(self) -> None:
-        seen = self.seen
-        self.value.append(evidence(seen).criterion)
-        flat = [torch.cat([getattr(m, key).flatten() for m in seen.values()]) for key in KEYS]
-        self.pooled.append(pooled_evidence(flat[0], flat[1], seen.count))
-        for name, m in seen.items():
-            total, squares, count = self.sums.get(name, (0.0, 0.0, 0))
-            self.sums[name] = (total + m.total, squares + m.squares, count + m.count)
-        seen.clear()
-        self.steps += 1
-        if self.steps % self.window == 0:
-            whole = {name: Moments(*sums) for name, sums in self.sums.items()}
-            self.epochs.append(evidence(whole).criterion)
-            self.sums = {}
-
-    def close(self) -> None:
-        self.seen.__exit__(None, None, None)
-
-
-KEYS = ("total", "squares")
-
-
-def _row_loss(problem: Problem, model: nn.Module) -> RowLoss:
-    with torch.no_grad():
-        return RowLoss.of(problem.loss_fn, model(problem.x), problem.y)
-
-
-def _tested(problem: Problem, outputs: Tensor) -> tuple[float, float, float]:
-    """Test loss, accuracy and loss on clean targets."""
-    clean = problem.y_clean
-    return (
-        float(problem.loss_fn(outputs, problem.y_test)),
-        problem.accuracy(outputs),
-        float(problem.loss_fn(outputs, clean)),
-    )
 
 
 def _steps(spec: Spec, ratio: float) -> list[int]:
@@ -318,7 +55,7 @@ def log(spec: Spec, table: Table) -> dict[str, Any]:
     """
     problem = Problem.cut(table, spec.n, spec.noise, 2 if spec.model == "degree2" else 1, spec.seed)
     model = network(spec, problem.x.shape[1], problem.outputs)
-    loss = _row_loss(problem, model)
+    loss = row_loss(problem, model)
     lr = rate(spec, sharpness(model, loss, problem.x, problem.y))
     optimizer = optimizer_of(spec, model, lr)
     data = (problem.x, problem.y)
@@ -336,10 +73,10 @@ def log(spec: Spec, table: Table) -> dict[str, Any]:
     loo = LeaveOneOutStopping(
         model, optimizer, problem.loss_fn, data, patience=None, seed=spec.seed
     )
-    splits = _Splits(spec, problem, model, optimizer)
-    epochs = _Epochs(spec, problem, model, optimizer)
+    splits = Splits(spec, problem, model, optimizer)
+    epochs = Epochs(spec, problem, model, optimizer)
     window = max(1, spec.n // spec.batch)
-    seen = _Evidence(model, window)
+    seen = GradientSums(model, window)
 
     logged = sorted({*_steps(spec, FINE), *_steps(spec, folds.grid), *_steps(spec, loo.grid)})
     wanted = set(logged)
@@ -353,7 +90,7 @@ def log(spec: Spec, table: Table) -> dict[str, Any]:
 
     def check(step: int) -> None:
         with torch.no_grad():
-            tested.append(_tested(problem, model(problem.x_test)))
+            tested.append(test_values(problem, model(problem.x_test)))
         split_tested.append(splits.test())
         fold_check = folds.history[-1].step == step
         if fold_check or loo.history[-1].step == step:
@@ -397,8 +134,8 @@ def log(spec: Spec, table: Table) -> dict[str, Any]:
         if step in wanted:
             check(step)
     seen.close()
-    folds.remove()
-    loo.remove()
+    folds.close()
+    loo.close()
     committee = _committee(problem, folds, shadow_outputs)
     return {
         **{f"spec_{key}": np.array(value) for key, value in asdict(spec).items()},
@@ -434,15 +171,14 @@ def _committee(
     chosen = [best_check(curves[folds._label == k].mean(0)) for k in range(FOLDS)]
     members = torch.stack([outputs[check][k] for k, check in enumerate(chosen)])
     if problem.loss_fn is torch.nn.functional.mse_loss:
-        return _tested(problem, members.mean(0))
+        return test_values(problem, members.mean(0))
     if problem.outputs == 1:
         share = members.sigmoid().mean(0).clamp(1e-7, 1 - 1e-7)
-        return _tested(problem, share.logit())
-    return _tested(problem, members.softmax(-1).mean(0).clamp(min=1e-12).log())
+        return test_values(problem, share.logit())
+    return test_values(problem, members.softmax(-1).mean(0).clamp(min=1e-12).log())
 
 
 def save(path: Path, arrays: dict[str, Any]) -> None:
     """Write a log in one piece: an interrupted run leaves no half of one behind."""
-    part = path.with_suffix(".part.npz")
-    np.savez_compressed(part, **arrays)
-    part.replace(path)
+    with replacing(path) as part, open(part, "wb") as file:
+        np.savez_compressed(file, **arrays)

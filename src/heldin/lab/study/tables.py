@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["BASE", "COLUMNS", "coverage", "read", "summarise", "write"]
+__all__ = ["BASE", "COLUMNS", "coverage", "read", "same_run", "summarise", "write"]
 
 BASE = "split 20 %"  # what a rule has to win against
 COLUMNS = (
@@ -66,7 +66,8 @@ def _value(text: str) -> Any:
             return text
 
 
-def _same_run(row: Row) -> tuple[Any, ...]:
+def same_run(row: Row) -> tuple[Any, ...]:
+    """What the rows of one training run have in common, and no others."""
     return tuple(row[key] for key in ("dataset", "n", "noise", "model", "optimizer", "seed"))
 
 
@@ -89,17 +90,17 @@ def summarise(
 
     Rules that are not defined on all runs are summarised over those on which they are.
     """
-    base = {_same_run(row): row["regret"] for row in rows if row["rule"] == BASE}
-    lowest = {_same_run(row): row["stop_step"] for row in rows if row["rule"] == "oracle"}
+    base = {same_run(row): row["regret"] for row in rows if row["rule"] == BASE}
+    lowest = {same_run(row): row["stop_step"] for row in rows if row["rule"] == "oracle"}
     result = []
     for rule in dict.fromkeys(row["rule"] for row in rows):
-        own = [row for row in rows if row["rule"] == rule and _same_run(row) in base]
+        own = [row for row in rows if row["rule"] == rule and same_run(row) in base]
         if not own:
             continue
         names = sorted({row["dataset"] for row in own})
         place = np.array([names.index(row["dataset"]) for row in own])
         regret = np.array([_finite(row["regret"]) for row in own])
-        other = np.array([_finite(base[_same_run(row)]) for row in own])
+        other = np.array([_finite(base[same_run(row)]) for row in own])
         fired = np.array([bool(row["fired"]) for row in own], dtype=float)
         wins = (regret < other) + 0.5 * (regret == other)
         generator = np.random.default_rng(seed)
@@ -121,7 +122,7 @@ def summarise(
             line[f"{name}_low"], line[f"{name}_high"] = float(low), float(high)
         line["steps_spent"] = float(np.median([row["steps_spent"] for row in own]))
         line["accuracy"] = float(np.mean([row["test_accuracy"] for row in own]))
-        known = [(row["stop_step"], lowest.get(_same_run(row))) for row in own]
+        known = [(row["stop_step"], lowest.get(same_run(row))) for row in own]
         ratios = [(stop + 1) / (best + 1) for stop, best in known if best is not None]
         line["stop_ratio"] = float(np.median(ratios)) if ratios else math.nan
         result.append(line)

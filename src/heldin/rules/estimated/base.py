@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import weakref
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,17 @@ from torch.func import functional_call
 from torch.optim import Optimizer
 
 from heldin.errors import HeldinError
-from heldin.state.estimates import FORM as HISTORY
-from heldin.state.estimates import Estimate, EstimateHistory, Rule
-from heldin.state.schema import all_or_nothing, fits, same_settings, signature, state_of, whole
+from heldin.rules.base import StoppingRule
+from heldin.state.estimates import STATE_SCHEMA as HISTORY
+from heldin.state.estimates import Estimate, EstimateHistory
+from heldin.state.schema import (
+    check_int,
+    check_schema,
+    check_settings,
+    checked_state,
+    load_or_roll_back,
+    model_signature,
+)
 
 from .curves import Patience, best_check, mean_and_error, next_check, votes
 from .engines import skeleton
@@ -29,10 +37,9 @@ from .stack import hyperparameters
 __all__ = ["CHUNK", "Average", "PathStopping", "Taken"]
 
 Average = Literal["bagged", "best"]
-Self = TypeVar("Self", bound="PathStopping")
 
 CHUNK = 4096  # rows in one evaluation
-FORM = {  # of a saved state
+STATE_SCHEMA = {  # of a saved state
     "settings": dict,
     "step": int,
     "should_stop": bool,
@@ -99,14 +106,14 @@ class _Watch:
         self.handles, self.calls, self.steps = [], [], []
 
 
-class PathStopping(ABC):
+class PathStopping(StoppingRule):
     """Follows an estimated test loss at log-spaced checks and keeps the weights of the best one.
 
     A rule says how to follow an optimiser step (`_follow`) and how to estimate the loss of rows
     that were not trained on (`_held_out`).
     """
 
-    _rule: ClassVar[Rule]  # its name
+    name: ClassVar[str]  # by which `heldin.stopping` knows it
 
     def __init__(
         self,
@@ -145,18 +152,16 @@ class PathStopping(ABC):
             )
         self.grid, self.average = float(grid), average
         self.patience = patience
-        self.memory = whole(name, "memory", memory, 0)
-        self.resamples = whole(name, "resamples", resamples, 1)
-        self.seed = whole(name, "seed", seed, 0)
+        self.memory = check_int(name, "memory", memory, 0)
+        self.resamples = check_int(name, "resamples", resamples, 1)
+        self.seed = check_int(name, "seed", seed, 0)
 
-        self.should_stop = False
-        self.stopped_step: int | None = None
-        self.reason = "no check yet"
+        super().__init__()
         self.reason_chosen = ""  # by `heldin.stopping`
-        self.history = EstimateHistory(self._rule)
+        self.history = EstimateHistory(self.name)
 
         self._model: nn.Module | None = model
-        self._signature = signature(model)
+        self._signature = model_signature(model)
         self._bare = skeleton(model)
         self._rows = Rows.of(data, parameter.device)
         self._weights = _row_weights(sample_weight, self._rows)
@@ -216,7 +221,7 @@ class PathStopping(ABC):
                 rules that train shadow models).
         """
         if self._model is None:
-            raise HeldinError(f"{type(self).__name__}.step: called after remove(); make a new one")
+            raise HeldinError(f"{type(self).__name__}.step: called after close(); make a new one")
         taken = self._watch.take()
         if not taken:
             if self._step == 0:
@@ -287,7 +292,7 @@ class PathStopping(ABC):
         for start in range(0, len(rows), CHUNK):
             some = slice(start, start + CHUNK)
             outputs = self._outputs([x[some] for x in rows.inputs])
-            parts.append(self._loss.apart(outputs, rows.targets[some]))
+            parts.append(self._loss.per_row(outputs, rows.targets[some]))
         losses = torch.cat(parts).double()
         return float((losses if self._weights is None else losses * self._weights).mean())
 
@@ -356,7 +361,7 @@ class PathStopping(ABC):
         """Put the chosen weights (averaged, if so asked) into the model."""
         if self._model is None:
             raise HeldinError(
-                f"{type(self).__name__}.restore: called after remove(); make a new one"
+                f"{type(self).__name__}.restore: called after close(); make a new one"
             )
         if self._step > self.history.last().step:
             self._check()  # the last weights are a candidate too
@@ -384,9 +389,6 @@ class PathStopping(ABC):
         }
         return {name: value for name, value in values.items() if not math.isnan(value)}
 
-    def __repr__(self) -> str:
-        return f"<heldin.{type(self).__name__}: {self.reason}>"
-
     # -- saving and closing
 
     def _settings(self) -> dict[str, Any]:
@@ -412,22 +414,24 @@ class PathStopping(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken: all later values are the same to the last bit."""
         name = type(self).__name__
-        state = state_of(name, state, 1, FORM)
-        same_settings(name, state["settings"], self._settings())
+        state = checked_state(name, state, 1, STATE_SCHEMA)
+        check_settings(name, state["settings"], self._settings())
         if self._model is None:
-            raise HeldinError(f"{name}.load_state_dict: called after remove(); make a new one")
-        all_or_nothing(name, self._take, state, self.state_dict())
+            raise HeldinError(f"{name}.load_state_dict: called after close(); make a new one")
+        load_or_roll_back(name, self._take, state, self.state_dict())
         self._watch.take()
         self._watch.calls = []
 
     def _take(self, state: Mapping[str, Any]) -> None:
         device = self._rows.targets.device
         checks = len(state["history"]["records"])
-        fits(state["curves"], self._curves[0].new_empty(len(self._curves[0]), checks), "['curves']")
+        check_schema(
+            state["curves"], self._curves[0].new_empty(len(self._curves[0]), checks), "['curves']"
+        )
         if not state["kept"] or not all(0 <= number < checks for number in state["kept"]):
             raise ValueError(f"weights of the checks {list(state['kept'])} of {checks}")
         for number, weights in state["kept"].items():
-            fits(weights, self._snapshot(), f"['kept'][{number}]")
+            check_schema(weights, self._snapshot(), f"['kept'][{number}]")
         self._load_own_state(state["rule"])
         self.history.load_state_dict(state["history"])
         self._curves = list(state["curves"].unbind(1))
@@ -438,13 +442,10 @@ class PathStopping(ABC):
         self._step, self.reason = state["step"], state["reason"]
         self.should_stop, self.stopped_step = state["should_stop"], state["stopped_step"]
 
-    def remove(self) -> None:
+    def close(self) -> None:
         """Take the hooks away and let go of the model. What was found stays readable."""
         self._release()
         self._model = None
-
-    def __enter__(self: Self) -> Self:
-        return self
 
     def __exit__(
         self,
@@ -454,7 +455,7 @@ class PathStopping(ABC):
     ) -> None:
         if kind is None and self._model is not None:
             self.restore()
-        self.remove()
+        self.close()
 
 
 def _row_weights(sample_weight: Tensor | None, rows: Rows) -> Tensor | None:

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from heldin.errors import HeldinError, HeldinWarning
-from heldin.state.schema import fits, whole
+from heldin.state.schema import check_int, check_schema
 
 from .base import CHUNK, Average, PathStopping, Taken
 from .curves import Patience, next_check
 from .engines import Engine
 from .losses import LossFunction
-from .rows import WAY_OUT, Finder
+from .rows import WAY_OUT, RowMatcher
 from .stack import Stack, hyperparameters
 
 __all__ = ["FoldStopping", "ShadowStopping"]
@@ -49,7 +49,7 @@ class _Shadows(PathStopping):
         self._twin: Stack | None = None
         if not any(isinstance(m, nn.modules.dropout._DropoutNd) for m in model.modules()):
             self._twin = Stack(model, optimizer, 1, self._rows.inputs, engine)
-        self._find = Finder(self._rows)
+        self._find = RowMatcher(self._rows)
         self._queue: list[Tensor] = []
         self._place()
         self._start(optimizer)
@@ -182,13 +182,13 @@ class _Shadows(PathStopping):
         """
         name = type(self).__name__
         if self._model is None:
-            raise HeldinError(f"{name}.train: called after remove(); make a new one")
+            raise HeldinError(f"{name}.train: called after close(); make a new one")
         if self._step and not self._inside:
             raise HeldinError(
                 f"{name}.train: this object already follows a loop of yours through step(); make a "
                 "new one"
             )
-        whole(name, "max_steps", max_steps, 0)
+        check_int(name, "max_steps", max_steps, 0)
         if not self._inside:
             self._take_in()
         settings = hyperparameters(self._optimizer)
@@ -279,7 +279,7 @@ class _Shadows(PathStopping):
         }
 
     def _load_own_state(self, state: Mapping[str, Any]) -> None:
-        fits(
+        check_schema(
             state, {"label": self._label.cpu(), "inside": bool, "stack": dict, "turns": {int: int}}
         )
         if self._inside and not state["inside"]:
@@ -351,7 +351,7 @@ class FoldStopping(_Shadows):
     True
     """
 
-    _rule = "folds"
+    name = "folds"
 
     def __init__(
         self,
@@ -389,7 +389,7 @@ class FoldStopping(_Shadows):
     def _labels(self) -> Tensor:
         n = len(self._rows)
         if isinstance(self.folds, int):
-            folds = whole("FoldStopping", "folds", self.folds, 2)
+            folds = check_int("FoldStopping", "folds", self.folds, 2)
             if folds > n:
                 raise HeldinError(
                     f"FoldStopping: {folds} folds of {n} rows would be empty; use at most {n}"
@@ -444,7 +444,7 @@ class ShadowStopping(_Shadows):
     True
     """
 
-    _rule = "shadow"
+    name = "shadow"
 
     def __init__(
         self,

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from heldin.errors import HeldinError
-from heldin.state.schema import fits, whole
+from heldin.state.schema import check_int, check_schema
 
 from .base import Average, PathStopping, Taken
 from .curves import Patience
@@ -225,7 +225,7 @@ class LeaveOneOutStopping(PathStopping):
     True
     """
 
-    _rule = "leave-one-out"
+    name = "leave-one-out"
 
     def __init__(
         self,
@@ -283,7 +283,7 @@ class LeaveOneOutStopping(PathStopping):
 
     def _choose(self, probes: int | None) -> Tensor:
         n = len(self._rows)
-        wanted = MOST if probes is None else whole("LeaveOneOutStopping", "probes", probes, 2)
+        wanted = MOST if probes is None else check_int("LeaveOneOutStopping", "probes", probes, 2)
         order = torch.randperm(n, generator=torch.Generator().manual_seed(self.seed))
         chosen = torch.arange(n) if wanted >= n else order[:wanted].sort().values
         return chosen.to(self._rows.targets.device)
@@ -348,7 +348,7 @@ class LeaveOneOutStopping(PathStopping):
         inputs, targets = [x[probes] for x in rows.inputs], rows.targets[probes]
         weights = None if self._weights is None else self._weights[probes]
         outputs = self._outputs(inputs).detach()
-        base = self._loss.apart(outputs, targets).double()
+        base = self._loss.per_row(outputs, targets).double()
         basis, residual, curvature = self._slopes(outputs, targets, weights)
         if self._step == 0:
             self._basis = basis
@@ -358,7 +358,7 @@ class LeaveOneOutStopping(PathStopping):
             own = torch.einsum("qb,qb...->q...", shifts[each, :, each], basis.double())
             outputs = outputs + own.view_as(outputs).to(outputs.dtype)
             self._groups = [_Group(group.velocity) for group in self._groups]
-        losses = self._loss.apart(outputs, targets).double()
+        losses = self._loss.per_row(outputs, targets).double()
         if weights is not None:
             losses, base = losses * weights, base * weights
         if len(probes) == len(rows):
@@ -372,7 +372,7 @@ class LeaveOneOutStopping(PathStopping):
         q = len(outputs)
         with torch.enable_grad():
             free = outputs.requires_grad_()
-            losses = self._loss.apart(free, targets)
+            losses = self._loss.per_row(free, targets)
             (slope,) = torch.autograd.grad(losses.sum(), free, create_graph=True)
 
             def bend(along: Tensor) -> Tensor:
@@ -466,7 +466,7 @@ class LeaveOneOutStopping(PathStopping):
     def _load_own_state(self, state: Mapping[str, Any]) -> None:
         own = {"probes": self._probes, "moved": self._moved, "basis": self._basis}
         kinds = {name: value.cpu() for name, value in own.items()}
-        fits(state, {**kinds, "groups": [[float]], "batch": float}, "['rule']")
+        check_schema(state, {**kinds, "groups": [[float]], "batch": float}, "['rule']")
         if [len(group) for group in state["groups"]] != [3] * len(self._groups):
             raise ValueError(f"{len(state['groups'])} parameter groups, not {len(self._groups)}")
         self._probes = state["probes"].to(self._probes.device)

@@ -24,19 +24,19 @@ class RowLoss:
     """A loss function, row by row.
 
     Attributes:
-        whole: the user's function: (b, ...) outputs, (b, ...) targets -> one number.
-        apart: the same for each row -> (b,).
-        kind: how `whole` follows from the rows: their "mean", their "sum", or "other" (class
+        loss_fn: the user's function: (b, ...) outputs, (b, ...) targets -> one number.
+        per_row: the same for each row -> (b,).
+        kind: how `loss_fn` follows from the rows: their "mean", their "sum", or "other" (class
             weights, for instance, make a mean with its own denominator).
-        slope: derivative of `apart` by the outputs in closed form, where there is one.
-        cheap: whether `apart` is one call, not one for each row.
+        row_gradient: derivative of `per_row` by the outputs in closed form, where there is one.
+        cheap: whether `per_row` is one call, not one for each row.
         ready: brings targets into the form that `gradient` takes; to be done once for all rows.
     """
 
-    whole: LossFunction
-    apart: LossFunction
+    loss_fn: LossFunction
+    per_row: LossFunction
     kind: Literal["mean", "sum", "other"]
-    slope: LossFunction | None
+    row_gradient: LossFunction | None
     cheap: bool
     ready: Callable[[Tensor], Tensor]
 
@@ -69,7 +69,7 @@ class RowLoss:
         else:
             kind = "other"
 
-        def apart(o: Tensor, t: Tensor) -> Tensor:
+        def per_row(o: Tensor, t: Tensor) -> Tensor:
             rows = found(o, t)
             if rows.dim() == 1:
                 return rows
@@ -81,11 +81,11 @@ class RowLoss:
         def ready(t: Tensor) -> Tensor:
             return F.one_hot(t, classes).to(dtype) if slope is _softmax_slope else t
 
-        return cls(loss_fn, apart, kind, slope, separate is not None, ready)
+        return cls(loss_fn, per_row, kind, slope, separate is not None, ready)
 
     def rows(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """(K, b) losses of stacked outputs (K, b, ...) and targets (K, b, ...)."""
-        rows = self.apart(outputs.flatten(0, 1), targets.flatten(0, 1))
+        rows = self.per_row(outputs.flatten(0, 1), targets.flatten(0, 1))
         return rows.view(outputs.shape[:2])
 
     def gradient(
@@ -106,8 +106,8 @@ class RowLoss:
             share = share / share.sum(1, keepdim=True).clamp_(min=1)
         if weights is not None:
             share = share * weights.to(share.dtype)
-        if self.slope is not None:
-            slope = self.slope(outputs, targets)
+        if self.row_gradient is not None:
+            slope = self.row_gradient(outputs, targets)
             return slope.mul_(share.view(*share.shape, *[1] * (slope.dim() - 2)))
         with torch.enable_grad():
             free = outputs.detach().requires_grad_()
@@ -129,7 +129,7 @@ class RowLoss:
             total = free.new_zeros(())
             for model in range(len(free)):
                 if bool(keep[model].any()):
-                    total = total + self.whole(free[model][keep[model]], targets[keep[model]])
+                    total = total + self.loss_fn(free[model][keep[model]], targets[keep[model]])
             if not total.requires_grad:
                 return torch.zeros_like(outputs)
             (gradient,) = torch.autograd.grad(total, free)

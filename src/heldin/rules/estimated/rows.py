@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from heldin.errors import HeldinError
 
-__all__ = ["WAY_OUT", "Finder", "Rows"]
+__all__ = ["WAY_OUT", "RowMatcher", "Rows"]
 
 WAY_OUT = (
     "take the minibatches from stopping.batches(...), or pass their row numbers: "
@@ -146,7 +146,7 @@ def _words(tensor: Tensor) -> Tensor:
     return flat.view(_WORDS[flat.element_size()])
 
 
-class Finder:
+class RowMatcher:
     """Finds the row numbers of a minibatch by its inputs, bit for bit.
 
     Rows are looked up by a hash (a random linear form over the integers mod 2^64) and then

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from heldin.errors import HeldinError
-from heldin.state.schema import fits
+from heldin.state.schema import check_schema
 
 from .engines import Engine, engine_for
 from .losses import RowLoss
@@ -204,7 +204,7 @@ class Stack:
 
             def closure(number: int = number, kept: Tensor = kept) -> Tensor:
                 outputs = gradient()[number]
-                return loss.whole(outputs[kept], targets[kept]).detach()
+                return loss.loss_fn(outputs[kept], targets[kept]).detach()
 
             made.step(closure)  # type: ignore[arg-type]
 
@@ -234,14 +234,18 @@ class Stack:
         """Refuse, before anything is changed, what is not the state of so many copies."""
         weights = {n: b.new_empty(copies, *b.shape[1:]) for n, b in self.blocks.items()}
         buffers = getattr(self.forward, "buffers", [])
-        fits(state, {"weights": weights, "buffers": [dict], "optimizers": [dict]}, "['stack']")
+        check_schema(
+            state, {"weights": weights, "buffers": [dict], "optimizers": [dict]}, "['stack']"
+        )
         for each in state["buffers"]:
-            fits(each, dict(buffers[0]) if buffers else {}, "['buffers']")
+            check_schema(each, dict(buffers[0]) if buffers else {}, "['buffers']")
         if len(state["buffers"]) not in (0, copies) or bool(state["buffers"]) != bool(buffers):
             raise ValueError(f"{len(state['buffers'])} sets of buffers for {copies} copies")
         kinds = (Tensor, float, bool, list, None)
         for saved in state["optimizers"]:
-            fits(saved, {"state": {int: {str: kinds}}, "param_groups": [dict]}, "['optimizers']")
+            check_schema(
+                saved, {"state": {int: {str: kinds}}, "param_groups": [dict]}, "['optimizers']"
+            )
         if copies != self.copies:
             return
         for made, saved in zip(self.optimizers, state["optimizers"], strict=True):

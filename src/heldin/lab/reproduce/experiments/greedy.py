@@ -75,7 +75,7 @@ def descend(run: Run, rate: float, dead: Reading | None) -> None:
         plain, model, greedy=True, smoothing=s.smoothing, start=s.start, dead=dead
     )
     train(run, optimizer, model, s.batch, lambda: shares(optimizer))
-    optimizer.remove()
+    optimizer.close()
 
 
 def parts(settings: Settings) -> Mapping[str, Mapping[str, Any]]:

@@ -86,7 +86,7 @@ def train(run: Run, rate: float, method: str) -> None:
             lambda: mean_loss(model, data.validation, s.validation, s.piece),
             patience=s.steps,
             every=s.every,
-            restore=False,
+            restore_best=False,
             history=2,
         )
     else:

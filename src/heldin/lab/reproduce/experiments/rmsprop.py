@@ -80,7 +80,7 @@ def descend(run: Run, method: str) -> None:
             sgd, model, greedy=False, smoothing=s.smoothing, start=1.0, dead=STOPPING[method]
         )
         train(run, optimizer, model, s.batch, lambda: shares(optimizer))
-        optimizer.remove()
+        optimizer.close()
 
 
 def parts(settings: Settings) -> Mapping[str, Mapping[str, Any]]:

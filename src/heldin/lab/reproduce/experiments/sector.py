@@ -107,7 +107,7 @@ def descend(run: Run, kind: str, rate: float, method: str) -> None:
             lambda: mean_loss(model, data.validation, data.held, 512),
             patience=s.steps,
             every=s.every,
-            restore=False,
+            restore_best=False,
             history=2,
         )
     else:

@@ -83,7 +83,7 @@ def descend(run: Run) -> None:
         return each
 
     validation = ValidationStopping(
-        model, lambda: errors(1).mean(), patience=s.steps, restore=False, history=2
+        model, lambda: errors(1).mean(), patience=s.steps, restore_best=False, history=2
     )
     with EvidenceStopping.paper(model, "all", smoothing=0.0) as rule:
         everything = {"model": model, "optimizer": optimizer, "rule": rule, "other": validation}

@@ -76,7 +76,7 @@ def descend(run: Run, method: str) -> None:
             lambda: loss(val, val_y),
             patience=s.steps,
             every=s.every,
-            restore=False,
+            restore_best=False,
             history=2,
         )
     else:

@@ -1,0 +1,113 @@
+"""`heldin study`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterable
+from typing import Any
+
+from heldin.errors import HeldinError
+
+from .progress import tell
+
+__all__ = ["study"]
+
+
+def study(parser: argparse.ArgumentParser) -> None:
+    """Train many small models and say which stopping rule keeps the better ones."""
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
+    quality = kinds.add_parser(
+        "quality",
+        help="test loss at the stop of every rule, on real tables",
+        description="Train small models on real tables, replay every stopping rule on each run, "
+        "and compare the test losses. Interrupted studies go on where they were.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    quality.add_argument(
+        "--data",
+        default=os.environ.get("HELDIN_DATA"),
+        help="folder of .npz files with X, y and task; scikit-learn's bundled datasets if neither "
+        "this nor HELDIN_DATA is given",
+    )
+    quality.add_argument("--n", default="50,100,200", help="numbers of training rows")
+    quality.add_argument("--runs", type=int, default=150, help="number of runs")
+    quality.add_argument("--seed", type=int, default=0, help="of the plan")
+    quality.add_argument("--rules", default="all", help="rules to replay, separated by commas")
+    quality.add_argument("--out", default="study", help="folder for the results")
+    quality.add_argument(
+        "--role",
+        default="confirmation",
+        choices=["confirmation", "development", "all"],
+        help="which datasets; constants were chosen on those for development",
+    )
+    quality.add_argument("--jobs", type=int, default=1, help="processes")
+    quality.add_argument("--steps", type=int, default=2500, help="optimiser steps of a run")
+    quality.set_defaults(run=_quality)
+    agree = kinds.add_parser(
+        "agreement",
+        help="the sampled criterion beside the exact one, over whole runs",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    agree.add_argument("--seeds", type=int, default=5, help="runs of each model")
+    agree.add_argument("--steps", type=int, default=1000, help="optimiser steps of a run")
+    agree.add_argument("--out", default="out/agreement", help="folder for table and figure")
+    agree.set_defaults(run=_agreement)
+
+
+def _quality(options: argparse.Namespace) -> int:
+    try:
+        import jinja2  # noqa: F401  (said before the training, not after)
+
+        from heldin.lab.study.quality import quality
+    except ImportError as error:
+        raise HeldinError(
+            f"study: {error.name} is not installed; pip install 'heldin[study]'"
+        ) from error
+    try:
+        sizes = [int(part) for part in options.n.split(",")]
+    except ValueError:
+        raise HeldinError(f"--n: expected numbers separated by commas, got {options.n!r}") from None
+    summary = quality(
+        options.data,
+        sizes=sizes,
+        runs=options.runs,
+        seed=options.seed,
+        rules=options.rules,
+        out=options.out,
+        datasets=options.role,
+        jobs=options.jobs,
+        steps=options.steps,
+        progress=_progress,
+    )
+    print(f"{'rule':32} {'gm':>7} {'median':>7} {'p90':>7} {'worst':>7} {'wins':>5} {'runs':>5}")
+    for line in sorted(summary, key=lambda line: line["gm"]):
+        print(
+            f"{line['rule']:32} {line['gm']:7.3f} {line['median']:7.3f} {line['p90']:7.3f} "
+            f"{line['worst']:7.2f} {line['win_rate']:5.2f} {line['runs']:5}"
+        )
+    print(f"Tables and report.html are in {options.out}")
+    return 0
+
+
+def _agreement(options: argparse.Namespace) -> int:
+    try:
+        import matplotlib  # noqa: F401  (said before the training, not after)
+
+        from heldin.lab.study.agreement import agreement, table
+    except ImportError as error:
+        raise HeldinError(
+            f"study: {error.name} is not installed; pip install 'heldin[study]'"
+        ) from error
+    lines = agreement(options.out, seeds=options.seeds, steps=options.steps, progress=tell)
+    print(table(lines), end="")
+    print(f"Table and figure are in {options.out}")
+    return 0
+
+
+def _progress(finished: Iterable[Any], total: int) -> Iterable[Any]:
+    """A bar on stderr."""
+    from rich.console import Console
+    from rich.progress import track
+
+    return track(finished, "runs", total=total, console=Console(stderr=True))

@@ -1,0 +1,71 @@
+"""An optimiser around another one, which schedulers, scalers and checkpoints take for one."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+from torch.optim import Optimizer
+
+from heldin.errors import HeldinError
+
+__all__ = ["OptimizerWrapper"]
+
+
+class OptimizerWrapper(Optimizer):
+    """Has hooks of its own around `step`; parameters, state and the rest are the wrapped one's.
+
+    Attributes:
+        optimizer: the wrapped one.
+    """
+
+    optimizer: Optimizer
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        name = type(self).__name__
+        if not isinstance(optimizer, Optimizer):
+            raise HeldinError(
+                f"{name}: expected a torch.optim.Optimizer to wrap, got {type(optimizer).__name__}"
+            )
+        self.optimizer = optimizer
+        # What Optimizer.__init__ does, except that parameters and state stay with the wrapped one.
+        self._optimizer_step_pre_hooks = OrderedDict()
+        self._optimizer_step_post_hooks = OrderedDict()
+        for hooks in ("state_dict_pre", "state_dict_post", "load_state_dict_pre"):
+            setattr(
+                self, f"_optimizer_{hooks}_hooks", getattr(optimizer, f"_optimizer_{hooks}_hooks")
+            )
+        self._optimizer_load_state_dict_post_hooks = optimizer._optimizer_load_state_dict_post_hooks
+        self._patch_step_function()
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The wrapped optimiser's parameter groups."""
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The wrapped optimiser's state."""
+        return self.optimizer.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The wrapped optimiser's defaults."""
+        return self.optimizer.defaults
+
+    def __getattr__(self, name: str) -> Any:
+        # Public names only: private ones would promise abilities (such as unscaling gradients
+        # itself) to those who probe for them, past this wrapper.
+        if name.startswith("_") or name == "optimizer":
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.optimizer, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        name = type(self).__name__
+        raise HeldinError(
+            f"{name} cannot be pickled or copied, as it watches a model; save its state_dict()"
+        )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients."""
+        self.optimizer.zero_grad(set_to_none)
