@@ -103,7 +103,7 @@ def soak(kind: str, steps: int) -> dict[str, Any]:
         "flat": abs(slope) <= max(3 * error, 4.096),
     }
     if stopping is not None:
-        stopping.remove()
+        stopping.close()
     else:
         optimizer.close()
     return report

@@ -24,7 +24,7 @@ from markdown.preprocessors import Preprocessor
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "heldin"
-COMMANDS = {"cli", "lab"}  # behind the commands
+INTERNAL = {"cli", "lab", "pages"}  # not for users
 FENCE = re.compile(r"\s*(```|~~~)")
 MARK = re.compile(r"^(\s*```\w+) illustration.*$")  # for the tests only
 FORMULA = re.compile(r'<(span|div) class="arithmatex">(.*?)</\1>', re.S)
@@ -47,7 +47,7 @@ def public() -> dict[str, list[str]]:
     for path in sorted(PACKAGE.iterdir()):
         source = path / "__init__.py" if path.is_dir() else path
         if re.match(r"[a-z]", path.stem) and source.suffix == ".py" and source.exists():
-            if path.stem not in COMMANDS:
+            if path.stem not in INTERNAL:
                 own = [name for name in names_in(source) if name not in found["heldin"]]
                 found[f"heldin.{path.stem}"] = own
     return found

@@ -61,7 +61,7 @@ def test_remove_is_close() -> None:
     for rule in rules:
         name = type(rule).__name__
         with pytest.warns(DeprecationWarning, match=rf"{name}\.remove is now {name}\.close"):
-            rule.remove()
+            rule.close()
     with heldin.ElementwiseStopping(optimizer, model) as wrapped:
         pass
     assert wrapped._model is None

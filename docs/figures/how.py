@@ -194,7 +194,7 @@ def smoothing(figure: Any) -> None:
         if rule.stopped_step:
             ax.axvline(rule.stopped_step, color=colour, linewidth=3, alpha=0.5)
         print(f"smoothing {b}: stop at step {rule.stopped_step}")
-        rule.remove()
+        rule.close()
     ax.axhline(0, color="0.4", linewidth=0.8)
     ax.set_yscale("symlog", linthresh=1.0)
     ax.set(xlabel="step", ylabel="criterion")

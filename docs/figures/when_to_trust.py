@@ -60,7 +60,7 @@ class Recorder:
         for ax in (top, bottom):
             if self.stop is not None:
                 ax.axvline(self.stop, color=BLUE, linewidth=3, alpha=0.4)
-        self.stopping.remove()
+        self.stopping.close()
 
 
 def batches(n: int, size: int, generator: torch.Generator) -> Iterator[Tensor]:
@@ -137,7 +137,7 @@ def plateau(figure: Any) -> None:
         early = 0
         for seed in range(10):
             other = parity(seed, 100, make)
-            other.stopping.remove()
+            other.stopping.close()
             early += other.stop is not None and other.at_stop() > 0.6
         print(
             f"plateau: {title}: stop at step {run.stop}, training loss there {run.at_stop():.3f}, "

@@ -162,7 +162,7 @@ def test_batch_normalisation(kind: str) -> None:
         expected.step()
         optimizer.step()
         optimizer.zero_grad()
-    expected.remove()
+    expected.close()
     assert callback.stopping is not None
     named = {p.data_ptr(): name for name, p in model.named_parameters()}
     names = [named[v.value.data_ptr()] for v in model.trainable_variables]

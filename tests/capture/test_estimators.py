@@ -128,7 +128,7 @@ def test_the_weight_and_the_bias_of_a_layer_share_their_rows() -> None:
     sampler = Sampler(64)
     for _ in range(20):
         rows = sampler.block("layer.weight", (250, 256))[0][0]
-        entries = sampler.block("layer.bias", (250,), 2048)[0][0]
+        entries = sampler.block("layer.bias", (250,), 1024)[0][0]
         assert rows.start == entries.start
         sampler.close_step(redraw=True)
 

@@ -455,7 +455,7 @@ def test_another_pass_while_the_hooks_are_registered(monkeypatch: pytest.MonkeyP
     before = rule.evidence
     rule.step()
     assert rule.evidence == before
-    rule.remove()
+    rule.close()
 
 
 class Scaled(nn.Module):
@@ -525,7 +525,7 @@ def test_nothing_is_kept_alive() -> None:
     rule = at_work(model, x)
     assert all(mark() is None for mark in marks)
     kept = weakref.ref(model.weight)
-    rule.remove()
+    rule.close()
     del model
     assert kept() is None
 
@@ -541,10 +541,10 @@ def test_a_resumed_run_is_the_same_to_the_last_bit() -> None:
                 state, rule_before = rule.state_dict(), rule
                 rule = heldin.EvidenceStopping(model)
                 rule.load_state_dict(state)
-                rule_before.remove()
+                rule_before.close()
             model(x).square().mean().backward()
             rule.step()
-        rule.remove()
+        rule.close()
         return rule.history.columns()["criterion"]
 
     assert run(None) == run(12)

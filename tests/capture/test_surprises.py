@@ -296,12 +296,12 @@ def test_a_resumed_run_over_sequences_is_the_same_to_the_last_bit(estimator: Any
         for step, x in enumerate(batches):
             if step == cut:
                 state = stopping.state_dict()
-                stopping.remove()
+                stopping.close()
                 stopping = fresh()
                 stopping.load_state_dict(state)
             model(x).square().mean().backward()
             stopping.step()
             values.append(stopping.evidence.groups)
-        stopping.remove()
+        stopping.close()
         found.append(values)
     assert found[0] == found[1]

@@ -18,7 +18,7 @@ import heldin
 ROOT = Path(__file__).parents[2]
 
 
-COMMANDS = {"cli", "lab"}  # behind the commands
+INTERNAL = {"cli", "lab", "pages"}  # not for users
 PACKAGE = ROOT / "src" / "heldin"
 pytestmark = pytest.mark.xdist_group("site")  # one worker builds it
 
@@ -46,7 +46,7 @@ def public() -> dict[str, str]:
     found = {f"heldin.{name}": getattr(heldin, name).__doc__ or "" for name in heldin.__all__}
     for path in sorted(PACKAGE.iterdir()):
         source = path / "__init__.py" if path.is_dir() else path
-        if path.stem.startswith("_") or path.stem in COMMANDS or source.suffix != ".py":
+        if path.stem.startswith("_") or path.stem in INTERNAL or source.suffix != ".py":
             continue
         if source.exists():
             files = sorted(path.rglob("*.py")) if path.is_dir() else [path]

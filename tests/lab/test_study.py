@@ -200,7 +200,7 @@ def test_replayed_evidence_stops_where_the_live_rule_does(logged: LoggedRun, nam
     assert outcome is not None
     assert outcome.fired == stopping.should_stop
     assert outcome.stop_step == taken
-    stopping.remove()
+    stopping.close()
 
 
 def test_the_log_is_what_separate_computation_gives(logged: LoggedRun) -> None:
@@ -553,12 +553,12 @@ def test_agreement_of_sampled_and_exact(tmp_path: Path) -> None:
     from heldin.lab.study import agreement as _agreement
 
     lines = _agreement.agreement(
-        tmp_path, models=["transformer"], seeds=1, steps=8, budgets=(64, 1 << 20)
+        tmp_path, models=["mlp"], seeds=1, steps=8, budgets=(64, 1 << 20)
     )
     small, everything = lines
     assert small["difference"] > 1e-3
     assert everything["difference"] < 1e-4  # a budget above every size is exact
     assert everything["moved"] == 0
-    assert "| transformer | 64 |" in (tmp_path / "agreement.md").read_text()
+    assert "| mlp | 64 |" in (tmp_path / "agreement.md").read_text()
     assert (tmp_path / "agreement.png").exists()
     assert len(_tables.read(tmp_path / "agreement.csv")) == 2

@@ -164,7 +164,7 @@ def test_stops_at_the_first_crossing_and_keeps_it() -> None:
     assert stopping.stopped_step == 3
     assert stopping.reason == "step 3: criterion 0.25 > 0, check 1 of 1"
     assert [r.step for r in stopping.history] == [1, 2, 3, 4, 5]
-    stopping.remove()
+    stopping.close()
 
 
 def test_patience_counts_consecutive_checks() -> None:
@@ -368,7 +368,7 @@ def test_step_before_any_backward_is_an_error_but_a_skipped_batch_is_not() -> No
         assert not stopping.step()
         assert not stopping.step()
         assert "no backward pass was seen" in stopping.reason
-    with pytest.raises(heldin.HeldinError, match="after remove"):
+    with pytest.raises(heldin.HeldinError, match="after close"):
         stopping.step()
 
 
@@ -437,8 +437,8 @@ def test_removing_leaves_the_model_as_it_was() -> None:
     model = net()
     stopping = heldin.EvidenceStopping(model)
     assert model._forward_hooks
-    stopping.remove()
-    stopping.remove()
+    stopping.close()
+    stopping.close()
     assert not model._forward_hooks
     assert not model._forward_pre_hooks
     assert torch.autograd.backward is PLAIN_BACKWARD

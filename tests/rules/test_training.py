@@ -61,7 +61,7 @@ def test_every_optimiser(kind: str) -> None:
         optimizer.step(closure)
     assert closure() < first
     assert [r.step for r in stopping.history] == list(range(1, steps + 1))
-    stopping.remove()
+    stopping.close()
 
 
 def one_step(model: nn.Module, index: Tensor, y: Tensor) -> dict[str, heldin.Moments]:

@@ -101,7 +101,7 @@ def test_a_run_resumed_at_any_step_is_the_uninterrupted_one(options: dict[str, A
         saved.append(through_a_file(whole.state()))
         whole.step()
     final = whole.state()
-    whole.stopping.remove()
+    whole.stopping.close()
     for done, state in enumerate(saved):
         run = Run(**options)
         run.load(state)
@@ -110,7 +110,7 @@ def test_a_run_resumed_at_any_step_is_the_uninterrupted_one(options: dict[str, A
             run.step()
         assert equal(run.state(), final)
         assert equal(run.stopping.metrics(), whole.stopping.metrics())
-        run.stopping.remove()
+        run.stopping.close()
 
 
 SCRIPT = [0.3, -0.2, -9.0, 0.4, 0.4, -0.1, 0.2, math.nan, 0.2, 0.2, 0.2, 0.2]
@@ -158,7 +158,7 @@ def test_a_state_is_not_changed_by_what_follows() -> None:
     for _ in range(5):
         run.step()
     assert equal(state, before)
-    run.stopping.remove()
+    run.stopping.close()
 
 
 def test_a_stop_is_saved() -> None:
@@ -171,8 +171,8 @@ def test_a_stop_is_saved() -> None:
     assert again.stopping.stopped_step == run.stopping.stopped_step
     assert again.stopping.reason == run.stopping.reason
     assert again.stopping.history.stopped == run.stopping.history.stopped
-    run.stopping.remove()
-    again.stopping.remove()
+    run.stopping.close()
+    again.stopping.close()
 
 
 @pytest.mark.parametrize(
@@ -186,8 +186,8 @@ def test_a_stop_is_saved() -> None:
             lambda s: {**s, "settings": {**s["settings"], "smoothing": 0.5}},
             r"saved with smoothing=0\.5, but this one has smoothing=0\.9",
         ),
-        (lambda s: {k: v for k, v in s.items() if k != "average"}, "incomplete.*'average'"),
-        (lambda s: {**s, "average": {**s["average"], "value": 7.0}, "history": {}}, "incomplete"),
+        (lambda s: {k: v for k, v in s.items() if k != "decision"}, "incomplete.*'decision'"),
+        (lambda s: {**s, "decision": {**s["decision"], "streak": 7}, "history": {}}, "incomplete"),
     ],
 )
 def test_foreign_states_are_refused_and_change_nothing(change: Any, message: str) -> None:
@@ -197,7 +197,7 @@ def test_foreign_states_are_refused_and_change_nothing(change: Any, message: str
     with pytest.raises(heldin.HeldinError, match=message):
         run.stopping.load_state_dict(change(before))
     assert equal(run.stopping.state_dict(), before)
-    run.stopping.remove()
+    run.stopping.close()
 
 
 def test_the_window_of_another_model_is_refused() -> None:
@@ -210,7 +210,7 @@ def test_the_window_of_another_model_is_refused() -> None:
         pytest.raises(heldin.HeldinError, match=r"saved with model=.* but this one has model="),
     ):
         stopping.load_state_dict(state)
-    run.stopping.remove()
+    run.stopping.close()
 
 
 # --- history ---------------------------------------------------------------------------------

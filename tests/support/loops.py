@@ -44,7 +44,7 @@ def watch(stopping: Any, dial: Dial, values: Iterable[float]) -> int | None:
         dial.show(value)
         if stopping.step():
             break
-    stopping.remove()
+    stopping.close()
     return stopping.stopped_step  # type: ignore[no-any-return]
 
 
@@ -79,4 +79,4 @@ def slow_groups(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> d
 
 def close(rule: object) -> None:
     """Let any rule go of its model; an optimiser that is none is left alone."""
-    getattr(rule, "close", getattr(rule, "remove", int))()
+    getattr(rule, "close", int)()

@@ -72,7 +72,7 @@ class StoppingSession:
         known = groups if isinstance(groups, str) else "tensor"
         options = {**self.options, "groups": known, "parameters": None}
         try:
-            EvidenceStopping(anything, **options).remove()
+            EvidenceStopping(anything, **options).close()
         except TypeError as error:
             raise HeldinError(f"{owner}: {error}; see heldin.EvidenceStopping") from None
 
@@ -92,7 +92,7 @@ class StoppingSession:
     def end(self) -> None:
         """Watch no more. What was found stays readable."""
         if self.stopping is not None:
-            self.stopping.remove()
+            self.stopping.close()
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the run, or the one it will begin with."""

@@ -19,10 +19,12 @@ def bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--methods", default="all", help="methods, separated by commas")
     parser.add_argument("--no-memory", action="store_true", help="do not measure peak memory")
     parser.add_argument(
-        "--system-heap",
+        "--steady-heap",
         action="store_true",
-        help="let glibc give freed memory back to the system (default: keep it, as jemalloc does)",
+        help="tell glibc to keep freed memory, as jemalloc does (default: as it is)",
     )
+    parser.add_argument("--processes", type=int, default=7, help="in how many to time (7)")
+    parser.add_argument("--no-counts", action="store_true", help="do not count operations")
     parser.add_argument("--no-growth", action="store_true", help="do not measure growth with size")
     parser.add_argument("--out", default="out/bench", help="folder for JSON, table and charts")
     parser.set_defaults(run=_bench)
@@ -31,6 +33,7 @@ def bench(parser: argparse.ArgumentParser) -> None:
 def _bench(options: argparse.Namespace) -> int:
     from heldin.lab.bench import (
         WORKLOADS,
+        count_steps,
         growth,
         measure_apart,
         peak_memory,
@@ -52,16 +55,18 @@ def _bench(options: argparse.Namespace) -> int:
             if name not in known:
                 raise HeldinError(f"bench: {name!r} is unknown; there are {', '.join(known)}")
 
-    if not options.system_heap:
+    if options.steady_heap:
         steady_heap()
     ours = [m for m in ("heldin sampled", "heldin exact") if m in methods]
     results = []
     for name in names:
-        results.append(measure_apart(name, methods, tell, not options.system_heap))
+        args = (methods, tell, options.steady_heap, options.processes)
+        results.append(measure_apart(name, *args))
         if WORKLOADS[name].memory and not options.no_memory:
             tell(f"{name}: peak memory")
             results[-1].memory = peak_memory(name, [m for m in methods if m != "plain"])
     growing = {} if options.no_growth else {what: growth(what, ours, tell) for what in GROWTH}
-    print(write_report(results, growing, Path(options.out)))
+    counts = {} if options.no_counts else count_steps()
+    print(write_report(results, growing, Path(options.out), counts))
     print(f"JSON and charts are in {options.out}")
     return 0

@@ -29,12 +29,11 @@ from heldin.state.schema import (
 )
 
 from .base import Closing
-from .optimizer_state import own_averages, with_averages, without_averages
+from .optimizer_state import STATE_SCHEMA, own_averages, with_averages, without_averages
 from .wrapper import OptimizerWrapper
 
 __all__ = ["ElementwiseStopping"]
 
-STATE_SCHEMA = {"settings": dict, "step": int, "updates": int, "averages": {str: Tensor}}
 T = TypeVar("T")
 
 
@@ -246,8 +245,8 @@ class ElementwiseStopping(Closing, OptimizerWrapper):
         """Copies of the parameters in which a weight may be stopped."""
         if self.start * self.smoothing**self._updates > 1.01:
             return {}  # none can be: f >= 0
-        known = {n: p for n, p in self._named.items() if n in self._averages}
-        return {n: local_part(p.detach()).clone() for n, p in known.items()}
+        known = (n for n in self._named if n in self._averages)
+        return {n: local_part(self._named[n].detach()).clone() for n in known}
 
     @torch.no_grad()
     def _put_back(self, held: Mapping[str, Tensor]) -> None:

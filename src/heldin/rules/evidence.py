@@ -6,7 +6,6 @@ import math
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from types import TracebackType
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -17,8 +16,7 @@ from heldin.capture.forward import BatchDim
 from heldin.capture.moments import Moments
 from heldin.capture.observation import Observation
 from heldin.capture.sharding import unwrapped
-from heldin.criterion.average import FORM as AVERAGE
-from heldin.criterion.average import Average, weight
+from heldin.criterion.average import weight
 from heldin.criterion.evidence import (
     Correction,
     Dead,
@@ -44,6 +42,9 @@ from heldin.state.schema import (
     model_signature,
 )
 
+from .base import StoppingRule
+from .decision import STATE_SCHEMA as DECISION
+from .decision import Decision
 from .ranks import JoinHook, ProcessGroup, ranks_of
 
 __all__ = ["EvidenceStopping"]
@@ -53,8 +54,6 @@ NOTHING = Evidence(math.nan, {}, 0)
 STATE_SCHEMA = {
     "settings": dict,
     "step": int,
-    "armed": bool,
-    "streak": int,
     "should_stop": bool,
     "stopped_step": (int, None),
     "reason": str,
@@ -66,8 +65,7 @@ STATE_SCHEMA = {
         "nonfinite": [str],
         "estimator": str,
     },
-    "average": AVERAGE,
-    "recent": AVERAGE,
+    "decision": DECISION,
     "ratios": {str: [(float, int, bool)]},
     "sampler": (dict, None),
     "window": WINDOW,
@@ -75,7 +73,7 @@ STATE_SCHEMA = {
 }
 
 
-class EvidenceStopping:
+class EvidenceStopping(StoppingRule):
     """Stops training when the gradients carry no more evidence than noise would.
 
     Call `step()` after `backward()` and before `optimizer.step()`, so that the weights that
@@ -160,6 +158,7 @@ class EvidenceStopping:
         process_group: ProcessGroup = "auto",
         history: int = 4096,
     ) -> None:
+        super().__init__()
         name = type(self).__name__
         self.smoothing = check_fraction(name, "smoothing", smoothing)
         self.window = check_int(name, "window", window, 1)
@@ -175,15 +174,9 @@ class EvidenceStopping:
         check_options(correction, dead)
 
         self.evidence = NOTHING
-        self.should_stop = False
-        self.stopped_step: int | None = None
-        self.reason = "no check yet"
         self.history = History(check_int(name, "history", history, 2))
-        self.armed = arming is None
-        self._average = Average(self.smoothing, start)
-        self._recent = Average(0.9, start=0.0)
+        self._decision = Decision(self.smoothing, start, arming, self.warmup, self.patience)
         self._window = Window(mean=reduction == "mean")
-        self._streak = 0
         self._step = 0
         self._ratios: dict[str, Ratio] = {}  # the last ones of every parameter
 
@@ -234,7 +227,7 @@ class EvidenceStopping:
         >>> stopping = heldin.EvidenceStopping.paper(torch.nn.Linear(3, 1), smoothing=0.99)
         >>> stopping.armed, stopping.start
         (True, 0.0)
-        >>> stopping.remove()
+        >>> stopping.close()
         """
         settings: dict[str, Any] = {
             "arming": None, "weighted": False, "estimator": "exact", **options
@@ -246,11 +239,16 @@ class EvidenceStopping:
     @property
     def criterion(self) -> float:
         """The smoothed criterion; above zero, it asks to stop. nan before the first value."""
-        return self._average.value if self._average.count else math.nan
+        return self._decision.value
+
+    @property
+    def armed(self) -> bool:
+        """Whether the criterion has left zero, so that the rule may stop."""
+        return self._decision.armed
 
     @property
     def watching(self) -> bool:
-        """Whether a model is watched: from the beginning until `remove`."""
+        """Whether a model is watched: from the beginning until `close`."""
         return self._model is not None
 
     def call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -275,7 +273,7 @@ class EvidenceStopping:
     def _advance(self, scale: float = 1.0) -> bool:
         model = self._model
         if model is None:
-            raise HeldinError("EvidenceStopping.step: called after remove(); make a new one")
+            raise HeldinError("EvidenceStopping.step: called after close(); make a new one")
         self._step += 1
         if self._step % self.every == 0:
             self._observe_step(model, scale)
@@ -322,10 +320,10 @@ class EvidenceStopping:
         >>> stopping = heldin.EvidenceStopping(model, arming=None, estimator="exact")
         >>> stopping.take({"weight": heldin.Moments(torch.ones(1, 1), torch.full((1, 1), 9.0), 2)})
         True
-        >>> stopping.remove()
+        >>> stopping.close()
         """
         if self._model is None:
-            raise HeldinError("EvidenceStopping.take: called after remove(); make a new one")
+            raise HeldinError("EvidenceStopping.take: called after close(); make a new one")
         self._step += check_int("EvidenceStopping.take", "steps", steps, 1)
         self._check(moments, max((each.count for each in moments.values()), default=0))
         return self.should_stop
@@ -352,7 +350,11 @@ class EvidenceStopping:
             raw = math.nan
         else:
             by = weight(count, self._correction) if self.weighted else 1.0
-            self._decide(self._average.add(raw, by), self._recent.add(raw))
+            stop, why = self._decision.add(self._step, raw, by)
+            if not self.should_stop:
+                self.reason = f"step {self._step}: {why}"
+                if stop:
+                    self.should_stop, self.stopped_step = True, self._step
         stopped = self.should_stop and self.stopped_step == self._step
         self.history.note((self._step, count, raw, self.criterion, found.groups, bad), stopped)
 
@@ -367,25 +369,6 @@ class EvidenceStopping:
             found = {**kept, **found}
         self._ratios = {name: found[name] for name in self._collector.in_order(found)}
         return self._ratios
-
-    def _decide(self, value: float, recent: float) -> None:
-        if self.arming is not None and abs(recent) > self.arming:
-            self.armed = True
-        if self.should_stop:
-            return
-        why = ", not above 0"
-        if not value > 0:
-            self._streak = 0
-        elif not self.armed:
-            why = f" > 0, but it has not left zero yet (arming={self.arming})"
-        elif self._step <= self.warmup:
-            why = f" > 0, but in the warm-up of {self.warmup} steps"
-        else:
-            self._streak += 1
-            why = f" > 0, check {self._streak} of {self.patience}"
-            if self._streak >= self.patience:
-                self.should_stop, self.stopped_step = True, self._step
-        self.reason = f"step {self._step}: criterion {value:.4g}{why}"
 
     # -- in a `Join` context, see torch.distributed.algorithms.Join
 
@@ -425,9 +408,6 @@ class EvidenceStopping:
         values |= {f"heldin/group/{name}": value for name, value in self.evidence.groups.items()}
         return {name: value for name, value in values.items() if not math.isnan(value)}
 
-    def __repr__(self) -> str:
-        return f"<heldin.EvidenceStopping: {self.reason}>"
-
     # -- saving and closing
 
     def _settings(self) -> dict[str, Any]:
@@ -448,14 +428,11 @@ class EvidenceStopping:
             "version": 2,
             "settings": self._settings(),
             "step": self._step,
-            "armed": self.armed,
-            "streak": self._streak,
             "should_stop": self.should_stop,
             "stopped_step": self.stopped_step,
             "reason": self.reason,
             "evidence": {**found, "nonfinite": list(found["nonfinite"])},
-            "average": self._average.state_dict(),
-            "recent": self._recent.state_dict(),
+            "decision": self._decision.state_dict(),
             "ratios": {name: list(ratio) for name, ratio in self._ratios.items()},
             "sampler": None if sampler is None else sampler.state_dict(),
             "window": self._window.state_dict(),
@@ -473,17 +450,15 @@ class EvidenceStopping:
         check_settings("EvidenceStopping", state["settings"], self._settings())
         if self._model is None:
             raise HeldinError(
-                "EvidenceStopping.load_state_dict: called after remove(); make a new one"
+                "EvidenceStopping.load_state_dict: called after close(); make a new one"
             )
         self._window.load_state_dict(state["window"], self._model)
-        self._average.load_state_dict(state["average"])
-        self._recent.load_state_dict(state["recent"])
+        self._decision.load_state_dict(state["decision"])
         self.history.load_state_dict(state["history"])
         found = state["evidence"]
         self.evidence = Evidence(**{**found, "nonfinite": tuple(found["nonfinite"])})
         self._ratios = {name: Ratio(*values) for name, values in state["ratios"].items()}
-        self._step, self._streak = state["step"], state["streak"]
-        self.armed, self.reason = state["armed"], state["reason"]
+        self._step, self.reason = state["step"], state["reason"]
         self.should_stop, self.stopped_step = state["should_stop"], state["stopped_step"]
         self._collector.clear()
         if self._collector.sampler is not None:
@@ -492,21 +467,10 @@ class EvidenceStopping:
             self._ranks.forget()
         self._prepare()
 
-    def remove(self) -> None:
+    def close(self) -> None:
         """Stop observing and let go of the model. What was found stays readable."""
         self._release()
         self._model = None
-
-    def __enter__(self) -> EvidenceStopping:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.remove()
 
 
 def _why_none(count: int, bad: tuple[str, ...]) -> str:

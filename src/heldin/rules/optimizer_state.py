@@ -10,8 +10,9 @@ from torch import Tensor
 from heldin.capture.sharding import local_part, shard_of
 from heldin.errors import HeldinError
 
-__all__ = ["own_averages", "with_averages", "without_averages"]
+__all__ = ["STATE_SCHEMA", "own_averages", "with_averages", "without_averages"]
 
+STATE_SCHEMA = {"settings": dict, "step": int, "updates": int, "averages": {str: Tensor}}
 STATE_KEY, GROUP_KEY = "heldin_average", "heldin"  # in the state of a parameter, of a group
 
 

@@ -48,7 +48,7 @@ def save(path: str | Path, /, **states: Any) -> None:
     >>> stopping.load_state_dict(states["stopping"])
     >>> states["step"]
     7
-    >>> stopping.remove()
+    >>> stopping.close()
     """
     path = Path(path)
     with replacing(path) as part, open(part, "w+b") as file:

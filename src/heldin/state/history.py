@@ -16,7 +16,7 @@ from .export import Exportable, axes
 
 __all__ = ["STATE_SCHEMA", "History", "Record"]
 
-WAITING = 32  # checks that are put off at most
+WAITING = 32  # checks noted before they are filed: filing many at once costs less than one by one
 
 STATE_SCHEMA = {  # of a saved state
     "limit": int,
@@ -60,7 +60,7 @@ Fields = tuple[int, int, float, float, Mapping[str, float], tuple[str, ...]]  # 
 
 
 def _fields(record: Record) -> Fields:
-    """What a record is made of."""
+    """The values of a record, in the order of its fields."""
     r = record
     return r.step, r.count, r.raw, r.criterion, r.groups, r.nonfinite
 
@@ -123,14 +123,14 @@ class History(Exportable, Sequence[Record]):
         self.limit = limit
         self.stopped: Record | None = None
         self._checks = 0
-        self._new: list[Fields] = []  # the latest, which nobody has asked for yet
+        self._new: list[Fields] = []  # noted, but not filed yet
         self._stride = 1
         self._kept = _Table()
         self._last: Fields | None = None
 
     @property
     def checks(self) -> int:
-        """How many there were."""
+        """How many checks there were, those included that are no longer kept."""
         return self._checks + len(self._new)
 
     def append(self, record: Record, stopped: bool = False) -> None:
@@ -138,15 +138,15 @@ class History(Exportable, Sequence[Record]):
         self.note(_fields(record), stopped)
 
     def note(self, fields: Fields, stopped: bool) -> None:
-        """`append`, put off: many of them in a row take less time than one in each step."""
+        """Like `append`, from the fields of a record; it is filed later, with others."""
         self._new.append(fields)
         if stopped or len(self._new) == WAITING:
-            self._settle()
+            self._file()
             if stopped:
                 self.stopped = Record(*fields)
 
-    def _settle(self) -> None:
-        """Do what was put off."""
+    def _file(self) -> None:
+        """File the checks that were only noted: keep every `_stride`-th, thin out when full."""
         for fields in self._new:
             if self._checks % self._stride == 0:
                 if len(self._kept) >= self.limit:
@@ -159,8 +159,8 @@ class History(Exportable, Sequence[Record]):
         self._new = []
 
     def _extras(self) -> dict[int, Record]:
-        """The stop and the latest check, where they are not kept anyway, by their place."""
-        self._settle()
+        """The stop and the latest check, by their place among the records, if thinned out."""
+        self._file()
         found: dict[int, Record] = {}
         last = None if self._last is None else Record(*self._last)
         by_step = {r.step: r for r in (self.stopped, last) if r is not None}
@@ -246,7 +246,7 @@ class History(Exportable, Sequence[Record]):
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors, numbers and strings only."""
-        self._settle()
+        self._file()
         last = None if self._last is None else Record(*self._last)
         extra = [r for r in (self.stopped, last) if r is not None]
         records = [*map(self._kept.record, range(len(self._kept))), *extra]

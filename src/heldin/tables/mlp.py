@@ -1,7 +1,4 @@
-"""Plain networks on rows of numbers, with passes written out by hand.
-
-For networks this small, recording a graph would cost as much as the arithmetic.
-"""
+"""Plain networks on rows of numbers: made, trained without a graph, evaluated."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from heldin.capture.moments import Moments
-from heldin.rules.estimated.engines import ACTIVATIONS as SLOPES
+from heldin.rules.estimated.dense import DenseNetwork, Linear
 
 __all__ = [
     "ACTIVATIONS",
@@ -80,60 +77,62 @@ class ManualBackprop:
     """
 
     def __init__(self, model: nn.Sequential, observe: bool = False) -> None:
-        self.layers = list(model)
         self.parameters = dict(model.named_parameters())
-        self.gradient, views = self._flat()
-        for (_, p), view in zip(self.parameters.items(), views, strict=True):
-            p.grad = view
-        self.total, self.squares = torch.zeros_like(self.gradient), torch.zeros_like(self.gradient)
-        ids = (id(p) for p in self.parameters.values())
-        self.square_of = dict(zip(ids, self._views(self.squares), strict=True))
         self.observe = observe
         self.count = 0
-        self.trace: list[Tensor] = []
-
-    def _flat(self) -> tuple[Tensor, list[Tensor]]:
         first = next(iter(self.parameters.values()))
-        flat = torch.zeros(sum(p.numel() for p in self.parameters.values()), dtype=first.dtype)
-        return flat, self._views(flat)
+        size = sum(p.numel() for p in self.parameters.values())
+        self.gradient, self.total, self.squares = torch.zeros(3, size, dtype=first.dtype).unbind()
+        for p, view in zip(self.parameters.values(), self._views(self.gradient), strict=True):
+            p.grad = view
+        named = {id(p): name for name, p in self.parameters.items()}
+        squares = dict(zip(self.parameters, self._views(self.squares), strict=True))
+        layers: list[Linear | nn.Module] = []
+        self.squares_of: dict[Linear, tuple[Tensor, Tensor | None]] = {}
+        for layer in model:
+            if not isinstance(layer, nn.Linear):
+                layers.append(layer)
+                continue
+            weight, bias = layer.weight, layer.bias
+            assert weight.grad is not None
+            has_bias = bias is not None
+            made = Linear(
+                weight.detach(),
+                weight.grad,
+                bias.detach() if has_bias else None,
+                bias.grad if has_bias else None,
+            )
+            layers.append(made)
+            self.squares_of[made] = (
+                squares[named[id(weight)]],
+                squares[named[id(bias)]] if has_bias else None,
+            )
+        self.network = DenseNetwork(layers)
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         parts = flat.split([p.numel() for p in self.parameters.values()])
         pairs = zip(parts, self.parameters.values(), strict=True)
         return [part.view(p.shape) for part, p in pairs]
 
-    @torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:
         """(b, outputs)."""
-        self.trace = [x]
-        for layer in self.layers:
-            x = layer.forward(x)
-            self.trace.append(x)
-        return x
+        return self.network.forward(x)
 
     @torch.no_grad()
-    def backward(self, slope: Tensor) -> None:
-        """The gradient of the mean of the rows' losses, from (b, outputs), each loss's slope."""
-        for i in range(len(self.layers) - 1, -1, -1):
-            layer, before = self.layers[i], self.trace[i]
-            if not isinstance(layer, nn.Linear):
-                slope = SLOPES[type(layer)](layer, slope, before, self.trace[i + 1])
-                continue
-            weight, bias = layer.weight, layer.bias
-            torch.mm(slope.T, before, out=weight.grad)
-            if bias is not None:
-                torch.sum(slope, 0, out=bias.grad)
-            if self.observe:
-                squared = slope.square()
-                self.square_of[id(weight)].addmm_(squared.T, before.square())
-                if bias is not None:
-                    self.square_of[id(bias)].add_(squared.sum(0))
-            if i:
-                slope = slope.mm(weight)
+    def backward(self, gradient: Tensor) -> None:
+        """The gradient of the mean of the rows' losses, from (b, outputs), that of each loss."""
+        self.network.backward(gradient, self._add_squares if self.observe else None)
         if self.observe:
             self.total.add_(self.gradient)
-            self.count += len(slope)
-        self.gradient.div_(len(slope))
+            self.count += len(gradient)
+        self.gradient.div_(len(gradient))
+
+    def _add_squares(self, layer: Linear, x: Tensor, gradient: Tensor) -> None:
+        weight, bias = self.squares_of[layer]
+        squared = gradient.square()
+        weight.addmm_(squared.T, x.square())
+        if bias is not None:
+            bias.add_(squared.sum(0))
 
     def moments(self) -> dict[str, Moments]:
         """What was added up since the last call."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +21,7 @@ from heldin.rules.evidence import EvidenceStopping
 
 from .workloads import loss_of
 
-__all__ = ["METHODS", "Skip", "Way"]
+__all__ = ["METHODS", "Skip", "Way", "run"]
 
 RATE = 1e-4
 
@@ -51,11 +51,11 @@ def plain(model: nn.Module, x: Tensor, y: Tensor) -> Way:
     return Way(step)
 
 
-def _heldin(estimator: Estimator) -> Callable[[nn.Module, Tensor, Tensor], Way]:
+def _heldin(estimator: Estimator, every: int = 1) -> Callable[[nn.Module, Tensor, Tensor], Way]:
     def method(model: nn.Module, x: Tensor, y: Tensor) -> Way:
         optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
         window = 16 if estimator == "microbatch" else 1
-        stopping = EvidenceStopping(model, estimator=estimator, window=window)
+        stopping = EvidenceStopping(model, estimator=estimator, window=window, every=every)
         stopping._seen.pause()
 
         def step() -> None:
@@ -72,7 +72,7 @@ def _heldin(estimator: Estimator) -> Callable[[nn.Module, Tensor, Tensor], Way]:
 
         class Active:
             def __enter__(self) -> None:
-                stopping._seen.resume()
+                stopping._prepare()
 
             def __exit__(self, *_: object) -> None:
                 stopping._seen.pause()
@@ -80,6 +80,23 @@ def _heldin(estimator: Estimator) -> Callable[[nn.Module, Tensor, Tensor], Way]:
         return Way(step, squares if estimator == "exact" else None, Active)
 
     return method
+
+
+def run(method: str, model: nn.Module, batches: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """A whole run over the batches, from a new rule to its end."""
+    estimators: dict[str, Estimator] = {"heldin sampled": "sampled", "heldin exact": "exact"}
+    if method != "plain" and method not in estimators:
+        raise Skip("only single steps are timed")
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    rule = EvidenceStopping(model, estimator=estimators[method]) if method != "plain" else None
+    for x, y in batches:
+        loss_of(model, x, y).backward()
+        if rule is not None:
+            rule.step()
+        optimizer.step()
+        optimizer.zero_grad()
+    if rule is not None:
+        rule.close()
 
 
 def backpack(model: nn.Module, x: Tensor, y: Tensor) -> Way:
@@ -225,6 +242,7 @@ def validation(model: nn.Module, x: Tensor, y: Tensor) -> Way:
 METHODS: dict[str, Callable[[nn.Module, Tensor, Tensor], Way]] = {
     "plain": plain,
     "heldin sampled": _heldin("sampled"),
+    "heldin sampled, every=10": _heldin("sampled", every=10),
     "heldin exact": _heldin("exact"),
     "heldin micro-batches": _heldin("microbatch"),
     "BackPACK": backpack,

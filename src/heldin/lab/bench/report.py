@@ -14,7 +14,8 @@ import torch
 
 from heldin.pages import markdown_table
 
-from .run import PROCESSES, Measurement
+from .counts import Counts, counts_table
+from .run import Measurement
 from .workloads import WORKLOADS
 
 __all__ = ["table", "write_report"]
@@ -100,7 +101,12 @@ def machine() -> dict[str, Any]:
     }
 
 
-def write_report(results: Sequence[Measurement], growing: Growth, out: Path) -> str:
+def write_report(
+    results: Sequence[Measurement],
+    growing: Growth,
+    out: Path,
+    counts: Mapping[str, Sequence[Counts]] | None = None,
+) -> str:
     """Write cost.json, tables and charts into a folder; return the tables."""
     out.mkdir(parents=True, exist_ok=True)
     where = machine()
@@ -124,11 +130,16 @@ def write_report(results: Sequence[Measurement], growing: Growth, out: Path) -> 
             what: {"sizes": sizes, "seconds": seconds, "slopes": slopes}
             for what, (sizes, seconds, slopes) in growing.items()
         },
+        "counts": {
+            method: [[each.operations, each.waits] for each in steps]
+            for method, steps in (counts or {}).items()
+        },
     }
     (out / "cost.json").write_text(json.dumps(data, indent=1))
+    processes = max((len(each) for r in results for each in r.apart.values()), default=1)
     head = (
         f"A whole training step (forward, backward, evidence, SGD) as a multiple of the same step "
-        f"without heldin; medians of interleaved repetitions, over {PROCESSES} processes or more. "
+        f"without heldin; medians of interleaved repetitions, over {processes} processes. "
         f"{where['date']}, "
         f"{where['processor']}, {where['threads']} threads, torch {where['torch']}.\n\n"
     )
@@ -138,6 +149,7 @@ def write_report(results: Sequence[Measurement], growing: Growth, out: Path) -> 
         "targets": targets_table(results),
         "left-out": left_out(results),
         "growth": growth_table(growing),
+        "counts": counts_table(counts) if counts else "",
     }
     for name, text in parts.items():
         if text:
@@ -149,6 +161,7 @@ def write_report(results: Sequence[Measurement], growing: Growth, out: Path) -> 
         "targets": "Asked for:\n\n",
         "left-out": "Left out:\n\n",
         "growth": "Growth of the time per step (slope in log-log):\n\n",
+        "counts": "Operations and waits for the device in a step:\n\n",
     }
     return "\n".join(titles[name] + text for name, text in parts.items() if text)
 

@@ -15,13 +15,13 @@ from multiprocessing import get_context
 import torch
 from torch import Tensor, nn
 
-from .methods import METHODS, Skip, Way
+from .methods import METHODS, Skip, Way, run
 from .workloads import WORKLOADS, encoder, mlp
 
 __all__ = ["Measurement", "growth", "measure", "measure_apart", "peak_memory", "steady_heap"]
 
 Progress = Callable[[str], None]
-PROCESSES = 3
+PROCESSES = 7  # where a process has its memory moves a ratio by several hundredths
 SLOW = 20.0  # times a plain step: a few rounds are enough
 
 
@@ -61,7 +61,11 @@ class Measurement:
 
 
 def measure_apart(
-    name: str, methods: Sequence[str], progress: Progress, steady: bool = True
+    name: str,
+    methods: Sequence[str],
+    progress: Progress,
+    steady: bool = False,
+    processes: int = PROCESSES,
 ) -> Measurement:
     """`measure` in several new processes, one after the other.
 
@@ -71,7 +75,7 @@ def measure_apart(
     """
     found: list[Measurement] = []
     fast = list(methods)
-    for number in range(WORKLOADS[name].processes or PROCESSES):
+    for number in range(processes):
         with get_context("spawn").Pool(1) as pool:
             args = (name, fast, progress, f" in process {number + 1}", steady)
             found.append(pool.apply(_in_process, args))
@@ -94,6 +98,8 @@ def _in_process(
 def measure(name: str, methods: Sequence[str], progress: Progress = lambda _: None) -> Measurement:
     """Time the methods on one workload, after checking that they agree on the second moment."""
     workload = WORKLOADS[name]
+    if workload.batches is not None:
+        return _measure_runs(name, workload.batches(), methods, progress)
     torch.manual_seed(0)
     model, x, y = workload.make()
     result = Measurement(name, workload.title)
@@ -115,6 +121,33 @@ def measure(name: str, methods: Sequence[str], progress: Progress = lambda _: No
                     way.step()
                 times[method].append((time.perf_counter() - start) / workload.inner)
     result.seconds = {method: statistics.median(values) for method, values in times.items()}
+    return result
+
+
+def _measure_runs(
+    name: str,
+    batches: Sequence[tuple[Tensor, Tensor]],
+    methods: Sequence[str],
+    progress: Progress,
+) -> Measurement:
+    """Seconds per step of whole runs, each with a new model and a new rule."""
+    workload = WORKLOADS[name]
+    result = Measurement(name, workload.title)
+    times: dict[str, list[float]] = {}
+    turns = list(dict.fromkeys(["plain", *methods]))
+    for repeat in range(workload.repeats):
+        progress(f"{name}: run {repeat + 1} of {workload.repeats}")
+        for method in turns if repeat % 2 == 0 else reversed(turns):
+            torch.manual_seed(0)
+            model, _, _ = workload.make()
+            start = time.perf_counter()
+            try:
+                run(method, model, batches)
+            except Skip as reason:
+                result.skipped[method] = str(reason)
+                continue
+            times.setdefault(method, []).append((time.perf_counter() - start) / len(batches))
+    result.seconds = {m: statistics.median(times[m]) for m in turns if m in times}
     return result
 
 

@@ -108,7 +108,7 @@ def _train(
         optimizer.step()
         optimizer.zero_grad()
     for rule in (exact, *sampled):
-        rule.remove()
+        rule.close()
     return exact, sampled
 
 

@@ -29,7 +29,7 @@ from heldin.state.schema import (
 )
 
 from .curves import Patience, best_check, mean_and_error, next_check, votes
-from .engines import skeleton
+from .hooks import skeleton
 from .losses import LossFunction, RowLoss
 from .rows import Rows
 from .stack import hyperparameters

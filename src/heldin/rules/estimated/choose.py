@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from heldin.errors import HeldinError
 
 from .base import PathStopping
-from .engines import is_plain
+from .dense import is_plain
 from .folds import FoldStopping, ShadowStopping
 from .leave_one_out import KNOWN, LeaveOneOutStopping
 from .losses import LossFunction

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, Literal, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,27 +12,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from heldin.errors import HeldinError
 
-__all__ = ["Engine", "Forward", "engine_for", "is_plain", "skeleton"]
+from .dense import ACTIVATIONS, DenseNetwork, LayerNames, Linear, plain_layers
+from .hooks import skeleton
+
+__all__ = ["Engine", "Forward", "engine_for"]
 
 Engine = Literal["auto", "dense", "vmap", "loop"]
-
-
-def skeleton(model: nn.Module, share: bool = True) -> nn.Module:
-    """A copy that has none of the hooks and, for `functional_call`, shares the parameters.
-
-    Hooks that belong to the model itself (weight or spectral normalisation) are kept.
-    """
-    memo: dict[int, Any] = {id(p): p for p in model.parameters()} if share else {}
-    for module in model.modules():
-        for name, value in vars(module).items():
-            if name.endswith("_hooks") and isinstance(value, dict):
-                own = {k: h for k, h in value.items() if _of_the_model(h)}
-                memo[id(value)] = type(value)(own)
-    return copy.deepcopy(model, memo)
-
-
-def _of_the_model(hook: object) -> bool:
-    return type(hook).__module__.startswith("torch.nn.utils")
 
 
 class Copies(Protocol):
@@ -73,7 +57,7 @@ def engine_for(
     """The engine asked for, or the first that can run the model; its name and itself."""
     if engine not in ("auto", "dense", "vmap", "loop"):
         raise HeldinError(f"engine: expected 'auto', 'dense', 'vmap' or 'loop', got {engine!r}")
-    layers = _plain_layers(model, stack.blocks, inputs) if engine in ("auto", "dense") else None
+    layers = plain_layers(model, stack.blocks, inputs) if engine in ("auto", "dense") else None
     if layers is not None:
         return "dense", _Dense(stack, layers)
     if engine == "dense":
@@ -228,118 +212,30 @@ def _write(stack: Copies, outputs: Tensor, gradient: Tensor) -> None:
             place.copy_(value)
 
 
-Slope = Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]  # module, gradient, input, output
-
-_aten = torch.ops.aten
-
-ACTIVATIONS: dict[type[nn.Module], Slope] = {
-    nn.ReLU: lambda _, g, z, a: _aten.threshold_backward(g, a, 0),
-    nn.Tanh: lambda _, g, z, a: _aten.tanh_backward(g, a),
-    nn.Sigmoid: lambda _, g, z, a: _aten.sigmoid_backward(g, a),
-    nn.SiLU: lambda _, g, z, a: _aten.silu_backward(g, z),
-    nn.GELU: lambda m, g, z, a: _aten.gelu_backward(g, z, approximate=m.approximate),
-    nn.LeakyReLU: lambda m, g, z, a: _aten.leaky_relu_backward(g, z, m.negative_slope, False),
-    nn.Identity: lambda _, g, z, a: g,
-}
-
-Layer = tuple[str, str | None] | nn.Module  # names of weight and bias, or an activation
-
-
-def is_plain(model: nn.Module, inputs: Sequence[Tensor]) -> bool:
-    """Whether the model is a network that can be stacked by hand."""
-    names = {name for name, p in model.named_parameters() if p.requires_grad}
-    return _plain_layers(model, names, inputs) is not None
-
-
-def _plain_layers(
-    model: nn.Module, trained: Collection[str], inputs: Sequence[Tensor]
-) -> list[Layer] | None:
-    """The layers of a plain network, or None if the model is something else."""
-    found: list[Layer] = []
-    seen: set[int] = set()
-    flattens = False
-
-    def walk(module: nn.Module, prefix: str) -> bool:
-        nonlocal flattens
-        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        if any(_of_the_model(hook) for hook in hooks):
-            return False
-        if type(module) is nn.Sequential:
-            return all(walk(child, f"{prefix}{name}.") for name, child in module.named_children())
-        if type(module) is nn.Linear:
-            weight, bias = f"{prefix}weight", f"{prefix}bias" if module.bias is not None else None
-            known = weight in trained and (bias is None or bias in trained)
-            if id(module) in seen or not known:
-                return False
-            seen.add(id(module))
-            found.append((weight, bias))
-            return True
-        if type(module) in ACTIVATIONS:
-            found.append(module)
-            return True
-        if type(module) is nn.Flatten and module.start_dim == 1 and module.end_dim == -1:
-            flattens = not found
-            return flattens
-        return False
-
-    if not walk(model, "") or not any(isinstance(layer, tuple) for layer in found):
-        return None
-    if len(inputs) != 1 or not (flattens or inputs[0].dim() == 2):
-        return None
-    used = {name for layer in found if isinstance(layer, tuple) for name in layer if name}
-    return found if used == set(trained) else None
-
-
 class _Dense:
     """Plain networks: batched matrix products forwards and backwards, without a graph."""
 
-    def __init__(self, stack: Copies, layers: list[Layer]) -> None:
-        self.layers = layers
-        self.weights = {name: block.detach() for name, block in stack.blocks.items()}
-        self.grads = stack.grads
+    def __init__(self, stack: Copies, layers: list[LayerNames]) -> None:
         self.copies = stack.copies
-        self.trace: list[tuple[Tensor, Tensor]] = []  # input and output of every layer
+        blocks, grads = stack.blocks, stack.grads
+        self.network = DenseNetwork(
+            [
+                layer
+                if isinstance(layer, nn.Module)
+                else Linear(
+                    blocks[layer.weight].detach(),
+                    grads[layer.weight],
+                    None if layer.bias is None else blocks[layer.bias].detach(),
+                    None if layer.bias is None else grads[layer.bias],
+                )
+                for layer in layers
+            ]
+        )
 
     def __call__(self, inputs: Sequence[Tensor], keep: Tensor | None, train: bool) -> Tensor:
         (x,) = inputs
-        h = x.flatten(1).expand(self.copies, -1, -1) if keep is not None else x.flatten(2)
-        self.trace = []
-        with torch.no_grad():
-            for layer in self.layers:
-                before = h
-                if isinstance(layer, nn.Module):
-                    h = _activate(layer, h)
-                else:
-                    weight, bias = layer
-                    turned = self.weights[weight].transpose(1, 2)
-                    if bias is None:
-                        h = torch.bmm(h, turned)
-                    else:
-                        h = torch.baddbmm(self.weights[bias].unsqueeze(1), h, turned)
-                if train:
-                    self.trace.append((before, h))
-        return h
+        rows = x.flatten(1).expand(self.copies, -1, -1) if keep is not None else x.flatten(2)
+        return self.network.forward(rows, train)
 
     def backward(self, gradient: Tensor) -> None:
-        first = next(i for i, layer in enumerate(self.layers) if isinstance(layer, tuple))
-        with torch.no_grad():
-            for i in range(len(self.layers) - 1, first - 1, -1):
-                layer, (before, after) = self.layers[i], self.trace[i]
-                if isinstance(layer, nn.Module):
-                    gradient = ACTIVATIONS[type(layer)](layer, gradient, before, after)
-                    continue
-                weight, bias = layer
-                torch.bmm(gradient.transpose(1, 2), before, out=self.grads[weight])
-                if bias is not None:
-                    torch.sum(gradient, 1, out=self.grads[bias])
-                if i > first:
-                    gradient = torch.bmm(gradient, self.weights[weight])
-        self.trace = []
-
-
-def _activate(module: nn.Module, h: Tensor) -> Tensor:
-    """The module on a tensor of its own: `inplace=True` must not overwrite what backward needs."""
-    if getattr(module, "inplace", False):
-        h = h.clone()
-    result: Tensor = module.forward(h)
-    return result
+        self.network.backward(gradient)

@@ -13,7 +13,7 @@ from heldin.capture.collector import Collector
 from heldin.capture.observation import Observation
 from heldin.errors import HeldinError, NotObservable
 
-from .engines import skeleton
+from .hooks import skeleton
 
 __all__ = ["Jacobians", "captured", "chosen", "mapped"]
 
