@@ -25,6 +25,7 @@ if not (ROOT / "pyproject.toml").exists():
     pytest.skip("not run from the source tree", allow_module_level=True)
 
 pytestmark = pytest.mark.xdist_group("wheel")  # one worker builds it
+KINDS = {".py", ".typed", ".html", ".css", ".js"}  # templates of reports, too
 # What the README takes for granted: a model, data, a loss and an optimiser.
 BEFORE = """
 import torch
@@ -61,7 +62,7 @@ def test_the_wheel_has_the_library_and_nothing_else(built: tuple[Path, Path]) ->
         names = wheel.namelist()
     folders = {name.split("/")[0] for name in names}
     assert folders == {"heldin", f"heldin-{heldin.__version__}.dist-info"}
-    assert {Path(name).suffix for name in names if name.startswith("heldin/")} <= {".py", ".typed"}
+    assert {Path(name).suffix for name in names if name.startswith("heldin/")} <= KINDS
     source = {str(p.relative_to(ROOT / "src")) for p in (ROOT / "src" / "heldin").rglob("*.py")}
     assert source <= {name.replace("/", os.sep) for name in names}
     assert "heldin/py.typed" in names
