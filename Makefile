@@ -3,10 +3,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+DEMO := $(VENV)/.demo
 SEEDS ?= 5
+JOBS ?= auto
+# one thread for each process of the tests, which share the cores among them
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations 10 --numprocesses $(JOBS) --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format bench peers frameworks reproduction docs clean
+.PHONY: help setup demo test quick coverage matrix lint format bench peers frameworks reproduction docs clean
 
 help:  ## list what can be done
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -18,12 +22,26 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	@touch $(READY)
 
-demo: $(READY)  ## logistic regression with and without a validation set: a table and a figure
+$(DEMO): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[demo]"
+	@touch $(DEMO)
+
+demo: $(if $(wildcard $(READY)),$(READY),$(DEMO))  ## logistic regression with and without a validation set: a table and a figure
 	$(BIN)/python examples/demo.py
 
-test: $(READY)  ## lint, types and all tests (what CI runs)
+test: $(READY)  ## lint, types and all tests (what CI runs); JOBS=0: in one process
 	@$(MAKE) --no-print-directory lint
-	$(BIN)/python -m pytest
+	$(PYTEST)
+
+quick: $(READY)  ## the inner loop: what is quick and breaks first, in less than a minute
+	$(PYTEST) --quiet --exitfirst --quick tests
+
+coverage: $(READY)  ## all tests, and how many lines of the library they reach
+	$(PYTEST) --cov --cov-report term
+
+matrix: $(READY)  ## the core suite with oldest and newest Python and PyTorch; a table in CONTRIBUTING.md
+	$(BIN)/python -m nox --sessions core table
 
 lint: $(READY)  ## ruff, spelling, the direction of imports and mypy
 	$(BIN)/ruff check .

@@ -138,7 +138,7 @@ class Run:
         }
         state = hashlib.sha256()
         for tensor in self.model.state_dict().values():
-            state.update(tensor.numpy().tobytes())
+            state.update(bytes(tensor.flatten().view(torch.uint8).tolist()))
         return {
             "step": self.step,
             "stopped_step": None if self.stopping is None else self.stopping.stopped_step,

@@ -26,3 +26,32 @@ def no_flow_fails() -> Iterator[None]:
     failures.clear()
     yield
     assert not failures
+
+
+# What `make quick` runs: less than a minute, and a good part of what can break.
+QUICK = {
+    "test_auto",
+    "test_bad_input",
+    "test_cases",
+    "test_diagnostics",
+    "test_elementwise",
+    "test_evidence",
+    "test_interface",
+    "test_package",
+    "test_rules",
+    "test_stopping",
+    "test_surprises",
+    "test_training",
+    "test_validation",
+}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="only the modules that are quick")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With --quick, the other modules are not even imported."""
+    name = collection_path.stem
+    left_out = name.startswith("test_") and collection_path.is_file() and name not in QUICK
+    return True if left_out and config.getoption("--quick") else None

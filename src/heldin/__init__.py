@@ -2,26 +2,19 @@
 
 import warnings
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from heldin.capture.moments import Moments
-from heldin.capture.observation import Observation, observe
-from heldin.criterion.evidence import evidence
-from heldin.rules.evidence import EvidenceStopping
+from ._requirements import check_torch
 
-from . import criterion as criterion
-from . import diagnostics as diagnostics
-from . import errors as errors
-from . import ops as ops
-from . import state as state
-from .diagnostics.verification import verify
-from .errors import HeldinError, HeldinWarning, NotObservable
-from .rules.elementwise import ElementwiseStopping
-from .rules.estimated.choose import stopping
-from .rules.estimated.curves import Patience
-from .rules.estimated.folds import FoldStopping, ShadowStopping
-from .rules.estimated.leave_one_out import LeaveOneOutStopping
-from .rules.validation import ValidationStopping
+if TYPE_CHECKING:
+    from . import criterion as criterion
+    from . import diagnostics as diagnostics
+    from . import errors as errors
+    from . import ops as ops
+    from . import state as state
+    from ._api import *
+
+__version__ = "0.2.0.dev0"  # the one place; pyproject.toml reads it
 
 __all__ = [
     "ElementwiseStopping",
@@ -42,6 +35,8 @@ __all__ = [
     "verify",
 ]
 
+_MODULES = ("criterion", "diagnostics", "errors", "ops", "state")
+
 # Names that were here in 0.1, and where they are now. They go with the next release.
 _MOVED = {
     "Estimate": "state.Estimate",
@@ -61,7 +56,17 @@ _MOVED = {
 }
 
 
+check_torch()
+
+
 def __getattr__(name: str) -> Any:
+    # PyTorch is imported with the first name that is used, so that `heldin --help` is quick.
+    if name in _MODULES:
+        return import_module(f"heldin.{name}")
+    if name in __all__:
+        api = import_module("heldin._api")
+        globals().update({public: getattr(api, public) for public in __all__})
+        return globals()[name]
     if name not in _MOVED:
         raise AttributeError(f"module 'heldin' has no attribute {name!r}")
     place = _MOVED[name]
@@ -72,3 +77,7 @@ def __getattr__(name: str) -> Any:
     )
     module, _, own = place.partition(".")
     return getattr(import_module(f"heldin.{module}"), own)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_MODULES})

@@ -16,10 +16,14 @@ import torch
 from tests.support import ranks
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.skipif(
-    not (torch.distributed.is_available() and torch.distributed.is_gloo_available()),
-    reason="this build of torch has no gloo",
-)
+pytest.importorskip("numpy", reason="torch.distributed.all_gather_object needs numpy")
+pytestmark = [
+    pytest.mark.skipif(
+        not (torch.distributed.is_available() and torch.distributed.is_gloo_available()),
+        reason="this build of torch has no gloo",
+    ),
+    pytest.mark.xdist_group("ranks"),  # one worker runs the ranks, once for all tests
+]
 
 
 def launch(world: int, out: Path, names: str) -> list[subprocess.Popen[bytes]]:

@@ -34,7 +34,7 @@ def test_turns_go_through_all_parameters_alike() -> None:
         turn = sampler.turn(lambda: names)
         assert turn is not None
         assert len(turn) == TENSORS
-        assert sampler.turn(lambda: []) == turn  # until the next draw
+        assert sampler.turn(list) == turn  # until the next draw
         for name in turn:
             counts[name] += 1
     assert set(counts.values()) == {TENSORS}

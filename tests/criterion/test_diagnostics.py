@@ -65,7 +65,7 @@ def test_weights_without_a_gradient_do_not_set_the_scale() -> None:
     factors = heldin.diagnostics.rmsprop_factors(optimizer)["0.0"][0]
     assert factors[0] == 1.0
     assert factors[1].isnan()
-    assert factors[2] == pytest.approx(0.5)
+    assert factors[2].item() == pytest.approx(0.5)
     assert heldin.diagnostics.fraction_below({"w": factors}, 0.75) == 0.5
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("numpy", reason="torch.distributed.all_gather_object needs numpy")
 SCRIPTS = Path(__file__).parents[2] / "examples" / "distributed"
 NEEDS = {
     "ddp": "torch",

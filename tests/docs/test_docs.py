@@ -81,6 +81,7 @@ def test_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.chdir(tmp_path)
     spaces: defaultdict[str, dict[str, Any]] = defaultdict(surroundings)  # one for each tab
     skipped: list[str] = []
+    lost = sorted({name for m in found for name in missing_for(m["code"])})
     try:
         for block in blocks:
             label = tab(page.read_text(), block)
@@ -89,6 +90,10 @@ def test_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
                 exec(compile(dedent(block["code"]), str(page), "exec"), spaces[label])
             else:
                 skipped.append(needed)
+    except NameError as error:
+        if lost:
+            pytest.skip(f"not installed: {', '.join(lost)}; the blocks before {error.name} ran")
+        raise
     finally:
         for value in [value for space in spaces.values() for value in space.values()]:
             if hasattr(value, "should_stop") or isinstance(value, heldin.ElementwiseStopping):

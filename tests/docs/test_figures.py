@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+
+np = pytest.importorskip("numpy")
 
 from heldin.lab.study.data import Problem
 from heldin.lab.study.tables import read

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -83,7 +84,8 @@ def test_report(tiny: str, tmp_path: Path) -> None:
     data = json.loads((tmp_path / "cost.json").read_text())
     assert data["workloads"][0]["ratios"]["heldin exact"] == pytest.approx(1.4)
     assert data["machine"]["torch"] == torch.__version__
-    assert (tmp_path / "cost.png").stat().st_size > 1000
+    if find_spec("matplotlib"):
+        assert (tmp_path / "cost.png").stat().st_size > 1000
 
 
 def test_command(

@@ -65,7 +65,7 @@ def server() -> Iterator[Server]:
 def dataset(monkeypatch: pytest.MonkeyPatch, server: Server) -> None:
     """A dataset "small" of two files: one with a checksum, one with a number of rows."""
     files = (
-        _data.File("a.gz", hashlib.md5(RAW["a.gz"]).hexdigest()),
+        _data.File("a.gz", hashlib.sha256(RAW["a.gz"]).hexdigest(), limit=6000),
         _data.File("b.bz2", rows=2),
     )
     places = (f"{server.address}one/", f"{server.address}two")
@@ -82,7 +82,10 @@ def test_fetch(server: Server, tmp_path: Path) -> None:
     lines: list[str] = []
     folder = fetch("small", tmp_path, tell=lines.append)
     assert folder == tmp_path / "small"
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == PACKED
+    note = (folder / "b.bz2.sha256").read_text()  # no checksum is published
+    assert note == hashlib.sha256(RAW["b.bz2"]).hexdigest() + "\n"
+    assert {name: (folder / name).read_bytes() for name in PACKED} == PACKED
+    assert len(list(folder.iterdir())) == 3
     assert [line.rsplit(": ")[1] for line in lines] == ["downloaded and checked"] * 2
     assert server.asked == ["/one/a.gz", "/one/b.bz2"]
 
@@ -111,6 +114,8 @@ BAD = {
     "other contents": (gzip.compress(b"else"), None),
     "no such format": (b"<html>moved</html>", None),
     "nothing": (b"", None),
+    "a longer answer": (PACKED["a.gz"] + bytes(6000), None),
+    "a file that unpacks to much more": (gzip.compress(bytes(1 << 24), 9), None),
 }
 
 
@@ -137,6 +142,31 @@ def test_a_file_without_a_published_checksum(server: Server, tmp_path: Path, bod
     with pytest.raises(HeldinError, match=r"no address gave b\.bz2"):
         fetch("small", tmp_path)
     assert not (tmp_path / "small" / "b.bz2").exists()
+
+
+def test_the_first_download_without_a_published_checksum_is_kept_to(
+    server: Server, tmp_path: Path
+) -> None:
+    serve(server)
+    fetch("small", tmp_path)
+    other = bz2.compress(RAW["b.bz2"].replace(b"5", b"6"))  # as many rows
+    (tmp_path / "small" / "b.bz2").write_bytes(other)
+    server.give("one", "b.bz2", other)
+    with pytest.raises(HeldinError, match=r"no address gave b\.bz2.*SHA-256"):
+        fetch("small", tmp_path)
+
+
+def test_nothing_but_the_web(tmp_path: Path) -> None:
+    (tmp_path / "a.gz").write_bytes(PACKED["a.gz"])
+    with pytest.raises(HeldinError, match="neither https nor http"):
+        fetch("small", tmp_path / "data", addresses=[tmp_path.as_uri()])
+
+
+def test_https_leads_to_https() -> None:
+    _data._check_redirect("https://a.org/x", "https://b.org/x")
+    _data._check_redirect("http://a.org/x", "http://b.org/x")
+    with pytest.raises(HeldinError, match="which is not https"):
+        _data._check_redirect("https://a.org/x", "http://b.org/x")
 
 
 def test_no_network(tmp_path: Path) -> None:
@@ -180,7 +210,11 @@ def test_command(
 def test_official_addresses() -> None:
     names = [file.name for file in _data.DATASETS["sector"].files]
     assert names == ["sector.scale.bz2", "sector.t.scale.bz2"]
-    assert all(file.md5 for file in _data.DATASETS["mnist"].files)
+    assert all(len(file.sha256 or "") == 64 for file in _data.DATASETS["mnist"].files)
+    for dataset in ("mnist", "sector"):
+        safe = [a.startswith("https://") for a in _data.DATASETS[dataset].addresses]
+        assert safe[0]
+        assert safe == sorted(safe, reverse=True)  # https first
     assert len(_data.DATASETS["mnist"].files) == 4
 
 
@@ -199,7 +233,7 @@ def test_damaged_copies_are_refused(tmp_path: Path) -> None:
     file = _data.DATASETS["mnist"].files[0]
     (tmp_path / "mnist").mkdir()
     (tmp_path / "mnist" / file.name).write_bytes(gzip.compress(b"not the digits"))
-    with pytest.raises(HeldinError, match=r"has other contents: MD5 .*heldin data fetch mnist"):
+    with pytest.raises(HeldinError, match=r"has other contents: SHA-256 .*heldin data fetch mnist"):
         _data.require("mnist", tmp_path)
     with pytest.raises(HeldinError, match="has other contents"):
         _data.mnist(tmp_path)

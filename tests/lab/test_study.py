@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,6 +16,7 @@ from torch.nn import functional as F
 import heldin
 from heldin.cli import main as _cli
 
+np = pytest.importorskip("numpy")
 pytest.importorskip("sklearn")
 pytest.importorskip("joblib")
 
@@ -537,7 +537,7 @@ def test_a_dask_cluster_carries_the_study(tmp_path: Path) -> None:
 def test_importing_heldin_imports_nothing_of_the_study() -> None:
     import subprocess
 
-    code = "import heldin, sys; print(*sys.modules)"
+    code = "import heldin, sys; heldin.stopping; print(*sys.modules)"
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
@@ -552,9 +552,7 @@ def test_importing_heldin_imports_nothing_of_the_study() -> None:
 def test_agreement_of_sampled_and_exact(tmp_path: Path) -> None:
     from heldin.lab.study import agreement as _agreement
 
-    lines = _agreement.agreement(
-        tmp_path, models=["mlp"], seeds=1, steps=8, budgets=(64, 1 << 20)
-    )
+    lines = _agreement.agreement(tmp_path, models=["mlp"], seeds=1, steps=8, budgets=(64, 1 << 20))
     small, everything = lines
     assert small["difference"] > 1e-3
     assert everything["difference"] < 1e-4  # a budget above every size is exact

@@ -15,7 +15,7 @@ from .graph import walk
 __all__ = ["attach", "detach"]
 
 _live: list[Collector] = []
-_lock = threading.Lock()
+_lock = threading.RLock()  # an observation may be collected, and closed, while another opens
 _plain_backward = torch.autograd.backward
 
 

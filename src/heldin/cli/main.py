@@ -1,48 +1,49 @@
 """The command line: `heldin COMMAND ...`.
 
 A command is a function that takes a sub-parser and gives it arguments and `run=`, a function of
-the parsed arguments. It joins by one line in `COMMANDS`.
+the parsed arguments. It joins by one line in `COMMANDS`. Only the command that was asked for is
+imported, so that `heldin --help` answers at once.
 """
 
 from __future__ import annotations
 
 import sys
 from argparse import ArgumentParser
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from importlib import import_module
 
+from heldin import __version__
 from heldin.errors import HeldinError
-
-from .bench import bench
-from .fit import fit, predict
-from .reproduce import data, reproduce
-from .study import study
 
 __all__ = ["main"]
 
-COMMANDS: dict[str, Callable[[ArgumentParser], None]] = {
-    "bench": bench,
-    "fit": fit,
-    "predict": predict,
-    "study": study,
-    "reproduce": reproduce,
-    "data": data,
+COMMANDS = {  # the module that has it, and what it does
+    "bench": (".bench", "Time training steps with and without observation."),
+    "fit": (".fit", "Train a model on all rows of a table, without a held-out part."),
+    "predict": (".fit", "Predict rows with a model of `heldin fit`; CSV to stdout."),
+    "study": (".study", "Train many small models; which stopping rule keeps better ones?"),
+    "reproduce": (".reproduce", "Run the paper's experiments; a report."),
+    "data": (".reproduce", "Fetch the paper's datasets from their official places."),
 }
 
 
-def parser() -> ArgumentParser:
-    """The parser of all commands."""
+def parser(only: str | None = None) -> ArgumentParser:
+    """The parser of all commands, of which one or all know their arguments."""
     top = ArgumentParser(prog="heldin", description="Early stopping without a validation set.")
+    top.add_argument("--version", action="version", version=f"heldin {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, add in COMMANDS.items():
-        first = (add.__doc__ or "").splitlines()[0]
-        add(commands.add_parser(name, help=first, description=first))
+    for name, (module, what) in COMMANDS.items():
+        command = commands.add_parser(name, help=what, description=what)
+        if only in (name, None):
+            getattr(import_module(module, __package__), name)(command)
     return top
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; errors that heldin raises on purpose are one line on stderr."""
-    options = parser().parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
     try:
+        options = parser(next((word for word in given if word[:1] != "-"), "")).parse_args(given)
         code: int = options.run(options)
         return code
     except HeldinError as error:

@@ -92,6 +92,8 @@ def _quality(options: argparse.Namespace) -> int:
 
 def _agreement(options: argparse.Namespace) -> int:
     try:
+        import matplotlib  # noqa: F401  (said before the training, not after)
+
         from heldin.lab.study.agreement import agreement, table
     except ImportError as error:
         raise HeldinError(

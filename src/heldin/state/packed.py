@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import ctypes
 import json
 import math
 from collections.abc import Mapping
@@ -24,7 +25,8 @@ def packed(value: Any) -> Any:
     """
     if isinstance(value, Tensor):
         flat = value.detach().cpu().contiguous().reshape(-1)
-        data = base64.b64encode(flat.view(torch.uint8).numpy().tobytes()).decode("ascii")
+        raw = ctypes.string_at(flat.data_ptr(), flat.numel() * flat.element_size())  # no numpy
+        data = base64.b64encode(raw).decode("ascii")
         kind = str(value.dtype).removeprefix("torch.")
         return {"tensor": kind, "shape": list(value.shape), "data": data}
     if isinstance(value, Mapping):

@@ -2,7 +2,7 @@
 
 Datasets live in folders of their own (`mnist`, `sector`) of a data folder: the one given, else
 HELDIN_DATA, else the user's cache. Every file is checked whenever it is read, so that a damaged one
-is never used.
+is never used, and nothing is downloaded or unpacked past the size that it may have.
 """
 
 from __future__ import annotations
@@ -37,25 +37,33 @@ class File:
 
     Attributes:
         name: of the file; its ending tells how it is packed.
-        md5: of the unpacked bytes. None where none is published: the checksums inside the packed
-            file and the number of rows have to do.
+        sha256: of the unpacked bytes. None where none is published: the checksums inside the
+            packed file and the number of rows have to do for the first download, which is written
+            down and has to be the same from then on.
         rows: lines of the unpacked file, for text.
+        limit: bytes that it may have, packed and unpacked.
     """
 
     name: str
-    md5: str | None = None
+    sha256: str | None = None
     rows: int | None = None
+    limit: int = 64 << 20
 
-    def unpack(self, packed: bytes) -> bytes:
+    def unpack(self, packed: bytes, sha256: str | None = None) -> bytes:
         """The contents; an error that says what is wrong if they are not what they should be."""
+        source = io.BytesIO(packed)
         try:
-            raw = bz2.decompress(packed) if self.name.endswith("bz2") else gzip.decompress(packed)
+            with bz2.open(source) if self.name.endswith("bz2") else gzip.open(source) as file:
+                raw = file.read(self.limit + 1)
         except (EOFError, OSError, ValueError, zlib.error) as error:
             raise HeldinError(f"{self.name} is truncated or damaged: {error}") from error
-        if self.md5 is not None:
-            found = hashlib.md5(raw, usedforsecurity=False).hexdigest()
-            if found != self.md5:
-                raise HeldinError(f"{self.name} has other contents: MD5 {found}, not {self.md5}")
+        if len(raw) > self.limit:
+            raise HeldinError(f"{self.name} has other contents: more than {self.limit} bytes")
+        known = self.sha256 or sha256
+        if known is not None:
+            found = hashlib.sha256(raw).hexdigest()
+            if found != known:
+                raise HeldinError(f"{self.name} has other contents: SHA-256 {found}, not {known}")
         rows = len(raw.splitlines())
         if self.rows is not None and rows != self.rows:
             raise HeldinError(f"{self.name} has {rows} rows, not {self.rows}")
@@ -73,15 +81,27 @@ class Dataset:
 DATASETS = {
     "mnist": Dataset(
         (
-            File("train-images-idx3-ubyte.gz", "6bbc9ace898e44ae57da46a324031adb"),
-            File("train-labels-idx1-ubyte.gz", "a25bea736e30d166cdddb491f175f624"),
-            File("t10k-images-idx3-ubyte.gz", "2646ac647ad5339dbf082846283269ea"),
-            File("t10k-labels-idx1-ubyte.gz", "27ae3e4e09519cfbb04c329615203637"),
+            File(
+                "train-images-idx3-ubyte.gz",
+                "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
+            ),
+            File(
+                "train-labels-idx1-ubyte.gz",
+                "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
+            ),
+            File(
+                "t10k-images-idx3-ubyte.gz",
+                "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
+            ),
+            File(
+                "t10k-labels-idx1-ubyte.gz",
+                "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
+            ),
         ),
         (
-            "http://yann.lecun.com/exdb/mnist/",
             "https://ossci-datasets.s3.amazonaws.com/mnist/",
             "https://storage.googleapis.com/cvdf-datasets/mnist/",
+            "http://yann.lecun.com/exdb/mnist/",
         ),
     ),
     "sector": Dataset(
@@ -92,8 +112,8 @@ DATASETS = {
 # A published part of SECTOR in another split, used in the place of the official files by the quick
 # preset if it is there: training rows, test rows.
 SECTOR_PART = (
-    File("sector.test.bz2", "34b7ac2f346b4479bb01ed2356aab8be"),
-    File("sector.heldout.bz2", "17b79e2593f7f518278f6bceb9325617"),
+    File("sector.test.bz2", "46cd4b40da063824ed6fd7d23221bdff8b5b211fe36c5e84fabc0920608d60ec"),
+    File("sector.heldout.bz2", "ec9aa2a07e6bf62fdad0b8ef2013d770a3c27decac8a14f54a9ccb6a8626e09d"),
 )
 
 
@@ -145,9 +165,8 @@ def _download(file: File, target: Path, addresses: Iterable[str]) -> None:
     for address in addresses:
         url = address.rstrip("/") + "/" + file.name
         try:
-            with urllib.request.urlopen(url, timeout=30) as answer:
-                packed = answer.read()
-            file.unpack(packed)
+            packed = _answer(url, file.limit)
+            raw = file.unpack(packed, _noted(target, file))
         except (OSError, http.client.HTTPException, HeldinError) as error:
             reasons.append(f"{url}: {error}")
             continue
@@ -155,6 +174,8 @@ def _download(file: File, target: Path, addresses: Iterable[str]) -> None:
             target.mkdir(parents=True, exist_ok=True)
             with replacing(target / file.name) as part:
                 part.write_bytes(packed)
+            if file.sha256 is None:
+                _note(target, file).write_text(hashlib.sha256(raw).hexdigest() + "\n")
         except OSError as error:
             raise HeldinError(
                 f"data fetch: cannot write to {target}: {error}; give another folder with --data "
@@ -164,13 +185,40 @@ def _download(file: File, target: Path, addresses: Iterable[str]) -> None:
     raise HeldinError(f"data fetch: no address gave {file.name}. " + "; ".join(reasons))
 
 
+def _answer(url: str, limit: int) -> bytes:
+    """What a web address answers, if it is no longer than the limit."""
+    if not url.startswith(("https://", "http://")):
+        raise HeldinError("neither https nor http")
+    with urllib.request.urlopen(url, timeout=30) as answer:  # nosec B310: the line before
+        _check_redirect(url, answer.geturl())
+        packed: bytes = answer.read(limit + 1)
+    if len(packed) > limit:
+        raise HeldinError(f"more than {limit} bytes")
+    return packed
+
+
+def _check_redirect(asked: str, led: str) -> None:
+    if asked.startswith("https://") and not led.startswith("https://"):
+        raise HeldinError(f"led to {led}, which is not https")
+
+
+def _note(where: Path, file: File) -> Path:
+    """Where the checksum of a first download is written down."""
+    return where / f"{file.name}.sha256"
+
+
+def _noted(where: Path, file: File) -> str | None:
+    note = _note(where, file)
+    return note.read_text().strip() if note.is_file() else None
+
+
 def _read(where: Path, file: File) -> bytes:
     """The checked contents of a file."""
     packed = where / file.name
     if not packed.is_file():
         raise HeldinError(f"{packed} is not there")
     try:
-        return file.unpack(packed.read_bytes())
+        return file.unpack(packed.read_bytes(), _noted(where, file))
     except HeldinError as error:
         raise HeldinError(f"{error} ({packed})") from error
 

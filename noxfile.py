@@ -1,0 +1,65 @@
+"""`make matrix`: the core suite with other versions of Python and PyTorch, each kept apart.
+
+Versions of Python that are not on the machine are left out. Which build of PyTorch is taken is up
+to pip: on Linux it has the libraries for GPUs with it, several GB for each environment, unless pip
+is told of another place (PIP_INDEX_URL, PIP_FIND_LINKS).
+"""
+
+from __future__ import annotations
+
+import datetime
+import platform
+from pathlib import Path
+from xml.etree import ElementTree
+
+import nox
+
+ROOT = Path(__file__).parent
+OUT = ROOT / "out" / "matrix"
+RESULT = ROOT / "docs" / "results" / "matrix.md"
+VERSIONS = [  # the ends of what is supported, and what constraints.txt pins
+    ("3.10", "2.10.0"),
+    ("3.11", "2.13.0"),
+    ("3.13", "2.15.0"),
+]
+nox.options.error_on_missing_interpreters = False
+
+
+@nox.session
+@nox.parametrize("python,torch", [nox.param(*v, id="-".join(v)) for v in VERSIONS])
+def core(session: nox.Session, torch: str) -> None:
+    """The tests, with PyTorch and no other package but those that run tests."""
+    session.install(f"torch=={torch}", "--editable", ".[test]")
+    OUT.mkdir(parents=True, exist_ok=True)
+    report = OUT / f"{session.python}-{torch}"
+    code = "import platform, torch; print(platform.python_version(), torch.__version__)"
+    found = session.run("python", "-c", code, silent=True)
+    Path(f"{report}.txt").write_text(str(found).strip().splitlines()[-1])
+    command = ["python", "-m", "pytest", "--numprocesses", "auto", "--dist", "loadgroup"]
+    session.run(
+        *command,
+        f"--junitxml={report}.xml",
+        *(session.posargs or ["tests"]),
+        env={"OMP_NUM_THREADS": "1"},
+        success_codes=[0, 1],  # the table tells what failed, and fails then
+    )
+
+
+@nox.session(venv_backend="none")
+def table(session: nox.Session) -> None:
+    """The results, into CONTRIBUTING.md."""
+    lines = ["| Python | PyTorch | passed | failed | skipped | machine | date |"]
+    lines += ["| --- | --- | ---: | ---: | ---: | --- | --- |"]
+    machine, failed = f"{platform.system()} {platform.machine()}", 0
+    for report in sorted(OUT.glob("*.xml"), key=lambda path: path.stem):
+        python, torch = Path(f"{report}"[:-4] + ".txt").read_text().split()
+        suite = next(ElementTree.parse(report).iter("testsuite")).attrib
+        bad, skipped = int(suite["failures"]) + int(suite["errors"]), int(suite["skipped"])
+        passed = int(suite["tests"]) - bad - skipped
+        day = datetime.datetime.fromisoformat(suite["timestamp"]).date()
+        lines.append(f"| {python} | {torch} | {passed} | {bad} | {skipped} | {machine} | {day} |")
+        failed += bad
+    RESULT.write_text("\n".join(lines) + "\n")
+    session.run("python", "docs/fill.py", external=True)
+    if failed:
+        session.error(f"{failed} tests failed; {OUT} has the reports")
