@@ -1057,3 +1057,36 @@ def _in_two(s: Any, x: Tensor, first: int) -> Tensor:
 
 def _rolled(s: Any, x: Tensor, by: int) -> Tensor:
     return s.a(x) + 2 * s.a(x.roll(by, 0)).roll(-by, 0)
+
+
+# --- found by attacks: functions of the user's -------------------------------------------------
+
+
+class Scaled(torch.autograd.Function):
+    """Arguments that are no tensors before, between and after the tensors; two outputs."""
+
+    @staticmethod
+    def forward(ctx: Any, by: float, x: Tensor, how: str, w: Tensor, b: Tensor, flag: bool) -> Any:
+        ctx.save_for_backward(x, w)
+        ctx.by = by
+        return by * x * w + b, x - w
+
+    @staticmethod
+    def backward(ctx: Any, one: Tensor, two: Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        dx, dw = ctx.by * one * w + two, ctx.by * one * x - two  # both must be tensors
+        return None, dx, None, dw.sum(0), one.sum(0), None
+
+
+for _count in (1, 2):
+    add(
+        f"function with numbers among its arguments, {_count} outputs used",
+        model(
+            lambda s, x, n=_count: sum(Scaled.apply(2.0, s.a(x), "a", s.w, s.b, True)[:n]),
+            a=linear(3, 3),
+            w=(3,),
+            b=(3,),
+        ),
+        normal(M, 3),
+        autocast=False,
+    )
