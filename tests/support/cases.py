@@ -1090,3 +1090,130 @@ for _count in (1, 2):
         normal(M, 3),
         autocast=False,
     )
+
+
+# --- found by attacks: numbers that leave tensors ----------------------------------------------
+
+_PARTS = ([1, 3, 2, 4], [4, 2, 3, 1], [2, 2, 3, 3], [4, 1, 4, 1], [3, 3, 3, 1])  # of ten rows
+_parts = iter([_PARTS[i % 5] for i in range(5000)])
+
+
+def _unpadded(s: Any, x: Tensor, lengths: Any) -> Tensor:
+    rows = torch.cat([x[i, :n] for i, n in enumerate(lengths)])
+    return torch.stack([part.mean(0) for part in s.a(rows).tanh().split([int(n) for n in lengths])])
+
+
+for _name, _read in {
+    "tolist": lambda n: n.tolist(),
+    "numpy": lambda n: n.numpy().copy(),
+    "item": lambda n: [each.item() for each in n],
+    "slices": lambda n: n,
+    "single yes and no": lambda n: [sum(1 for j in range(5) if j < each) for each in n],
+}.items():
+    add(
+        f"lengths that become numbers of Python: {_name}",
+        model(lambda s, x, n, read=_read: _unpadded(s, x, read(n)), a=linear(3, 2)),
+        lambda: (torch.randn(M, 5, 3), torch.tensor(next(_parts))),
+    )
+for _name, _given in {
+    "a list": lambda n: n,
+    "a list in a dictionary": lambda n: {"lengths": {"of": n}},
+    "an array": lambda n: torch.tensor(n).numpy(),
+}.items():
+    add(
+        f"lengths among the arguments: {_name}",
+        model(
+            lambda s, x, n: _unpadded(s, x, n["lengths"]["of"] if isinstance(n, dict) else n),
+            a=linear(3, 2),
+        ),
+        lambda given=_given: (torch.randn(M, 5, 3), given(next(_parts))),
+    )
+
+
+def _even_or_not(s: Any, x: Tensor, n: Tensor) -> Tensor:
+    if (n == n[0]).all():  # a question about the whole batch
+        rows = x[:, :2].reshape(-1, 3)
+    else:
+        rows = torch.cat([x[i, :k] for i, k in enumerate(n.tolist())])
+    where = torch.repeat_interleave(torch.arange(M), n)
+    return torch.zeros(M, 2, dtype=x.dtype).index_add(0, where, s.a(rows).tanh().to(x.dtype))
+
+
+_evens = iter([([2, 2, 2, 2], [1, 3, 3, 1], [3, 1, 1, 3])[i % 3] for i in range(3000)])
+add(
+    "a branch for batches without padding",
+    model(_even_or_not, a=linear(3, 2)),
+    lambda: (torch.randn(M, 5, 3), torch.tensor(next(_evens))),
+)
+
+# --- found by attacks: what counts samples ------------------------------------------------------
+
+_sizes = iter([(3, 1, 5, 2)[i % 4] for i in range(4000)])
+
+
+def _with_mask(size: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(size, 5, 4), torch.triu(torch.full((5, 5), -torch.inf), 1)
+
+
+add(
+    "batches of any size, also one, beside a mask",
+    lambda: nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, dropout=0.0),
+    lambda: _with_mask(next(_sizes)),
+)
+add(
+    "a batch of one beside a mask",
+    lambda: nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, dropout=0.0),
+    lambda: _with_mask(1),
+)
+add(
+    "prompts before the batch",
+    model(
+        lambda s, p, x: s.b(torch.cat([s.a(p).expand(len(x), -1, -1), x], 1)).tanh().mean(1),
+        a=linear(3, 3),
+        b=linear(3, 2),
+    ),
+    lambda: (torch.randn(5, 3), torch.randn(next(_sizes), 2, 3)),
+    autocast=False,  # cat of two precisions
+)
+add(
+    "points before functions, told which",
+    model(lambda s, p, f: s.a(f) @ s.b(p).T, a=linear(3, 2), b=linear(2, 2)),
+    lambda: (torch.randn(5, 2), torch.randn(next(_sizes), 3)),
+    batch_dim={0: None},
+)
+_images = model(
+    lambda s, xs: s.c(torch.stack(xs)).tanh().mean((2, 3)), c=lambda: nn.Conv2d(3, 2, 3)
+)
+add(
+    "a list of images, sometimes as many as they have channels",
+    _images,
+    lambda: ([torch.randn(3, 6, 6) for _ in range(next(_sizes) + 1)],),
+)
+_graph = model(
+    lambda s, xs: torch.stack([s.b(s.a(x).tanh().mean(0)) for x in xs]),
+    a=linear(3, 4),
+    b=linear(4, 2),
+)
+add(
+    "a list of graphs of equal size",
+    _graph,
+    lambda: ([torch.randn(3, 3) for _ in range(next(_sizes))],),
+)
+add(
+    "a list of graphs of different sizes, targets beside them",
+    model(
+        lambda s, xs, ys: torch.stack(
+            [s.a(x).tanh().mean(0) - y["target"] for x, y in zip(xs, ys, strict=True)]
+        ),
+        a=linear(3, 2),
+    ),
+    lambda: (
+        [torch.randn(2 + i, 3) for i in range(M)],
+        [{"target": torch.randn(2)} for _ in range(M)],
+    ),
+)
+add(
+    "two inputs in a list",
+    model(lambda s, xs: s.a(xs[0]) + s.b(xs[1]), a=linear(3, 4), b=linear(2, 4)),
+    lambda: ([torch.randn(M, 3), torch.randn(M, 2)],),
+)

@@ -12,15 +12,18 @@ from torch import Tensor, nn
 
 from heldin.errors import HeldinError, HeldinWarning, NotObservable
 
-from .forward import BatchDim, Calls
+from .arguments import BatchDim
+from .counting import decide, different_counts
+from .coupling import couples
+from .forward import Calls
 from .graph import Graph
 from .knowledge import Call, Knowledge
 from .moments import Moments, upcast
 from .names import Names
 from .passes import ParameterSums, PassContext, PassResult, Recorder, block_of
 from .plan import Plan
-from .planning import hiding_node, make_plan
-from .reference import Output, frontier, mixes_samples, replay, topmost
+from .planning import hiding_node
+from .reference import Output, replay, topmost
 from .sampling import Sampler
 from .sharding import is_parallel, runs_once, unwrapped, watch_unsharded
 
@@ -96,6 +99,7 @@ class Collector:
         self.knowledge = Knowledge()
         self._names = Names(model, parameters)
         self.calls = Calls(model, batch_dim, self.knowledge, self._names)
+        self._batch_dim = batch_dim if isinstance(batch_dim, int) else 0
         self._wants_samples, self._wants_reference = per_sample, with_reference
         self._model: nn.Module | None = model
         self._selects = parameters
@@ -246,29 +250,30 @@ class Collector:
                 "model (or run the step through call()), and add up losses and penalties before "
                 "one backward()"
             )
-        counts = {call.m for call in calls}
-        if len(counts) > 1:
-            raise NotObservable(
-                f"one backward pass through calls of the model with {sorted(counts)} samples: "
-                "which of them belong together is not known. Call backward() once for each"
-            )
-        (m,) = counts
-        if m == 1:
+        if not any(len(call.rivals) > 1 for call in calls):
+            if len({call.m for call in calls}) > 1:
+                raise different_counts(calls)
+            if calls[0].m == 1:
+                return self._leaves_only(graph, 1), {}
+        if any(not call.rivals for call in calls):
+            return self._by_reference(backward, calls, calls[0].m)
+        arguments, dim = self.calls.names, self._batch_dim
+        option = decide(graph, self._names.by_id, calls, backward.roots, arguments, dim)
+        for call in calls:
+            if len(call.rivals) > 1:
+                self.calls.settle(call, option.count)
+        if option.plan is None:
             return self._leaves_only(graph, 1), {}
-        trackers = [call.tracker for call in calls if call.tracker is not None]
-        if len(trackers) < len(calls):
-            return self._by_reference(backward, calls, m)
         once = runs_once(graph.nodes)
-        owners = {k: v for tracker in trackers for k, v in tracker.nodes.items()}
-        slots = {k: v for tracker in trackers for k, v in tracker.slots.items()}
-        cause = next((t.first_mixed for t in trackers if t.first_mixed), None)
-        plan = make_plan(graph, self._names.by_id, owners, slots, m, cause)
-        outputs = self._outputs(graph, calls) or topmost(graph, frontier(graph, owners, m))
-        if outputs and not (once or self._sharded) and mixes_samples(backward.roots, outputs):
-            self.knowledge.warn_mixed({"the loss": "it depends on several samples jointly"})
-        if not once and not any(tracker.volatile for tracker in trackers):
-            self.knowledge.remember(calls, leaves, graph, plan)
-        return plan, {}
+        if not (once or self._sharded):
+            where = couples(graph, backward.roots, option.outputs)
+            if where is not None:
+                why = f"in {where} it depends on several of them jointly"
+                self.knowledge.warn_mixed({"the loss": why})
+        volatile = any(call.tracker is not None and call.tracker.volatile for call in calls)
+        if not once and not volatile:
+            self.knowledge.remember(calls, leaves, graph, option.plan)
+        return option.plan, {}
 
     def _refuse_parallel_tensors(self, graph: Graph) -> None:
         """A parameter that no rank has as a whole, not even during the pass."""

@@ -10,9 +10,9 @@ from torch import nn
 
 from heldin.errors import HeldinError
 
+from .arguments import BatchDim
 from .backward import attach, detach
 from .collector import BUDGET, Collector, Estimator
-from .forward import BatchDim
 from .moments import Moments
 
 __all__ = ["BUDGET", "BatchDim", "Estimator", "Observation", "observe"]

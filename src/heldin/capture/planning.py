@@ -11,7 +11,7 @@ from heldin.errors import NotObservable
 
 from .graph import Graph, children_first, shape_of
 from .layout import Layout
-from .ownership.planes import Key, is_mixed, is_nobody
+from .ownership.planes import Key, canonical, is_mixed, is_nobody
 from .plan import ParameterPath, Plan
 
 __all__ = ["hiding_node", "make_plan"]
@@ -39,30 +39,10 @@ def make_plan(
     owners: Mapping[Key, Tensor | None],
     slots: Mapping[Key, Tensor | None],
     m: int,
-    cause: str | None,
+    causes: Mapping[Key, str],
+    reading: int = 0,
 ) -> Plan:
     """Find the uses of every observed parameter; raise NotObservable where that cannot be done."""
-    some = next((p for p in owners.values() if p is not None), None)
-    readings = 1 if some is None else some.shape[0] // 2
-    error: NotObservable | None = None
-    for reading in range(readings):
-        try:
-            return _make_plan(graph, names, owners, slots, m, cause, reading)
-        except NotObservable as failure:
-            error = error or failure
-    assert error is not None
-    raise error
-
-
-def _make_plan(
-    graph: Graph,
-    names: Mapping[int, str],
-    owners: Mapping[Key, Tensor | None],
-    slots: Mapping[Key, Tensor | None],
-    m: int,
-    cause: str | None,
-    reading: int,
-) -> Plan:
     outputs: dict[int, dict[int, Tensor | None]] = {}
     for (node, number), planes in owners.items():
         position = graph.index.get(node)
@@ -100,7 +80,7 @@ def _make_plan(
         if kind == OUTSIDE:
             _refuse_outside(graph, position, params)
         known = cuts[position] if position in cuts else outputs[position]
-        plan.layouts[position] = _layouts(graph, position, known, m, reading, params, cause)
+        plan.layouts[position] = _layouts(graph, position, known, m, reading, params, causes)
         for argument, child, output in reached:
             path = _path(graph, child, output, below, named)
             plan.uses.setdefault(position, []).append((argument, path))
@@ -228,7 +208,7 @@ def _layouts(
     m: int,
     reading: int,
     params: Sequence[str],
-    cause: str | None,
+    causes: Mapping[Key, str],
 ) -> list[Layout | None]:
     node = graph.nodes[position]
     result: list[Layout | None] = []
@@ -238,7 +218,10 @@ def _layouts(
             result.append(None)
             continue
         mine = planes[2 * reading : 2 * reading + 2]
+        if planes.shape[0] > 2:  # the others may vary where this one does not
+            mine = canonical(mine)
         if bool(is_mixed(mine).any()):
+            cause = causes.get((node, number))
             where = f" by {cause}" if cause else ""
             raise NotObservable(
                 f"parameter {params[0]!r} (in {graph.names[position]}) meets the data after "

@@ -42,7 +42,6 @@ class Following(Protocol):
     m: int
     mixers: dict[str, str]
     volatile: str | None
-    first_mixed: str | None
 
     def owners(self, tensor: Tensor) -> Tensor | None:
         """The planes of a tensor; None: it holds no data."""
@@ -111,7 +110,7 @@ def flows(*names: str) -> Callable[[Flow], Flow]:
 
 def flow(call: OpCall) -> Owners:
     """Planes of the outputs of one op that has read owned data."""
-    tracker, op = call.tracker, call.op
+    op = call.op
     function = FLOWS.get(op.base)
     if function is None and op.pointwise:
         function = pointwise
@@ -123,12 +122,7 @@ def flow(call: OpCall) -> Owners:
     except Exception as error:  # an unforeseen form of the op: fall back on what is always right
         if len(failures) < 100:
             failures.append(f"{op.name}: {error!r}")
-    if results is None:
-        results = everything(call)
-    if tracker.first_mixed is None:
-        if results[0] is not None and bool(is_mixed(results[0]).any()):
-            tracker.first_mixed = call.place()
-    return results
+    return everything(call) if results is None else results
 
 
 _SHAPE_ONLY = ("empty", "zeros", "ones", "full", "rand", "new_", "zero", "fill", "sym_", "arange")
