@@ -22,6 +22,7 @@ from .reference import Output
 __all__ = ["couples"]
 
 PROBES = 6  # elements of a tensor that are asked on whom they depend
+LARGE = 1 << 22  # elements from which on only two are
 # Linear in all inputs together.
 _LINEAR = {
     "Add", "Sub", "Rsub", "Neg", "Sum", "Mean", "Nansum", "View", "Squeeze", "Unsqueeze", "Expand",
@@ -68,16 +69,17 @@ def _by_structure(graph: Graph, outputs: Sequence[Output]) -> str | None:
         at = stack.pop()
         name = _plain(graph.names[at])
         below = [pair for pair in graph.children[at] if pair[0] in above]
-        open_ones = [pair for pair in below if pair not in ends]
+        inside = [pair for pair in below if pair not in ends]
         if name in _LINEAR or (name in _BILINEAR and len(set(below)) < 2 and _is_left(graph, at)):
-            for child, number in open_ones:
-                if child not in seen and _is_mixed(graph, child, number, outputs):
-                    seen.add(child)
-                    stack.append(child)
-        elif name in _SEPARABLE and len(set(below)) < 2:
-            if any(_is_mixed(graph, child, number, outputs) for child, number in open_ones):
-                return graph.names[at]
-        elif not _is_opaque(graph.nodes[at]) and _is_mixed(graph, at, 0, outputs):
+            fresh = [child for child, _ in inside if child not in seen]
+            seen.update(fresh)
+            stack.extend(fresh)
+            continue
+        # an element may be flat where it is asked, as beyond a hinge, but not what goes into it
+        asked = inside if name in _SEPARABLE and len(set(below)) < 2 else [*inside, (at, 0)]
+        if _is_opaque(graph.nodes[at]):
+            asked = inside
+        if any(_is_mixed(graph, child, number, outputs) for child, number in asked):
             return graph.names[at]
     return None
 
@@ -123,11 +125,8 @@ def _is_mixed(graph: Graph, at: int, number: int, outputs: Sequence[Output]) -> 
     if size == 0:
         return False
     random = torch.Generator().manual_seed(0)
-    places = (
-        torch.randperm(size, generator=random)[:PROBES]
-        if size < 1 << 20
-        else (torch.randint(0, size, (PROBES,), generator=random))
-    )
+    few = PROBES if size < LARGE else 2
+    places = torch.randint(0, size, (few,), generator=random) if size > few else torch.arange(size)
     edges = [edge for edge, _ in outputs]
     for place in places.tolist():
         probe = torch.zeros(size, dtype=given.dtype, device=given.device)

@@ -14,7 +14,7 @@ from .layout import Layout
 from .ownership.planes import Key, canonical, is_mixed, is_nobody
 from .plan import ParameterPath, Plan
 
-__all__ = ["hiding_node", "make_plan"]
+__all__ = ["make_plan", "refuse_hidden"]
 
 # Nodes behind which parameters are hidden from a walk, and what to do instead.
 _HIDING = {
@@ -28,6 +28,16 @@ _MOVING = {
     "SplitBackward0", "SplitWithSizesBackward0", "SliceBackward0", "SelectBackward0",
     "UnbindBackward0", "UnsafeSplitBackward0",
 }  # fmt: skip
+
+
+# Nodes that treat every entry on its own, and sums of such; those that look up by an index.
+_ENTRYWISE = {
+    "AddBackward0", "SubBackward0", "RsubBackward0", "MulBackward0", "DivBackward0", "PowBackward1",
+    "AddcmulBackward0", "AddcdivBackward0", "LerpBackward0", "LerpBackward1", "WhereBackward0",
+    "MaximumBackward0", "MinimumBackward0", "MseLossBackward0", "SmoothL1LossBackward0",
+    "HuberLossBackward0", "NativeDropoutBackward0", "StackBackward0", "CatBackward0",
+}  # fmt: skip
+_INDEXED = ("Embedding", "Index", "Gather", "Take", "Scatter", "MaskedSelect", "MaskedScatter")
 
 
 DATA, FREE, OUTSIDE = "data", "free", "outside"
@@ -165,19 +175,42 @@ def _check_penalty(
     below: Sequence[frozenset[str]],
     m: int,
 ) -> None:
-    """A penalty holds no data. Outside the model nobody has followed it, so look at its tensors."""
+    """A penalty holds no data. Outside the model nobody has followed it, so look at its ops.
+
+    Constants may be added to parameters, or multiplied with them, one for each entry: old weights,
+    say, or their importance. Whatever else meets a parameter there may be data: an input of a
+    layer, an index, targets that a parameter is broadcast over.
+    """
     stack, visited = [start], {start}
     while stack:
         i = stack.pop()
-        node, inputs = graph.nodes[i], graph.children[i]
-        if i not in outputs and i not in graph.leaves and any(c < 0 for c, _ in inputs):
-            for name in dir(node):
-                value = getattr(node, name) if name.startswith("_saved_") else None
-                if isinstance(value, Tensor) and m in value.shape and not value.requires_grad:
-                    _refuse_outside(graph, i, sorted(below[start]))
+        inputs = graph.children[i]
+        if i not in outputs and i not in graph.leaves and _may_hold_data(graph, i, m):
+            _refuse_outside(graph, i, sorted(below[start]))
         fresh = [c for c, _ in inputs if c >= 0 and c not in visited]
         visited.update(fresh)
         stack.extend(fresh)
+
+
+def _may_hold_data(graph: Graph, i: int, m: int) -> bool:
+    node, name, inputs = graph.nodes[i], graph.names[i], graph.children[i]
+    if name.startswith(_INDEXED):
+        return True
+    known = [(c, o) for c, o in inputs if c >= 0]
+    if not known or len(known) == len(inputs):
+        return False
+    shapes = [
+        tuple(graph.leaves[c].shape) if c in graph.leaves else shape_of(graph.nodes[c], o)
+        for c, o in known
+    ]
+    if name not in _ENTRYWISE or shape_of(node, 0) not in (*shapes, ()):
+        return True
+    for saved in dir(node):
+        value = getattr(node, saved) if saved.startswith("_saved_") else None
+        if isinstance(value, Tensor) and not value.requires_grad:
+            if m in value.shape or (value.dim() and tuple(value.shape) not in shapes):
+                return True
+    return False
 
 
 def _is_unknown(graph: Graph, start: int, outputs: Mapping[int, Any]) -> bool:
@@ -264,9 +297,11 @@ def _path(
     return ParameterPath(child, output, shape, params, way, flip)
 
 
-def hiding_node(graph: Graph) -> tuple[str, str] | None:
-    """A node that hides parameters from the walk, and the way out."""
+def refuse_hidden(graph: Graph) -> None:
+    """Refuse nodes that hide parameters from the walk, with the way out."""
     for name in graph.names:
         if name in _HIDING:
-            return name, _HIDING[name]
-    return None
+            raise NotObservable(
+                f"{name} hides parameters from observation: {_HIDING[name]}; or pass "
+                'estimator="microbatch", which looks at whole micro-batches only'
+            )

@@ -8,6 +8,7 @@ is none, every output element is said to depend on everything the op has read.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -190,13 +191,26 @@ def join_rows(call: OpCall, parts: Sequence[Tensor], differentiable: Sequence[bo
     if any(mixed) and not all(mixed):
         rows = merge([p for p, bad in zip(parts, mixed, strict=True) if not bad])
         varying = [d for d in range(1, rows.dim()) if rows.shape[d] > 1]
-        beside = [(p, d) for p, d, bad in zip(parts, differentiable, mixed, strict=True) if bad]
+        inside = not torch.is_grad_enabled() and _inside_function()
+        beside = [
+            (p, d or inside) for p, d, bad in zip(parts, differentiable, mixed, strict=True) if bad
+        ]
         shared = all(not d or all(p.shape[v] == 1 for v in varying) for p, d in beside)
         if varying and shared and not bool(is_mixed(rows).any()):
             if any(d for _, d in beside):
                 call.tracker.mixers.setdefault(call.place(), "statistics of the batch")
             return canonical(rows)
     return canonical(merged)
+
+
+def _inside_function() -> bool:
+    """Whether the forward of a `torch.autograd.Function` runs: nothing in it requires a gradient,
+    yet what it returns may pass gradients on to all that it has read."""
+    apply = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code is not apply:
+        frame = frame.f_back
+    return frame is not None
 
 
 def everything(call: OpCall) -> Owners:
