@@ -126,7 +126,10 @@ class Roles:
 
 def names_of(model: nn.Module, batch_dim: BatchDim) -> list[str]:
     """The names of the positional arguments; refuses a batch_dim for one that there is not."""
-    found = inspect.signature(model.forward).parameters.values()
+    try:
+        found = inspect.signature(model.forward).parameters.values()
+    except ValueError:  # not a function of Python's
+        return []
     names = [p.name for p in found if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     known = {p.name for p in found}
     for name in () if isinstance(batch_dim, int) else batch_dim:

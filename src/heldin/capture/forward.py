@@ -17,8 +17,10 @@ from torch.utils._python_dispatch import (
     _push_mode,
 )
 
+from heldin.errors import NotObservable
+
 from .arguments import Arguments, BatchDim, Count, Entry, Roles, names_of, read, readings
-from .graph import Graph
+from .graph import Graph, number_of
 from .knowledge import Call, Knowledge, Rival
 from .layout import Layout
 from .names import Names
@@ -32,6 +34,10 @@ __all__ = ["Calls"]
 T = TypeVar("T")
 _any_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 _is_trained = attrgetter("requires_grad")
+_interpreters = torch._C._functorch.peek_interpreter_stack  # of torch.func's transforms
+_tracing = torch._C._get_tracing_state
+_is_compiling = torch.compiler.is_compiling
+RECENT = 8  # calls whose graphs are kept until their backward pass, or the end of the step
 
 
 class Calls:
@@ -67,6 +73,11 @@ class Calls:
     def attach(self) -> None:
         """Watch the model. Entered last, left first: several observations of a model nest."""
         assert self._model is not None
+        if isinstance(self._model, torch.jit.ScriptModule):
+            raise NotObservable(
+                "heldin.observe: a ScriptModule cannot be looked into. Observe the module that it "
+                'was made from, or pass estimator="microbatch"'
+            )
         self._handles = [
             self._model.register_forward_pre_hook(self.before, with_kwargs=True),
             self._model.register_forward_hook(self.after, prepend=True, always_call=True),
@@ -95,7 +106,11 @@ class Calls:
     def within(self, graph: Graph) -> list[Call]:
         """The calls that a backward pass through the graph goes back through."""
         index = graph.index
-        return [call for call in self.pending if any(node in index for node, _ in call.ends)]
+        return [
+            call
+            for call in self.pending
+            if (call.unseal(graph) if call.sealed else any(node in index for node, _ in call.ends))
+        ]
 
     def done(self, calls: Sequence[Call]) -> None:
         """These calls were followed back: let go of their graphs."""
@@ -131,6 +146,9 @@ class Calls:
         if self._depth == 1:
             self._frame = sys._getframe(1)
         if self._depth > 1 or self.backward_depth or not torch.is_grad_enabled():
+            return
+        if _interpreters() is not None or _tracing() is not None or _is_compiling():
+            self._knowledge.warn_unobserved(_how())
             return
         given: Arguments | None = None
         shape = args[0].shape if len(args) == 1 and type(args[0]) is Tensor else ()
@@ -194,6 +212,8 @@ class Calls:
         else:
             call.ends = [(t.grad_fn, t.output_nr) for t in tensors_in(output)]
         self.pending.append(call)
+        if len(self.pending) > RECENT:  # evaluation without no_grad: its graphs must not pile up
+            self.pending[-1 - RECENT].seal()
         call.note_answers(self._knowledge.questions.get(call.kind))
         if call.rivals:
             outputs = [output] if isinstance(output, Tensor) else tensors_in(output)
@@ -223,10 +243,17 @@ class Calls:
         """Owners that an earlier call of the same step has established for an input."""
         for call in self.pending:
             if call.tracker is not None and tensor.grad_fn is not None:
-                known = call.tracker.nodes.get((tensor.grad_fn, tensor.output_nr))
+                node = number_of(tensor.grad_fn) if call.sealed else tensor.grad_fn
+                known = call.tracker.nodes.get((node, tensor.output_nr))
                 if known is not None and known.shape[0] == planes.shape[0]:
                     return known
         return planes
+
+
+def _how() -> str:
+    if _interpreters() is not None:
+        return "inside a transform of torch.func (vmap, grad, jvp, ...)"
+    return "while it is traced, exported or compiled"
 
 
 def _is_running(frame: Any) -> bool:

@@ -10,10 +10,10 @@ from typing import Any
 
 from torch.autograd.graph import GradientEdge
 
-from heldin.errors import MixedSamplesWarning
+from heldin.errors import HeldinWarning, MixedSamplesWarning, NotObservable
 
 from .arguments import Arguments, Count
-from .graph import Graph, shape_of
+from .graph import Graph, number_of, shape_of
 from .layout import Layout
 from .ownership.numbers import Numbers
 from .ownership.tracker import Tracker
@@ -51,6 +51,7 @@ class Call:
         rivals: the numbers of samples under which it was followed.
         numbers: listens to what Python asks, if it was not followed.
         answers: what the data has answered to Python, where the answer may matter.
+        sealed: nodes are kept by number only, so that their graph may go.
     """
 
     kind: Any
@@ -62,6 +63,7 @@ class Call:
     rivals: list[Rival] = field(default_factory=list)
     numbers: Numbers | None = None
     answers: Any = ()
+    sealed: bool = False
 
     @property
     def key(self) -> Any:
@@ -81,6 +83,32 @@ class Call:
         elif self.tracker is not None and any(counts for _, counts in self.tracker.answers):
             found = self.tracker.answers
             self.answers = (len(found), *[answer for answer, counts in found if counts])
+
+    def seal(self) -> None:
+        """Keep nodes by number only; another call that no backward pass may ever come to."""
+        self.sealed = True
+        self._rename(lambda node: None if node is None else number_of(node))
+
+    def unseal(self, graph: Graph) -> bool:
+        """Look up the nodes in a graph; whether the call is part of it."""
+        found = graph.by_number
+        if not any(node in found for node, _ in self.ends):
+            return False
+        if any(node in found and found[node] is None for node, _ in self.ends):
+            raise NotObservable(
+                "which call of the model this backward pass belongs to is not known: several "
+                "calls were waiting, and their graphs were built by several threads. Call "
+                "backward() after each call"
+            )
+        self.sealed = False
+        self._rename(found.get)
+        return True
+
+    def _rename(self, renamed: Any) -> None:
+        self.ends = [(renamed(node), number) for node, number in self.ends]
+        for rival in self.rivals:
+            if rival.tracker is not None:
+                rival.tracker.rename(renamed)
 
     def release(self) -> None:
         """Let go of the graph."""
@@ -248,6 +276,17 @@ class Knowledge:
         ]
 
     # -- warnings
+
+    def warn_unobserved(self, why: str) -> None:
+        """Say once that calls go by unobserved."""
+        if why not in self._warned:
+            self._warned.add(why)
+            warnings.warn(
+                f"the model is called {why}: such calls run as they would without heldin, and are "
+                "not observed",
+                HeldinWarning,
+                stacklevel=2,
+            )
 
     def warn_mixed(self, mixers: Mapping[str, str]) -> None:
         """Say once where samples are mixed."""

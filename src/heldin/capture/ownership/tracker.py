@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -82,6 +82,14 @@ class Tracker(TorchDispatchMode):
         self._planes = WeakTensorKeyDictionary()
         self._stamps = WeakTensorKeyDictionary()
         self._fickle = WeakTensorKeyDictionary()
+
+    def rename(self, renamed: Callable[[Any], Any]) -> None:
+        """Call the nodes by other names; those that are None are left out."""
+        tables: list[dict[Key, Any]] = [self.nodes, self.slots, self.causes]
+        for table in tables:
+            known = [((renamed(node), number), v) for (node, number), v in table.items()]
+            table.clear()
+            table.update((key, v) for key, v in known if key[0] is not None)
 
     def place(self, op: str) -> str:
         """Where in the model an op runs, for messages."""
