@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -261,3 +263,159 @@ def test_statistics_of_the_batch_inside_a_function_are_reported() -> None:
     model = Fn(lambda s, x: s.b(Centred.apply(s.a(x))), a=nn.Linear(3, 3), b=nn.Linear(3, 2))
     with heldin.observe(model), pytest.warns(heldin.errors.MixedSamplesWarning, match="statistics"):
         model(X).sin().sum().backward()
+
+
+# --- code that worked before it was observed -------------------------------------------------
+
+
+def transforms(model: nn.Module) -> dict[str, Callable[[], Any]]:
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(weights: Any, x: Tensor) -> Tensor:
+        return torch.func.functional_call(model, weights, (x,)).square().sum()
+
+    return {
+        "vmap": lambda: torch.vmap(model)(X[:, None]),
+        "grad": lambda: torch.func.grad(loss)(weights, X)["0.weight"],
+        "gradients of samples": lambda: torch.vmap(torch.func.grad(loss), (None, 0))(
+            weights, X[:, None]
+        )["0.weight"],
+        "jacrev": lambda: torch.func.jacrev(model)(X),
+        "jvp": lambda: torch.func.jvp(model, (X,), (X,))[1],
+        "hessian": lambda: torch.func.hessian(lambda x: model(x).sum())(X),
+        "export": lambda: torch.export.export(model, (X,)).module()(X),
+        "trace": lambda: torch.jit.trace(model, X)(X),
+    }
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("name", transforms(nn.Linear(1, 1)))
+def test_transforms_and_exports_run_as_if_nothing_were_observed(name: str) -> None:
+    model = net()
+    plain = transforms(model)[name]()
+    with heldin.observe(model) as seen:
+        with pytest.warns(heldin.errors.HeldinWarning, match="not observed"):
+            found = transforms(model)[name]()
+        assert torch.equal(found, plain)
+        transforms(model)[name]()  # said once
+        model(X).sin().sum().backward()
+        agree(seen, model, model(X).sin().sum(1))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_scripted_modules() -> None:
+    scripted = torch.jit.script(net())
+    with pytest.raises(heldin.NotObservable, match=r"ScriptModule.*microbatch"):
+        heldin.observe(scripted).__enter__()
+    with heldin.observe(scripted, estimator="microbatch") as seen:
+        scripted(X).sum().backward()
+    assert seen.count == 1
+    model = Fn(lambda s, x: s.b(s.a(x)), a=nn.Linear(3, 3), b=torch.jit.script(net()))
+    with heldin.observe(model) as seen:
+        for _ in range(8):  # the graph changes when the compiler has seen a few calls
+            seen.clear()
+            model.zero_grad()
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                model(X).sin().sum().backward()
+            if said:
+                assert "is not observed" in str(said[0].message)
+                assert seen.count == 0
+            else:
+                agree(seen, model, model(X).sin().sum(1))
+
+
+def test_an_argument_with_an_attribute_that_mappings_have() -> None:
+    class Order:
+        items = 3
+
+    model = Fn(lambda s, x, order: s.a(x) * order.items, a=nn.Linear(3, 2))
+    with heldin.observe(model) as seen:
+        model(X, Order()).sin().sum().backward()
+    agree(seen, model, model(X, Order()).sin().sum(1))
+
+
+def test_a_model_that_returns_another_structure_for_the_same_inputs() -> None:
+    turns = iter(range(1000))
+
+    def forward(s: Any, x: Tensor) -> Any:
+        h = s.a(x)
+        return (h, (h, h * 2), {"a": h, "b": [h + 1, h]})[next(turns) % 3]
+
+    model = Fn(forward, a=nn.Linear(3, 2))
+    with heldin.observe(model) as seen:
+        for step in range(12):
+            seen.clear()
+            model.zero_grad()
+            out = model(X)
+            out = out if isinstance(out, Tensor) else out[1] if step % 3 == 1 else out["b"][0]
+            out.sin().sum().backward()
+            factor, shift = (1, 2, 1)[step % 3], (0, 0, 1)[step % 3]
+            agree(seen, model, (model.a(X) * factor + shift).sin().sum(1))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_evaluation_without_no_grad_keeps_no_graphs(training: bool) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh())
+
+    def held() -> int:
+        gc.collect()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            alive = [o for o in gc.get_objects() if isinstance(o, Tensor)]
+        return sum(t.untyped_storage().nbytes() for t in alive)
+
+    with heldin.observe(model) as seen:
+        model(torch.randn(64, 64)).sum().backward()
+        model.train(training)
+        for _ in range(20):
+            model(torch.randn(64, 64)).sum()
+        before = held()
+        for _ in range(60):
+            model(torch.randn(64, 64)).sum()
+        assert held() - before < 60 * 64 * 64  # each keeps less than an eighth of one activation
+        seen.clear()
+        model.train().zero_grad()
+        x = torch.randn(5, 64)
+        model(x).sin().sum().backward()
+        agree(seen, model, model(x).sin().sum(1))
+
+
+@pytest.mark.parametrize("calls", [3, 30])
+def test_many_calls_before_one_backward_pass(calls: int) -> None:
+    model = nn.Linear(3, 3)
+    with heldin.observe(model) as seen:
+        for _ in range(3):
+            seen.clear()
+            model.zero_grad()
+            h = X
+            for _ in range(calls):
+                h = model(h).tanh()
+            h.sin().sum().backward()
+            assert seen.count == 6
+            expected = X
+            for _ in range(calls):
+                expected = F.linear(expected, model.weight, model.bias).tanh()
+            agree(seen, model, expected.sin().sum(1))
+
+
+def test_a_forgotten_observation_ends() -> None:
+    model = net()
+    heldin.observe(model).__enter__()
+    gc.collect()
+    assert torch.autograd.backward.__module__.startswith("torch")
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+
+
+# --- what is said ----------------------------------------------------------------------------
+
+
+def test_a_refusal_names_the_op_that_mixed() -> None:
+    model = Fn(
+        lambda s, x, y: s.b(s.a(x * y.detach().mean()) + s.a(x).flip(0)),
+        a=nn.Linear(3, 3),
+        b=nn.Linear(3, 2),
+    )
+    with heldin.observe(model), pytest.raises(heldin.NotObservable, match=r"mixed by add"):
+        model(X, Y).sin().sum().backward()

@@ -1217,3 +1217,94 @@ add(
     model(lambda s, xs: s.a(xs[0]) + s.b(xs[1]), a=linear(3, 4), b=linear(2, 4)),
     lambda: ([torch.randn(M, 3), torch.randn(M, 2)],),
 )
+
+
+# --- found by attacks: refused, though people expect it to work ---------------------------------
+
+add(
+    "channels last, pooled to one pixel",
+    lambda: nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2)
+    ).to(memory_format=torch.channels_last),
+    lambda: (torch.randn(M, 3, 6, 6).to(memory_format=torch.channels_last),),
+)
+
+
+def _some(count: int) -> Tensor:
+    """A mask (M, 5) with so many true entries in each row."""
+    return torch.rand(M, 5).argsort(1) < count
+
+
+add(
+    "masked scatter of another input",
+    model(
+        lambda s, x, v, mask: s.b(
+            s.a(x).masked_scatter(mask[..., None].expand(-1, -1, 3), s.v(v))
+        ).tanh(),
+        a=linear(3, 3),
+        b=linear(3, 2),
+        v=linear(2, 3),
+    ),
+    lambda: (torch.randn(M, 5, 3), torch.randn(M, 2, 2), _some(2)),
+)
+
+
+def _masked_by_parameter(s: Any, x: Tensor, mask: Tensor) -> Tensor:
+    h = s.a(x)
+    h[mask] = s.p.to(h.dtype)
+    return s.b(h)
+
+
+add(
+    "a parameter put where a mask is true",
+    model(_masked_by_parameter, a=linear(3, 3), b=linear(3, 2), p=(3,)),
+    lambda: (torch.randn(M, 5, 3), torch.rand(M, 5) > 0.5),
+)
+
+
+def _packed_both_ways(s: Any, x: Tensor, n: Tensor) -> Tensor:
+    packed = rnn.pack_padded_sequence(x, n, batch_first=True, enforce_sorted=False)
+    return rnn.pad_packed_sequence(s.l(packed)[0], batch_first=True, total_length=5)[0]
+
+
+add(
+    "packed, in both directions",
+    model(_packed_both_ways, l=lambda: nn.LSTM(3, 4, 2, batch_first=True, bidirectional=True)),
+    lambda: (torch.randn(M, 5, 3), torch.randint(1, 6, (M,))),
+    autocast=False,
+)
+_bags = iter([([0, 2, 3, 6], [0, 1, 5, 6], [0, 3, 4, 5])[i % 3] for i in range(3000)])
+for _mode in ("mean", "sum"):
+    add(
+        f"bags with offsets: {_mode}",
+        model(
+            lambda s, i, o: s.b(s.e(i, o)),
+            e=lambda mode=_mode: nn.EmbeddingBag(7, 3, mode=mode),
+            b=linear(3, 2),
+        ),
+        lambda: (torch.randint(0, 7, (9,)), torch.tensor(next(_bags))),
+    )
+
+
+class Labelled(Tensor):
+    """A subclass that ops keep."""
+
+
+add(
+    "a subclass of Tensor",
+    lambda: nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)),
+    lambda: (torch.randn(M, 3).as_subclass(Labelled),),
+    lambda s, x: rows(s(x).as_subclass(Tensor)),
+)
+add(
+    "rows ordered by a number that the data give",
+    model(lambda s, x: _in_order(s, x), a=linear(3, 3), b=linear(3, 2)),
+    normal(M, 5, 3),
+)
+
+
+def _in_order(s: Any, x: Tensor) -> Tensor:
+    rows = s.a(x.reshape(-1, 3))
+    order = x.reshape(-1, 3).sum(1).argsort()  # as routing to experts does
+    out = torch.zeros(len(order), 2, dtype=rows.dtype).to(s.b(rows[:1]).dtype)
+    return out.index_copy(0, order, s.b(rows[order]).tanh()).reshape(*x.shape[:2], 2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from heldin.errors import NotObservable
@@ -90,7 +91,7 @@ def make_plan(
         if kind == OUTSIDE:
             _refuse_outside(graph, position, params)
         known = cuts[position] if position in cuts else outputs[position]
-        plan.layouts[position] = _layouts(graph, position, known, m, reading, params, causes)
+        plan.layouts[position] = _layouts(graph, position, known, slots, m, reading, params, causes)
         for argument, child, output in reached:
             path = _path(graph, child, output, below, named)
             plan.uses.setdefault(position, []).append((argument, path))
@@ -238,6 +239,7 @@ def _layouts(
     graph: Graph,
     position: int,
     known: Mapping[int, Tensor | None],
+    slots: Mapping[Key, Tensor | None],
     m: int,
     reading: int,
     params: Sequence[str],
@@ -262,6 +264,8 @@ def _layouts(
                 "of the model only looks like a batch, pass batch_dim={name: None} for it; "
                 "otherwise leave the parameter out with parameters=..."
             )
+        if bool(is_nobody(mine).any()):  # zeros that a state starts with, say
+            mine = _served(mine, slots.get((node, number)), reading)
         if bool(is_nobody(mine).any()):
             raise NotObservable(
                 f"parameter {params[0]!r} (in {graph.names[position]}) meets a tensor some of "
@@ -270,6 +274,15 @@ def _layouts(
             )
         result.append(Layout.of(mine[0], shape_of(node, number), m))
     return result
+
+
+def _served(planes: Tensor, place: Tensor | None, reading: int) -> Tensor:
+    """Elements that belong to nobody serve the sample into whose place they are put."""
+    if place is None:
+        return planes
+    put = place[2 * reading : 2 * reading + 2]
+    owned = torch.where(is_nobody(planes), put, planes)
+    return canonical(owned) if not bool(is_mixed(owned).any()) else planes
 
 
 def _path(

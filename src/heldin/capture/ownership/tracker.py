@@ -23,6 +23,13 @@ __all__ = ["Tracker"]
 # How values may differ from batch to batch: not at all, by chance or by and by (random numbers,
 # buffers), or with the data.
 SETTLED, CHANGING, DATA = range(3)
+PLAIN = (Tensor, nn.Parameter)
+
+
+def _memory_of(tensor: Tensor) -> Any:
+    return (
+        tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride()
+    )  # fmt: skip
 
 
 class Tracker(TorchDispatchMode):
@@ -51,6 +58,7 @@ class Tracker(TorchDispatchMode):
         self._names = (
             {id(sub): name for name, sub in model.named_modules()} if model is not None else {}
         )
+        self._memory: dict[Any, Tensor | None] = {}  # by place in memory, for subclasses
         self._held: list[Any] = []  # memory whose owners are in `_whole`
         self._stack: list[nn.Module] = []
 
@@ -78,7 +86,7 @@ class Tracker(TorchDispatchMode):
     def release(self) -> None:
         """Forget every tensor and node; the graph must not outlive its step because of us."""
         self.nodes, self.slots, self.causes, self._whole, self._held = {}, {}, {}, {}, []
-        self._mixed_by = WeakTensorKeyDictionary()
+        self._memory, self._mixed_by = {}, WeakTensorKeyDictionary()
         self._planes = WeakTensorKeyDictionary()
         self._stamps = WeakTensorKeyDictionary()
         self._fickle = WeakTensorKeyDictionary()
@@ -108,6 +116,8 @@ class Tracker(TorchDispatchMode):
     def owners(self, tensor: Tensor) -> Tensor | None:
         if tensor.layout is not torch.strided:
             return self._planes.get(tensor)
+        if type(tensor) not in PLAIN and tensor not in self._planes:  # made of one that is known
+            return self._memory.get(_memory_of(tensor))
         whole = self._whole.get(tensor.untyped_storage()._cdata) if self._whole else None
         if whole is None or self._stamps.get(tensor) == whole[1]:
             return self._planes.get(tensor)
@@ -165,6 +175,11 @@ class Tracker(TorchDispatchMode):
             cause = self._mixed_by.get(tensor)
             if cause is not None:
                 self.causes[node, tensor.output_nr] = cause
+            if type(tensor) not in PLAIN and type(node).__name__ == "AliasBackward0":
+                self.nodes[node.next_functions[0]] = planes  # the op itself, before it is wrapped
+            base = tensor._base  # written to through a view: the op is in the graph of the whole
+            if base is not None and type(base.grad_fn).__name__ == "CopySlices":
+                self.nodes[base.grad_fn, base.output_nr] = self.owners(base)
 
     # -- the dispatch
 
@@ -175,10 +190,13 @@ class Tracker(TorchDispatchMode):
         op = op_of(func)
         if op.turns:  # a view in place: owners turn with the tensor, the memory stays as it is
             tensor = args[0]
-            planes, old = self.owners(tensor), tensor.shape
+            planes, old, strides = self.owners(tensor), tensor.shape, tensor.stride()
             out = func(*args, **kwargs)
             if planes is not None:
-                each = [func(p, *args[1:], **kwargs) for p in planes.expand(-1, *old).unbind()]
+                each = []
+                for plane in planes.expand(-1, *old).unbind():
+                    laid = torch.empty_strided(old, strides, dtype=plane.dtype).copy_(plane)
+                    each.append(func(laid, *args[1:], **kwargs))
                 self._planes[tensor] = canonical(torch.stack(each))
             return out
         out = func(*args, **kwargs)
@@ -219,6 +237,8 @@ class Tracker(TorchDispatchMode):
         written = {id(t) for name in op.written for t in tensors_in(bound.get(name))}
         for tensor, planes in zip(outs, results, strict=True):
             self._fickle[tensor] = fickle
+            if tensor.layout is torch.strided:
+                self._memory[_memory_of(tensor)] = planes
             if id(tensor) in written:
                 self._overwrite(tensor, planes)
                 if tensor._base is not None:
@@ -294,7 +314,10 @@ class Tracker(TorchDispatchMode):
         for tensor in inputs:
             joined = op.base == "cat" and tensor.dim() == out.dim()
             width = tensor.shape[bound["dim"]] if joined else 0
-            if tensor.grad_fn is not None and self.owners(tensor) is None:
+            known_planes = self.owners(tensor) if tensor.grad_fn is not None else None
+            if tensor.grad_fn is not None and (
+                known_planes is None or bool(is_nobody(known_planes).any())
+            ):
                 key = (tensor.grad_fn, tensor.output_nr)
                 place: Tensor | None = None
                 if planes is not None and not bool(is_mixed(planes).any()):
