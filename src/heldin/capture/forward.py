@@ -151,14 +151,16 @@ class Calls:
             self._knowledge.warn_unobserved(_how())
             return
         given: Arguments | None = None
+        counts: list[Count] = []
         shape = args[0].shape if len(args) == 1 and type(args[0]) is Tensor else ()
         if shape and not kwargs and self._batch_dim == 0:  # the common case, in a hurry
-            counts = [Count(shape[0])]
+            m = shape[0]
             signature: Any = (args[0].dtype, args[0].requires_grad)
             pattern, sizes = sizes_of((shape,))
         else:
             given = read(self._batch_dim, args, kwargs, self.names)
             counts, signature = self.roles.counts(given), given.signature
+            m = counts[0].m
             pattern, sizes = sizes_of([entry.tensor.shape for entry in given.entries])
         assert self._model is not None
         # with the inputs, this decides which graph a forward pass builds
@@ -168,14 +170,15 @@ class Calls:
             torch.is_autocast_enabled("cuda"),
         )
         kind = (signature, pattern, self._model.training, cast, trained)
-        self._current = call = Call(kind, sizes, counts[0].m)
-        if len(counts) == 1 and (call.m <= 1 or self._knowledge.knows(kind, sizes)):
-            if kind in self._knowledge.questions:
+        self._current = call = Call(kind, sizes, m)
+        if len(counts) < 2 and (m <= 1 or self._knowledge.knows(kind, sizes)):
+            if self._knowledge.questions and kind in self._knowledge.questions:
                 call.numbers = Numbers()
                 self._enter(call.numbers)
             return
         entries = given.entries if given is not None else [Entry(args[0], 0, 0, None)]
         call.given = given
+        counts = counts or [Count(m)]
         call.rivals = [Rival(count, self._tracker(entries, count)) for count in counts]
         call.choose(call.rivals[0])
         self._enter(_all_of([r.tracker.following() for r in call.rivals if r.tracker is not None]))
@@ -214,7 +217,8 @@ class Calls:
         self.pending.append(call)
         if len(self.pending) > RECENT:  # evaluation without no_grad: its graphs must not pile up
             self.pending[-1 - RECENT].seal()
-        call.note_answers(self._knowledge.questions.get(call.kind))
+        if call.rivals or call.numbers is not None:
+            call.note_answers(self._knowledge.questions.get(call.kind))
         if call.rivals:
             outputs = [output] if isinstance(output, Tensor) else tensors_in(output)
             with _disable_current_modes(), torch._C.DisableTorchFunction():

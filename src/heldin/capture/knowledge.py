@@ -151,7 +151,7 @@ class Knowledge:
 
     def knows(self, kind: Any, sizes: Sizes) -> bool:
         """Whether a call need not be followed."""
-        if kind in self.questions and self._asked[kind] < ANSWERED:
+        if self.questions and kind in self.questions and self._asked[kind] < ANSWERED:
             return False
         if (kind, sizes) in self._known:
             return True
