@@ -275,10 +275,10 @@ def transforms(model: nn.Module) -> dict[str, Callable[[], Any]]:
         return torch.func.functional_call(model, weights, (x,)).square().sum()
 
     return {
-        "vmap": lambda: torch.vmap(model)(X[:, None]),
+        "vmap": lambda: torch.vmap(model)(X.reshape(3, 2, 3)),
         "grad": lambda: torch.func.grad(loss)(weights, X)["0.weight"],
         "gradients of samples": lambda: torch.vmap(torch.func.grad(loss), (None, 0))(
-            weights, X[:, None]
+            weights, X.reshape(3, 2, 3)
         )["0.weight"],
         "jacrev": lambda: torch.func.jacrev(model)(X),
         "jvp": lambda: torch.func.jvp(model, (X,), (X,))[1],

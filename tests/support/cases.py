@@ -1172,7 +1172,7 @@ add(
         a=linear(3, 3),
         b=linear(3, 2),
     ),
-    lambda: (torch.randn(5, 3), torch.randn(next(_sizes), 2, 3)),
+    lambda: (torch.randn(7, 3), torch.randn(next(_sizes), 2, 3)),
     autocast=False,  # cat of two precisions
 )
 add(

@@ -118,6 +118,11 @@ class Roles:
             del found[Count(1)]  # broadcast over the samples
         return list(found)
 
+    def counting(self, given: Arguments) -> list[Entry]:
+        """The tensors of the arguments that may count samples."""
+        _, places = self._counting.get(given.structure, (None, None))
+        return [e for e in given.entries if places is None or e.place in places]
+
     def settle(self, given: Arguments, count: Count) -> None:
         """A backward pass has shown how many samples there are."""
         places = {e.place for e in given.entries if e.counts(count)}

@@ -33,10 +33,9 @@ __all__ = ["Calls"]
 
 T = TypeVar("T")
 _any_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
+_tracing_state = torch._C._get_tracing_state
+TRACED = "while it is traced, exported or compiled"
 _is_trained = attrgetter("requires_grad")
-_interpreters = torch._C._functorch.peek_interpreter_stack  # of torch.func's transforms
-_tracing = torch._C._get_tracing_state
-_is_compiling = torch.compiler.is_compiling
 RECENT = 8  # calls whose graphs are kept until their backward pass, or the end of the step
 
 
@@ -147,8 +146,8 @@ class Calls:
             self._frame = sys._getframe(1)
         if self._depth > 1 or self.backward_depth or not torch.is_grad_enabled():
             return
-        if _interpreters() is not None or _tracing() is not None or _is_compiling():
-            self._knowledge.warn_unobserved(_how())
+        if _tracing_state() is not None:  # sizes are no numbers then
+            self._knowledge.warn_unobserved(TRACED)
             return
         given: Arguments | None = None
         counts: list[Count] = []
@@ -176,7 +175,14 @@ class Calls:
                 call.numbers = Numbers()
                 self._enter(call.numbers)
             return
+        transformed = _how_transformed()
+        if transformed is not None:
+            self._current = None
+            self._knowledge.warn_unobserved(transformed)
+            return
         entries = given.entries if given is not None else [Entry(args[0], 0, 0, None)]
+        if given is not None:
+            entries = self.roles.counting(given)
         call.given = given
         counts = counts or [Count(m)]
         call.rivals = [Rival(count, self._tracker(entries, count)) for count in counts]
@@ -254,10 +260,18 @@ class Calls:
         return planes
 
 
-def _how() -> str:
-    if _interpreters() is not None:
+def _how_transformed() -> str | None:
+    """In which way a call is not an ordinary one; such calls are let go by."""
+    if "torch._dynamo" in sys.modules:  # which may compile hooks, and must not compile this
+        found: str | None = torch.compiler.disable(_transformed)()
+        return found
+    return _transformed()
+
+
+def _transformed() -> str | None:
+    if torch._C._functorch.peek_interpreter_stack() is not None:
         return "inside a transform of torch.func (vmap, grad, jvp, ...)"
-    return "while it is traced, exported or compiled"
+    return TRACED if torch.compiler.is_compiling() else None
 
 
 def _is_running(frame: Any) -> bool:

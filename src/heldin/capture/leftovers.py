@@ -24,7 +24,7 @@ class Leftovers:
         for name, leaf in leaves.items():
             grad = leaf.grad
             if grad is not None:
-                self._left[name] = leaf, grad._version, grad.data_ptr()
+                self._left[name] = leaf, grad._version, _address(grad)
 
     def thrown_away(self) -> set[str]:
         """The parameters whose gradients are gone, each told once."""
@@ -34,10 +34,14 @@ class Leftovers:
         return gone
 
 
+def _address(grad: Tensor) -> int:
+    return 0 if grad.is_sparse else grad.data_ptr()
+
+
 def _is_gone(leaf: Tensor, version: int, address: int) -> bool:
     grad = leaf.grad
     if grad is None:
         return True
-    if grad._version == version and grad.data_ptr() == address:
+    if grad._version == version and _address(grad) == address:
         return False
     return grad.numel() > 0 and not bool((grad.to_dense() if grad.is_sparse else grad).any())

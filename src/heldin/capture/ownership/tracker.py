@@ -237,7 +237,7 @@ class Tracker(TorchDispatchMode):
         written = {id(t) for name in op.written for t in tensors_in(bound.get(name))}
         for tensor, planes in zip(outs, results, strict=True):
             self._fickle[tensor] = fickle
-            if tensor.layout is torch.strided:
+            if tensor.layout is torch.strided and not tensor.is_nested:
                 self._memory[_memory_of(tensor)] = planes
             if id(tensor) in written:
                 self._overwrite(tensor, planes)
