@@ -1176,6 +1176,11 @@ add(
     autocast=False,  # cat of two precisions
 )
 add(
+    "positions before the batch",
+    model(lambda s, p, x: s.a(x) + s.e(p), a=linear(3, 2), e=lambda: nn.Embedding(9, 2)),
+    lambda: (torch.arange(5), torch.randn(next(_sizes), 5, 3)),
+)
+add(
     "points before functions, told which",
     model(lambda s, p, f: s.a(f) @ s.b(p).T, a=linear(3, 2), b=linear(2, 2)),
     lambda: (torch.randn(5, 2), torch.randn(next(_sizes), 3)),

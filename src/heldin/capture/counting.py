@@ -141,7 +141,10 @@ def _shapes(calls: Sequence[Call]) -> list[tuple[int, ...]]:
 
 
 def _without_masks(options: Sequence[Option], calls: Sequence[Call], dim: int) -> list[Option]:
-    """The options in which no mask counts: a square of T by T beside samples of length T."""
+    """The options in which no mask counts, nor positions: T by T, or T, beside samples of length T.
+
+    Only where the samples then lie along the batch dimension of the outputs.
+    """
     given = next((call.given for call in calls if call.given is not None), None)
     if given is None:
         return list(options)
@@ -152,7 +155,8 @@ def _without_masks(options: Sequence[Option], calls: Sequence[Call], dim: int) -
 
     along = [o for o in options if any(layout.dim == dim for _, layout in o.outputs)]
     lengths = {s[dim + 1] for o in along for s in shapes(o) if len(s) > max(dim, 0) + 1}
-    masks = [o for o in options if all(s in {(t, t) for t in lengths} for s in shapes(o))]
+    looks = {(t, t) for t in lengths} | {(t,) for t in lengths}
+    masks = [o for o in options if looks.issuperset(shapes(o))]
     return [o for o in options if o not in masks] or list(options)
 
 
