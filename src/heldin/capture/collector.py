@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -12,17 +12,20 @@ from torch import Tensor, nn
 
 from heldin.errors import HeldinError, HeldinWarning, NotObservable
 
-from .forward import BatchDim, Calls
+from .arguments import BatchDim
+from .counting import decide, different_counts
+from .forward import Calls
 from .graph import Graph
 from .knowledge import Call, Knowledge
+from .leftovers import Leftovers
 from .moments import Moments, upcast
 from .names import Names
 from .passes import ParameterSums, PassContext, PassResult, Recorder, block_of
 from .plan import Plan
-from .planning import hiding_node, make_plan
-from .reference import Output, frontier, mixes_samples, replay, topmost
+from .planning import refuse_hidden
+from .reference import Output, replay, topmost
 from .sampling import Sampler
-from .sharding import is_parallel, runs_once, unwrapped, watch_unsharded
+from .sharding import refuse_parallel, runs_once, unwrapped, watch_unsharded
 
 __all__ = ["BUDGET", "Backward", "Collector", "Estimator"]
 
@@ -95,9 +98,12 @@ class Collector:
         self.reference: dict[str, tuple[Tensor, Tensor]] = {}
         self.sums: dict[str, ParameterSums] = {}
         self.count = self.passes = self.first_count = 0
+        self.leftovers = Leftovers()
+        self._thrown_away: dict[str, int] = {}  # by parameter: samples whose gradients are gone
         self.knowledge = Knowledge()
         self._names = Names(model, parameters)
         self.calls = Calls(model, batch_dim, self.knowledge, self._names)
+        self._batch_dim = batch_dim if isinstance(batch_dim, int) else 0
         self._wants_samples, self._wants_reference = per_sample, with_reference
         self._reuses_memory = reuses_memory
         self._spare: dict[str, ParameterSums] = {}
@@ -146,12 +152,16 @@ class Collector:
         """
         if self._reuses_memory and self.sampler is None:
             self._spare = self.sums
-        self.sums, self.reference = {}, {}
-        self.count = self.passes = self.first_count = 0
+        self._start()
         if self.calls.pending:
             self.calls.drop()
         if self.sampler is not None:
             self.sampler.close_step(redraw)
+
+    def _start(self) -> None:
+        self.sums, self.reference, self._thrown_away = {}, {}, {}
+        self.leftovers = Leftovers()
+        self.count = self.passes = self.first_count = 0
 
     def call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run a function as if it were the model's forward pass, and return its result."""
@@ -184,10 +194,11 @@ class Collector:
         """The moments of one parameter."""
         found = self.sums[name]
         total, squares, shared = found.total, found.squares, found.shared
-        if shared is not None and self.count:  # every sample has its part of a penalty
-            squares = squares + (2 * total + shared) * shared / self.count
+        count = self.count - self._thrown_away.get(name, 0)
+        if shared is not None and count:  # every sample has its part of a penalty
+            squares = squares + (2 * total + shared) * shared / count
             total = total + shared
-        return Moments(total, squares, self.count, found.weight)
+        return Moments(total, squares, count, found.weight)
 
     def add(self, result: PassResult) -> None:
         """Take in what a backward pass has shown; passes of one step add up."""
@@ -206,18 +217,30 @@ class Collector:
             self.sums[name] = new if old is None else _added(old, new)
         self.count += result.m
 
+    def _forget_thrown_away(self) -> None:
+        """Passes whose gradients were set to None or zero since then are no part of this step."""
+        gone = self.leftovers.thrown_away()
+        if gone and gone >= set(self.sums):
+            self._start()
+        else:
+            for name in gone:
+                self.sums.pop(name, None)
+                self._thrown_away[name] = self.count
+
     # -- before a pass
 
     def prepare(self, backward: Backward) -> ObservedPass | None:
         """Find out how to observe a backward pass; None: there is nothing to observe."""
         graph = backward.graph
         names = self._names.of(graph.leaves.values())
+        if self.passes and not self._sharded:
+            self._forget_thrown_away()
         known: dict[str, ParameterSums] = {}
         calls: list[Call] = []
         plan: Plan | None = None
         if self.estimator == "microbatch":
             if any(id(leaf) in names for leaf in graph.leaves.values()):
-                self._refuse_parallel_tensors(graph)
+                refuse_parallel(graph.leaves.values(), self._names.by_id)
                 plan = self._leaves_only(graph, 1)
         else:
             calls = self.calls.within(graph)
@@ -235,22 +258,19 @@ class Collector:
         context = PassContext(
             graph, plan, self.sampler, self.turn(), wants, known, inputs, names, spare
         )
-        return ObservedPass(self, Recorder(context), calls)
+        reached = {name: graph.leaves[i] for name, i in plan.leaves.items()}
+        return ObservedPass(self, Recorder(context), calls, reached)
 
     def _inspect(
         self, backward: Backward, calls: Sequence[Call], leaves: tuple[str | None, ...]
     ) -> tuple[Plan | None, dict[str, ParameterSums]]:
         """A graph that was not seen before: its plan, and sums that are known before the pass."""
         graph, reached = backward.graph, [name for name in leaves if name is not None]
-        trap = hiding_node(graph)
-        if trap is not None and (reached or calls):
-            raise NotObservable(
-                f"{trap[0]} hides parameters from observation: {trap[1]}; or pass "
-                'estimator="microbatch", which looks at whole micro-batches only'
-            )
+        if reached or calls:
+            refuse_hidden(graph)
         if not reached:
             return None, {}
-        self._refuse_parallel_tensors(graph)
+        refuse_parallel(graph.leaves.values(), self._names.by_id)
         if not calls:
             raise NotObservable(
                 f"a backward pass reached parameter {reached[0]!r}, but not through a call of the "
@@ -258,40 +278,29 @@ class Collector:
                 "model (or run the step through call()), and add up losses and penalties before "
                 "one backward()"
             )
-        counts = {call.m for call in calls}
-        if len(counts) > 1:
-            raise NotObservable(
-                f"one backward pass through calls of the model with {sorted(counts)} samples: "
-                "which of them belong together is not known. Call backward() once for each"
-            )
-        (m,) = counts
-        if m == 1:
-            return self._leaves_only(graph, 1), {}
-        trackers = [call.tracker for call in calls if call.tracker is not None]
-        if len(trackers) < len(calls):
-            return self._by_reference(backward, calls, m)
+        if not any(len(call.rivals) > 1 for call in calls):
+            if len({call.m for call in calls}) > 1:
+                raise different_counts(calls)
+            if calls[0].m == 1:
+                return self._leaves_only(graph, 1), {}
+        if any(not call.rivals for call in calls):
+            return self._by_reference(backward, calls, calls[0].m)
+        arguments, dim = self.calls.names, self._batch_dim
         once = runs_once(graph.nodes)
-        owners = {k: v for tracker in trackers for k, v in tracker.nodes.items()}
-        slots = {k: v for tracker in trackers for k, v in tracker.slots.items()}
-        cause = next((t.first_mixed for t in trackers if t.first_mixed), None)
-        plan = make_plan(graph, self._names.by_id, owners, slots, m, cause)
-        outputs = self._outputs(graph, calls) or topmost(graph, frontier(graph, owners, m))
-        if outputs and not (once or self._sharded) and mixes_samples(backward.roots, outputs):
-            self.knowledge.warn_mixed({"the loss": "it depends on several samples jointly"})
-        if not once and not any(tracker.volatile for tracker in trackers):
-            self.knowledge.remember(calls, leaves, graph, plan)
-        return plan, {}
-
-    def _refuse_parallel_tensors(self, graph: Graph) -> None:
-        """A parameter that no rank has as a whole, not even during the pass."""
-        for leaf in graph.leaves.values():
-            if is_parallel(leaf):
-                name = self._names.by_id.get(id(leaf), "of a frozen or unobserved layer")
-                raise NotObservable(
-                    f"parameter {name!r} is a DTensor during the forward pass (tensor parallel): "
-                    "samples cannot be followed through it, nor can its gradient be summed here. "
-                    "Use data-parallel ranks, or fully_shard, for the layers that are observed"
-                )
+        roots = () if once or self._sharded else backward.roots
+        option = decide(graph, self._names.by_id, calls, roots, arguments, dim)
+        for call in calls:
+            if len(call.rivals) > 1:
+                self.calls.settle(call, option.count)
+        if option.plan is None:
+            return self._leaves_only(graph, 1), {}
+        if option.coupled is not None:
+            why = f"in {option.coupled} it depends on several of them jointly"
+            self.knowledge.warn_mixed({"the loss": why})
+        volatile = any(call.tracker is not None and call.tracker.volatile for call in calls)
+        if not once and not volatile:
+            self.knowledge.remember(calls, leaves, graph, option.plan)
+        return option.plan, {}
 
     def _leaves_only(self, graph: Graph, m: int) -> Plan:
         names = self._names.by_id
@@ -365,8 +374,15 @@ class Collector:
 class ObservedPass:
     """A backward pass that one collector watches: attach, (the pass), finish, close."""
 
-    def __init__(self, collector: Collector, recorder: Recorder, calls: Sequence[Call]) -> None:
+    def __init__(
+        self,
+        collector: Collector,
+        recorder: Recorder,
+        calls: Sequence[Call],
+        leaves: Mapping[str, Tensor],
+    ) -> None:
         self._collector, self._recorder, self._calls = collector, recorder, calls
+        self._leaves = leaves
         collector.calls.backward_depth += 1
 
     def attach(self) -> None:
@@ -376,6 +392,7 @@ class ObservedPass:
     def finish(self) -> None:
         """The pass went through."""
         self._collector.add(self._recorder.result())
+        self._collector.leftovers.note(self._leaves)
 
     def close(self) -> None:
         """Let go of the graph, also after an error."""

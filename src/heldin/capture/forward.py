@@ -2,33 +2,41 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
-from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    _get_current_dispatch_mode,
+    _pop_mode,
+    _push_mode,
+)
 
-from heldin.errors import HeldinError, NotObservable
+from heldin.errors import NotObservable
 
-from .graph import Graph
-from .knowledge import Call, Knowledge
+from .arguments import Arguments, BatchDim, Count, Entry, Roles, names_of, read, readings
+from .graph import Graph, number_of
+from .knowledge import Call, Knowledge, Rival
 from .layout import Layout
 from .names import Names
+from .ownership.numbers import Numbers
 from .ownership.planes import is_mixed, is_nobody, tensors_in
 from .ownership.tracker import Tracker
 from .sizes import sizes_of
 
-__all__ = ["BatchDim", "Calls"]
+__all__ = ["Calls"]
 
-BatchDim = int | Mapping[str | int, int | None]
 T = TypeVar("T")
 _any_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
+_tracing_state = torch._C._get_tracing_state
+TRACED = "while it is traced, exported or compiled"
 _is_trained = attrgetter("requires_grad")
+RECENT = 8  # calls whose graphs are kept until their backward pass, or the end of the step
 
 
 class Calls:
@@ -41,7 +49,8 @@ class Calls:
         self.backward_depth = 0  # passes under way, in which checkpoints call forward again
         self._model: nn.Module | None = model
         self._batch_dim = batch_dim
-        self._places = [] if isinstance(batch_dim, int) else _places(model, batch_dim)
+        self.names = names_of(model, batch_dim)
+        self.roles = Roles()
         self._knowledge = knowledge
         self.pending: list[Call] = []  # not followed back yet
         self._current: Call | None = None
@@ -63,6 +72,11 @@ class Calls:
     def attach(self) -> None:
         """Watch the model. Entered last, left first: several observations of a model nest."""
         assert self._model is not None
+        if isinstance(self._model, torch.jit.ScriptModule):
+            raise NotObservable(
+                "heldin.observe: a ScriptModule cannot be looked into. Observe the module that it "
+                'was made from, or pass estimator="microbatch"'
+            )
         self._handles = [
             self._model.register_forward_pre_hook(self.before, with_kwargs=True),
             self._model.register_forward_hook(self.after, prepend=True, always_call=True),
@@ -91,7 +105,11 @@ class Calls:
     def within(self, graph: Graph) -> list[Call]:
         """The calls that a backward pass through the graph goes back through."""
         index = graph.index
-        return [call for call in self.pending if any(node in index for node, _ in call.ends)]
+        return [
+            call
+            for call in self.pending
+            if (call.unseal(graph) if call.sealed else any(node in index for node, _ in call.ends))
+        ]
 
     def done(self, calls: Sequence[Call]) -> None:
         """These calls were followed back: let go of their graphs."""
@@ -99,6 +117,13 @@ class Calls:
             call.release()
             if call in self.pending:
                 self.pending.remove(call)
+
+    def settle(self, call: Call, count: Count | None) -> None:
+        """A backward pass has shown how many samples a call has."""
+        rival = next(rival for rival in call.rivals if rival.count == count)
+        self._knowledge.settle(call, rival)
+        if call.given is not None and count is not None:
+            self.roles.settle(call.given, count)
 
     # -- around a forward pass
 
@@ -121,14 +146,21 @@ class Calls:
             self._frame = sys._getframe(1)
         if self._depth > 1 or self.backward_depth or not torch.is_grad_enabled():
             return
+        if _tracing_state() is not None:  # sizes are no numbers then
+            self._knowledge.warn_unobserved(TRACED)
+            return
+        given: Arguments | None = None
+        counts: list[Count] = []
         shape = args[0].shape if len(args) == 1 and type(args[0]) is Tensor else ()
         if shape and not kwargs and self._batch_dim == 0:  # the common case, in a hurry
-            inputs, m = [(args[0], 0)], shape[0]
+            m = shape[0]
             signature: Any = (args[0].dtype, args[0].requires_grad)
             pattern, sizes = sizes_of((shape,))
         else:
-            inputs, signature, m = _inputs(self._batch_dim, args, kwargs, self._places)
-            pattern, sizes = sizes_of([tensor.shape for tensor in tensors_in([args, kwargs])])
+            given = read(self._batch_dim, args, kwargs, self.names)
+            counts, signature = self.roles.counts(given), given.signature
+            m = counts[0].m
+            pattern, sizes = sizes_of([entry.tensor.shape for entry in given.entries])
         assert self._model is not None
         # with the inputs, this decides which graph a forward pass builds
         trained = tuple(map(_is_trained, self._names.parameters))
@@ -137,13 +169,39 @@ class Calls:
             torch.is_autocast_enabled("cuda"),
         )
         kind = (signature, pattern, self._model.training, cast, trained)
-        self._current = Call(kind, sizes, m)
-        if m > 1 and not self._knowledge.knows(kind, sizes):
-            self._current.tracker = tracker = Tracker(m, self._model)
-            for tensor, planes in _readings(inputs, m):
-                tracker.own(tensor, self._earlier(tensor, planes))
-            self._following = tracker.following()
-            self._following.__enter__()
+        self._current = call = Call(kind, sizes, m)
+        if len(counts) < 2 and (m <= 1 or self._knowledge.knows(kind, sizes)):
+            if self._knowledge.questions and kind in self._knowledge.questions:
+                call.numbers = Numbers()
+                self._enter(call.numbers)
+            return
+        transformed = _how_transformed()
+        if transformed is not None:
+            self._current = None
+            self._knowledge.warn_unobserved(transformed)
+            return
+        entries = given.entries if given is not None else [Entry(args[0], 0, 0, None)]
+        if given is not None:
+            entries = self.roles.counting(given)
+        call.given = given
+        counts = counts or [Count(m)]
+        call.rivals = [Rival(count, self._tracker(entries, count)) for count in counts]
+        call.choose(call.rivals[0])
+        self._enter(_all_of([r.tracker.following() for r in call.rivals if r.tracker is not None]))
+
+    def _tracker(self, entries: Sequence[Entry], count: Count) -> Tracker | None:
+        """What follows a call under one count of samples; a single sample need not be."""
+        if count.m < 2:
+            return None
+        tracker = Tracker(count.m, self._model)
+        owned, tracker.ways = readings(entries, count)
+        for tensor, planes in owned:
+            tracker.own(tensor, self._earlier(tensor, planes))
+        return tracker
+
+    def _enter(self, following: Any) -> None:
+        self._following = following
+        following.__enter__()
 
     def after(self, module: Any, args: Any, output: Any) -> None:
         """Note where the call's graph ends."""
@@ -163,11 +221,18 @@ class Calls:
         else:
             call.ends = [(t.grad_fn, t.output_nr) for t in tensors_in(output)]
         self.pending.append(call)
-        if call.tracker is not None:
+        if len(self.pending) > RECENT:  # evaluation without no_grad: its graphs must not pile up
+            self.pending[-1 - RECENT].seal()
+        if call.rivals or call.numbers is not None:
+            call.note_answers(self._knowledge.questions.get(call.kind))
+        if call.rivals:
             outputs = [output] if isinstance(output, Tensor) else tensors_in(output)
-            layouts = [_result(call.tracker, t) for t in outputs]
-            self._knowledge.note_outputs(call, layouts)
-            self._knowledge.warn_mixed(call.tracker.mixers)
+            with _disable_current_modes(), torch._C.DisableTorchFunction():
+                for rival in call.rivals:
+                    if rival.tracker is not None:
+                        rival.layouts = [_result(rival.tracker, t) for t in outputs]
+            if len(call.rivals) == 1:
+                self._knowledge.settle(call, call.rivals[0])
 
     def _abandon(self) -> None:
         """A call was cut off without notice, by Ctrl-C for instance: nothing more comes of it."""
@@ -175,9 +240,10 @@ class Calls:
         self._depth, self._frame = 0, None
         if self._following is not None and call is not None:
             above = []  # modes of other observations that were cut off in the same call
-            while (mode := _get_current_dispatch_mode()) not in (None, call.tracker):
+            own = [rival.tracker for rival in call.rivals]
+            while (mode := _get_current_dispatch_mode()) not in (None, *own):
                 above.append(_pop_mode())
-            if mode is not None:
+            if mode is not None or not call.rivals:
                 self._following.__exit__(None, None, None)
             for other in reversed(above):
                 _push_mode(other)
@@ -187,10 +253,25 @@ class Calls:
         """Owners that an earlier call of the same step has established for an input."""
         for call in self.pending:
             if call.tracker is not None and tensor.grad_fn is not None:
-                known = call.tracker.nodes.get((tensor.grad_fn, tensor.output_nr))
+                node = number_of(tensor.grad_fn) if call.sealed else tensor.grad_fn
+                known = call.tracker.nodes.get((node, tensor.output_nr))
                 if known is not None and known.shape[0] == planes.shape[0]:
                     return known
         return planes
+
+
+def _how_transformed() -> str | None:
+    """In which way a call is not an ordinary one; such calls are let go by."""
+    if "torch._dynamo" in sys.modules:  # which may compile hooks, and must not compile this
+        found: str | None = torch.compiler.disable(_transformed)()
+        return found
+    return _transformed()
+
+
+def _transformed() -> str | None:
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "inside a transform of torch.func (vmap, grad, jvp, ...)"
+    return TRACED if torch.compiler.is_compiling() else None
 
 
 def _is_running(frame: Any) -> bool:
@@ -207,6 +288,14 @@ def _asleep() -> Calls:
     return calls
 
 
+@contextmanager
+def _all_of(contexts: Sequence[Any]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
+
+
 def _result(tracker: Tracker, tensor: Tensor) -> Layout | None:
     """The layout of an output, if each of its elements has one owner."""
     planes = tracker.owners(tensor)
@@ -214,83 +303,3 @@ def _result(tracker: Tracker, tensor: Tensor) -> Layout | None:
     if planes is None or bool((is_mixed(planes[:2]) | is_nobody(planes[:2])).any()):
         return None
     return Layout.of(planes[0], tensor.shape, tracker.m)
-
-
-def _places(model: nn.Module, batch_dim: Mapping[str | int, int | None]) -> list[str]:
-    """The names of the positional arguments; refuses a name that no argument has."""
-    found = inspect.signature(model.forward).parameters.values()
-    names = [p.name for p in found if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    known = {p.name for p in found}
-    for name in batch_dim:
-        if isinstance(name, str) and name not in known:
-            if not any(p.kind == p.VAR_KEYWORD for p in found):
-                raise HeldinError(
-                    f"heldin.observe: batch_dim names {name!r}, which is no argument of the "
-                    f"model's forward ({', '.join(known)})"
-                )
-    return names
-
-
-def _inputs(
-    batch_dim: BatchDim,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    names: Sequence[str] = (),
-) -> tuple[list[tuple[Tensor, int]], Any, int]:
-    """The tensors that may count samples, each with the dimension; a signature; the samples."""
-    found: list[tuple[Tensor, int]] = []
-    signature: list[Any] = []
-    places: list[tuple[str | int, Any]] = [*enumerate(args), *kwargs.items()]
-    for place, value in places:
-        if isinstance(batch_dim, int):
-            dim: int | None = batch_dim
-        elif isinstance(place, int) and place not in batch_dim and place < len(names):
-            dim = batch_dim.get(names[place], 0)
-        else:
-            dim = batch_dim.get(place, 0)
-        if isinstance(value, PackedSequence):
-            raise NotObservable(
-                f"heldin.observe: argument {place!r} of the model is a packed sequence, whose rows "
-                "are not samples; call the model with padded sequences and pack them in forward()"
-            )
-        tensors = [value] if isinstance(value, Tensor) else tensors_in(value)
-        for tensor in tensors:
-            shape = tensor.shape
-            signature.append((place, tensor.dtype, tensor.requires_grad))
-            if dim is not None and -len(shape) <= dim < len(shape):
-                found.append((tensor, dim % len(shape)))
-        if not tensors:
-            plain = isinstance(value, (int, float, str, bool, type(None)))
-            signature.append((place, value if plain else type(value)))
-    if not found:
-        raise NotObservable(
-            "heldin.observe: no argument of the model is a tensor with a batch dimension, so "
-            "samples cannot be counted; pass batch_dim=..., or run the step through call()"
-        )
-    m = next((tensor.shape[dim] for tensor, dim in found if tensor.shape[dim] != 1), 1)
-    return found, tuple(signature), m
-
-
-def _readings(inputs: Sequence[tuple[Tensor, int]], m: int) -> list[tuple[Tensor, Tensor]]:
-    """The owners of the inputs, read in several ways.
-
-    All tensors with m entries count samples; or all but one, which only looks like it (a mask of
-    shape (T, T) where T = m); or only the first.
-    """
-    batched = [(tensor, dim) for tensor, dim in inputs if tensor.shape[dim] == m]
-    everyone = set(range(len(batched)))
-    ways = [everyone]
-    if len(batched) > 1:
-        ways += [everyone - {i} for i in range(1, len(batched))]
-        ways += [{0}] if len(batched) > 2 else []
-    line = torch.arange(m, dtype=torch.float32)
-    owned = []
-    for i, (tensor, dim) in enumerate(batched):
-        shape = [1] * tensor.dim()
-        shape[dim] = m
-        planes = []
-        for way in ways:
-            planes.append((line if i in way else torch.full((m,), -1.0)).reshape(shape))
-            planes.append((-line if i in way else torch.full((m,), -float(m))).reshape(shape))
-        owned.append((tensor, torch.stack(planes)))
-    return owned

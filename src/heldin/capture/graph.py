@@ -11,7 +11,7 @@ from torch import Tensor
 
 from heldin.errors import NotObservable
 
-__all__ = ["LEAF", "Graph", "children_first", "shape_of", "walk"]
+__all__ = ["LEAF", "Graph", "children_first", "number_of", "shape_of", "walk"]
 
 LEAF = "torch::autograd::AccumulateGrad"
 # The dispatch mode turns some aliases into plain views; they are the same to us.
@@ -44,6 +44,16 @@ class Graph:
         return result
 
     @cached_property
+    def by_number(self) -> dict[Any, Any]:
+        """The nodes by `number_of`; None where two threads have given the same one."""
+        found: dict[Any, Any] = {}
+        for position, node in enumerate(self.nodes):
+            if position not in self.leaves:
+                number = number_of(node)
+                found[number] = None if number in found else node
+        return found
+
+    @cached_property
     def parents(self) -> list[list[int]]:
         """Per node: the positions of the nodes that it feeds."""
         result: list[list[int]] = [[] for _ in self.nodes]
@@ -52,6 +62,11 @@ class Graph:
                 if child >= 0:
                     result[child].append(position)
         return result
+
+
+def number_of(node: Any) -> Any:
+    """What tells a node from others without keeping its graph alive; leaves have none."""
+    return node._sequence_nr(), type(node)
 
 
 _OUTPUTS = 1 << 20  # more than any op has outputs

@@ -10,19 +10,31 @@ from typing import Any
 
 from torch.autograd.graph import GradientEdge
 
-from heldin.errors import MixedSamplesWarning
+from heldin.errors import HeldinWarning, MixedSamplesWarning, NotObservable
 
-from .graph import Graph, shape_of
+from .arguments import Arguments, Count
+from .graph import Graph, number_of, shape_of
 from .layout import Layout
+from .ownership.numbers import Numbers
 from .ownership.tracker import Tracker
 from .plan import Plan
 from .reference import Output
 from .sizes import Form, Range, ScalablePlan, Sizes
 
-__all__ = ["Call", "Knowledge"]
+__all__ = ["Call", "Knowledge", "Rival"]
 
 KINDS = 512  # kinds of steps (by shapes and structure) that are remembered
+ANSWERED = 4  # calls that are followed before their answers are taken for those there are
 UNEXPECTED = 3  # unknown graphs of known calls, after which such calls are always followed
+
+
+@dataclass(eq=False, slots=True)
+class Rival:
+    """A number of samples that a call may have, and what was found by following it so."""
+
+    count: Count
+    tracker: Tracker | None
+    layouts: list[Layout | None] = field(default_factory=list)  # of the outputs
 
 
 @dataclass(eq=False, slots=True)
@@ -35,6 +47,11 @@ class Call:
         m: number of samples.
         tracker: what has followed it, if it was followed.
         ends: node and number of each output.
+        given: its arguments, if how many samples they have is not as plain as can be.
+        rivals: the numbers of samples under which it was followed.
+        numbers: listens to what Python asks, if it was not followed.
+        answers: what the data has answered to Python, where the answer may matter.
+        sealed: nodes are kept by number only, so that their graph may go.
     """
 
     kind: Any
@@ -42,16 +59,64 @@ class Call:
     m: int
     tracker: Tracker | None = None
     ends: Sequence[tuple[Any, int]] = ()
+    given: Arguments | None = None
+    rivals: list[Rival] = field(default_factory=list)
+    numbers: Numbers | None = None
+    answers: Any = ()
+    sealed: bool = False
 
     @property
     def key(self) -> Any:
         return self.kind, self.sizes
 
+    def choose(self, rival: Rival) -> None:
+        """Take one of the numbers of samples for the true one."""
+        self.m, self.tracker = rival.count.m, rival.tracker
+
+    def note_answers(self, counting: tuple[bool, ...] | None) -> None:
+        """Keep the answers that count; which ones do was found out when it was followed."""
+        if self.numbers is not None:
+            given = [answer for answer, _ in self.numbers.answers]
+            flags = counting if counting is not None and len(counting) == len(given) else None
+            self.answers = (len(given), *[a for i, a in enumerate(given) if not flags or flags[i]])
+            self.numbers = None
+        elif self.tracker is not None and any(counts for _, counts in self.tracker.answers):
+            found = self.tracker.answers
+            self.answers = (len(found), *[answer for answer, counts in found if counts])
+
+    def seal(self) -> None:
+        """Keep nodes by number only; another call that no backward pass may ever come to."""
+        self.sealed = True
+        self._rename(lambda node: None if node is None else number_of(node))
+
+    def unseal(self, graph: Graph) -> bool:
+        """Look up the nodes in a graph; whether the call is part of it."""
+        found = graph.by_number
+        if not any(node in found for node, _ in self.ends):
+            return False
+        if any(node in found and found[node] is None for node, _ in self.ends):
+            raise NotObservable(
+                "which call of the model this backward pass belongs to is not known: several "
+                "calls were waiting, and their graphs were built by several threads. Call "
+                "backward() after each call"
+            )
+        self.sealed = False
+        self._rename(found.get)
+        return True
+
+    def _rename(self, renamed: Any) -> None:
+        self.ends = [(renamed(node), number) for node, number in self.ends]
+        for rival in self.rivals:
+            if rival.tracker is not None:
+                rival.tracker.rename(renamed)
+
     def release(self) -> None:
         """Let go of the graph."""
         self.ends = ()
-        if self.tracker is not None:
-            self.tracker.release()
+        for rival in self.rivals:
+            if rival.tracker is not None:
+                rival.tracker.release()
+        self.rivals, self.given = [], None
 
 
 @dataclass
@@ -75,6 +140,9 @@ class Knowledge:
     _output_forms: dict[Any, OutputForms] = field(default_factory=dict)  # by kind
     _unexpected: Counter[Any] = field(default_factory=Counter)  # unknown graphs of known calls
     _warned: set[str] = field(default_factory=set)
+    # by kind: of the questions that Python asks tensors, which ones the data answers
+    questions: dict[Any, tuple[bool, ...]] = field(default_factory=dict)
+    _asked: Counter[Any] = field(default_factory=Counter)  # by kind: calls followed with questions
 
     def __len__(self) -> int:
         return len(self._plans)
@@ -83,6 +151,8 @@ class Knowledge:
 
     def knows(self, kind: Any, sizes: Sizes) -> bool:
         """Whether a call need not be followed."""
+        if self.questions and kind in self.questions and self._asked[kind] < ANSWERED:
+            return False
         if (kind, sizes) in self._known:
             return True
         between = self._ranges.get(kind)
@@ -104,7 +174,7 @@ class Knowledge:
         self, calls: Sequence[Call], leaves: tuple[str | None, ...], graph: Graph
     ) -> Plan | None:
         """The plan for a graph, if it is known or follows from those at other sizes."""
-        rest = (leaves, *graph.signature)
+        rest = (tuple([call.answers for call in calls]), leaves, *graph.signature)
         key = (tuple([call.key for call in calls]), *rest)
         plan = self._plans.get(key)
         if plan is not None:
@@ -125,7 +195,7 @@ class Knowledge:
         self, calls: Sequence[Call], leaves: tuple[str | None, ...], graph: Graph, plan: Plan
     ) -> None:
         """A plan that holds for the next graph of this kind; models that keep changing aside."""
-        rest = (leaves, *graph.signature)
+        rest = (tuple([call.answers for call in calls]), leaves, *graph.signature)
         self._keep((tuple([call.key for call in calls]), *rest), plan)
         self._known.update(call.key for call in calls if self._unexpected[call.key] < UNEXPECTED)
         kinds = (tuple([call.kind for call in calls]), *rest)
@@ -154,17 +224,31 @@ class Knowledge:
 
     # -- outputs
 
-    def note_outputs(self, call: Call, layouts: list[Layout | None]) -> None:
+    def settle(self, call: Call, rival: Rival) -> None:
+        """How many samples a followed call has is known: keep what was found about it."""
+        call.choose(rival)
+        if rival.tracker is None:
+            return
+        call.note_answers(None)
+        if call.answers:
+            self.questions[call.kind] = tuple([counts for _, counts in rival.tracker.answers])
+            self._asked[call.kind] += 1
+            _shorten(self.questions)
+        self._note_outputs(call, rival.layouts)
+        self.warn_mixed(rival.tracker.mixers)
+
+    def _note_outputs(self, call: Call, layouts: list[Layout | None]) -> None:
         """The layouts of a followed call's outputs."""
-        self._outputs.pop(call.key, None)
-        self._outputs[call.key] = layouts
+        key, kind = (call.key, call.answers), (call.kind, call.answers)
+        self._outputs.pop(key, None)
+        self._outputs[key] = layouts
         if len(self._outputs) > 2 * KINDS:  # those of known calls are needed
-            for old in [k for k in self._outputs if k not in self._known][: KINDS // 2]:
+            for old in [k for k in self._outputs if k[0] not in self._known][: KINDS // 2]:
                 del self._outputs[old]
-        known = self._output_forms.get(call.kind)
+        known = self._output_forms.get(kind)
         if known is None or len(known.forms) != len(layouts):
             forms = [None if layout is None else Form.of(layout) for layout in layouts]
-            self._output_forms[call.kind] = OutputForms(Range(call.sizes, call.sizes), forms)
+            self._output_forms[kind] = OutputForms(Range(call.sizes, call.sizes), forms)
             _shorten(self._output_forms)
             return
         known.sizes.widen(call.sizes)
@@ -175,9 +259,9 @@ class Knowledge:
 
     def outputs(self, call: Call) -> list[Output]:
         """The outputs of a call whose rows have known owners."""
-        layouts = self._outputs.get(call.key)
+        layouts = self._outputs.get((call.key, call.answers))
         if layouts is None:
-            known = self._output_forms.get(call.kind)
+            known = self._output_forms.get((call.kind, call.answers))
             if known is None or call.sizes not in known.sizes:
                 return []
             layouts = [
@@ -193,6 +277,17 @@ class Knowledge:
 
     # -- warnings
 
+    def warn_unobserved(self, why: str) -> None:
+        """Say once that calls go by unobserved."""
+        if why not in self._warned:
+            self._warned.add(why)
+            warnings.warn(
+                f"the model is called {why}: such calls run as they would without heldin, and are "
+                "not observed",
+                HeldinWarning,
+                stacklevel=2,
+            )
+
     def warn_mixed(self, mixers: Mapping[str, str]) -> None:
         """Say once where samples are mixed."""
         for place, why in mixers.items():
@@ -200,7 +295,8 @@ class Knowledge:
                 self._warned.add(place)
                 warnings.warn(
                     f"{place} mixes the samples of a batch ({why}): there is no per-sample "
-                    "gradient as such. The contributions of each sample's rows are taken instead",
+                    "gradient as such. The contributions of each sample's rows are taken instead. "
+                    "An argument that only looks like a batch: batch_dim={name: None}",
                     MixedSamplesWarning,
                     stacklevel=2,
                 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, TypeVar
@@ -10,9 +11,9 @@ from torch import nn
 
 from heldin.errors import HeldinError
 
+from .arguments import BatchDim
 from .backward import attach, detach
 from .collector import BUDGET, Collector, Estimator
-from .forward import BatchDim
 from .moments import Moments
 
 __all__ = ["BUDGET", "BatchDim", "Estimator", "Observation", "observe"]
@@ -38,6 +39,7 @@ class Observation(Mapping[str, Moments]):
 
     def __init__(self, collector: Collector) -> None:
         self._collector = collector
+        self._forgotten: weakref.finalize[..., Any] | None = None
 
     # -- the mapping; two observations are never the same
 
@@ -102,6 +104,8 @@ class Observation(Mapping[str, Moments]):
         """Go on observing after `pause`."""
         if not self._collector.closed:
             attach(self._collector)
+            if self._forgotten is None:  # one that nobody holds any more is closed
+                self._forgotten = weakref.finalize(self, _close, self._collector)
 
     def pause(self) -> None:
         """Observe nothing, at no cost, until `resume`; sums and what was learnt are kept."""
@@ -109,8 +113,12 @@ class Observation(Mapping[str, Moments]):
 
     def close(self) -> None:
         """Stop observing and let go of the model."""
-        detach(self._collector)
-        self._collector.close()
+        _close(self._collector)
+
+
+def _close(collector: Collector) -> None:
+    detach(collector)
+    collector.close()
 
 
 def observe(

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from heldin.errors import NotObservable
 
 from .graph import Graph, children_first, shape_of
 from .layout import Layout
-from .ownership.planes import Key, is_mixed, is_nobody
+from .ownership.planes import Key, canonical, is_mixed, is_nobody
 from .plan import ParameterPath, Plan
 
-__all__ = ["hiding_node", "make_plan"]
+__all__ = ["make_plan", "refuse_hidden"]
 
 # Nodes behind which parameters are hidden from a walk, and what to do instead.
 _HIDING = {
@@ -30,6 +31,16 @@ _MOVING = {
 }  # fmt: skip
 
 
+# Nodes that treat every entry on its own, and sums of such; those that look up by an index.
+_ENTRYWISE = {
+    "AddBackward0", "SubBackward0", "RsubBackward0", "MulBackward0", "DivBackward0", "PowBackward1",
+    "AddcmulBackward0", "AddcdivBackward0", "LerpBackward0", "LerpBackward1", "WhereBackward0",
+    "MaximumBackward0", "MinimumBackward0", "MseLossBackward0", "SmoothL1LossBackward0",
+    "HuberLossBackward0", "NativeDropoutBackward0", "StackBackward0", "CatBackward0",
+}  # fmt: skip
+_INDEXED = ("Embedding", "Index", "Gather", "Take", "Scatter", "MaskedSelect", "MaskedScatter")
+
+
 DATA, FREE, OUTSIDE = "data", "free", "outside"
 
 
@@ -39,30 +50,10 @@ def make_plan(
     owners: Mapping[Key, Tensor | None],
     slots: Mapping[Key, Tensor | None],
     m: int,
-    cause: str | None,
+    causes: Mapping[Key, str],
+    reading: int = 0,
 ) -> Plan:
     """Find the uses of every observed parameter; raise NotObservable where that cannot be done."""
-    some = next((p for p in owners.values() if p is not None), None)
-    readings = 1 if some is None else some.shape[0] // 2
-    error: NotObservable | None = None
-    for reading in range(readings):
-        try:
-            return _make_plan(graph, names, owners, slots, m, cause, reading)
-        except NotObservable as failure:
-            error = error or failure
-    assert error is not None
-    raise error
-
-
-def _make_plan(
-    graph: Graph,
-    names: Mapping[int, str],
-    owners: Mapping[Key, Tensor | None],
-    slots: Mapping[Key, Tensor | None],
-    m: int,
-    cause: str | None,
-    reading: int,
-) -> Plan:
     outputs: dict[int, dict[int, Tensor | None]] = {}
     for (node, number), planes in owners.items():
         position = graph.index.get(node)
@@ -100,7 +91,7 @@ def _make_plan(
         if kind == OUTSIDE:
             _refuse_outside(graph, position, params)
         known = cuts[position] if position in cuts else outputs[position]
-        plan.layouts[position] = _layouts(graph, position, known, m, reading, params, cause)
+        plan.layouts[position] = _layouts(graph, position, known, slots, m, reading, params, causes)
         for argument, child, output in reached:
             path = _path(graph, child, output, below, named)
             plan.uses.setdefault(position, []).append((argument, path))
@@ -185,19 +176,42 @@ def _check_penalty(
     below: Sequence[frozenset[str]],
     m: int,
 ) -> None:
-    """A penalty holds no data. Outside the model nobody has followed it, so look at its tensors."""
+    """A penalty holds no data. Outside the model nobody has followed it, so look at its ops.
+
+    Constants may be added to parameters, or multiplied with them, one for each entry: old weights,
+    say, or their importance. Whatever else meets a parameter there may be data: an input of a
+    layer, an index, targets that a parameter is broadcast over.
+    """
     stack, visited = [start], {start}
     while stack:
         i = stack.pop()
-        node, inputs = graph.nodes[i], graph.children[i]
-        if i not in outputs and i not in graph.leaves and any(c < 0 for c, _ in inputs):
-            for name in dir(node):
-                value = getattr(node, name) if name.startswith("_saved_") else None
-                if isinstance(value, Tensor) and m in value.shape and not value.requires_grad:
-                    _refuse_outside(graph, i, sorted(below[start]))
+        inputs = graph.children[i]
+        if i not in outputs and i not in graph.leaves and _may_hold_data(graph, i, m):
+            _refuse_outside(graph, i, sorted(below[start]))
         fresh = [c for c, _ in inputs if c >= 0 and c not in visited]
         visited.update(fresh)
         stack.extend(fresh)
+
+
+def _may_hold_data(graph: Graph, i: int, m: int) -> bool:
+    node, name, inputs = graph.nodes[i], graph.names[i], graph.children[i]
+    if name.startswith(_INDEXED):
+        return True
+    known = [(c, o) for c, o in inputs if c >= 0]
+    if not known or len(known) == len(inputs):
+        return False
+    shapes = [
+        tuple(graph.leaves[c].shape) if c in graph.leaves else shape_of(graph.nodes[c], o)
+        for c, o in known
+    ]
+    if name not in _ENTRYWISE or shape_of(node, 0) not in (*shapes, ()):
+        return True
+    for saved in dir(node):
+        value = getattr(node, saved) if saved.startswith("_saved_") else None
+        if isinstance(value, Tensor) and not value.requires_grad:
+            if m in value.shape or (value.dim() and tuple(value.shape) not in shapes):
+                return True
+    return False
 
 
 def _is_unknown(graph: Graph, start: int, outputs: Mapping[int, Any]) -> bool:
@@ -225,10 +239,11 @@ def _layouts(
     graph: Graph,
     position: int,
     known: Mapping[int, Tensor | None],
+    slots: Mapping[Key, Tensor | None],
     m: int,
     reading: int,
     params: Sequence[str],
-    cause: str | None,
+    causes: Mapping[Key, str],
 ) -> list[Layout | None]:
     node = graph.nodes[position]
     result: list[Layout | None] = []
@@ -238,7 +253,10 @@ def _layouts(
             result.append(None)
             continue
         mine = planes[2 * reading : 2 * reading + 2]
+        if planes.shape[0] > 2:  # the others may vary where this one does not
+            mine = canonical(mine)
         if bool(is_mixed(mine).any()):
+            cause = causes.get((node, number))
             where = f" by {cause}" if cause else ""
             raise NotObservable(
                 f"parameter {params[0]!r} (in {graph.names[position]}) meets the data after "
@@ -246,6 +264,8 @@ def _layouts(
                 "of the model only looks like a batch, pass batch_dim={name: None} for it; "
                 "otherwise leave the parameter out with parameters=..."
             )
+        if bool(is_nobody(mine).any()):  # zeros that a state starts with, say
+            mine = _served(mine, slots.get((node, number)), reading)
         if bool(is_nobody(mine).any()):
             raise NotObservable(
                 f"parameter {params[0]!r} (in {graph.names[position]}) meets a tensor some of "
@@ -254,6 +274,15 @@ def _layouts(
             )
         result.append(Layout.of(mine[0], shape_of(node, number), m))
     return result
+
+
+def _served(planes: Tensor, place: Tensor | None, reading: int) -> Tensor:
+    """Elements that belong to nobody serve the sample into whose place they are put."""
+    if place is None:
+        return planes
+    put = place[2 * reading : 2 * reading + 2]
+    owned = torch.where(is_nobody(planes), put, planes)
+    return canonical(owned) if not bool(is_mixed(owned).any()) else planes
 
 
 def _path(
@@ -281,9 +310,11 @@ def _path(
     return ParameterPath(child, output, shape, params, way, flip)
 
 
-def hiding_node(graph: Graph) -> tuple[str, str] | None:
-    """A node that hides parameters from the walk, and the way out."""
+def refuse_hidden(graph: Graph) -> None:
+    """Refuse nodes that hide parameters from the walk, with the way out."""
     for name in graph.names:
         if name in _HIDING:
-            return name, _HIDING[name]
-    return None
+            raise NotObservable(
+                f"{name} hides parameters from observation: {_HIDING[name]}; or pass "
+                'estimator="microbatch", which looks at whole micro-batches only'
+            )

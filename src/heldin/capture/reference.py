@@ -16,9 +16,9 @@ from torch.autograd.graph import GradientEdge
 from .graph import Graph, shape_of
 from .layout import Layout
 from .moments import upcast
-from .ownership.planes import Key, is_mixed, is_nobody
+from .ownership.planes import Key, canonical, is_mixed, is_nobody
 
-__all__ = ["Output", "frontier", "mixes_samples", "replay", "topmost"]
+__all__ = ["Output", "frontier", "replay", "topmost"]
 
 Output = tuple[GradientEdge, Layout]  # one output of the model, and where its samples' rows lie
 
@@ -38,21 +38,24 @@ def topmost(graph: Graph, outputs: Sequence[Output]) -> list[Output]:
     return [(edge, layout) for edge, layout in inside if graph.index[edge.node] not in below]
 
 
-def frontier(graph: Graph, owners: Mapping[Key, Tensor | None], m: int) -> list[Output]:
-    """The last tensors in which every element has one owner, for models that return only a loss."""
-    alone, mixed = {}, set()
+def frontier(
+    graph: Graph, owners: Mapping[Key, Tensor | None], m: int, reading: int = 0
+) -> list[Output]:
+    """The last tensors in which every element has one owner: what follows is the loss's."""
+    alone, inside = {}, set()
     for (node, number), planes in owners.items():
         position = graph.index.get(node)
         if position is not None and planes is not None:
-            if bool(is_mixed(planes[:2]).any()):
-                mixed.add(position)
-            elif not bool(is_nobody(planes[:2]).any()):
-                alone[node, number] = (position, planes[0])
-    return [
+            mine = canonical(planes[2 * reading : 2 * reading + 2])
+            if not bool((is_mixed(mine) | is_nobody(mine)).any()):
+                alone[node, number] = (position, mine[0])
+                inside.add(position)
+    last = [
         (GradientEdge(node, number), Layout.of(owner, shape_of(node, number), m))
         for (node, number), (position, owner) in alone.items()
-        if not mixed.isdisjoint(graph.parents[position])
+        if not inside.issuperset(graph.parents[position])
     ]
+    return topmost(graph, last)
 
 
 def replay(
@@ -90,49 +93,3 @@ def replay(
             else:
                 sums[name] = (each.clone(), each.square())
     return sums
-
-
-def mixes_samples(roots: Sequence[Any], outputs: Sequence[Output]) -> bool:
-    """Whether the loss depends on several samples jointly: its Hessian couples their outputs.
-
-    Seen from the outputs, a sum of per-sample losses has a block-diagonal Hessian H, so H (D v) is
-    D (H v) for every diagonal D that is constant on each sample. A loss that cannot be
-    differentiated twice is given the benefit of the doubt.
-    """
-    random = torch.Generator().manual_seed(0)
-    edges = [edge for edge, _ in outputs]
-    try:
-        first = torch.autograd.grad(list(roots), edges, create_graph=True, allow_unused=True)
-        curved = [k for k, g in enumerate(first) if g is not None and g.requires_grad]
-        if not curved:
-            return False
-        m = outputs[0][1].m
-        digits = 2.0 ** torch.randint(0, 4, (m,), generator=random)
-        scales, probes = [], []
-        for k in curved:
-            grad = first[k]
-            assert grad is not None
-            owner = outputs[k][1].owner
-            scales.append(digits[owner].to(grad.device, grad.dtype))
-            probe = torch.randn(grad.shape, generator=random, dtype=torch.float32)
-            probes.append(probe.to(grad.device, grad.dtype))
-        grads = [first[k] for k in curved]
-        plain: Sequence[Tensor | None] = torch.autograd.grad(
-            grads, edges, probes, retain_graph=True, allow_unused=True
-        )
-        scaled: Sequence[Tensor | None] = torch.autograd.grad(
-            grads,
-            edges,
-            [p * s for p, s in zip(probes, scales, strict=True)],
-            retain_graph=True,  # the loss's own backward pass is still to come
-            allow_unused=True,
-        )
-    except RuntimeError:
-        return False
-    for k, (one, other) in enumerate(zip(plain, scaled, strict=True)):
-        if one is None or other is None:
-            continue
-        expected = one * digits[outputs[k][1].owner].to(one.device, one.dtype)
-        if bool(((other - expected).abs() > 0.05 * expected.abs().amax()).any()):
-            return True
-    return False

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
-from heldin.errors import HeldinError
+from heldin.errors import HeldinError, NotObservable
 
 __all__ = [
     "as_parameter",
     "fully_sharded",
     "is_parallel",
     "local_part",
+    "refuse_parallel",
     "runs_once",
     "shard_of",
     "unwrapped",
@@ -95,6 +96,18 @@ def watch_unsharded(model: nn.Module, found: Callable[[Tensor, str], None]) -> l
 def is_parallel(tensor: Tensor) -> bool:
     """Whether a tensor is spread over several devices (a DTensor)."""
     return hasattr(tensor, "device_mesh")
+
+
+def refuse_parallel(leaves: Iterable[Tensor], names: Mapping[int, str]) -> None:
+    """Refuse parameters that no rank has as a whole, not even during the pass."""
+    for leaf in leaves:
+        if is_parallel(leaf):
+            name = names.get(id(leaf), "of a frozen or unobserved layer")
+            raise NotObservable(
+                f"parameter {name!r} is a DTensor during the forward pass (tensor parallel): "
+                "samples cannot be followed through it, nor can its gradient be summed here. "
+                "Use data-parallel ranks, or fully_shard, for the layers that are observed"
+            )
 
 
 def local_part(parameter: Tensor) -> Tensor:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from heldin.capture.arguments import BatchDim
 from heldin.capture.collector import Collector
-from heldin.capture.forward import BatchDim
 from heldin.capture.moments import upcast
 from heldin.capture.observation import Observation
 from heldin.capture.ownership.planes import tensors_in

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from heldin.capture.arguments import BatchDim
 from heldin.capture.collector import Collector
-from heldin.capture.forward import BatchDim
 from heldin.capture.moments import Moments, upcast
 from heldin.capture.observation import Observation
 from heldin.capture.sharding import as_parameter, local_part, shard_of, unwrapped

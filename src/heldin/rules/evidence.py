@@ -11,8 +11,8 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
+from heldin.capture.arguments import BatchDim
 from heldin.capture.collector import BUDGET, Collector, Estimator
-from heldin.capture.forward import BatchDim
 from heldin.capture.moments import Moments
 from heldin.capture.observation import Observation
 from heldin.capture.sharding import unwrapped

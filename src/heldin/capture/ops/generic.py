@@ -10,6 +10,7 @@ from torch import Tensor
 
 from heldin.capture.contributions import Contributions, Lazy, Rows
 from heldin.capture.moments import upcast
+from heldin.errors import NotObservable
 
 from .use import OpUse, UseCache, keep_readable
 
@@ -26,14 +27,19 @@ def generic(use: OpUse) -> Contributions:
         output = use.node._input_metadata[0]
         zero = torch.zeros((), dtype=output.dtype, device=output.device)
         return Rows(upcast(zero).expand(use.m, *use.shape))
-    call = use.node if callable(use.node) else use.node.apply  # torch.autograd.Function
+    call, at = use.node, use.argument
+    blank: list[Tensor | None] = [None] * len(use.grads)
+    if not callable(use.node):  # torch.autograd.Function
+        call, at, blank = use.node.apply, _position(use), _zeros(use)
 
     def one(*grads: Tensor) -> Tensor:
-        full: list[Tensor | None] = [None] * len(use.grads)
+        full: list[Tensor | None] = list(blank)
         for i, grad in zip(given, grads, strict=True):
             full[i] = grad
         out = call(*full)
-        result = out[use.argument] if isinstance(out, (tuple, list)) else out
+        result = out[at] if isinstance(out, (tuple, list)) else out
+        if result is None:  # the function says: no gradient
+            result = torch.zeros(use.shape, dtype=grads[0].dtype, device=grads[0].device)
         assert isinstance(result, Tensor)
         if result.is_sparse:
             result = result.to_dense()
@@ -52,6 +58,32 @@ def generic(use: OpUse) -> Contributions:
             return upcast(all_at_once(one, masked, use.cache, use.node.name() not in _NOT_BATCHED))
 
     return Lazy(compute, use.m, use.shape)
+
+
+def _position(use: OpUse) -> int:
+    """Where the backward of a `torch.autograd.Function` returns the gradient of an argument.
+
+    The graph lists the arguments that are tensors, `backward` returns an entry for each argument.
+    The two lists agree on those that need a gradient.
+    """
+    edges = [i for i, (child, _) in enumerate(use.node.next_functions) if child is not None]
+    returned = [i for i, needed in enumerate(use.node.needs_input_grad) if needed]
+    if len(edges) != len(returned):
+        raise NotObservable(
+            f"{use.node.name()}: which of the gradients that its backward returns belongs to which "
+            "argument is not known. Pass its tensors first, or register a rule for it with "
+            "heldin.ops.register_op_rule"
+        )
+    return returned[edges.index(use.argument)]
+
+
+def _zeros(use: OpUse) -> list[Tensor | None]:
+    """What a `torch.autograd.Function` gets for outputs that no gradient comes to."""
+    outputs = use.node._input_metadata
+    return [
+        torch.zeros(tuple(out.shape), dtype=out.dtype, device=out.device) if grad is None else None
+        for grad, out in zip(use.grads, outputs, strict=True)
+    ]
 
 
 def all_at_once(

@@ -8,6 +8,7 @@ is none, every output element is said to depend on everything the op has read.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -42,7 +43,6 @@ class Following(Protocol):
     m: int
     mixers: dict[str, str]
     volatile: str | None
-    first_mixed: str | None
 
     def owners(self, tensor: Tensor) -> Tensor | None:
         """The planes of a tensor; None: it holds no data."""
@@ -111,7 +111,7 @@ def flows(*names: str) -> Callable[[Flow], Flow]:
 
 def flow(call: OpCall) -> Owners:
     """Planes of the outputs of one op that has read owned data."""
-    tracker, op = call.tracker, call.op
+    op = call.op
     function = FLOWS.get(op.base)
     if function is None and op.pointwise:
         function = pointwise
@@ -123,12 +123,7 @@ def flow(call: OpCall) -> Owners:
     except Exception as error:  # an unforeseen form of the op: fall back on what is always right
         if len(failures) < 100:
             failures.append(f"{op.name}: {error!r}")
-    if results is None:
-        results = everything(call)
-    if tracker.first_mixed is None:
-        if results[0] is not None and bool(is_mixed(results[0]).any()):
-            tracker.first_mixed = call.place()
-    return results
+    return everything(call) if results is None else results
 
 
 _SHAPE_ONLY = ("empty", "zeros", "ones", "full", "rand", "new_", "zero", "fill", "sym_", "arange")
@@ -196,13 +191,26 @@ def join_rows(call: OpCall, parts: Sequence[Tensor], differentiable: Sequence[bo
     if any(mixed) and not all(mixed):
         rows = merge([p for p, bad in zip(parts, mixed, strict=True) if not bad])
         varying = [d for d in range(1, rows.dim()) if rows.shape[d] > 1]
-        beside = [(p, d) for p, d, bad in zip(parts, differentiable, mixed, strict=True) if bad]
+        inside = not torch.is_grad_enabled() and _inside_function()
+        beside = [
+            (p, d or inside) for p, d, bad in zip(parts, differentiable, mixed, strict=True) if bad
+        ]
         shared = all(not d or all(p.shape[v] == 1 for v in varying) for p, d in beside)
         if varying and shared and not bool(is_mixed(rows).any()):
             if any(d for _, d in beside):
                 call.tracker.mixers.setdefault(call.place(), "statistics of the batch")
             return canonical(rows)
     return canonical(merged)
+
+
+def _inside_function() -> bool:
+    """Whether the forward of a `torch.autograd.Function` runs: nothing in it requires a gradient,
+    yet what it returns may pass gradients on to all that it has read."""
+    apply = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code is not apply:
+        frame = frame.f_back
+    return frame is not None
 
 
 def everything(call: OpCall) -> Owners:

@@ -10,7 +10,7 @@ import torch
 
 __all__ = ["Op", "op_of"]
 
-_TURNS = {"t", "transpose", "swapaxes", "swapdims", "squeeze", "unsqueeze"}
+_TURNS = {"t", "transpose", "swapaxes", "swapdims", "squeeze", "unsqueeze", "as_strided"}
 
 
 class Op:

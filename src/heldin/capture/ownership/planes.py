@@ -17,7 +17,7 @@ the guess is wrong, another sample's data meets it further down, and the result 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from math import prod
 from typing import Any
@@ -106,8 +106,8 @@ def tensors_in(value: Any) -> list[Tensor]:
     """All tensors in nested tuples, lists, dicts and dataclass-like mappings, in order."""
     if isinstance(value, Tensor):
         return [value]
-    if isinstance(value, dict) or hasattr(value, "items"):
-        return [t for v in dict(value).values() for t in tensors_in(v)]
+    if isinstance(value, Mapping):
+        return [t for v in value.values() for t in tensors_in(v)]
     if isinstance(value, (tuple, list)):
         return [t for v in value for t in tensors_in(v)]
     if hasattr(value, "__dataclass_fields__"):

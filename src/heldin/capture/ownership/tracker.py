@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import flows as flows  # registers how each op passes owners on
 from .flow import OpCall, flow
+from .numbers import Numbers
 from .op import Op, op_of
 from .planes import Key, canonical, is_mixed, is_nobody, nobody, tensors_in
 
 __all__ = ["Tracker"]
+
+# How values may differ from batch to batch: not at all, by chance or by and by (random numbers,
+# buffers), or with the data.
+SETTLED, CHANGING, DATA = range(3)
+PLAIN = (Tensor, nn.Parameter)
+
+
+def _memory_of(tensor: Tensor) -> Any:
+    return (
+        tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride()
+    )  # fmt: skip
 
 
 class Tracker(TorchDispatchMode):
@@ -34,14 +46,19 @@ class Tracker(TorchDispatchMode):
         self.slots: dict[Key, Tensor | None] = {}
         self.mixers: dict[str, str] = {}  # where samples were mixed though rows kept their owner
         self.volatile: str | None = None  # why owners may differ on the next batch
-        self.first_mixed: str | None = None  # the op after which an element has several owners
+        self.causes: dict[Key, str] = {}  # by node: the op that mixed what it holds
+        self.ways: list[frozenset[int]] = [frozenset()]  # which inputs have owners in each reading
         self._planes: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
         self._stamps: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
-        self._fickle: MutableMapping[Tensor, bool] = WeakTensorKeyDictionary()
+        self._fickle: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
+        self._mixed_by: MutableMapping[Tensor, str] = WeakTensorKeyDictionary()
+        self._numbers = Numbers(self._asked, self._copied)
+        self._buffers = {id(b) for b in model.buffers()} if model is not None else set()
         self._whole: dict[int, tuple[Tensor, int]] = {}  # storage -> planes of all its elements
         self._names = (
             {id(sub): name for name, sub in model.named_modules()} if model is not None else {}
         )
+        self._memory: dict[Any, Tensor | None] = {}  # by place in memory, for subclasses
         self._held: list[Any] = []  # memory whose owners are in `_whole`
         self._stack: list[nn.Module] = []
 
@@ -55,7 +72,7 @@ class Tracker(TorchDispatchMode):
             module_hooks.register_module_forward_hook(self._left, always_call=True),
         ]
         try:
-            with self:
+            with self, self._numbers:
                 yield self
         finally:
             for handle in handles:
@@ -68,10 +85,19 @@ class Tracker(TorchDispatchMode):
 
     def release(self) -> None:
         """Forget every tensor and node; the graph must not outlive its step because of us."""
-        self.nodes, self.slots, self._whole, self._held = {}, {}, {}, []
+        self.nodes, self.slots, self.causes, self._whole, self._held = {}, {}, {}, {}, []
+        self._memory, self._mixed_by = {}, WeakTensorKeyDictionary()
         self._planes = WeakTensorKeyDictionary()
         self._stamps = WeakTensorKeyDictionary()
         self._fickle = WeakTensorKeyDictionary()
+
+    def rename(self, renamed: Callable[[Any], Any]) -> None:
+        """Call the nodes by other names; those that are None are left out."""
+        tables: list[dict[Key, Any]] = [self.nodes, self.slots, self.causes]
+        for table in tables:
+            known = [((renamed(node), number), v) for (node, number), v in table.items()]
+            table.clear()
+            table.update((key, v) for key, v in known if key[0] is not None)
 
     def place(self, op: str) -> str:
         """Where in the model an op runs, for messages."""
@@ -90,6 +116,8 @@ class Tracker(TorchDispatchMode):
     def owners(self, tensor: Tensor) -> Tensor | None:
         if tensor.layout is not torch.strided:
             return self._planes.get(tensor)
+        if type(tensor) not in PLAIN and tensor not in self._planes:  # made of one that is known
+            return self._memory.get(_memory_of(tensor))
         whole = self._whole.get(tensor.untyped_storage()._cdata) if self._whole else None
         if whole is None or self._stamps.get(tensor) == whole[1]:
             return self._planes.get(tensor)
@@ -108,15 +136,50 @@ class Tracker(TorchDispatchMode):
 
     def is_fickle(self, tensor: Tensor) -> bool:
         """Whether the values may differ from batch to batch (data, random or from outside)."""
+        return self._level(tensor) > SETTLED
+
+    def _level(self, tensor: Tensor) -> int:
         known = self._fickle.get(tensor)
-        if known is None:
-            return not isinstance(tensor, nn.Parameter)
-        return bool(known)
+        if known is not None:
+            return known
+        if isinstance(tensor, nn.Parameter):
+            return SETTLED
+        return CHANGING if id(tensor) in self._buffers else DATA
+
+    # -- numbers that leave tensors
+
+    @property
+    def answers(self) -> list[tuple[bool, bool]]:
+        """What Python has asked the tensors, and whether the data decided it."""
+        return self._numbers.answers
+
+    def _asked(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether a question is about the data of the whole batch."""
+        if all(self._level(t) < DATA for t in tensors):
+            return False
+        if any(t.dtype is not torch.bool and t.numel() == 1 for t in tensors):
+            return False  # item() of a number
+        with _disable_current_modes():
+            known = [p for t in tensors if (p := self.owners(t)) is not None]
+            return all(bool(is_mixed(p[:2]).all()) for p in known)
+
+    def _copied(self, tensors: Sequence[Tensor]) -> None:
+        """Values are taken out of tensors: those of data decide anew in every pass."""
+        if self.volatile is None and any(self._level(t) >= DATA for t in tensors):
+            self.volatile = self.place("a number taken out of a tensor")
 
     def record_use(self, tensor: Tensor, planes: Tensor | None) -> None:
         node = tensor.grad_fn
         if node is not None and (tensor.is_floating_point() or tensor.is_complex()):
             self.nodes[node, tensor.output_nr] = planes
+            cause = self._mixed_by.get(tensor)
+            if cause is not None:
+                self.causes[node, tensor.output_nr] = cause
+            if type(tensor) not in PLAIN and type(node).__name__ == "AliasBackward0":
+                self.nodes[node.next_functions[0]] = planes  # the op itself, before it is wrapped
+            base = tensor._base  # written to through a view: the op is in the graph of the whole
+            if base is not None and type(base.grad_fn).__name__ == "CopySlices":
+                self.nodes[base.grad_fn, base.output_nr] = self.owners(base)
 
     # -- the dispatch
 
@@ -127,14 +190,21 @@ class Tracker(TorchDispatchMode):
         op = op_of(func)
         if op.turns:  # a view in place: owners turn with the tensor, the memory stays as it is
             tensor = args[0]
-            planes, old = self.owners(tensor), tensor.shape
+            planes, old, strides = self.owners(tensor), tensor.shape, tensor.stride()
             out = func(*args, **kwargs)
             if planes is not None:
-                each = [func(p, *args[1:], **kwargs) for p in planes.expand(-1, *old).unbind()]
+                each = []
+                for plane in planes.expand(-1, *old).unbind():
+                    laid = torch.empty_strided(old, strides, dtype=plane.dtype).copy_(plane)
+                    each.append(func(laid, *args[1:], **kwargs))
                 self._planes[tensor] = canonical(torch.stack(each))
             return out
         out = func(*args, **kwargs)
-        self._follow(op, func, args, kwargs, out)
+        if torch._C._len_torch_dispatch_stack():  # others follow, too: what we do is not for them
+            with _disable_current_modes():
+                self._follow(op, func, args, kwargs, out)
+        else:
+            self._follow(op, func, args, kwargs, out)
         return out
 
     def _follow(
@@ -148,13 +218,14 @@ class Tracker(TorchDispatchMode):
             self.record_use(tensor, planes)
         outs = [out] if isinstance(out, Tensor) else tensors_in(out)
         if not outs:
+            if isinstance(out, (bool, int, float, complex)) and not self._numbers.asking:
+                self._copied(inputs)
             return
-        fickle = (
-            owned
-            or op.random
-            or op.base in ("lift_fresh", "lift_fresh_copy")
-            or any(self.is_fickle(t) for t in inputs)
-        )
+        fickle = max([self._level(t) for t in inputs], default=SETTLED)
+        if op.random or op.base in ("lift_fresh", "lift_fresh_copy"):
+            fickle = max(fickle, CHANGING)
+        if owned:
+            fickle = DATA
         bound = op.bind(args, kwargs)
         results: Sequence[Tensor | None]
         results = [None] * len(outs)
@@ -162,9 +233,12 @@ class Tracker(TorchDispatchMode):
             found = flow(OpCall(self, func, op, bound, outs, (args, kwargs)))
             results = [p if t.numel() else None for t, p in zip(outs, found, strict=True)]
             self._note_slots(op, bound, inputs, outs[0], results[0])
+            self._note_cause(op, inputs, outs, results)
         written = {id(t) for name in op.written for t in tensors_in(bound.get(name))}
         for tensor, planes in zip(outs, results, strict=True):
             self._fickle[tensor] = fickle
+            if tensor.layout is torch.strided and not tensor.is_nested:
+                self._memory[_memory_of(tensor)] = planes
             if id(tensor) in written:
                 self._overwrite(tensor, planes)
                 if tensor._base is not None:
@@ -180,6 +254,15 @@ class Tracker(TorchDispatchMode):
                 self._stamps[tensor] = whole[1] if whole else 0
             elif not op.is_view and self._whole and tensor.layout is torch.strided:
                 self._whole.pop(tensor.untyped_storage()._cdata, None)
+
+    def _note_cause(
+        self, op: Op, inputs: Sequence[Tensor], outs: Sequence[Tensor], results: Sequence[Any]
+    ) -> None:
+        """The op that has mixed samples: this one, or the one that mixed what it has read."""
+        cause = next((c for t in inputs if (c := self._mixed_by.get(t)) is not None), None)
+        for tensor, planes in zip(outs, results, strict=True):
+            if planes is not None and bool(is_mixed(planes[:2]).any()):
+                self._mixed_by[tensor] = cause or self.place(op.name)
 
     def _overwrite(self, tensor: Tensor, planes: Tensor | None) -> None:
         """New owners after an in-place op, seen by everything that shares the memory."""
@@ -231,7 +314,10 @@ class Tracker(TorchDispatchMode):
         for tensor in inputs:
             joined = op.base == "cat" and tensor.dim() == out.dim()
             width = tensor.shape[bound["dim"]] if joined else 0
-            if tensor.grad_fn is not None and self.owners(tensor) is None:
+            known_planes = self.owners(tensor) if tensor.grad_fn is not None else None
+            if tensor.grad_fn is not None and (
+                known_planes is None or bool(is_nobody(known_planes).any())
+            ):
                 key = (tensor.grad_fn, tensor.output_nr)
                 place: Tensor | None = None
                 if planes is not None and not bool(is_mixed(planes).any()):

@@ -17,9 +17,19 @@ from heldin.capture.ownership.flow import (
 from heldin.capture.ownership.planes import (
     align,
     canonical,
+    is_mixed,
     merge,
     nobody,
 )
+
+
+def _arranged(planes: Tensor | None) -> Tensor | None:
+    """Owners of an index into owned rows.
+
+    An index that depends on many samples (an order of lengths, a choice of experts) only says where
+    rows go: it carries no gradient, and the rows keep their owners.
+    """
+    return None if planes is None or bool(is_mixed(planes).any()) else planes
 
 
 @flows("embedding")
@@ -33,7 +43,11 @@ def _embedding(call: OpCall) -> Owners:
 @flows("_embedding_bag", "_embedding_bag_forward_only")
 def _embedding_bag(call: OpCall) -> Owners:
     index, offsets = call["indices"], call["offsets"].cpu()
-    planes = call.owners(index)
+    planes, starts = call.owners(index), call.owners(call["offsets"])
+    if planes is None and starts is not None and call.owners(call["weight"]) is None:
+        call.moved_by(call["offsets"])  # each bag belongs to the sample that its offset is from
+        if len(offsets) == call.out.shape[0] and not call.owned(call.args["per_sample_weights"]):
+            return [starts.unsqueeze(-1), *everything(call)[1:]]
     if planes is None or call.owners(call["weight"]) is not None or len(offsets) == 0:
         return everything(call)
     bags = torch.bucketize(torch.arange(index.shape[0]), offsets, right=True) - 1
@@ -62,6 +76,7 @@ def _index_select(call: OpCall) -> Owners:
         if planes.shape[dim + 1] > 1:
             call.moved_by(index)
             planes = planes.index_select(dim + 1, index.cpu())
+            chosen = _arranged(chosen)
         parts.append(planes)
     if chosen is not None:
         shape = [1] * source.dim()
@@ -94,7 +109,9 @@ def _index(call: OpCall) -> Owners:
         moved = torch.stack([torch.ops.aten.index.Tensor(plane, at) for plane in full])
         parts.append(moved)
     if call.owned(indices):
-        parts.append(_index_owners(call, indices, out, source))
+        picked = _index_owners(call, indices, out, source)
+        if planes is None or _arranged(picked) is not None:
+            parts.append(picked)
     return [joined(parts, out.dim())]
 
 
@@ -125,10 +142,11 @@ def _gather(call: OpCall) -> Owners:
     source, index = call["self"], call["index"]
     planes, chosen = call.owners(source), call.owners(index)
     dim = call["dim"] % max(source.dim(), 1)
+    if planes is not None and planes.shape[dim + 1] > 1:
+        call.moved_by(index)
+        chosen = _arranged(chosen)
     parts = [] if chosen is None else [chosen]
     if planes is not None:
-        if planes.shape[dim + 1] > 1:
-            call.moved_by(index)
         full = planes.expand(-1, *source.shape)
         parts.append(torch.stack([plane.gather(dim, index.cpu()) for plane in full]))
     return [joined(parts, call.out.dim())]
@@ -157,6 +175,8 @@ def _scatter(call: OpCall) -> Owners:
     source = call.args.get("src", call.args.get("source"))
     dim = call["dim"] % max(target.dim(), 1)
     known = [call.owners(t) if isinstance(t, Tensor) else None for t in (target, index, source)]
+    if known[2] is not None:
+        known[1] = _arranged(known[1])
     like = next(p for p in known if p is not None)
     base = nobody(target.shape, like, call.tracker.m) if known[0] is None else known[0]
     base = base.expand(-1, *target.shape)
@@ -199,7 +219,9 @@ def _index_put(call: OpCall) -> Owners:
     old, new = call.owners(target), call.owners(values)
     parts = [align(new, places.dim())] if new is not None else []
     if call.owned(indices):
-        parts.append(_index_owners(call, indices, places, target))
+        where = _index_owners(call, indices, places, target)
+        if not parts or _arranged(where) is not None:
+            parts.append(where)
     if not parts:
         return [old]
     coming = merge(parts)
@@ -216,6 +238,26 @@ def _index_put(call: OpCall) -> Owners:
         "amax",
     )
     return [canonical(flat.reshape(len(base), *target.shape))]
+
+
+@flows("masked_scatter")
+def _masked_scatter(call: OpCall) -> Owners:
+    """The entries of a source, in order, go where a mask is true."""
+    target, mask, source = call["self"], call["mask"], call["source"]
+    known = [call.owners(t) for t in (target, mask, source)]
+    like = next(p for p in known if p is not None)
+    call.moved_by(mask)
+    base, where, coming = (
+        (nobody(t.shape, like, call.tracker.m) if p is None else p).expand(-1, *t.shape)
+        for t, p in zip((target, mask, source), known, strict=True)
+    )
+    shape = call.out.shape
+    where = align(where, len(shape)).expand(-1, *shape)
+    result = merge([align(base, len(shape)).expand(-1, *shape), where]).clone()
+    chosen = mask.cpu().expand(shape)
+    put = coming.reshape(len(like), -1)[:, : int(chosen.sum())]
+    result[:, chosen] = torch.maximum(put, where[:, chosen])
+    return [canonical(result)]
 
 
 @flows("_pack_padded_sequence")

@@ -45,6 +45,16 @@ def _by_vectors(call: OpCall) -> Owners:
     return everything(call)
 
 
+@flows("_grouped_mm")
+def _grouped(call: OpCall) -> Owners:
+    """Rows, ordered by expert, times the matrix of their expert."""
+    rows, experts = call["self"], call["mat2"]
+    if rows.dim() != 2 or experts.dim() != 3 or call.owners(experts) is not None:
+        return everything(call)
+    call.moved_by(call["offs"])
+    return [over(call.owners(rows), [-1])]
+
+
 @flows("_trilinear")
 def _trilinear(call: OpCall) -> Owners:
     """Three tensors, unsqueezed to one rank, multiplied and summed (bilinear layers)."""

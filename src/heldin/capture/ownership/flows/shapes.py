@@ -40,6 +40,13 @@ def _reshape(call: OpCall) -> Owners:
 )  # fmt: skip
 def _move(call: OpCall) -> Owners:
     """Ops that only move elements of one tensor: move its owners in the same way."""
+    if "self" not in call.args:  # repeat_interleave(repeats): as many indices i as repeats[i] says
+        repeats = call["repeats"]
+        planes = call.owners(repeats)
+        call.moved_by(repeats)
+        if planes is None:
+            return everything(call)
+        return [planes.expand(-1, *repeats.shape).repeat_interleave(repeats.cpu(), dim=1)]
     source = call["self"]
     planes = call.owners(source)
     if planes is None or call.op.name == "as_strided":

@@ -1,0 +1,255 @@
+"""The arguments of a forward pass: what may count samples in them, and whose each element is.
+
+The order of arguments decides nothing. Each size that a batch dimension has, and the length of each
+list of tensors, is a *count*: a number of samples that the call may have. If there are several, the
+call is followed under each of them, and the backward pass decides (see `counting`).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from heldin.errors import HeldinError, NotObservable
+
+from .ownership.planes import tensors_in
+
+__all__ = ["Arguments", "BatchDim", "Count", "Entry", "Roles", "names_of", "read", "readings"]
+
+BatchDim = int | Mapping[str | int, int | None]
+INPUTS = 8  # up to which each is left out in turn
+ENTRIES = 4096  # of an array among the arguments that are compared one by one
+
+
+@dataclass(frozen=True)
+class Count:
+    """A number of samples that a call may have.
+
+    Attributes:
+        m: the number.
+        listed: the samples are the entries of a list; else rows along a dimension.
+    """
+
+    m: int
+    listed: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """A tensor among the arguments.
+
+    Attributes:
+        place: number or name of its argument.
+        dim: the dimension that may count samples; None: none does.
+        at: its number in a list that may be one of samples, and the length of that list.
+    """
+
+    tensor: Tensor
+    place: str | int
+    dim: int | None
+    at: tuple[int, int] | None
+
+    @property
+    def rows(self) -> int | None:
+        return None if self.dim is None else self.tensor.shape[self.dim]
+
+    def counts(self, count: Count) -> bool:
+        """Whether the tensor has the rows of so many samples, or is one of them."""
+        if count.listed and self.at is not None:
+            return self.at[1] == count.m
+        return self.rows == count.m
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What is known about the arguments before the pass.
+
+    Attributes:
+        entries: the tensors.
+        signature: all that decides which graph is built, but for shapes.
+        structure: the arguments that have tensors; the same for batches of any size.
+    """
+
+    entries: Sequence[Entry]
+    signature: Any
+    structure: Any
+
+    def named(self, count: Count, names: Sequence[str], chosen: Sequence[Entry]) -> str:
+        """Which arguments would count so many samples, for messages."""
+        places = dict.fromkeys(e.place for e in chosen)
+        each = [names[p] if isinstance(p, int) and p < len(names) else str(p) for p in places]
+        how = "entries" if count.listed else "rows"
+        return f"{count.m} {how} of {' and '.join(repr(name) for name in each)}"
+
+
+class Roles:
+    """Which arguments count samples, as backward passes have shown."""
+
+    def __init__(self) -> None:
+        self._counting: dict[Any, tuple[bool, set[str | int]]] = {}
+
+    def counts(self, given: Arguments) -> list[Count]:
+        """The numbers of samples that a call may have."""
+        listed, places = self._counting.get(given.structure, (None, None))
+        found: dict[Count, None] = {}
+        rows: dict[Any, set[int | None]] = {}
+        for entry in given.entries:
+            if entry.at is not None:
+                rows.setdefault((entry.place, entry.at[1]), set()).add(entry.rows)
+        uneven = {length for (_, length), found_rows in rows.items() if len(found_rows) > 1}
+        for entry in given.entries:
+            if places is not None and entry.place not in places:
+                continue
+            of_samples = entry.at is not None and entry.at[1] in uneven  # surely, or beside such
+            if entry.rows is not None and not listed and not of_samples:
+                found[Count(entry.rows)] = None
+            if entry.at is not None and listed is not False:
+                found[Count(entry.at[1], True)] = None
+        if Count(0) in found:
+            return [Count(0)]
+        if places is not None and len(found) == 2 and Count(1) in found:
+            del found[Count(1)]  # broadcast over the samples
+        return list(found)
+
+    def counting(self, given: Arguments) -> list[Entry]:
+        """The tensors of the arguments that may count samples."""
+        _, places = self._counting.get(given.structure, (None, None))
+        return [e for e in given.entries if places is None or e.place in places]
+
+    def settle(self, given: Arguments, count: Count) -> None:
+        """A backward pass has shown how many samples there are."""
+        places = {e.place for e in given.entries if e.counts(count)}
+        self._counting[given.structure] = (count.listed, places)
+
+
+def names_of(model: nn.Module, batch_dim: BatchDim) -> list[str]:
+    """The names of the positional arguments; refuses a batch_dim for one that there is not."""
+    try:
+        found = inspect.signature(model.forward).parameters.values()
+    except ValueError:  # not a function of Python's
+        return []
+    names = [p.name for p in found if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    known = {p.name for p in found}
+    for name in () if isinstance(batch_dim, int) else batch_dim:
+        if isinstance(name, str) and name not in known:
+            if not any(p.kind == p.VAR_KEYWORD for p in found):
+                raise HeldinError(
+                    f"heldin.observe: batch_dim names {name!r}, which is no argument of the "
+                    f"model's forward ({', '.join(known)})"
+                )
+    return names
+
+
+def read(
+    batch_dim: BatchDim, args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str]
+) -> Arguments:
+    """The tensors among the arguments, and all the rest by value."""
+    entries: list[Entry] = []
+    signature: list[Any] = []
+    structure: list[Any] = []
+    places: list[tuple[str | int, Any]] = [*enumerate(args), *kwargs.items()]
+    for place, value in places:
+        if isinstance(value, PackedSequence):
+            raise NotObservable(
+                f"heldin.observe: argument {place!r} of the model is a packed sequence, whose rows "
+                "are not samples; call the model with padded sequences and pack them in forward()"
+            )
+        dim, told = _dim_of(batch_dim, place, names)
+        if isinstance(value, Tensor):
+            groups: list[tuple[list[Tensor], tuple[int, int] | None]] = [([value], None)]
+        else:
+            groups = [(tensors_in(value), None)]
+            if isinstance(value, (list, tuple)) and value and not told:
+                each = [tensors_in(entry) for entry in value]
+                kinds = {tuple([(t.dtype, t.dim()) for t in found]) for found in each}
+                if len(kinds) == 1 and all(each):  # perhaps a list of samples
+                    groups = [(found, (i, len(each))) for i, found in enumerate(each)]
+            signature.append((place, values_in(value)))
+        for tensors, at in groups:
+            for tensor in tensors:
+                fits = dim is not None and -tensor.dim() <= dim < tensor.dim()
+                own = dim % tensor.dim() if dim is not None and fits else None
+                signature.append((place, tensor.dtype, tensor.requires_grad))
+                entries.append(Entry(tensor, place, own, at if dim is not None else None))
+        if groups[0][0]:
+            structure.append((place, groups[0][1] is None))
+    if all(entry.dim is None and entry.at is None for entry in entries):
+        raise NotObservable(
+            "heldin.observe: no argument of the model is a tensor with a batch dimension, so "
+            "samples cannot be counted; pass batch_dim=..., or run the step through call()"
+        )
+    return Arguments(entries, tuple(signature), tuple(structure))
+
+
+def _dim_of(batch_dim: BatchDim, place: str | int, names: Sequence[str]) -> tuple[int | None, bool]:
+    """The batch dimension of an argument, and whether it was told for this one."""
+    if isinstance(batch_dim, int):
+        return batch_dim, False
+    if isinstance(place, int) and place not in batch_dim and place < len(names):
+        place = names[place]
+    return batch_dim.get(place, 0), place in batch_dim
+
+
+def values_in(value: Any, depth: int = 4) -> Any:
+    """All that is not a tensor in an argument, by value, as far as it can be compared."""
+    if isinstance(value, Tensor):
+        return None
+    if value is None or isinstance(value, (int, float, complex, str, bytes, Enum, type)):
+        return value
+    if depth and isinstance(value, (list, tuple)):
+        return (type(value), *[values_in(each, depth - 1) for each in value])
+    if depth and isinstance(value, Mapping):
+        pairs = [(str(key), values_in(each, depth - 1)) for key, each in value.items()]
+        return (type(value), *pairs)
+    if depth and is_dataclass(value):
+        fields = value.__dataclass_fields__
+        return (type(value), *[values_in(getattr(value, name), depth - 1) for name in fields])
+    if hasattr(value, "tobytes") and hasattr(value, "dtype"):  # an array of numpy's
+        size = getattr(value, "size", 0)
+        raw = value.tobytes()
+        return str(value.dtype), getattr(value, "shape", ()), raw if size < ENTRIES else hash(raw)
+    if isinstance(value, (torch.dtype, torch.device, torch.layout, range, slice)):
+        return str(value)
+    inside = getattr(value, "__dict__", None)
+    if depth and inside and not callable(value):
+        return (type(value), *[(k, values_in(v, depth - 1)) for k, v in sorted(inside.items())])
+    return type(value)
+
+
+def readings(
+    entries: Sequence[Entry], count: Count
+) -> tuple[list[tuple[Tensor, Tensor]], list[frozenset[int]]]:
+    """The owners of the inputs, read in several ways, and which inputs have owners in each.
+
+    All tensors with m entries count samples; or all but one, which only looks like it (a mask of
+    shape (T, T) where T = m); or only one.
+    """
+    m = count.m
+    batched = [e for e in entries if e.counts(count)]
+    everyone = frozenset(range(len(batched)))
+    ways = [everyone]
+    if 1 < len(batched) <= INPUTS and not count.listed:
+        ways += [everyone - {i} for i in sorted(everyone, reverse=True)]
+        ways += [frozenset([i]) for i in sorted(everyone)] if len(batched) > 2 else []
+    line = torch.arange(m, dtype=torch.float32)
+    owned = []
+    for i, entry in enumerate(batched):
+        shape = [1] * entry.tensor.dim()
+        own = line
+        if count.listed and entry.at is not None:
+            own = line[entry.at[0]].reshape(1)
+        elif entry.dim is not None:
+            shape[entry.dim] = m
+        planes = []
+        for way in ways:
+            planes.append((own if i in way else torch.full_like(own, -1.0)).reshape(shape))
+            planes.append((-own if i in way else torch.full_like(own, -float(m))).reshape(shape))
+        owned.append((entry.tensor, torch.stack(planes)))
+    return owned, ways
