@@ -17,6 +17,8 @@ import torch
 
 from heldin.errors import HeldinError
 
+from .parts import unfinished
+
 __all__ = ["load", "save"]
 
 VERSION = 1
@@ -30,10 +32,11 @@ def save(path: str | Path, /, **states: Any) -> None:
 
     The bytes go to a temporary file in the same folder, which takes the checkpoint's name once it
     is complete and on disk. A run that is killed while it writes leaves a `.part` file behind,
-    which nothing reads.
+    which nothing reads and which the next save takes over. Threads and processes that save to one
+    path do not disturb each other: one of their checkpoints stays, whole.
 
     Args:
-        path: of the checkpoint; what is there is replaced. One process writes it.
+        path: of the checkpoint; what is there is replaced.
         states: what to save, by name: tensors, numbers, strings, and lists and dicts of them, as
             `state_dict()` gives. Nothing that `torch.load(..., weights_only=True)` would refuse.
 
@@ -49,22 +52,14 @@ def save(path: str | Path, /, **states: Any) -> None:
     >>> stopping.remove()
     """
     path = Path(path)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        with open(part, "w+b") as file:
-            torch.save(states, file)
-            _readable(part, file)
-            file.seek(-2, os.SEEK_END)  # the length of the archive's comment, which is zero
-            size = file.tell()
-            comment = MARK + b"%06d " % VERSION + _digest(file, size).encode()
-            file.seek(size)
-            file.write(struct.pack("<H", len(comment)) + comment)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
+    with unfinished(path) as (part, file):
+        torch.save(states, file)
+        _readable(part, file)
+        file.seek(-2, os.SEEK_END)  # the length of the archive's comment, which is zero
+        size = file.tell()
+        comment = MARK + b"%06d " % VERSION + _digest(file, size).encode()
+        file.seek(size)
+        file.write(struct.pack("<H", len(comment)) + comment)
     _sync_folder(path.parent)
 
 
