@@ -19,6 +19,7 @@ from heldin.capture.sharding import as_parameter, local_part, shard_of, unwrappe
 from heldin.criterion.evidence import Correction, Dead, evidence
 from heldin.criterion.masking import keep, pieces, smoothed
 from heldin.errors import HeldinError
+from heldin.rules.foreign import PlainLoopOnly
 from heldin.rules.ranks import JoinHook, ProcessGroup, ranks_of
 from heldin.state.schema import all_or_nothing, same_settings, share, signature, state_of, whole
 
@@ -30,7 +31,14 @@ STATE_KEY, GROUP_KEY = "heldin_average", "heldin"  # in the state of a parameter
 T = TypeVar("T")
 
 
-class ElementwiseStopping(Optimizer):
+CALLBACKS = {
+    "lightning": "heldin.lightning.ElementwiseStopping",
+    "skorch": "heldin.skorch.ElementwiseStopping",
+    "transformers": "heldin.transformers.elementwise",
+}
+
+
+class ElementwiseStopping(Optimizer, PlainLoopOnly):
     """An optimiser that leaves weights without evidence where they are.
 
     It wraps any optimiser and is used in its place: learning-rate schedulers, gradient scalers,
@@ -70,6 +78,7 @@ class ElementwiseStopping(Optimizer):
     """
 
     optimizer: Optimizer
+    _callbacks = CALLBACKS
 
     def __init__(
         self,
@@ -147,6 +156,8 @@ class ElementwiseStopping(Optimizer):
         # itself) to those who probe for them, past this wrapper.
         if name.startswith("_") or name == "optimizer":
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if not hasattr(self.optimizer, name):
+            return PlainLoopOnly.__getattr__(self, name)
         return getattr(self.optimizer, name)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -37,6 +37,7 @@ from heldin.state.history import FORM as HISTORY
 from heldin.state.history import History
 from heldin.state.schema import all_or_nothing, same_settings, share, signature, state_of, whole
 
+from .foreign import PlainLoopOnly
 from .ranks import JoinHook, ProcessGroup, ranks_of
 
 __all__ = ["EvidenceStopping"]
@@ -68,7 +69,16 @@ STATE_SCHEMA = {
 }
 
 
-class EvidenceStopping:
+CALLBACKS = {
+    **{
+        name: f"heldin.{name}.EvidenceStopping"
+        for name in ("lightning", "skorch", "keras", "ignite", "fastai")
+    },
+    "transformers": "heldin.transformers.EvidenceStoppingCallback",
+}
+
+
+class EvidenceStopping(PlainLoopOnly):
     """Stops training when the gradients carry no more evidence than noise would.
 
     Call `step()` after `backward()` and before `optimizer.step()`, so that the weights that
@@ -129,6 +139,8 @@ class EvidenceStopping:
     True
     """
 
+    _callbacks = CALLBACKS
+
     def __init__(
         self,
         model: nn.Module,
@@ -177,7 +189,7 @@ class EvidenceStopping:
         self._recent = Average(0.9, start=0.0)
         self._window = Window(mean=reduction == "mean")
         self._streak = 0
-        self._step = 0
+        self._step = self._seen_step = 0
         self._ratios: dict[str, Ratio] = {}  # the last ones of every parameter
 
         self._collector = Collector(model, batch_dim, parameters, estimator, budget, seed)
@@ -243,6 +255,15 @@ class EvidenceStopping:
         """Whether a model is watched: from the beginning until `remove`."""
         return self._model is not None
 
+    @property
+    def progress(self) -> tuple[int, int, int]:
+        """Steps so far, the last one with a backward pass, and passes since the last step."""
+        return self._step, self._seen_step, self._collector.passes
+
+    def discard(self) -> None:
+        """Forget the backward passes since the last `step()`: their gradients were not used."""
+        self._collector.clear(redraw=False)
+
     def call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run a function as if it were the model's forward pass, and return its result.
 
@@ -286,6 +307,8 @@ class EvidenceStopping:
                 "step() after loss.backward(), and make the EvidenceStopping before the "
                 "forward pass"
             )
+        if count:
+            self._seen_step = self._step
         if self.window == 1:
             self._check(seen, count)
         else:

@@ -1,0 +1,51 @@
+"""Notices a rule that looks at a model which nobody trains."""
+
+from __future__ import annotations
+
+import warnings
+
+from heldin.errors import HeldinWarning
+from heldin.rules.evidence import EvidenceStopping
+
+__all__ = ["Epochs"]
+
+
+class Epochs:
+    """Warns if a whole epoch has passed in which the rule saw no backward pass.
+
+    The framework's adapter tells of the beginning and the end of each epoch, and of its batches.
+    """
+
+    def __init__(self, owner: str) -> None:
+        self._owner = owner
+        self._batches = 0
+        self._before = (0, 0, 0)
+        self._told = False
+
+    def begin(self, stopping: EvidenceStopping | None) -> None:
+        """An epoch begins."""
+        self._batches = 0
+        if stopping is not None:
+            self._before = stopping.progress
+
+    def batch(self) -> None:
+        """A batch of it was trained on."""
+        self._batches += 1
+
+    def end(self, stopping: EvidenceStopping | None) -> None:
+        """It is over."""
+        if stopping is None or not stopping.watching or self._told or not self._batches:
+            return
+        (step, *seen), (step_before, *seen_before) = stopping.progress, self._before
+        waiting = step_before < step < step_before + stopping.every  # it was not its turn
+        if seen != seen_before or waiting:
+            return
+        self._told = True
+        warnings.warn(
+            f"{self._owner}: no backward pass through the model was seen in a whole epoch of "
+            f"{self._batches} batches, so the rule cannot stop training. Is the model that it was "
+            "given the one that is trained, and are its parameters those of the optimiser? A step "
+            "that does not call the model's forward goes through stopping.call(...)",
+            HeldinWarning,
+            stacklevel=2,
+        )
