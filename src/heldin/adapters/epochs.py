@@ -1,4 +1,4 @@
-"""Notices a rule that looks at a model which nobody trains."""
+"""Notices a rule that looks at a model which nobody trains, or that does not stop for long."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import warnings
 
 from heldin.errors import HeldinWarning
 from heldin.rules.evidence import EvidenceStopping
+from heldin.rules.outlook import INSTEAD
 
 __all__ = ["Epochs"]
 
+MANY = 200  # epochs after which to doubt that evidence works here
+
 
 class Epochs:
-    """Warns if a whole epoch has passed in which the rule saw no backward pass.
+    """Warns of a whole epoch without a backward pass, and of very many epochs without a stop.
 
     The framework's adapter tells of the beginning and the end of each epoch, and of its batches.
     """
@@ -21,6 +24,7 @@ class Epochs:
         self._batches = 0
         self._before = (0, 0, 0)
         self._told = False
+        self._epochs = 0
 
     def begin(self, stopping: EvidenceStopping | None) -> None:
         """An epoch begins."""
@@ -34,11 +38,21 @@ class Epochs:
 
     def end(self, stopping: EvidenceStopping | None) -> None:
         """It is over."""
-        if stopping is None or not stopping.watching or self._told or not self._batches:
+        if stopping is None or not stopping.watching or not self._batches:
             return
+        self._epochs += 1
+        if self._epochs == MANY and stopping.progress[0] >= 10 * MANY and not stopping.should_stop:
+            warnings.warn(
+                f"{self._owner}: {MANY} epochs have passed and the criterion is "
+                f"{stopping.criterion:.3g}. If the training loss does not fall any more, evidence "
+                "will hardly stop this run, as on tables with rare classes or many columns. "
+                f"{INSTEAD}",
+                HeldinWarning,
+                stacklevel=2,
+            )
         (step, *seen), (step_before, *seen_before) = stopping.progress, self._before
         waiting = step_before < step < step_before + stopping.every  # it was not its turn
-        if seen != seen_before or waiting:
+        if seen != seen_before or waiting or self._told:
             return
         self._told = True
         warnings.warn(

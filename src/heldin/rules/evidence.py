@@ -38,6 +38,8 @@ from heldin.state.history import History
 from heldin.state.schema import all_or_nothing, same_settings, share, signature, state_of, whole
 
 from .foreign import PlainLoopOnly
+from .order import CallOrder
+from .outlook import Outlook
 from .ranks import JoinHook, ProcessGroup, ranks_of
 
 __all__ = ["EvidenceStopping"]
@@ -190,6 +192,7 @@ class EvidenceStopping(PlainLoopOnly):
         self._window = Window(mean=reduction == "mean")
         self._streak = 0
         self._step = self._seen_step = 0
+        self._outlook = Outlook()
         self._ratios: dict[str, Ratio] = {}  # the last ones of every parameter
 
         self._collector = Collector(model, batch_dim, parameters, estimator, budget, seed)
@@ -206,6 +209,7 @@ class EvidenceStopping(PlainLoopOnly):
         for each, parameter in self._model.named_parameters():
             if parameter.requires_grad and (parameters is None or parameters(each)):
                 self._groups(each)  # a mapping without an entry is refused now, not in a step
+        self._order = CallOrder(self._model, self._collector)
         self._release = weakref.finalize(self, self._seen.close)
         self._prepare()
 
@@ -288,17 +292,20 @@ class EvidenceStopping(PlainLoopOnly):
         if model is None:
             raise HeldinError("EvidenceStopping.step: called after remove(); make a new one")
         self._step += 1
-        if self._step % self.every == 0:
+        due = self._step % self.every == 0
+        if self._ranks is not None and self._ranks.must_meet(due):
+            self._ranks.check_agreement(self._common())
+        if due:
             self._observe_step(model, scale)
         self._prepare()
         return self.should_stop
 
     def _observe_step(self, model: nn.Module, scale: float) -> None:
         """Take in all backward passes since the last step, of all ranks."""
+        self._order.closing()
         seen: Mapping[str, Moments] = self._seen
         count = self._collector.count
         if self._ranks is not None:
-            self._ranks.check_agreement({"settings": self._settings(), "step": self._step})
             pooled = self._ranks.pool(scale)
             seen, count, scale = pooled.moments, pooled.count, pooled.scale
         if not count and self.history.checks == self._window.steps == 0:
@@ -366,6 +373,9 @@ class EvidenceStopping(PlainLoopOnly):
         else:
             by = weight(count, self._correction) if self.weighted else 1.0
             self._decide(self._average.add(raw, by), self._recent.add(raw))
+        hopeless = self._outlook.look(seen, count) and not self.should_stop
+        if hopeless and self._step > self.warmup and not (self.armed and self.criterion > 0):
+            self._outlook.warn(self._step, self.criterion, self.armed)
         stopped = self.should_stop and self.stopped_step == self._step
         self.history.note((self._step, count, raw, self.criterion, found.groups, bad), stopped)
 
@@ -455,6 +465,14 @@ class EvidenceStopping(PlainLoopOnly):
             self._signature = signature(self._model)
         return {**values, "estimator": self._collector.estimator, **how, "model": self._signature}
 
+    def _common(self) -> dict[str, Any]:
+        """All that must be the same on all ranks, or they would part."""
+        names = ("patience", "warmup", "arming", "armed", "should_stop")
+        own = {name: getattr(self, name) for name in names}
+        groups = [f"{name}: {self._groups(name)}" for name in self._collector.trained()]
+        average = self._average.state_dict()
+        return {**self._settings(), **own, "groups": groups, "step": self._step, "average": average}
+
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs; loads with `torch.load(..., weights_only=True)`."""
         found, sampler = asdict(self.evidence), self._collector.sampler
@@ -508,6 +526,7 @@ class EvidenceStopping(PlainLoopOnly):
     def remove(self) -> None:
         """Stop observing and let go of the model. What was found stays readable."""
         self._release()
+        self._order.close()
         self._model = None
 
     def __enter__(self) -> EvidenceStopping:
