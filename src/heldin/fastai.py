@@ -90,6 +90,7 @@ class EvidenceStopping(Callback):
         super().__init__()
         self._watch = Run("EvidenceStopping", options)
         self._begin_guard()
+        self._due = False  # the fit that begins with the next epoch
         self.verbose, self.log_groups, self.reset_on_fit = verbose, log_groups, reset_on_fit
 
     @property
@@ -104,21 +105,24 @@ class EvidenceStopping(Callback):
         self._guard = Guard(self._end, CANCELLED)
 
     def before_fit(self) -> None:
-        """Watch the model, but not while a learning rate is searched for."""
+        """Look out for errors, but not while a learning rate is searched for."""
         learn = self.learn
+        self._due = False
         self.run = not hasattr(learn, "lr_finder") and not hasattr(learn, "gather_preds")
         if not self.run:
             return
         if not self.reset_on_fit:
             self._watch.load_state_dict(self._watch.state_dict())
         model = get_model(learn.model)
-        self._watch.begin(model)
+        self._watch.end()
+        self._due = True
         metrics = [ValueMetric(self._criterion, "heldin/criterion")]
         if self.log_groups:
             group_of = grouping(self._watch.options.get("groups", "tensor"))
             names = dict.fromkeys(group_of(n) for n, p in model.named_parameters())
             metrics += [ValueMetric(partial(self._group, n), f"heldin/group/{n}") for n in names]
         learn.metrics = self._others() + metrics
+        self._guard.close()
         self._guard.over(learn, "_with_events", "_call_one")
 
     def before_train(self) -> None:
@@ -158,7 +162,14 @@ class EvidenceStopping(Callback):
             self.learn.recorder.cancel_train = False
 
     def before_epoch(self) -> None:
-        """End the fit; the epoch of the stop was ended by all other callbacks."""
+        """End the fit after a stop; the epoch of the stop was ended by all other callbacks.
+
+        The first one begins to watch the model, after all callbacks have begun: they may fail.
+        """
+        if self._due:
+            self._due = False
+            self._watch.begin(get_model(self.learn.model))
+            self._epochs.reset()
         if self._stopped():
             raise CancelFitException
 

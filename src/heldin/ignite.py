@@ -126,6 +126,7 @@ class EvidenceStopping:
             self._run.load_state_dict(self._run.state_dict())
         self._end(trainer)
         self._interrupted = False
+        self._epochs.reset()
         self._run.begin(self._model)
         self._before = BeforeStep(self._model, lambda: self._weigh(trainer))
 

@@ -106,6 +106,7 @@ class EvidenceStopping(keras.callbacks.Callback):
         self._detours: list[Detour] = []
         self._epochs = Epochs("heldin.keras.EvidenceStopping")
         self._guard = Guard(self._end)
+        self._due = False  # the fit that begins with the next epoch
 
     @property
     def stopping(self) -> Stopping | None:
@@ -123,7 +124,7 @@ class EvidenceStopping(keras.callbacks.Callback):
         model._heldin_state = SavedWithWeights(self)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Watch the model."""
+        """Look out for errors."""
         if self.model._heldin_state.callback is not self:
             raise HeldinError("EvidenceStopping: there are two in this fit, but one state is saved")
         if self.model.jit_compile:
@@ -132,20 +133,25 @@ class EvidenceStopping(keras.callbacks.Callback):
                 "call model.compile with jit_compile=False"
             )
         self.stopped_epoch = 0
+        self._due = True
+        self._watch_fit()
+
+    def _begin(self) -> None:
+        self._due = False
+        self._epochs.reset()
+        self._guard.over(self.model, "train_function", "evaluate", "reset_metrics")
         stopping = self._run.begin(self.model)
         # Keras calls its layers past the hooks of PyTorch, and makes whole steps of its own
-        self._detours = [
+        self._detours += [
             Detour(self.model, "call", stopping.call),
             Detour(self.model.optimizer, "apply", self._apply),
         ]
         for layer in self.model._flatten_layers():
             if isinstance(layer, keras.layers.BatchNormalization):
                 self._detours.append(Detour(layer, "call", partial(in_one_piece, layer)))
-        self._watch_fit()
 
     def _watch_fit(self) -> None:
         """Watch all that `fit` consists of, as nobody tells of an error in it."""
-        self._guard.over(self.model, "train_function", "evaluate", "reset_metrics")
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:  # fit and the list of callbacks are known to the stack only
             owner = frame.f_locals.get("self")
@@ -163,8 +169,10 @@ class EvidenceStopping(keras.callbacks.Callback):
             yield first, last, Watched(data, watched)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Count epochs."""
+        """Watch the model: not before all callbacks have begun, which may fail."""
         self._epoch = epoch
+        if self._due:
+            self._begin()
         self._epochs.begin(self.stopping)
 
     def _apply(self, apply: Callable[..., Any], gradients: Any, *args: Any, **kwargs: Any) -> Any:

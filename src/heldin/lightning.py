@@ -105,6 +105,7 @@ class EvidenceStopping(Callback):
         """Watch the module."""
         if trainer.global_step:  # fit() goes on with the run before
             self._run.load_state_dict(self._run.state_dict())
+        self._epochs.reset()
         self._detour = watched_step(pl_module, self._run.begin(pl_module).call)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

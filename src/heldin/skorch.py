@@ -137,6 +137,7 @@ class EvidenceStopping(Callback):
         self.run_ = Run(type(self).__name__, {name: getattr(self, name) for name in DEFAULTS})
         self.run_.load_state_dict(state)
         self.run_.begin(net.module_)
+        self.epochs_.reset()
         self.before_ = BeforeStep(net.module_, lambda: self._weigh(net))
         self._keep(net)
 

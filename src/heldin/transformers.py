@@ -104,6 +104,7 @@ class EvidenceStoppingCallback(TrainerCallback, ExportableState):
         self.saved: dict[str, Any] | None = None  # set by the Trainer that builds a callback anew
         self._epochs = Epochs("EvidenceStoppingCallback")
         self._guard = Guard(self._end)
+        self._due = False  # the run that begins with the next epoch
         options["patience"] = early_stopping_patience
         self._run = Run("EvidenceStoppingCallback", options)
 
@@ -117,22 +118,28 @@ class EvidenceStoppingCallback(TrainerCallback, ExportableState):
     def on_train_begin(
         self, args: Any, state: Any, control: Any, *, model: nn.Module, **_: Any
     ) -> None:
-        """Watch the model, from the state of the checkpoint if there is one."""
+        """Take the state of the checkpoint, if there is one, and look out for errors."""
         name = type(self).__name__
+        self._end()
+        self._due = True
         if state.global_step:
             self.saved = self.saved or _stored(state.stateful_callbacks.get(name), self.state())
             self._run.load_state_dict(unpacked(self.saved or {}))
-        self._run.begin(model)
         # a checkpoint made without this callback would make the next save fail
         state.stateful_callbacks.setdefault(name, self.state())
         self.saved = None
         put_before_loggers(self)
-        self._guard.close()
         for owner in callers((Trainer, CallbackHandler)):
             self._guard.over(owner, *LOOP)
 
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Look out for passes."""
+    def on_epoch_begin(
+        self, args: Any, state: Any, control: Any, *, model: nn.Module, **_: Any
+    ) -> None:
+        """Watch the model: not before all callbacks have begun, which may fail."""
+        if self._due:
+            self._due = False
+            self._run.begin(model)
+            self._epochs.reset()
         self._epochs.begin(self.stopping)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:

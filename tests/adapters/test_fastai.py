@@ -196,11 +196,15 @@ def test_tensorboard(tmp_path: Path) -> None:
 
 
 @plain.broken
-@pytest.mark.parametrize("place", ["loss", "callback", "last"])
+@pytest.mark.parametrize("place", ["begin", "loss", "callback", "last"])
 def test_errors_and_interrupts_leave_no_trace(place: str, error: type[BaseException]) -> None:
     case, fuse = plain.CASES[0], plain.Fuse(error)
 
     class Burning(Callback):
+        def before_fit(self) -> None:
+            if place == "begin":
+                raise error("broken")
+
         def after_loss(self) -> None:
             if place == "loss":
                 fuse()
@@ -217,5 +221,7 @@ def test_errors_and_interrupts_leave_no_trace(place: str, error: type[BaseExcept
     with pytest.raises(error, match="broken"):
         learn.fit(9)
     plain.expect_no_trace(learn.model)
+    if place == "begin":  # nothing that would do anything
+        return
     assert not [v for v in vars(learn).values() if isinstance(v, Detour)]
     assert not [m for m in learn.metrics if m.name.startswith("heldin")]

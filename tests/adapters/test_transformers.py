@@ -336,13 +336,17 @@ def test_a_real_model_learns_its_loss_inside(tmp_path: Path) -> None:
 
 
 @plain.broken
-@pytest.mark.parametrize("place", ["step", "data", "callback"])
+@pytest.mark.parametrize("place", ["begin", "step", "data", "callback"])
 def test_errors_and_interrupts_leave_no_trace(
     place: str, error: type[BaseException], tmp_path: Path
 ) -> None:
     case, fuse = plain.CASES[0], plain.Fuse(error)
 
     class Burning(transformers.TrainerCallback):
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            if place == "begin":
+                raise error("broken")
+
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             if place == "callback":
                 fuse()
@@ -364,7 +368,7 @@ def test_errors_and_interrupts_leave_no_trace(
     with pytest.raises(error, match="broken"):
         run.train()
     plain.expect_no_trace(run.model)
-    for owner in (run, run.callback_handler):
+    for owner in (run, run.callback_handler) if place != "begin" else ():
         assert not [v for v in vars(owner).values() if isinstance(v, Detour)]
 
 

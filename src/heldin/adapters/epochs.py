@@ -26,6 +26,10 @@ class Epochs:
         self._told = False
         self._epochs = 0
 
+    def reset(self) -> None:
+        """A run begins."""
+        self._told, self._epochs = False, 0
+
     def begin(self, stopping: EvidenceStopping | None) -> None:
         """An epoch begins."""
         self._batches = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping
 
@@ -36,7 +37,7 @@ class Outlook:
             return False
         sizes = {n: float(m.squares.sum()) * m.weight * count for n, m in seen.items() if m.finite}
         if not self._first:
-            self._first = {name: size for name, size in sizes.items() if size > 0}
+            self._first = {name: size for name, size in sizes.items() if 0 < size < math.inf}
             return False
         shares = [size / self._first[n] for n, size in sizes.items() if n in self._first]
         self._times = self._times + 1 if shares and max(shares) < VANISHED else 0
