@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import heldin
+from heldin.adapters.epochs import Epochs
 from heldin.adapters.session import BeforeStep, Run
 from heldin.rules.foreign import ASKED_BY
 from heldin.state.packed import packed, unpacked
@@ -206,3 +207,29 @@ def test_wrong_values_are_not_printed_at_length() -> None:
             assert len(str(caught.value)) < 200
     with pytest.raises(heldin.HeldinError, match="of type SGD"):
         heldin.EvidenceStopping(big, plain.sgd(big))
+
+
+# -- epochs
+
+
+def run_epochs(number: int, batches: int, **options: Any) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(3, 1), torch.randn(8, 3)
+    epochs = Epochs("Callback")
+    with heldin.EvidenceStopping(model, arming=None, **options) as stopping:
+        for _ in range(number):
+            epochs.begin(stopping)
+            for _ in range(batches):
+                epochs.batch()
+                model(x).square().mean().backward()
+                stopping.step()
+                model.zero_grad()
+            epochs.end(stopping)
+
+
+def test_very_many_epochs_without_a_stop_are_noticed() -> None:
+    with pytest.warns(heldin.HeldinWarning, match=r"200 epochs.*stopping\('auto'") as told:
+        run_epochs(220, 10, patience=10**6)
+    assert len(told) == 1
+    run_epochs(220, 2, patience=10**6)  # few steps in many epochs say nothing
+    run_epochs(150, 14, patience=10**6)

@@ -24,6 +24,7 @@ from heldin.capture.sampling import Block
 from heldin.capture.sharding import fully_sharded
 from heldin.errors import HeldinError, HeldinWarning
 
+from .agreement import compare
 from .weighting import LossWeight
 
 __all__ = [
@@ -105,7 +106,6 @@ class Pooled:
 # What the ranks tell each other about each parameter, summed over ranks.
 COLUMNS = ("seen", "reads", "packed", "whole", "cut")
 HEAD = 6  # samples, weight, weight times scale; ranks with a loss, its factor and that squared
-CLOSE = 1e-5  # relative, between the same weights on different machines
 
 
 class Ranks:
@@ -168,25 +168,7 @@ class Ranks:
             shapes = [f"{n} {shape}" for n, shape in self._shapes.items()]
             own = {**facts, "parameters": shapes}
         for group in self.groups:
-            everyone: list[Any] = [None] * torch.distributed.get_world_size(group)
-            torch.distributed.all_gather_object(everyone, (own, _weights(named)), group)
-            first, weights = everyone[0]
-            for rank, (other, theirs) in enumerate(everyone):
-                for what in {**first, **other}:
-                    if repr(other.get(what)) != repr(first.get(what)):  # nan is like nan
-                        difference = _short(other.get(what), first.get(what))
-                        raise HeldinError(
-                            f"rank {rank} and rank 0 differ in {what}: {difference}; every rank "
-                            "must build, load and call the same"
-                        )
-                odd = next((n for n in weights if not _same(weights[n], theirs[n])), None)
-                if odd is not None:
-                    raise HeldinError(
-                        f"rank {rank} and rank 0 train different models: the weights of parameter "
-                        f"{odd!r} differ, so their samples cannot be put together. Pass "
-                        "process_group=None if the processes have nothing to do with each other, "
-                        "else wrap the model in DistributedDataParallel"
-                    )
+            compare(group, own, named)
 
     # -- uneven inputs
 
@@ -367,27 +349,6 @@ class JoinHook:
         """Nothing is left to do: the state is the same on all ranks."""
 
 
-def _weights(named: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
-    """Sum and norm of each parameter that every rank has as a whole."""
-    whole = {n: p.detach() for n, p in named.items() if not hasattr(p, "to_local")}
-    return {
-        n: (
-            float(
-                p.abs().sum(dtype=torch.float64) if p.is_complex() else p.sum(dtype=torch.float64)
-            ),
-            float(torch.linalg.vector_norm(p.float() if p.dtype.itemsize < 4 else p)),
-        )
-        for n, p in whole.items()
-    }
-
-
-def _same(one: tuple[float, float], other: tuple[float, float]) -> bool:
-    """Whether sums and norms are those of the same weights; broken weights are another's affair."""
-    room = CLOSE * max(one[1], other[1], 1e-30)
-    sums = abs(one[0] - other[0]) <= room * 100  # of many weights that cancel each other
-    return math.isnan(room) or (sums and abs(one[1] - other[1]) <= room)
-
-
 def refuse_data_parallel(owner: str, model: nn.Module) -> None:
     """Refuse a model that several processes train together, for rules that look at one process."""
     parallel = nn.parallel.DistributedDataParallel
@@ -397,10 +358,3 @@ def refuse_data_parallel(owner: str, model: nn.Module) -> None:
             f"{owner}: the model is trained by several processes, and each of them would decide by "
             "its own rows. Use heldin.EvidenceStopping, whose processes decide together"
         )
-
-
-def _short(one: Any, other: Any) -> str:
-    if isinstance(one, list) and isinstance(other, list):
-        odd = [x for x in one if x not in other] + [x for x in other if x not in one]
-        return ", ".join(map(str, odd[:3])) or "their order"
-    return f"{one!r} and {other!r}"
