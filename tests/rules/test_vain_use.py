@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
 import heldin
 
@@ -74,6 +75,25 @@ def test_closures_and_steps_inside_the_backward_pass_are_no_mistake() -> None:
             stopping.step()
     for handle in handles:
         handle.remove()
+
+
+def test_passes_that_were_discarded_are_no_mistake() -> None:
+    """Two optimisers in turn; the second one's pass is dropped, and one of the first comes next."""
+    model, x = nn.Linear(5, 1), torch.randn(8, 5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with heldin.EvidenceStopping(model) as stopping:
+        for _ in range(3):
+            model(x).square().mean().backward()
+            stopping.step()
+            optimizer.step()
+            model(x).square().mean().backward()
+            optimizer.step()
+            stopping.discard()
+
+
+def test_a_lost_rule_leaves_no_hook_on_optimisers() -> None:
+    heldin.EvidenceStopping(nn.Linear(2, 1))
+    assert not _global_optimizer_post_hooks
 
 
 def test_an_optimiser_of_another_model_may_step_at_any_time() -> None:

@@ -210,6 +210,7 @@ class EvidenceStopping(PlainLoopOnly):
             if parameter.requires_grad and (parameters is None or parameters(each)):
                 self._groups(each)  # a mapping without an entry is refused now, not in a step
         self._order = CallOrder(self._model, self._collector)
+        weakref.finalize(self, self._order.close)
         self._release = weakref.finalize(self, self._seen.close)
         self._prepare()
 

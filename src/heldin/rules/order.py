@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from heldin.capture.collector import Collector
+from heldin.capture.collector import Backward, Collector
 from heldin.errors import HeldinWarning
 
 __all__ = ["CallOrder"]
@@ -23,7 +23,8 @@ class CallOrder:
     """
 
     def __init__(self, model: nn.Module, seen: Collector) -> None:
-        self._seen = seen
+        self._seen, self._prepare = seen, seen.prepare
+        seen.prepare = self._begins  # type: ignore[method-assign]
         self._stepped_after = 0  # backward passes of this step
         self._told = False
         self._own = {id(p) for p in model.parameters()}
@@ -36,6 +37,10 @@ class CallOrder:
                 alive(optimizer, args, kwargs)
 
         self.close = weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove)
+
+    def _begins(self, backward: Backward) -> Any:
+        self._stepped_after = 0
+        return self._prepare(backward)
 
     def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not self._seen.passes or self._told:
