@@ -224,19 +224,19 @@ def strike(pid: int, folder: Path, writing: bool, seconds: float, chance: random
                 break
             time.sleep(0.0005)
             continue
-        parts = {entry.name for entry in os.scandir(folder) if entry.name.endswith(".part")}
-        sizes = {name for name in parts if name.split(".")[-2] == str(pid)}
-        if sizes and len(seen) >= skip:
+        writes = any(entry.name.endswith(".part") for entry in os.scandir(folder))
+        if writes and len(seen) >= skip:
             time.sleep(chance.uniform(0, 0.004))
             break
-        if sizes:
+        if writes:
             seen.add(str(_mark(folder)))
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    mine = folder / f"run.ckpt.{pid}.part"
-    where = "while writing a checkpoint" if mine.exists() else "elsewhere"
-    mine.unlink(missing_ok=True)
-    return where
+    (*left,) = folder.glob("*.part")
+    assert len(left) <= 1, left
+    for part in left:
+        part.unlink()
+    return "while writing a checkpoint" if left else "elsewhere"
 
 
 def _mark(folder: Path) -> int:

@@ -54,6 +54,7 @@ def test_remove_is_close() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = torch.randn(20, 2), torch.randn(20, 1)
     rules = [
+        heldin.EvidenceStopping(model),
         heldin.ValidationStopping(model),
         heldin.ElementwiseStopping(optimizer, model),
         heldin.stopping("shadow", model, optimizer, torch.nn.MSELoss(), data),
@@ -61,7 +62,7 @@ def test_remove_is_close() -> None:
     for rule in rules:
         name = type(rule).__name__
         with pytest.warns(DeprecationWarning, match=rf"{name}\.remove is now {name}\.close"):
-            rule.close()
+            rule.remove()
     with heldin.ElementwiseStopping(optimizer, model) as wrapped:
         pass
     assert wrapped._model is None

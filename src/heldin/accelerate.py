@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import weakref
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from heldin.capture.arguments import BatchDim
+from heldin.capture.collector import BUDGET, Estimator
+from heldin.criterion.evidence import Correction, Dead, Groups
 from heldin.rules.evidence import EvidenceStopping as Stopping
 
 from .adapters.session import StoppingSession, flat_metrics, missing_framework
-from .rules.base import Closing
+from .adapters.settings import chosen, refuse_stranger, spelled_out
+from .rules.ranks import ProcessGroup
 
 try:
     from accelerate import Accelerator
@@ -20,8 +26,10 @@ except ImportError as error:
 
 __all__ = ["EvidenceStopping"]
 
+NAME = "heldin.accelerate.EvidenceStopping"
 
-class EvidenceStopping(Closing):
+
+class EvidenceStopping:
     """Stops a loop by evidence, all its processes in the same step.
 
     Call `step()` after `accelerator.backward(loss)` and before `optimizer.step()`. While gradients
@@ -32,7 +40,7 @@ class EvidenceStopping(Closing):
         accelerator: the accelerator of the loop.
         model: the model, prepared or not.
         patience: number of consecutive checks that must ask for a stop.
-        options: any other argument of `heldin.EvidenceStopping`.
+        groups, smoothing and the others: see `heldin.EvidenceStopping`.
 
     Attributes:
         stopping: the `heldin.EvidenceStopping` behind it, with its history.
@@ -56,13 +64,38 @@ class EvidenceStopping(Closing):
     ['heldin/armed', 'heldin/count', 'heldin/criterion', 'heldin/raw', 'heldin/should_stop']
     """
 
+    @spelled_out
     def __init__(
-        self, accelerator: Accelerator, model: nn.Module, patience: int = 1, **options: Any
+        self,
+        accelerator: Accelerator,
+        model: nn.Module,
+        patience: int = 1,
+        *,
+        groups: Groups = "tensor",
+        smoothing: float = 0.9,
+        window: int = 1,
+        warmup: int = 0,
+        every: int = 1,
+        arming: float | None = 0.5,
+        weighted: bool = True,
+        start: float | None = None,
+        correction: Correction = None,
+        dead: Dead = "out",
+        reduction: Literal["mean", "sum"] = "mean",
+        estimator: Estimator = "sampled",
+        budget: int = BUDGET,
+        seed: int = 0,
+        batch_dim: BatchDim = 0,
+        parameters: Callable[[str], bool] | None = None,
+        process_group: ProcessGroup = "auto",
+        history: int = 4096,
     ) -> None:
-        self._run = StoppingSession("EvidenceStopping", {"patience": patience, **options})
+        refuse_stranger(NAME, "accelerator", accelerator, Accelerator, "the Accelerator")
+        refuse_stranger(NAME, "model", model, nn.Module, "the model that is trained")
+        self._run = StoppingSession(NAME, chosen(locals()))
         self._accelerator = accelerator
         self.stopping: Stopping = self._run.begin(accelerator.unwrap_model(model))
-        accelerator.register_for_checkpointing(self)
+        accelerator.register_for_checkpointing(Registered(self))
 
     def step(self) -> bool:
         """Close a training step; True if training should stop, in all processes alike."""
@@ -90,3 +123,32 @@ class EvidenceStopping(Closing):
     def close(self) -> None:
         """Watch no more. What was found stays readable."""
         self._run.end()
+
+    def __enter__(self) -> EvidenceStopping:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class Registered:
+    """What the accelerator keeps, so that it does not keep a rule alive that nobody else has."""
+
+    def __init__(self, stopping: EvidenceStopping) -> None:
+        self._stopping = weakref.ref(stopping)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Called by the accelerator; nothing if the rule is gone."""
+        stopping = self._stopping()
+        return {} if stopping is None else stopping.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Called by the accelerator."""
+        stopping = self._stopping()
+        if stopping is not None:
+            stopping.load_state_dict(state_dict)

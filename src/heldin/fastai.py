@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
-from heldin.criterion.evidence import grouping
+from heldin.capture.arguments import BatchDim
+from heldin.capture.collector import BUDGET, Estimator
+from heldin.criterion.evidence import Correction, Dead, Groups, grouping
 from heldin.rules.evidence import EvidenceStopping as Stopping
 
-from .adapters.session import StoppingSession, missing_framework
+from .adapters.epochs import Epochs
+from .adapters.session import Guard, StoppingSession, missing_framework
+from .adapters.settings import chosen, spelled_out
+from .rules.ranks import ProcessGroup
 
 try:
+    from fastai.callback import core
     from fastai.callback.core import Callback, CancelFitException, CancelTrainException
     from fastai.callback.fp16 import MixedPrecision
     from fastai.learner import ValueMetric
@@ -21,6 +27,11 @@ except ImportError as error:
     raise missing_framework("fastai", "fastai", error) from error
 
 __all__ = ["EvidenceStopping"]
+
+CANCELLED = tuple(
+    vars(core)[f"Cancel{what}Exception"]
+    for what in ("Backward", "Batch", "Epoch", "Fit", "Step", "Train", "Valid")
+)
 
 
 class EvidenceStopping(Callback):
@@ -36,7 +47,7 @@ class EvidenceStopping(Callback):
         log_groups: also make a metric of each group of parameters.
         reset_on_fit: each fit starts anew; False: it goes on where the last one was, or where
             `load_state_dict` says.
-        options: any other argument of `heldin.EvidenceStopping`.
+        groups, smoothing and the others: see `heldin.EvidenceStopping`.
 
     Attributes:
         stopping: the `heldin.EvidenceStopping` of the last fit, with its history.
@@ -48,16 +59,38 @@ class EvidenceStopping(Callback):
     order = MixedPrecision.order - 2  # after accumulation has decided, before gradients are scaled
     run_valid = False
 
+    @spelled_out
     def __init__(
         self,
         patience: int = 1,
         verbose: bool = False,
         log_groups: bool = False,
         reset_on_fit: bool = True,
-        **options: Any,
+        *,
+        groups: Groups = "tensor",
+        smoothing: float = 0.9,
+        window: int = 1,
+        warmup: int = 0,
+        every: int = 1,
+        arming: float | None = 0.5,
+        weighted: bool = True,
+        start: float | None = None,
+        correction: Correction = None,
+        dead: Dead = "out",
+        reduction: Literal["mean", "sum"] = "mean",
+        estimator: Estimator = "sampled",
+        budget: int = BUDGET,
+        seed: int = 0,
+        batch_dim: BatchDim = 0,
+        parameters: Callable[[str], bool] | None = None,
+        process_group: ProcessGroup = "auto",
+        history: int = 4096,
     ) -> None:
+        options = chosen(locals())
         super().__init__()
-        self._watch = StoppingSession("EvidenceStopping", {"patience": patience, **options})
+        self._watch = StoppingSession("EvidenceStopping", options)
+        self._begin_guard()
+        self._due = False  # the fit that begins with the next epoch
         self.verbose, self.log_groups, self.reset_on_fit = verbose, log_groups, reset_on_fit
 
     @property
@@ -67,22 +100,38 @@ class EvidenceStopping(Callback):
 
     # -- the fit
 
+    def _begin_guard(self) -> None:
+        self._epochs = Epochs("heldin.fastai.EvidenceStopping")
+        self._guard = Guard(self._end, CANCELLED)
+
     def before_fit(self) -> None:
-        """Watch the model, but not while a learning rate is searched for."""
+        """Look out for errors, but not while a learning rate is searched for."""
         learn = self.learn
+        self._due = False
         self.run = not hasattr(learn, "lr_finder") and not hasattr(learn, "gather_preds")
         if not self.run:
             return
         if not self.reset_on_fit:
             self._watch.load_state_dict(self._watch.state_dict())
         model = get_model(learn.model)
-        self._watch.begin(model)
+        self._watch.end()
+        self._due = True
         metrics = [ValueMetric(self._criterion, "heldin/criterion")]
         if self.log_groups:
             group_of = grouping(self._watch.options.get("groups", "tensor"))
             names = dict.fromkeys(group_of(n) for n, p in model.named_parameters())
             metrics += [ValueMetric(partial(self._group, n), f"heldin/group/{n}") for n in names]
         learn.metrics = self._others() + metrics
+        self._guard.close()
+        self._guard.over(learn, "_with_events", "_call_one")
+
+    def before_train(self) -> None:
+        """Look out for passes."""
+        self._epochs.begin(self.stopping)
+
+    def after_batch(self) -> None:
+        """Count."""
+        self._epochs.batch()
 
     def _criterion(self) -> float:
         return self.stopping.criterion if self.stopping is not None else math.nan
@@ -108,11 +157,19 @@ class EvidenceStopping(Callback):
 
     def after_train(self) -> None:
         """Let the Recorder record the losses of the epoch that was cut short."""
+        self._epochs.end(self.stopping)
         if self._stopped():
             self.learn.recorder.cancel_train = False
 
     def before_epoch(self) -> None:
-        """End the fit; the epoch of the stop was ended by all other callbacks."""
+        """End the fit after a stop; the epoch of the stop was ended by all other callbacks.
+
+        The first one begins to watch the model, after all callbacks have begun: they may fail.
+        """
+        if self._due:
+            self._due = False
+            self._watch.begin(get_model(self.learn.model))
+            self._epochs.reset()
         if self._stopped():
             raise CancelFitException
 
@@ -121,6 +178,10 @@ class EvidenceStopping(Callback):
 
     def after_fit(self) -> None:
         """Watch no more."""
+        self._end()
+
+    def _end(self) -> None:
+        self._guard.close()
         self._watch.end()
         self.learn.metrics = self._others()
 
@@ -135,10 +196,12 @@ class EvidenceStopping(Callback):
         self._watch.load_state_dict(state)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_watch": (self._watch.options, self.state_dict())}
+        state = {**super().__getstate__(), "_watch": (self._watch.options, self.state_dict())}
+        return {name: value for name, value in state.items() if name not in ("_guard", "_epochs")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         options, saved = state.pop("_watch")
         super().__setstate__(state)
         self._watch = StoppingSession("EvidenceStopping", options)
         self._watch.load_state_dict(saved)
+        self._begin_guard()

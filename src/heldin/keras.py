@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from types import FrameType
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from heldin.capture.arguments import BatchDim
+from heldin.capture.collector import BUDGET, Estimator
+from heldin.criterion.evidence import Correction, Dead, Groups
 from heldin.rules.evidence import EvidenceStopping as Stopping
 
-from .adapters.session import MethodWrapper, StoppingSession, flat_metrics
+from .adapters.epochs import Epochs
+from .adapters.session import Guard, MethodWrapper, StoppingSession, flat_metrics
+from .adapters.settings import chosen, spelled_out
 from .errors import HeldinError
+from .rules.ranks import ProcessGroup
 from .state.packed import packed, unpacked
 
 try:
@@ -52,7 +60,7 @@ class EvidenceStopping(keras.callbacks.Callback):
         verbose: 1: tell of the stop.
         start_from_epoch: number of first epochs in which training is never stopped.
         log_groups: also log the value of each group of parameters.
-        options: any other argument of `heldin.EvidenceStopping`.
+        groups, smoothing and the others: see `heldin.EvidenceStopping`.
 
     Attributes:
         stopping: the `heldin.EvidenceStopping` of the last fit, with its history.
@@ -62,20 +70,43 @@ class EvidenceStopping(keras.callbacks.Callback):
     >>> callback = EvidenceStopping(patience=3, start_from_epoch=2)
     """
 
+    @spelled_out
     def __init__(
         self,
         patience: int = 1,
         verbose: int = 0,
         start_from_epoch: int = 0,
         log_groups: bool = False,
-        **options: Any,
+        *,
+        groups: Groups = "tensor",
+        smoothing: float = 0.9,
+        window: int = 1,
+        warmup: int = 0,
+        every: int = 1,
+        arming: float | None = 0.5,
+        weighted: bool = True,
+        start: float | None = None,
+        correction: Correction = None,
+        dead: Dead = "out",
+        reduction: Literal["mean", "sum"] = "mean",
+        estimator: Estimator = "sampled",
+        budget: int = BUDGET,
+        seed: int = 0,
+        batch_dim: BatchDim = 0,
+        parameters: Callable[[str], bool] | None = None,
+        process_group: ProcessGroup = "auto",
+        history: int = 4096,
     ) -> None:
+        options = chosen(locals())
         super().__init__()
-        self._run = StoppingSession("EvidenceStopping", {"patience": patience, **options})
+        self._run = StoppingSession("EvidenceStopping", options)
         self.verbose, self.start_from_epoch, self.log_groups = verbose, start_from_epoch, log_groups
         self.stopped_epoch = 0
         self._epoch = 0
-        self._wrappers: list[MethodWrapper] = []
+        self._detours: list[MethodWrapper] = []
+        self._epochs = Epochs("heldin.keras.EvidenceStopping")
+        self._guard = Guard(self._end)
+        self._due = False  # the fit that begins with the next epoch
 
     @property
     def stopping(self) -> Stopping | None:
@@ -93,7 +124,7 @@ class EvidenceStopping(keras.callbacks.Callback):
         model._heldin_state = SavedWithWeights(self)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Watch the model."""
+        """Look out for errors."""
         if self.model._heldin_state.callback is not self:
             raise HeldinError("EvidenceStopping: there are two in this fit, but one state is saved")
         if self.model.jit_compile:
@@ -102,19 +133,47 @@ class EvidenceStopping(keras.callbacks.Callback):
                 "call model.compile with jit_compile=False"
             )
         self.stopped_epoch = 0
+        self._due = True
+        self._watch_fit()
+
+    def _begin(self) -> None:
+        self._due = False
+        self._epochs.reset()
+        self._guard.over(self.model, "train_function", "evaluate", "reset_metrics")
         stopping = self._run.begin(self.model)
         # Keras calls its layers past the hooks of PyTorch, and makes whole steps of its own
-        self._wrappers = [
+        self._detours += [
             MethodWrapper(self.model, "call", stopping.call),
             MethodWrapper(self.model.optimizer, "apply", self._apply),
         ]
         for layer in self.model._flatten_layers():
             if isinstance(layer, keras.layers.BatchNormalization):
-                self._wrappers.append(MethodWrapper(layer, "call", partial(in_one_piece, layer)))
+                self._detours.append(MethodWrapper(layer, "call", partial(in_one_piece, layer)))
+
+    def _watch_fit(self) -> None:
+        """Watch all that `fit` consists of, as nobody tells of an error in it."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:  # fit and the list of callbacks are known to the stack only
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, keras.callbacks.CallbackList):
+                self._guard.over(owner, *(name for name in dir(owner) if name.startswith("on_")))
+            batches = frame.f_locals.get("epoch_iterator") if owner is self.model else None
+            if hasattr(batches, "_enumerate_iterator"):
+                self._detours.append(MethodWrapper(batches, "_enumerate_iterator", self._batches))
+                break
+            frame = frame.f_back
+
+    def _batches(self, steps: Callable[[], Any]) -> Any:
+        watched = self._guard.watched
+        for first, last, data in Watched(steps(), watched):
+            yield first, last, Watched(data, watched)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Count epochs."""
+        """Watch the model: not before all callbacks have begun, which may fail."""
         self._epoch = epoch
+        if self._due:
+            self._begin()
+        self._epochs.begin(self.stopping)
 
     def _apply(self, apply: Callable[..., Any], gradients: Any, *args: Any, **kwargs: Any) -> Any:
         """Weigh the evidence before gradients are applied, if they are and not accumulated."""
@@ -132,10 +191,12 @@ class EvidenceStopping(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Log."""
+        self._epochs.batch()
         self._log(logs)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Log."""
+        """Log, and say so if nothing was seen."""
+        self._epochs.end(self.stopping)
         self._log(logs)
 
     def _log(self, logs: Any) -> None:
@@ -153,13 +214,12 @@ class EvidenceStopping(keras.callbacks.Callback):
 
     def _end(self) -> None:
         self._run.end()
-        self._close()
-        del self.model._heldin_state
-
-    def _close(self) -> None:
-        for wrapper in self._wrappers:
-            wrapper.close()
-        self._wrappers = []
+        self._guard.close()
+        for detour in self._detours:
+            detour.close()
+        self._detours = []
+        if getattr(self.model, "_heldin_state", None) is not None:
+            del self.model._heldin_state
 
     # -- saving
 
@@ -189,6 +249,23 @@ def in_one_piece(
     x = inputs.float().movedim(layer.axis, 1)
     out = F.batch_norm(x, None, None, scale, shift, training=True, eps=layer.epsilon)
     return out.movedim(1, layer.axis).to(dtype)
+
+
+class Watched:
+    """An iterator whose errors are seen; its end is none."""
+
+    def __init__(self, inner: Any, watched: Callable[..., Any]) -> None:
+        self._inner, self._watched = iter(inner), watched
+
+    def __iter__(self) -> Watched:
+        return self
+
+    def __next__(self) -> Any:
+        nothing = object()
+        found = self._watched(next, self._inner, nothing)
+        if found is nothing:
+            raise StopIteration
+        return found
 
 
 class SavedWithWeights(KerasSaveable):

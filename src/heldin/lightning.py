@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
+from heldin.capture.arguments import BatchDim
+from heldin.capture.collector import BUDGET, Estimator
+from heldin.criterion.evidence import Correction, Dead, Groups
 from heldin.rules.evidence import EvidenceStopping as Stopping
 
+from .adapters.epochs import Epochs
 from .adapters.session import (
     MethodWrapper,
     StoppingSession,
     flat_metrics,
     forget_gradients,
+    forget_passes,
     missing_framework,
 )
+from .adapters.settings import check_elementwise, chosen, spelled_out
 from .rules.elementwise import ElementwiseStopping as Elementwise
+from .rules.ranks import ProcessGroup
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -37,7 +44,7 @@ class EvidenceStopping(Callback):
         verbose: tell of the stop.
         log_groups: also log the value of each group of parameters.
         log_rank_zero_only: tell on one process only.
-        options: any other argument of `heldin.EvidenceStopping`.
+        groups, smoothing and the others: see `heldin.EvidenceStopping`.
 
     Attributes:
         stopping: the `heldin.EvidenceStopping` of the last run, with its history.
@@ -51,20 +58,41 @@ class EvidenceStopping(Callback):
     ... )
     """
 
+    @spelled_out
     def __init__(
         self,
         patience: int = 1,
         verbose: bool = False,
         log_groups: bool = False,
         log_rank_zero_only: bool = False,
-        **options: Any,
+        *,
+        groups: Groups = "tensor",
+        smoothing: float = 0.9,
+        window: int = 1,
+        warmup: int = 0,
+        every: int = 1,
+        arming: float | None = 0.5,
+        weighted: bool = True,
+        start: float | None = None,
+        correction: Correction = None,
+        dead: Dead = "out",
+        reduction: Literal["mean", "sum"] = "mean",
+        estimator: Estimator = "sampled",
+        budget: int = BUDGET,
+        seed: int = 0,
+        batch_dim: BatchDim = 0,
+        parameters: Callable[[str], bool] | None = None,
+        process_group: ProcessGroup = "auto",
+        history: int = 4096,
     ) -> None:
-        self._run = StoppingSession("EvidenceStopping", {"patience": patience, **options})
+        self._run = StoppingSession("EvidenceStopping", chosen(locals()))
         self.verbose, self.log_groups = verbose, log_groups
         self.log_rank_zero_only = log_rank_zero_only
         self.stopped_epoch = 0
         self.stopping_reason_message: str | None = None
         self._detour: MethodWrapper | None = None
+        self._closed = False  # the step of this batch
+        self._epochs = Epochs("heldin.lightning.EvidenceStopping")
 
     @property
     def stopping(self) -> Stopping | None:
@@ -77,15 +105,43 @@ class EvidenceStopping(Callback):
         """Watch the module."""
         if trainer.global_step:  # fit() goes on with the run before
             self._run.load_state_dict(self._run.state_dict())
+        self._epochs.reset()
         self._detour = watched_step(pl_module, self._run.begin(pl_module).call)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Look out for passes."""
+        self._epochs.begin(self.stopping)
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """The next step of an optimiser is a new one."""
+        self._closed = False
+        self._epochs.batch()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Drop what a line search has tried after the step was weighed."""
+        if self._closed and pl_module.automatic_optimization and self.stopping is not None:
+            forget_passes(self.stopping)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Say so if nothing was seen."""
+        self._epochs.end(self.stopping)
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Any
     ) -> None:
-        """Weigh the evidence of all batches since the last step."""
+        """Weigh the evidence since the last step, once for all optimisers of a batch."""
         stopping = self.stopping
         if stopping is None or not stopping.watching:
             return
+        if self._closed:
+            if stopping.should_stop:
+                self._keep_weights(trainer, pl_module)
+            return
+        self._closed = True
         known = stopping.should_stop
         stop = trainer.strategy.reduce_boolean_decision(stopping.step(), all=False)
         values = flat_metrics(stopping, self.log_groups)
@@ -97,6 +153,9 @@ class EvidenceStopping(Callback):
             self.stopped_epoch = trainer.current_epoch
             self.stopping_reason_message = f"{stopping.reason}. Signaling Trainer to stop."
             self._tell(trainer, self.stopping_reason_message)
+        self._keep_weights(trainer, pl_module)
+
+    def _keep_weights(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if _may_stop(trainer) and _scaler(trainer) is None:
             forget_gradients(pl_module.parameters())
 
@@ -144,7 +203,7 @@ class ElementwiseStopping(Callback):
 
     Args:
         log_groups: also log the stopped fraction of each parameter.
-        options: arguments of `heldin.ElementwiseStopping`.
+        greedy, smoothing and the others: see `heldin.ElementwiseStopping`.
 
     Attributes:
         optimizers: the `heldin.ElementwiseStopping` around each optimiser of the last run.
@@ -155,17 +214,33 @@ class ElementwiseStopping(Callback):
     >>> trainer = lightning.Trainer(callbacks=[callback], barebones=True, max_epochs=100)
     """
 
-    def __init__(self, log_groups: bool = False, **options: Any) -> None:
+    @spelled_out
+    def __init__(
+        self,
+        log_groups: bool = False,
+        *,
+        greedy: bool = True,
+        smoothing: float = 0.999,
+        start: float = 10.0,
+        every: int = 1,
+        correction: Correction = None,
+        dead: Dead = "out",
+        batch_dim: BatchDim = 0,
+        parameters: Callable[[str], bool] | None = None,
+        reduction: Literal["mean", "sum"] = "mean",
+        process_group: ProcessGroup = "auto",
+    ) -> None:
+        self._options = chosen(locals(), Elementwise)
+        check_elementwise("ElementwiseStopping", self._options)
         self.log_groups = log_groups
         self.optimizers: list[Elementwise] = []
-        self._options = options
-        self._wrappers: list[MethodWrapper | None] = []
+        self._detours: list[MethodWrapper | None] = []
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Wrap the optimisers; their state is restored after this."""
         self.optimizers = [Elementwise(o, pl_module, **self._options) for o in trainer.optimizers]
         trainer.strategy.optimizers = list(self.optimizers)
-        self._wrappers = [watched_step(pl_module, each.call) for each in self.optimizers]
+        self._detours = [watched_step(pl_module, each.call) for each in self.optimizers]
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -187,9 +262,9 @@ class ElementwiseStopping(Callback):
     def _end(self) -> None:
         for optimizer in self.optimizers:
             optimizer.close()
-        for wrapper in self._wrappers:
-            if wrapper is not None:
-                wrapper.close()
+        for detour in self._detours:
+            if detour is not None:
+                detour.close()
 
 
 def watched_step(module: LightningModule, call: Callable[..., Any]) -> MethodWrapper | None:

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
+from heldin.capture.arguments import BatchDim
+from heldin.capture.collector import BUDGET, Estimator
+from heldin.criterion.evidence import Correction, Dead, Groups
 from heldin.rules.evidence import EvidenceStopping as Stopping
 
+from .adapters.epochs import Epochs
 from .adapters.session import (
-    DEFAULTS,
     BeforeStep,
+    MethodWrapper,
     StoppingSession,
     forget_gradients,
+    forget_passes,
     missing_framework,
 )
+from .adapters.settings import DEFAULTS, check_elementwise, chosen, spelled_out
+from .errors import HeldinWarning
 from .rules.elementwise import ElementwiseStopping as Elementwise
+from .rules.optimizer_state import GROUP_KEY
+from .rules.ranks import ProcessGroup
 
 try:
     from skorch import NeuralNet
@@ -25,6 +37,8 @@ except ImportError as error:
 __all__ = ["ElementwiseStopping", "EvidenceStopping"]
 
 KEY = "heldin/criterion"
+NAME = "heldin.skorch.EvidenceStopping"
+IN_OPTIMIZER = "heldin_stopping"  # where its state is in that of the optimiser
 
 
 class EvidenceStopping(Callback):
@@ -33,14 +47,15 @@ class EvidenceStopping(Callback):
     The step that asks for the stop leaves the weights as they are, and the epoch is ended, so that
     the other callbacks see it. The criterion is in the net's history, of batches and epochs, as
     `heldin/criterion`: it is printed in the table and logged by skorch's loggers. A pickled net
-    goes on with `partial_fit` where it was; `fit` starts anew.
+    goes on with `partial_fit` where it was; `fit` starts anew, unless `LoadInitState` brings a
+    checkpoint with the optimiser's state, in which that of the rule is kept.
 
     Args:
         patience: number of consecutive checks that must ask for a stop.
         sink: where to tell of the stop, if the net is verbose.
         log_groups: also put the value of each group of parameters into the history.
-        options: any other argument of `heldin.EvidenceStopping`; all can be searched over, as
-            `callbacks__evidence__smoothing` for instance.
+        groups, smoothing and the others: see `heldin.EvidenceStopping`. All can be searched over,
+            as `callbacks__evidence__smoothing` for instance.
 
     Attributes:
         stopping_: the `heldin.EvidenceStopping` of the last run, with its history.
@@ -55,24 +70,45 @@ class EvidenceStopping(Callback):
     >>> _ = net.set_params(callbacks__evidence__smoothing=0.8)
     """
 
+    @spelled_out
     def __init__(
         self,
         patience: int = 1,
         sink: Callable[[str], Any] = print,
         log_groups: bool = False,
-        **options: Any,
+        *,
+        groups: Groups = "tensor",
+        smoothing: float = 0.9,
+        window: int = 1,
+        warmup: int = 0,
+        every: int = 1,
+        arming: float | None = 0.5,
+        weighted: bool = True,
+        start: float | None = None,
+        correction: Correction = None,
+        dead: Dead = "out",
+        reduction: Literal["mean", "sum"] = "mean",
+        estimator: Estimator = "sampled",
+        budget: int = BUDGET,
+        seed: int = 0,
+        batch_dim: BatchDim = 0,
+        parameters: Callable[[str], bool] | None = None,
+        process_group: ProcessGroup = "auto",
+        history: int = 4096,
     ) -> None:
-        StoppingSession(
-            type(self).__name__, {"patience": patience, **options}
-        )  # refuses what is unknown
+        options = chosen(locals())
+        StoppingSession(type(self).__name__, options)  # refuses wrong values
         self.sink, self.log_groups = sink, log_groups
-        self.__dict__.update({**DEFAULTS, "patience": patience, **options})
+        self.__dict__.update(options)
         self.initialize()
 
     def initialize(self) -> EvidenceStopping:
         """Forget earlier runs; the net calls this when it is initialised."""
         self.run_: StoppingSession | None = None
         self.before_: BeforeStep | None = None
+        self.loop_: MethodWrapper | None = None
+        self.epochs_ = Epochs(NAME)
+        self.kept_: Any = None
         self.state_: dict[str, Any] = {}
         self.epoch_: dict[str, Any] = {}
         return self
@@ -84,35 +120,78 @@ class EvidenceStopping(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.run_.state_dict() if self.run_ is not None else self.state_
-        return {**vars(self), "run_": None, "before_": None, "state_": state, "epoch_": {}}
+        live = dict.fromkeys(("run_", "before_", "loop_", "kept_"))
+        return {**vars(self), **live, "state_": state, "epoch_": {}}
 
     # -- the run
 
     def on_train_begin(self, net: NeuralNet, X: Any = None, y: Any = None, **_: Any) -> None:
-        """Watch the module."""
-        state = self.run_.state_dict() if self.run_ is not None else self.state_
+        """Watch the loop that comes next; other callbacks may load a checkpoint before it."""
         self._end()
+        self.loop_ = MethodWrapper(net, "fit_loop", partial(self._around, net))
+
+    def _around(self, net: NeuralNet, loop: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The net's loop, whichever way it ends."""
+        self._begin(net)
+        try:
+            return loop(*args, **kwargs)
+        finally:
+            self._end()
+
+    def _begin(self, net: NeuralNet) -> None:
+        state = self.run_.state_dict() if self.run_ is not None else self.state_
+        state = restored(net, state)
         self.run_ = StoppingSession(
             type(self).__name__, {name: getattr(self, name) for name in DEFAULTS}
         )
         self.run_.load_state_dict(state)
         self.run_.begin(net.module_)
+        self.epochs_.reset()
         self.before_ = BeforeStep(net.module_, lambda: self._weigh(net))
+        self._keep(net)
+
+    def _keep(self, net: NeuralNet) -> None:
+        """Let the optimiser's state, which skorch's checkpoints hold, hold ours as well."""
+        if self.kept_ is not None:
+            self.kept_.close()
+        alive = weakref.ref(self)
+
+        def add(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
+            callback = alive()
+            if callback is None or callback.run_ is None:
+                return state
+            first, *others = state["param_groups"]
+            first = {**first, IN_OPTIMIZER: callback.run_.state_dict()}
+            return {**state, "param_groups": [first, *others]}
+
+        self.kept_ = net.optimizer_.register_state_dict_post_hook(add)
 
     def on_epoch_begin(self, net: NeuralNet, **datasets: Any) -> None:
         """Remember what the end of the epoch is told with."""
         self.epoch_ = datasets
+        self.epochs_.begin(self.stopping_)
+
+    def on_batch_begin(self, net: NeuralNet, training: bool | None = None, **_: Any) -> None:
+        """The next step of an optimiser is a new one."""
+        if training and self.before_ is not None:
+            self.before_.next_iteration()
+            self.epochs_.batch()
+
+    def on_epoch_end(self, net: NeuralNet, **_: Any) -> None:
+        """Say so if nothing was seen."""
+        self.epochs_.end(self.stopping_)
 
     def on_grad_computed(self, net: NeuralNet, named_parameters: Any, **_: Any) -> None:
         """Weigh the evidence. A net that does not tell is asked before its optimiser steps."""
-        self._weigh(net)
         if self.before_ is not None:
-            self.before_.done = True
+            self.before_.weigh()
+            if self.before_.stop:  # a line search asks more than once
+                forget_gradients(net.module_.parameters())
 
-    def _weigh(self, net: NeuralNet) -> None:
+    def _weigh(self, net: NeuralNet) -> bool:
         stopping = self.stopping_
         if stopping is None or not stopping.watching or not net.module_.training:
-            return
+            return False
         if stopping.step():
             forget_gradients(net.module_.parameters())
         values = {KEY: stopping.criterion}
@@ -121,10 +200,13 @@ class EvidenceStopping(Callback):
         for name, value in values.items():
             net.history.record_batch(name, value)
             net.history.record(name, value)  # of the epoch: its last value
+        return stopping.should_stop
 
     def on_batch_end(self, net: NeuralNet, training: bool | None = None, **_: Any) -> None:
         """End the epoch and the training if the rule has asked for it."""
-        stopping = self.stopping_
+        stopping, before = self.stopping_, self.before_
+        if stopping is not None and before is not None and before.done and before.missed:
+            forget_passes(stopping)
         if not training or stopping is None or not stopping.should_stop:
             return
         if net.verbose or self.sink is not print:
@@ -142,7 +224,24 @@ class EvidenceStopping(Callback):
             self.run_.end()
         if self.before_ is not None:
             self.before_.close()
-        self.before_ = None
+        if self.loop_ is not None:
+            self.loop_.close()
+        self.before_ = self.loop_ = None
+
+
+def restored(net: NeuralNet, state: dict[str, Any]) -> dict[str, Any]:
+    """The state that a checkpoint has brought with the optimiser's, else the one that there is."""
+    saved = [group.pop(IN_OPTIMIZER, None) for group in net.optimizer_.param_groups]
+    found = next((each for each in saved if each), None)
+    if found is None and not state and len(net.history) and KEY in net.history[-1]:
+        warnings.warn(
+            f"{NAME}: the net goes on after {len(net.history)} epochs, but what the rule had seen "
+            "in them is lost, and it starts anew. Checkpoints hold its state if they hold that of "
+            "the optimiser (f_optimizer of skorch's Checkpoint), and so does a pickled net",
+            HeldinWarning,
+            stacklevel=2,
+        )
+    return found or state
 
 
 class ElementwiseStopping(Callback):
@@ -152,7 +251,7 @@ class ElementwiseStopping(Callback):
     on with `partial_fit` where it was, stopped weights included; `fit` starts anew.
 
     Args:
-        options: arguments of `heldin.ElementwiseStopping`.
+        greedy, smoothing and the others: see `heldin.ElementwiseStopping`.
 
     Attributes:
         optimizer_: the `heldin.ElementwiseStopping` of the last run.
@@ -161,18 +260,35 @@ class ElementwiseStopping(Callback):
     >>> callback = ElementwiseStopping(smoothing=0.99)
     """
 
-    def __init__(self, **options: Any) -> None:
-        self.options = options
+    @spelled_out
+    def __init__(
+        self,
+        *,
+        greedy: bool = True,
+        smoothing: float = 0.999,
+        start: float = 10.0,
+        every: int = 1,
+        correction: Correction = None,
+        dead: Dead = "out",
+        batch_dim: BatchDim = 0,
+        parameters: Callable[[str], bool] | None = None,
+        reduction: Literal["mean", "sum"] = "mean",
+        process_group: ProcessGroup = "auto",
+    ) -> None:
+        options = chosen(locals(), Elementwise)
+        check_elementwise(type(self).__name__, options)
+        self.__dict__.update(options)
         self.initialize()
 
     def initialize(self) -> ElementwiseStopping:
         """Forget earlier runs; the net calls this when it is initialised."""
         self.optimizer_: Elementwise | None = None
+        self.loop_: MethodWrapper | None = None
         self.state_: dict[str, Any] | None = None
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "optimizer_": None, "state_": self._state()}
+        return {**vars(self), "optimizer_": None, "loop_": None, "state_": self._state()}
 
     def _state(self) -> dict[str, Any] | None:
         return (
@@ -180,14 +296,28 @@ class ElementwiseStopping(Callback):
         )
 
     def on_train_begin(self, net: NeuralNet, X: Any = None, y: Any = None, **_: Any) -> None:
-        """Wrap the optimiser."""
-        state = self._state()
-        inner = net.optimizer_
-        if isinstance(inner, Elementwise):  # left by a run that ended in an error
-            inner.close()
-            inner = inner.optimizer
-        self.optimizer_ = Elementwise(inner, net.module_, **self.options)
-        if state is not None:
+        """Watch the loop that comes next; other callbacks may load a checkpoint before it."""
+        self._unwrap(net)
+        self.loop_ = MethodWrapper(net, "fit_loop", partial(self._around, net))
+
+    def _around(self, net: NeuralNet, loop: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The net's loop; an error unwraps the optimiser as well as its end does."""
+        self._wrap(net)
+        try:
+            return loop(*args, **kwargs)
+        except KeyboardInterrupt:  # the usual way to end it
+            raise
+        except BaseException:
+            self._unwrap(net)
+            raise
+
+    def _wrap(self, net: NeuralNet) -> None:
+        state, inner = self._state(), net.optimizer_
+        loaded = any(GROUP_KEY in group for group in inner.param_groups)  # with a checkpoint
+        self.optimizer_ = Elementwise(inner, net.module_, **chosen(vars(self), Elementwise))
+        if loaded:
+            self.optimizer_.load_state_dict(inner.state_dict())
+        elif state is not None:
             self.optimizer_.load_state_dict({**inner.state_dict(), "heldin": state})
         net.optimizer_ = self.optimizer_
 
@@ -198,6 +328,12 @@ class ElementwiseStopping(Callback):
 
     def on_train_end(self, net: NeuralNet, X: Any = None, y: Any = None, **_: Any) -> None:
         """Unwrap the optimiser."""
-        if self.optimizer_ is not None:
-            self.optimizer_.close()
-            net.optimizer_ = self.optimizer_.optimizer
+        self._unwrap(net)
+
+    def _unwrap(self, net: NeuralNet) -> None:
+        if self.loop_ is not None:
+            self.loop_.close()
+            self.loop_ = None
+        if isinstance(net.optimizer_, Elementwise):
+            net.optimizer_.close()
+            net.optimizer_ = net.optimizer_.optimizer

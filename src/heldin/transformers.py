@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import FrameType
+from typing import Any, Literal
 
 from torch import nn
 
+from heldin.capture.arguments import BatchDim
+from heldin.capture.collector import BUDGET, Estimator
+from heldin.criterion.evidence import Correction, Dead, Groups
 from heldin.rules.evidence import EvidenceStopping
 
-from .adapters.session import StoppingSession, flat_metrics, forget_gradients, missing_framework
+from .adapters.epochs import Epochs
+from .adapters.session import (
+    Guard,
+    StoppingSession,
+    flat_metrics,
+    forget_gradients,
+    missing_framework,
+)
+from .adapters.settings import DEFAULTS, check_elementwise, chosen, spelled_out
 from .errors import HeldinError
 from .rules.elementwise import ElementwiseStopping
+from .rules.ranks import ProcessGroup
 from .state.packed import packed, unpacked
 
 try:
@@ -26,6 +39,11 @@ except ImportError as error:
 __all__ = ["ElementwiseLoggingCallback", "EvidenceStoppingCallback", "elementwise"]
 
 logger = logging.get_logger(__name__)
+# the methods of Trainer and CallbackHandler of which a run consists once it has begun
+LOOP = (
+    "_run_epoch", "_evaluate", "_finalize_training", "call_event",
+    "get_batch_samples", "training_step", "_maybe_log_save_evaluate",
+)  # fmt: skip
 
 
 class EvidenceStoppingCallback(TrainerCallback, ExportableState):
@@ -43,7 +61,8 @@ class EvidenceStoppingCallback(TrainerCallback, ExportableState):
     Args:
         early_stopping_patience: number of consecutive checks that must ask for a stop.
         log_groups: also log the value of each group of parameters.
-        options: any other argument of `heldin.EvidenceStopping`.
+        groups, smoothing and the others: see `heldin.EvidenceStopping`.
+        not_in_json: set by the Trainer alone, when it builds the callback anew.
 
     Attributes:
         stopping: the `heldin.EvidenceStopping` of the last run, with its history.
@@ -54,18 +73,44 @@ class EvidenceStoppingCallback(TrainerCallback, ExportableState):
     {'early_stopping_patience': 3, 'log_groups': False}
     """
 
+    @spelled_out
     def __init__(
-        self, early_stopping_patience: int = 1, log_groups: bool = False, **options: Any
+        self,
+        early_stopping_patience: int = 1,
+        log_groups: bool = False,
+        *,
+        groups: Groups = "tensor",
+        smoothing: float = 0.9,
+        window: int = 1,
+        warmup: int = 0,
+        every: int = 1,
+        arming: float | None = 0.5,
+        weighted: bool = True,
+        start: float | None = None,
+        correction: Correction = None,
+        dead: Dead = "out",
+        reduction: Literal["mean", "sum"] = "mean",
+        estimator: Estimator = "sampled",
+        budget: int = BUDGET,
+        seed: int = 0,
+        batch_dim: BatchDim = 0,
+        parameters: Callable[[str], bool] | None = None,
+        process_group: ProcessGroup = "auto",
+        history: int = 4096,
+        not_in_json: Sequence[str] = (),
     ) -> None:
-        lost = options.pop("not_in_json", None)
-        if lost:
+        options = chosen(locals())
+        if not_in_json:
             raise HeldinError(
                 f"EvidenceStoppingCallback: the Trainer builds this callback anew from JSON, which "
-                f"cannot hold {' and '.join(lost)}. Set restore_callback_states_from_checkpoint="
-                "False: the state is taken up without it"
+                f"cannot hold {' and '.join(not_in_json)}. Set "
+                "restore_callback_states_from_checkpoint=False: the state is taken up without it"
             )
         self.early_stopping_patience, self.log_groups = early_stopping_patience, log_groups
         self.saved: dict[str, Any] | None = None  # set by the Trainer that builds a callback anew
+        self._epochs = Epochs("EvidenceStoppingCallback")
+        self._guard = Guard(self._end)
+        self._due = False  # the run that begins with the next epoch
         options["patience"] = early_stopping_patience
         self._run = StoppingSession("EvidenceStoppingCallback", options)
 
@@ -79,16 +124,37 @@ class EvidenceStoppingCallback(TrainerCallback, ExportableState):
     def on_train_begin(
         self, args: Any, state: Any, control: Any, *, model: nn.Module, **_: Any
     ) -> None:
-        """Watch the model, from the state of the checkpoint if there is one."""
+        """Take the state of the checkpoint, if there is one, and look out for errors."""
         name = type(self).__name__
+        self._end()
+        self._due = True
         if state.global_step:
             self.saved = self.saved or _stored(state.stateful_callbacks.get(name), self.state())
             self._run.load_state_dict(unpacked(self.saved or {}))
-        self._run.begin(model)
         # a checkpoint made without this callback would make the next save fail
         state.stateful_callbacks.setdefault(name, self.state())
         self.saved = None
         put_before_loggers(self)
+        for owner in callers((Trainer, CallbackHandler)):
+            self._guard.over(owner, *LOOP)
+
+    def on_epoch_begin(
+        self, args: Any, state: Any, control: Any, *, model: nn.Module, **_: Any
+    ) -> None:
+        """Watch the model: not before all callbacks have begun, which may fail."""
+        if self._due:
+            self._due = False
+            self._run.begin(model)
+            self._epochs.reset()
+        self._epochs.begin(self.stopping)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Count."""
+        self._epochs.batch()
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Say so if nothing was seen."""
+        self._epochs.end(self.stopping)
 
     def on_pre_optimizer_step(
         self, args: Any, state: Any, control: Any, *, model: nn.Module, optimizer: Any, **_: Any
@@ -117,7 +183,11 @@ class EvidenceStoppingCallback(TrainerCallback, ExportableState):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Watch no more."""
+        self._end()
+
+    def _end(self) -> None:
         self._run.end()
+        self._guard.close()
 
     # -- checkpoints
 
@@ -127,8 +197,9 @@ class EvidenceStoppingCallback(TrainerCallback, ExportableState):
             "early_stopping_patience": self.early_stopping_patience,
             "log_groups": self.log_groups,
         }
-        args |= {k: v for k, v in self._run.options.items() if k != "patience" and not callable(v)}
-        lost = [name for name, value in self._run.options.items() if callable(value)]
+        given = {k: v for k, v in self._run.options.items() if v != DEFAULTS[k] and k != "patience"}
+        args |= {name: value for name, value in given.items() if not callable(value)}
+        lost = [name for name, value in given.items() if callable(value)]
         if lost:
             args["not_in_json"] = lost
         return {"args": args, "attributes": {"saved": packed(self._run.state_dict())}}
@@ -160,8 +231,21 @@ class ElementwiseLoggingCallback(TrainerCallback):
             add_to_logs(state, logs, flat_metrics(inner, self.log_groups))
 
 
+@spelled_out
 def elementwise(
-    model: nn.Module, args: TrainingArguments, **options: Any
+    model: nn.Module,
+    args: TrainingArguments,
+    *,
+    greedy: bool = True,
+    smoothing: float = 0.999,
+    start: float = 10.0,
+    every: int = 1,
+    correction: Correction = None,
+    dead: Dead = "out",
+    batch_dim: BatchDim = 0,
+    parameters: Callable[[str], bool] | None = None,
+    reduction: Literal["mean", "sum"] = "mean",
+    process_group: ProcessGroup = "auto",
 ) -> tuple[type[ElementwiseStopping], dict[str, Any]]:
     """The Trainer's own optimiser, around which single weights stop by evidence.
 
@@ -171,7 +255,7 @@ def elementwise(
     Args:
         model: the model that the Trainer gets.
         args: its arguments: optimiser, learning rate and weight decay are taken from there.
-        options: arguments of `heldin.ElementwiseStopping`.
+        greedy, smoothing and the others: see `heldin.ElementwiseStopping`.
 
     >>> import torch
     >>> from transformers import TrainingArguments
@@ -181,6 +265,8 @@ def elementwise(
     >>> kwargs
     {'lr': 0.1}
     """
+    options = chosen(locals(), ElementwiseStopping)
+    check_elementwise("elementwise", options)
     inner, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)
 
     class Elementwise(ElementwiseStopping):
@@ -191,6 +277,21 @@ def elementwise(
 
 
 # -- the Trainer's logs
+
+
+def callers(kinds: tuple[type, ...]) -> list[Any]:
+    """The objects of some kinds whose methods are being called: callbacks do not get to know them.
+
+    If that should change, an observer lives on after an error until the next run begins.
+    """
+    found: dict[int, Any] = {}
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self") if frame.f_code.co_varnames[:1] == ("self",) else None
+        if isinstance(owner, kinds):
+            found[id(owner)] = owner
+        frame = frame.f_back
+    return list(found.values())
 
 
 def put_before_loggers(callback: TrainerCallback) -> None:

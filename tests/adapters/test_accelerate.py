@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 from collections.abc import Iterator
@@ -168,3 +169,32 @@ def test_all_processes_stop_in_the_same_step(tmp_path: Path) -> None:
         port = free.getsockname()[1]
     torch.multiprocessing.spawn(_process, (port, str(tmp_path)), nprocs=2)
     assert [(tmp_path / name).read_text() for name in "01"] == ["4", "4"]
+
+
+@plain.broken
+def test_errors_and_interrupts_leave_no_trace(error: type[BaseException]) -> None:
+    """Also without a `with` block: the accelerator keeps no rule alive."""
+    fuse = plain.Fuse(error)
+    accelerator, model = Accelerator(cpu=True), plain.net()
+
+    def loop() -> None:
+        stopping = EvidenceStopping(accelerator, model)
+        x, y = plain.data()
+        while True:
+            fuse()
+            accelerator.backward(F.cross_entropy(model(x), y))
+            stopping.step()
+
+    with pytest.raises(error) as caught:
+        loop()
+    del caught
+    gc.collect()
+    plain.expect_no_trace(model)
+
+
+def test_objects_in_the_wrong_place_are_named() -> None:
+    accelerator, model = Accelerator(cpu=True), plain.net()
+    with pytest.raises(heldin.HeldinError, match=r"accelerator must be .* of type Sequential"):
+        EvidenceStopping(model, accelerator)
+    with pytest.raises(heldin.HeldinError, match=r"model must be .* of type SGD"):
+        EvidenceStopping(accelerator, plain.sgd(model))

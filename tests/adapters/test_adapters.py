@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import json
 import math
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import heldin
+from heldin.adapters.epochs import Epochs
 from heldin.adapters.session import BeforeStep, StoppingSession
+from heldin.rules.foreign import ASKED_BY
 from heldin.state.packed import packed, unpacked
 from tests.support import plain
 
@@ -108,18 +113,126 @@ def test_steps_are_seen_once() -> None:
 
     before = BeforeStep(model, count)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer.step()
-    before.done = True  # told by the framework
-    optimizer.step()
-    optimizer.step()
+    other = torch.optim.SGD([model.bias], lr=0.1)
+    for _ in range(2):
+        before.next_iteration()
+        optimizer.step()
+        other.step()  # of the same iteration
     assert seen == [2]
+    before.next_iteration()
+    before.weigh()  # called by the framework
+    optimizer.step()
+    assert seen == [3]
+    before.next_iteration()
     optimizer.step(lambda: 0.0)
-    assert seen == [2]
+    assert seen == [3]
     assert before.missed
+    before.next_iteration()
     around = heldin.ElementwiseStopping(optimizer, model)
     model(torch.randn(4, 2)).sum().backward()
     around.step()
-    assert seen == [3]
+    assert seen == [4]
     around.close()
     del before  # a lost one goes with its hook
     plain.expect_no_trace(model)
+
+
+def test_all_optimisers_of_an_iteration_stand_still_once_the_rule_has_stopped() -> None:
+    model = nn.Linear(2, 1)
+    before = BeforeStep(model, lambda: True)
+    model(torch.randn(4, 2)).sum().backward()
+    weights = copy.deepcopy(model.state_dict())
+    for optimizer in [torch.optim.SGD([p], lr=0.1) for p in model.parameters()]:
+        optimizer.step()
+        model(torch.randn(4, 2)).sum().backward()
+    torch.testing.assert_close(model.state_dict(), weights, rtol=0, atol=0)
+    before.close()
+
+
+# -- arguments
+
+# what a framework calls otherwise, and what only its callback has
+OWN_NAMES = {"patience": "early_stopping_patience"}
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_every_option_is_in_the_signature(name: str) -> None:
+    """With the default and the type that it has in the rule itself."""
+    pytest.importorskip(name)
+    module = pytest.importorskip(f"heldin.{name}")
+    callback = getattr(module, "EvidenceStopping", None)
+    if name == "transformers":
+        callback = module.EvidenceStoppingCallback
+    pairs = [(callback, heldin.EvidenceStopping)]
+    single = {"lightning": "ElementwiseStopping", "skorch": "ElementwiseStopping"}
+    if name == "transformers":
+        pairs.append((module.elementwise, heldin.ElementwiseStopping))
+    elif name in single:
+        pairs.append((module.ElementwiseStopping, heldin.ElementwiseStopping))
+    for found, rule in pairs:
+        own = inspect.signature(found).parameters
+        assert not [p for p in own.values() if p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+        for option, wanted in inspect.signature(rule).parameters.items():
+            if option in ("model", "optimizer"):
+                continue
+            key = option if option in own else OWN_NAMES[option]
+            assert own[key].default == wanted.default, option
+            assert own[key].annotation == wanted.annotation, option
+
+
+@pytest.mark.parametrize("kind", [heldin.EvidenceStopping, heldin.ElementwiseStopping])
+def test_a_plain_rule_in_the_place_of_a_callback_is_named(kind: type) -> None:
+    model = nn.Linear(2, 1)
+    given = (plain.sgd(model), model) if kind is heldin.ElementwiseStopping else (model,)
+    core = kind(*given)
+    for asked, adapter in ASKED_BY.items():
+        if adapter not in core._callbacks:
+            continue
+        assert not hasattr(core, asked)
+        if adapter == "fastai":
+            core.learn = None
+        with pytest.raises(heldin.HeldinError, match=rf"use heldin\.{adapter}\."):
+            getattr(core, asked)
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = core.nonsense
+    core.remove()
+
+
+def test_wrong_values_are_not_printed_at_length() -> None:
+    big = nn.Sequential(*[nn.Linear(2, 2) for _ in range(9)])
+    for name in ("patience", "smoothing", "window"):
+        for make in (
+            lambda **o: StoppingSession("Callback", o),
+            partial(heldin.EvidenceStopping, big),
+        ):
+            with pytest.raises(heldin.HeldinError, match=name) as caught:
+                make(**{name: big})
+            assert len(str(caught.value)) < 200
+    with pytest.raises(heldin.HeldinError, match="of type SGD"):
+        heldin.EvidenceStopping(big, plain.sgd(big))
+
+
+# -- epochs
+
+
+def run_epochs(number: int, batches: int, **options: Any) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(3, 1), torch.randn(8, 3)
+    epochs = Epochs("Callback")
+    with heldin.EvidenceStopping(model, arming=None, **options) as stopping:
+        for _ in range(number):
+            epochs.begin(stopping)
+            for _ in range(batches):
+                epochs.batch()
+                model(x).square().mean().backward()
+                stopping.step()
+                model.zero_grad()
+            epochs.end(stopping)
+
+
+def test_very_many_epochs_without_a_stop_are_noticed() -> None:
+    with pytest.warns(heldin.HeldinWarning, match=r"200 epochs.*stopping\('auto'") as told:
+        run_epochs(220, 10, patience=10**6)
+    assert len(told) == 1
+    run_epochs(220, 2, patience=10**6)  # few steps in many epochs say nothing
+    run_epochs(150, 14, patience=10**6)

@@ -26,6 +26,7 @@ from fastai.data.load import DataLoader
 from fastai.learner import Learner
 from fastai.optimizer import SGD, OptimWrapper
 
+from heldin.adapters.session import Detour
 from heldin.fastai import EvidenceStopping
 
 pytestmark = plain.foreign
@@ -189,3 +190,38 @@ def test_tensorboard(tmp_path: Path) -> None:
     values = [r.criterion for r in callback.stopping.history]
     logged = [e.value for e in events.Scalars("heldin/criterion")]
     assert logged == pytest.approx([*values[3::4], values[-1]], rel=1e-6)
+
+
+# -- every way out
+
+
+@plain.broken
+@pytest.mark.parametrize("place", ["begin", "loss", "callback", "last"])
+def test_errors_and_interrupts_leave_no_trace(place: str, error: type[BaseException]) -> None:
+    case, fuse = plain.CASES[0], plain.Fuse(error)
+
+    class Burning(Callback):
+        def before_fit(self) -> None:
+            if place == "begin":
+                raise error("broken")
+
+        def after_loss(self) -> None:
+            if place == "loss":
+                fuse()
+
+        def after_batch(self) -> None:
+            if place == "callback":
+                fuse()
+
+        def after_epoch(self) -> None:
+            if place == "last":
+                fuse()
+
+    learn = learner(case, EvidenceStopping(warmup=100), Single(), Burning())
+    with pytest.raises(error, match="broken"):
+        learn.fit(9)
+    plain.expect_no_trace(learn.model)
+    if place == "begin":  # nothing that would do anything
+        return
+    assert not [v for v in vars(learn).values() if isinstance(v, Detour)]
+    assert not [m for m in learn.metrics if m.name.startswith("heldin")]

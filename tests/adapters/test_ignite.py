@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from pathlib import Path
 from typing import Any
@@ -174,3 +175,99 @@ def test_mlflow(mlflow_uri: str) -> None:
     assert stopping.stopping is not None
     values = [r.criterion for r in stopping.stopping.history]
     assert [m.value for m in sorted(found, key=lambda m: m.step)] == pytest.approx(values)
+
+
+# -- every way out
+
+
+@plain.broken
+@pytest.mark.parametrize("place", ["step", "data", "handler"])
+def test_errors_and_interrupts_leave_no_trace(place: str, error: type[BaseException]) -> None:
+    case, fuse = plain.CASES[0], plain.Fuse(error)
+    trainer, model, optimizer, stopping = made(case)
+    stopping.attach(trainer)
+    if place == "step":
+        optimizer.register_step_pre_hook(fuse)
+    elif place == "handler":
+        trainer.add_event_handler(Events.ITERATION_COMPLETED, fuse)
+    rows = plain.Rows(fuse) if place == "data" else TensorDataset(*plain.data())
+    with pytest.raises(error, match="broken"):
+        trainer.run(DataLoader(rows, batch_size=16), max_epochs=5)
+    plain.expect_no_trace(model)
+    assert fuse.calls == 6
+    # later training goes on, past the step at which the rule would have stopped
+    before = copy.deepcopy(model.state_dict())
+    x, y = plain.data()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    assert all(bool((before[n] != w).any()) for n, w in model.state_dict().items())
+
+
+def test_an_interrupted_run_goes_on_where_it_was() -> None:
+    case = plain.CASES[0]
+    trainer, model, _, stopping = made(case)
+    stopping.attach(trainer)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=6), lambda t: t.interrupt())
+    trainer.run(loader(case), max_epochs=case.epochs)
+    assert trainer.state.iteration == 6
+    plain.expect_no_trace(model)
+    trainer.run(loader(case), max_epochs=case.epochs)
+    plain.expect_same(case, stopping.stopping, model, rtol=plain.EXACT)
+    plain.expect_no_trace(model)
+
+
+# -- what is trained, and by how many
+
+
+def test_several_optimisers_make_one_step() -> None:
+    """Window and step counts are those of a single optimiser, and all stand still at the stop."""
+    case = plain.CASES[4]
+    _, model, _, stopping = made(case)
+    optimizers = [
+        torch.optim.SGD(part.parameters(), lr=plain.RATE, momentum=plain.MOMENTUM)
+        for part in (model[0], model[2])  # type: ignore[index]
+    ]
+
+    def update(engine: Any, batch: Any) -> None:
+        model.zero_grad()
+        F.cross_entropy(model(batch[0]), batch[1]).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+    trainer = Engine(update)
+    stopping.attach(trainer)
+    trainer.run(loader(case), max_epochs=case.epochs)
+    plain.expect_same(case, stopping.stopping, model)
+
+
+def test_a_model_that_nobody_trains_is_noticed() -> None:
+    case = plain.CASES[0]
+    trainer, _, _, _ = made(case)
+    stopping = EvidenceStopping(plain.net(), **case.options).attach(trainer)
+    with pytest.warns(heldin.HeldinWarning, match=r"no backward pass .* whole epoch of 4 batches"):
+        trainer.run(loader(case), max_epochs=2)
+    assert stopping.stopping is not None
+    # accumulating over more than an epoch is no such thing
+    case = plain.Case("slow", accumulate=6)
+    trainer, _, _, stopping = made(case)
+    stopping.attach(trainer)
+    trainer.run(loader(case), max_epochs=3)
+    case = plain.Case("rare", special={"every": 9})
+    trainer, _, _, stopping = made(case)
+    stopping.attach(trainer)
+    trainer.run(loader(case), max_epochs=3)
+
+
+def test_objects_in_the_wrong_place_are_named() -> None:
+    trainer, model, _, stopping = made(plain.CASES[0])
+    with pytest.raises(heldin.HeldinError, match=r"model must be the model .* type Engine"):
+        EvidenceStopping(trainer)
+    with pytest.raises(heldin.HeldinError, match=r"trainer must be the trainer.* type Sequential"):
+        stopping.attach(model)
+    with (
+        heldin.EvidenceStopping(model) as core,
+        pytest.raises(heldin.HeldinError, match=r"use heldin\.ignite\.EvidenceStopping"),
+    ):
+        core.attach(trainer)
+    with pytest.raises(heldin.HeldinError, match="the rule for plain loops"):
+        EvidenceStopping(core)  # type: ignore[arg-type]

@@ -16,6 +16,7 @@ keras = pytest.importorskip("keras")
 if keras.backend.backend() != "torch":
     pytest.skip("Keras runs on another backend", allow_module_level=True)
 
+from heldin.adapters.session import Detour
 from heldin.keras import EvidenceStopping
 
 pytestmark = plain.foreign
@@ -372,3 +373,55 @@ def test_another_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keras.backend, "backend", lambda: "jax")
     with pytest.raises(ImportError, match="but it runs on jax: set KERAS_BACKEND=torch"):
         plain.imported_again("keras")
+
+
+# -- every way out
+
+
+@plain.broken
+@pytest.mark.parametrize("place", ["begin", "step", "data", "batch end", "epoch end"])
+def test_errors_and_interrupts_leave_no_trace(place: str, error: type[BaseException]) -> None:
+    case, fuse = plain.CASES[0], plain.Fuse(error)
+    x, y = plain.data(torch.float32)
+
+    class Burning(keras.callbacks.Callback):
+        def on_train_begin(self, logs: Any = None) -> None:
+            if place == "begin":
+                raise error("broken")
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if place == "batch end":
+                fuse()
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            if place == "epoch end":
+                fuse()
+
+    class Loss(keras.losses.SparseCategoricalCrossentropy):
+        def call(self, *args: Any, **kwargs: Any) -> Any:
+            if place == "step":
+                fuse()
+            return super().call(*args, **kwargs)
+
+    model = made(case)
+    model.compile(model.optimizer, Loss(from_logits=True))
+    data = torch.utils.data.DataLoader(
+        plain.Rows(fuse if place == "data" else plain.Fuse(error), torch.float32)
+        if place == "data"
+        else torch.utils.data.TensorDataset(x, y),
+        batch_size=16,
+    )
+    with pytest.raises(error, match="broken"):
+        model.fit(data, epochs=9, verbose=0, callbacks=[EvidenceStopping(), Burning()])
+    plain.expect_no_trace(model)
+    assert hasattr(model, "_heldin_state") == (place == "begin")  # does nothing by itself
+    for owner in (model, model.optimizer, *model.layers):
+        assert not [v for v in vars(owner).values() if isinstance(v, Detour)]
+
+
+def test_a_model_that_nobody_trains_is_noticed() -> None:
+    case = plain.CASES[0]
+    model = made(case)
+    model.train_step = lambda data: {"loss": 0.0}
+    with pytest.warns(heldin.HeldinWarning, match=r"no backward pass .* whole epoch of 4 batches"):
+        fit(model, case, EvidenceStopping(**case.options), epochs=2)

@@ -335,3 +335,75 @@ def test_elementwise_beside_evidence() -> None:
     assert other.optimizers[0]._updates == 42
     plain.expect_no_trace(module)
     assert math.isclose(other.optimizers[0].stopped_fraction(), 0.0)
+
+
+# -- every way out
+
+
+@plain.broken
+def test_errors_and_interrupts_leave_no_trace(error: type[BaseException]) -> None:
+    case, fuse = plain.CASES[0], plain.Fuse(error)
+    callback, module = rule(case), Module()
+    with pytest.raises((error, SystemExit)):
+        trainer(case, callback).fit(module, DataLoader(plain.Rows(fuse), batch_size=16))
+    plain.expect_no_trace(module)
+
+
+# -- several optimisers
+
+
+class Two(Module):
+    """Manual optimisation with an optimiser for each layer."""
+
+    def __init__(self) -> None:
+        super().__init__(manual=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = F.cross_entropy(self(batch[0]), batch[1])
+        self.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            optimizer.step()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return [plain.sgd(self.net[0]), plain.sgd(self.net[2])]
+
+
+def test_several_optimisers_make_one_step() -> None:
+    case = plain.CASES[4]
+    callback, module = rule(case), Two()
+    trainer(case, callback).fit(module, loader(case))
+    plain.expect_same(case, callback.stopping, module.net)
+
+
+def test_a_line_search_is_one_step() -> None:
+    """An optimiser that calls its closure many times; the first gives the evidence."""
+
+    class Searching(Module):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.LBFGS(self.net.parameters(), lr=0.01, max_iter=5)
+
+    case = plain.Case("search", special={"warmup": 100})
+    callback = rule(case)
+    trainer(case, callback, max_epochs=2).fit(Searching(), loader(case))
+    assert callback.stopping is not None
+    assert [(r.step, r.count) for r in callback.stopping.history] == [
+        (1, 16), (2, 16), (3, 16), (4, 10), (5, 16), (6, 16), (7, 16), (8, 10)
+    ]  # fmt: skip
+
+
+def test_settings_in_a_configuration_file(tmp_path: Path) -> None:
+    """LightningCLI knows every option by its name."""
+    pytest.importorskip("jsonargparse")
+    from lightning.pytorch.cli import LightningCLI
+
+    callback = {"class_path": "heldin.lightning.EvidenceStopping", "init_args": {"smoothing": 0.8}}
+    cli = LightningCLI(
+        Module,
+        args={"trainer": {"callbacks": [callback], "logger": False}, "model": {}},
+        run=False,
+        save_config_callback=None,
+    )
+    found = [c for c in cli.trainer.callbacks if isinstance(c, EvidenceStopping)]
+    assert found[0]._run.options["smoothing"] == 0.8

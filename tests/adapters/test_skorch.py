@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from tests.support import plain
 
 skorch = pytest.importorskip("skorch")
 
-from skorch.callbacks import GradientNormClipping, TensorBoard
+from skorch.callbacks import Checkpoint, GradientNormClipping, LoadInitState, TensorBoard
 
 from heldin.skorch import ElementwiseStopping, EvidenceStopping
 
@@ -246,3 +247,118 @@ def test_elementwise_beside_evidence() -> None:
     callback = rule(case)
     model = fitted(case, ElementwiseStopping(smoothing=0.99), callback)
     plain.expect_same(case, callback.stopping_, model.module_)
+
+
+# -- every way out
+
+
+@plain.broken
+@pytest.mark.parametrize("place", ["step", "data", "callback"])
+@pytest.mark.parametrize("kind", [EvidenceStopping, ElementwiseStopping])
+def test_errors_and_interrupts_leave_no_trace(
+    kind: type, place: str, error: type[BaseException]
+) -> None:
+    case, fuse = plain.CASES[0], plain.Fuse(error)
+
+    class Burning(skorch.callbacks.Callback):
+        def on_batch_end(self, net: Any, **_: Any) -> None:
+            if place == "callback":
+                fuse()
+
+    class Net2(Net):
+        def get_loss(self, *args: Any, **kwargs: Any) -> Any:
+            if place == "step":
+                fuse()
+            return super().get_loss(*args, **kwargs)
+
+    model = net(case, kind(), Burning())
+    model.__class__ = Net2
+    x, y = (a.numpy() for a in plain.data())
+    data = plain.Rows(fuse) if place == "data" else x
+    with pytest.raises(error, match="broken") if error is RuntimeError else nullcontext():
+        model.fit(data, None if place == "data" else y)
+    assert fuse.calls == 6
+    plain.expect_no_trace(model.module_)
+    assert "fit_loop" not in vars(model)
+    assert type(model.optimizer_) is torch.optim.SGD
+
+
+def test_several_optimisers_make_one_step() -> None:
+    case = plain.CASES[4]
+
+    class Two(Net):
+        def initialize_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+            super().initialize_optimizer(*args, **kwargs)
+            first, second = self.module_.net[0], self.module_.net[2]
+            self.optimizer_ = plain.sgd(first)
+            self.second_ = plain.sgd(second)
+            return self
+
+        def train_step(self, batch: Any, **params: Any) -> Any:
+            self.module_.zero_grad()
+            step = self.train_step_single(batch, **params)
+            self.optimizer_.step()
+            self.second_.step()
+            return step
+
+    callback = rule(case)
+    model = net(case, callback)
+    model.__class__ = Two
+    model.fit(*(a.numpy() for a in plain.data()))
+    plain.expect_same(case, callback.stopping_, model.module_)
+
+
+def test_a_model_that_nobody_trains_is_noticed() -> None:
+    case = plain.CASES[0]
+
+    class Other(Net):
+        def train_step(self, batch: Any, **params: Any) -> Any:
+            return {"loss": torch.zeros(()), "y_pred": torch.zeros(len(batch[0]), 3)}
+
+    model = net(case, rule(case), max_epochs=2)
+    model.__class__ = Other
+    with pytest.warns(heldin.HeldinWarning, match=r"no backward pass .* whole epoch of 4 batches"):
+        model.fit(*(a.numpy() for a in plain.data()))
+
+
+# -- skorch's own checkpoints
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_exact_resume_from_a_checkpoint(first: bool, tmp_path: Path) -> None:
+    case = plain.CASES[4]
+    x, y = (a.numpy() for a in plain.data())
+
+    def callbacks() -> list[Any]:
+        checkpoint = Checkpoint(monitor=None, dirname=tmp_path)
+        others = [checkpoint, LoadInitState(checkpoint)]
+        return [rule(case), *others] if first else [*others, rule(case)]
+
+    net(case, *callbacks(), max_epochs=5).fit(x, y)
+    model = net(case, *callbacks())
+    model.fit(x, y)
+    assert len(model.history) > 5
+    plain.expect_same(case, used(model).stopping_, model.module_, rtol=plain.EXACT)
+
+
+def test_a_state_that_was_not_saved_is_missed(tmp_path: Path) -> None:
+    case = plain.CASES[0]
+    x, y = (a.numpy() for a in plain.data())
+    checkpoint = Checkpoint(monitor=None, dirname=tmp_path, f_optimizer=None)
+    net(case, rule(case), checkpoint, max_epochs=5).fit(x, y)
+    model = net(case, rule(case), LoadInitState(checkpoint), max_epochs=1)
+    with pytest.warns(heldin.HeldinWarning, match=r"after 5 epochs.*f_optimizer"):
+        model.fit(x, y)
+
+
+def test_stopped_weights_come_back_from_a_checkpoint(tmp_path: Path) -> None:
+    case = plain.CASES[0]
+    x, y = (a.numpy() for a in plain.data())
+    _, reference = plain.train_elementwise(case, epochs=15)
+    for epochs in (7, 8):
+        checkpoint = Checkpoint(monitor=None, dirname=tmp_path)
+        callbacks = [checkpoint, LoadInitState(checkpoint), ElementwiseStopping(smoothing=0.9)]
+        model = net(case, *callbacks, max_epochs=epochs)
+        model.fit(x, y)
+    for p, q in zip(model.module_.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p, q)

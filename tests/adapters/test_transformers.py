@@ -18,6 +18,7 @@ from tests.support import plain
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+from heldin.adapters.session import Detour
 from heldin.transformers import (
     ElementwiseLoggingCallback,
     EvidenceStoppingCallback,
@@ -329,3 +330,50 @@ def test_a_real_model_learns_its_loss_inside(tmp_path: Path) -> None:
         if "key.bias" not in name:  # rounding noise
             assert value == pytest.approx(float(1 - f[live].mean()), rel=1e-6), name
     assert not math.isnan(callback.stopping.criterion)
+
+
+# -- every way out
+
+
+@plain.broken
+@pytest.mark.parametrize("place", ["begin", "step", "data", "callback"])
+def test_errors_and_interrupts_leave_no_trace(
+    place: str, error: type[BaseException], tmp_path: Path
+) -> None:
+    case, fuse = plain.CASES[0], plain.Fuse(error)
+
+    class Burning(transformers.TrainerCallback):
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            if place == "begin":
+                raise error("broken")
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            if place == "callback":
+                fuse()
+
+    class Model2(Model):
+        def forward(self, x: Tensor, labels: Tensor) -> Any:
+            if place == "step":
+                fuse()
+            return super().forward(x, labels)
+
+    class Rows(plain.Rows):
+        def __getitem__(self, i: int) -> Any:
+            x, labels = super().__getitem__(i)
+            return {"x": x, "labels": labels}
+
+    run = trainer(case, tmp_path, rule(case), Burning(), model=Model2())
+    if place == "data":
+        run.train_dataset = Rows(fuse)
+    with pytest.raises(error, match="broken"):
+        run.train()
+    plain.expect_no_trace(run.model)
+    for owner in (run, run.callback_handler) if place != "begin" else ():
+        assert not [v for v in vars(owner).values() if isinstance(v, Detour)]
+
+
+def test_arguments_by_other_names_are_refused() -> None:
+    with pytest.raises(heldin.HeldinError, match="'patience'; is it 'early_stopping_patience'"):
+        EvidenceStoppingCallback(patience=5)  # type: ignore[call-arg]
+    with pytest.raises(heldin.HeldinError, match="elementwise: unknown argument 'smooth'"):
+        elementwise(nn.Linear(1, 1), None, smooth=0.5)  # type: ignore[call-arg]

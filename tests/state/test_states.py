@@ -5,6 +5,10 @@ from __future__ import annotations
 import copy
 import math
 import os
+import signal
+import subprocess
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -293,3 +297,58 @@ def test_an_error_while_writing_leaves_the_old_checkpoint(
     monkeypatch.undo()
     assert heldin.state.load(path) == {"step": 3}
     assert os.listdir(tmp_path) == ["a.ckpt"]
+
+
+KILLED = """
+import os, signal, sys
+import heldin
+from heldin.state import checkpoint
+
+def killed(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+checkpoint._digest = killed
+heldin.state.save(sys.argv[1], step=4)
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="no locks, no kill -9")
+def test_killed_writers_leave_one_unfinished_file_at_most(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    for _ in range(3):
+        run = subprocess.run([sys.executable, "-c", KILLED, str(path)], check=False)
+        assert run.returncode == -signal.SIGKILL
+    assert len(os.listdir(tmp_path)) == 1
+    heldin.state.save(path, step=5)
+    assert os.listdir(tmp_path) == ["a.ckpt"]
+    assert heldin.state.load(path) == {"step": 5}
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_threads_that_save_to_one_path_do_not_collide(
+    locks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not locks:
+
+        def refuse(*_: Any) -> None:
+            raise OSError(95, "Operation not supported")
+
+        monkeypatch.setattr("heldin.state.parts.fcntl.flock", refuse)
+    path, errors = tmp_path / "a.ckpt", []
+
+    def write(thread: int) -> None:
+        try:
+            for step in range(20):
+                heldin.state.save(path, thread=thread, step=step, weights=torch.ones(1000))
+                assert heldin.state.load(path)["weights"].sum() == 1000
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=write, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert os.listdir(tmp_path) == ["a.ckpt"]
+    assert heldin.state.load(path)["step"] == 19

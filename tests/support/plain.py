@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 import heldin
 from heldin.adapters.session import MethodWrapper
@@ -140,10 +140,41 @@ def train_elementwise(case: Case, epochs: int) -> tuple[heldin.ElementwiseStoppi
     return optimizer, model
 
 
+class Fuse:
+    """Raises an error when it is called for the sixth time: in the middle of the second epoch."""
+
+    def __init__(self, error: type[BaseException]) -> None:
+        self.error, self.calls = error, 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self.calls += 1
+        if self.calls == 6:
+            raise self.error("broken")
+
+
+class Rows(torch.utils.data.Dataset[Any]):
+    """The data, with a fuse that burns when a row of the second epoch is asked for."""
+
+    def __init__(self, fuse: Fuse, dtype: torch.dtype = torch.float64) -> None:
+        self.fuse, (self.x, self.y) = fuse, data(dtype)
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        if i % 16 == 0:
+            self.fuse()
+        return self.x[i], self.y[i]
+
+
+broken = pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+
+
 def expect_no_trace(model: nn.Module) -> None:
     """Nothing is left of the run, in PyTorch or in the model."""
     assert torch.autograd.backward.__module__ == "torch.autograd"
     assert not _global_optimizer_pre_hooks
+    assert not _global_optimizer_post_hooks
     for module in model.modules():
         assert not module._forward_hooks
         assert not module._forward_pre_hooks

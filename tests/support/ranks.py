@@ -509,12 +509,114 @@ def ddp_refuses_strangers(rank: int, world: int) -> None:
     x, y = batch("mlp", 4, 0)
     with heldin.EvidenceStopping(model, budget=40 + rank) as stopping:
         loss(model(x), y).backward()
-        with refused("rank 1 and rank 0 differ in settings"):
+        with refused("rank 1 and rank 0 differ in budget: 41 and 40"):
             stopping.step()
+    different: dict[str, list[Any]] = {
+        "patience": [1, 2],
+        "warmup": [0, 3],
+        "arming": [None, 0.5],
+        "every": [2, 3],
+        "window": [2, 3],
+        "groups": ["tensor", "all"],
+        "smoothing": [0.5, 0.9],
+    }
+    for name, values in different.items():  # before anything could hang
+        options: dict[str, Any] = {name: values[min(rank, 1)]}
+        with heldin.EvidenceStopping(model, **options) as stopping:
+            loss(model(x), y).backward()
+            with refused(f"rank 1 and rank 0 differ in {name}"):
+                stopping.step()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    around = heldin.ElementwiseStopping(optimizer, model, every=2 + min(rank, 1))
+    loss(model(x), y).backward()
+    with refused("rank 1 and rank 0 differ in every"):
+        around.step()
+    around.remove()
     with refused("expected 'auto'"):
         heldin.EvidenceStopping(model, process_group="world")
     with heldin.EvidenceStopping(model) as stopping, refused("no backward pass"):
         stopping.step()
+
+
+def own_run(seed: int, rate: float, group: Any, refused_at: int | None) -> None:
+    """Three steps of a model that is not wrapped."""
+    torch.manual_seed(seed)
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    x, y = batch("mlp", 4, 0)
+    with heldin.EvidenceStopping(model, process_group=group) as stopping:
+        for step in range(3):
+            loss(model(x), y).backward()
+            if step == refused_at:
+                with refused("rank 1 and rank 0 train different models: the weights of parameter"):
+                    stopping.step()
+                return
+            stopping.step()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@case
+def ranks_with_models_of_their_own(rank: int, world: int) -> None:
+    """A sweep under torchrun: other weights, or the same ones trained in another way."""
+    own_run(seed=rank, rate=0.1, group="auto", refused_at=0)
+    own_run(seed=0, rate=0.1 * (rank + 1), group="auto", refused_at=1)
+    own_run(seed=rank, rate=0.1, group=None, refused_at=None)
+    own_run(seed=0, rate=0.1, group="auto", refused_at=None)
+
+
+@case
+def ddp_weighted_losses(rank: int, world: int) -> None:
+    """Factors that differ from rank to rank are noticed, those that do not are not."""
+    sizes = sizes_of(world, False, 0)
+    data = batch("mlp", sum(sizes), 0)
+    x, y = part(data, sizes, rank)
+    share = len(x) * world / sum(sizes)
+    each = F.cross_entropy
+    ways: list[tuple[bool, dict[str, Any], float, Callable[[Tensor], Tensor]]] = [
+        (True, {}, 1.0, lambda out: each(out, y) * share),
+        (True, {}, 1.0, lambda out: world * each(out, y, reduction="sum") / sum(sizes)),
+        (True, {}, 1.0, lambda out: torch.tensor(share) * each(out, y, reduction="none").mean()),
+        (False, {}, share, lambda out: each(out, y) * share),
+        (False, {"reduction": "sum"}, 1.0, lambda out: each(out, y, reduction="sum") / 7),
+        (False, {}, 1.0, lambda out: 1024 * each(out, y) / 3),
+        (False, {}, 1.0, lambda out: each(out, y, reduction="none").sum() / len(x)),
+        (False, {}, 1.0, lambda out: each(out, y) + out.square().mean()),
+    ]
+    plain = make("mlp")
+    with heldin.EvidenceStopping(plain, process_group=None, estimator="exact") as alone:
+        loss(plain(data[0]), data[1]).backward()
+        alone.step()
+    for i, (warns, options, scale, value) in enumerate(ways):
+        model = DDP(make("mlp"))
+        with heldin.EvidenceStopping(model, estimator="exact", **options) as stopping:
+            value(model(x)).backward()
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always", heldin.HeldinWarning)
+                stopping.step(scale=scale)
+            told = [str(w.message) for w in caught if w.category is heldin.HeldinWarning]
+            assert bool(told) == warns, (i, told)
+            assert not told or "losses of the ranks are weighted" in told[0], told
+            if not warns and i < 7:
+                close(stopping.evidence, alone.evidence)
+
+
+@case
+def ddp_rules_of_one_process(rank: int, world: int) -> None:
+    """Rules that look at the rows of one process are refused by name, wrapped or inside."""
+    x, y = batch("mlp", 24, 0)
+    for kind in (heldin.FoldStopping, heldin.ShadowStopping, heldin.LeaveOneOutStopping):
+        name = kind.__name__
+        model = make("smooth")
+        wrapped = DDP(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        made: Any = kind
+        with refused(f"{name}: the model is trained by several processes"):
+            made(wrapped, optimizer, F.cross_entropy, (x, y))
+        with made(model, optimizer, F.cross_entropy, (x, y)):
+            with refused(f"{name}: the model is trained by several processes"):
+                wrapped(x)
+            model(x)  # on its own it is
 
 
 @case

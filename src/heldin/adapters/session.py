@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
@@ -16,21 +15,15 @@ from heldin.rules.elementwise import ElementwiseStopping
 from heldin.rules.evidence import EvidenceStopping
 
 __all__ = [
-    "DEFAULTS",
     "BeforeStep",
+    "Guard",
     "MethodWrapper",
     "StoppingSession",
     "flat_metrics",
     "forget_gradients",
+    "forget_passes",
     "missing_framework",
 ]
-
-# what EvidenceStopping takes besides a model
-DEFAULTS: dict[str, Any] = {
-    name: parameter.default
-    for name, parameter in inspect.signature(EvidenceStopping).parameters.items()
-    if name != "model"
-}
 
 
 def missing_framework(framework: str, extra: str, error: ImportError) -> ImportError:
@@ -67,6 +60,11 @@ class StoppingSession:
         """Refuse what EvidenceStopping would refuse, names of parameters aside."""
         if "model" in self.options:
             raise HeldinError(f"{owner}: the model is the one that the framework trains")
+        if isinstance(self.options.get("patience"), nn.Module):
+            raise HeldinError(
+                f"{owner}: patience is a model; leave it out, the framework hands over the model "
+                "that it trains (in a plain loop: heldin.EvidenceStopping)"
+            )
         anything = nn.ParameterList([nn.Parameter(torch.zeros(1))])
         groups = self.options.get("groups", "tensor")
         known = groups if isinstance(groups, str) else "tensor"
@@ -133,22 +131,31 @@ def forget_gradients(parameters: Iterable[Tensor]) -> None:
         parameter.grad = None
 
 
-class BeforeStep:
-    """Calls a function right before optimisers with parameters of a model step.
+def forget_passes(stopping: EvidenceStopping) -> None:
+    """Drop backward passes after the one that closed a step, as a line search makes them."""
+    if stopping.watching and stopping.progress[2]:
+        stopping.discard()
 
-    Not if they step with a closure: the batch has not been seen then, and `missed` is set. Whoever
-    calls the function otherwise says so with `done`, so that it is called once for each step.
+
+class BeforeStep:
+    """Calls a function right before a step of optimisers with parameters of a model.
+
+    Once in each iteration of the framework, however many optimisers step in it. If the function
+    returns True, for stop, the steps of that iteration are empty ones. It is not called if they
+    step with a closure: the batch has not been seen then, and `missed` is set.
 
     >>> model = nn.Linear(2, 1)
     >>> before = BeforeStep(model, lambda: print("a step"))
-    >>> torch.optim.SGD(model.parameters(), lr=0.1).step()
+    >>> torch.optim.SGD([model.weight], lr=0.1).step()
     a step
+    >>> torch.optim.SGD([model.bias], lr=0.1).step()
+    >>> before.next_iteration()
     >>> torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1).step()
     >>> before.close()
     """
 
-    def __init__(self, model: nn.Module, function: Callable[[], None]) -> None:
-        self.done = self.missed = False
+    def __init__(self, model: nn.Module, function: Callable[[], bool | None]) -> None:
+        self.done = self.missed = self.stop = False
         self._own = {id(p) for p in model.parameters()}
         self._function = function
         respond = weakref.WeakMethod(self._stepping)  # the hook must not keep a lost run alive
@@ -160,18 +167,29 @@ class BeforeStep:
 
         self.close = weakref.finalize(self, register_optimizer_step_pre_hook(stepping).remove)
 
+    def next_iteration(self) -> None:
+        """The framework begins an iteration: the next step of an optimiser is a new one."""
+        self.done = self.missed = self.stop = False
+
+    def weigh(self) -> None:
+        """Call the function, unless that was done in this iteration."""
+        if not self.done:
+            self.done = True
+            self.stop = bool(self._function())
+
     def _stepping(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if isinstance(optimizer, ElementwiseStopping):
             return  # the one inside will step as well
-        params = (id(p) for group in optimizer.param_groups for p in group["params"])
-        if not any(p in self._own for p in params):
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        if not any(id(p) in self._own for p in params):
             return
         closure = next((c for c in (*args[1:], kwargs.get("closure")) if c is not None), None)
         if closure is not None:
-            self.missed = True
-        elif not self.done:
-            self._function()
-        self.done = False
+            self.missed = not self.done
+            return
+        self.weigh()
+        if self.stop:
+            forget_gradients(params)
 
 
 class MethodWrapper:
@@ -217,3 +235,60 @@ class MethodWrapper:
             else:
                 delattr(self._owner, self._name)
             top = vars(self._owner).get(self._name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of the owner has its own method, without the detour."""
+        return getattr, (self._owner, self._name)
+
+
+class Guard:
+    """Ends a run if an error leaves one of the methods through which a framework's loop goes.
+
+    For frameworks that do not tell callbacks of errors and interrupts. Errors pass on as they are.
+
+    Args:
+        end: closes all, this guard as well.
+        harmless: errors by which the framework steers itself.
+
+    >>> class Loop:
+    ...     def train(self):
+    ...         raise KeyboardInterrupt
+    >>> loop = Loop()
+    >>> guard = Guard(lambda: print("the run is over")).over(loop, "train")
+    >>> try:
+    ...     loop.train()
+    ... except KeyboardInterrupt:
+    ...     guard.close()
+    the run is over
+    >>> vars(loop)
+    {}
+    """
+
+    def __init__(
+        self, end: Callable[[], None], harmless: tuple[type[BaseException], ...] = ()
+    ) -> None:
+        self._end, self._harmless = end, harmless
+        self._detours: list[MethodWrapper] = []
+
+    def over(self, owner: Any, *names: str) -> Guard:
+        """Watch those methods of an object that it has."""
+        for name in names:
+            if callable(getattr(owner, name, None)):
+                self._detours.append(MethodWrapper(owner, name, self.watched))
+        return self
+
+    def watched(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a method, and end the run if that fails."""
+        try:
+            return method(*args, **kwargs)
+        except self._harmless:
+            raise
+        except BaseException:
+            self._end()
+            raise
+
+    def close(self) -> None:
+        """Leave the methods as they were."""
+        for detour in self._detours:
+            detour.close()
+        self._detours = []

@@ -61,6 +61,7 @@ class Collector:
         sums: by name of the parameter.
         per_sample: contributions (m, ...) by name, of the last pass.
         reference: sums by one backward pass per sample.
+        before_backward: functions that are told of every backward pass before it is looked into.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class Collector:
         self.weight_by_batch_size = False
         self.per_sample: dict[str, Tensor] = {}
         self.reference: dict[str, tuple[Tensor, Tensor]] = {}
+        self.before_backward: list[Callable[[Backward], None]] = []
         self.sums: dict[str, ParameterSums] = {}
         self.count = self.passes = self.first_count = 0
         self.leftovers = Leftovers()
@@ -231,6 +233,8 @@ class Collector:
 
     def prepare(self, backward: Backward) -> ObservedPass | None:
         """Find out how to observe a backward pass; None: there is nothing to observe."""
+        for tell in self.before_backward:
+            tell(backward)
         graph = backward.graph
         names = self._names.of(graph.leaves.values())
         if self.passes and not self._sharded:

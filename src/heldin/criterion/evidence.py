@@ -12,6 +12,7 @@ import torch
 from heldin.capture.moments import Moments, ratio_sums
 from heldin.capture.observation import Observation
 from heldin.errors import HeldinError
+from heldin.state.schema import shown
 
 __all__ = [
     "Correction",
@@ -88,7 +89,7 @@ def grouping(groups: Groups) -> Callable[[str], str]:
         return groups
     raise HeldinError(
         f"groups: expected 'tensor', 'all', a mapping or a function from parameter names to group "
-        f"names, got {groups!r}"
+        f"names, got {shown(groups)}"
     )
 
 

@@ -37,6 +37,13 @@ __all__ = ["ElementwiseStopping"]
 T = TypeVar("T")
 
 
+CALLBACKS = {
+    "lightning": "heldin.lightning.ElementwiseStopping",
+    "skorch": "heldin.skorch.ElementwiseStopping",
+    "transformers": "heldin.transformers.elementwise",
+}
+
+
 class ElementwiseStopping(Closing, OptimizerWrapper):
     """An optimiser that leaves weights without evidence where they are.
 
@@ -75,6 +82,8 @@ class ElementwiseStopping(Closing, OptimizerWrapper):
     True
     >>> optimizer.close()
     """
+
+    _callbacks = CALLBACKS
 
     def __init__(
         self,
@@ -208,8 +217,10 @@ class ElementwiseStopping(Closing, OptimizerWrapper):
     def _weigh(self) -> None:
         seen: Mapping[str, Moments] = self._seen
         count = self._seen.count
-        if self._ranks is not None and (self._step + 1) % self.every == 0:
-            self._ranks.check_agreement({"settings": self._settings(), "step": self._step})
+        due = (self._step + 1) % self.every == 0
+        if self._ranks is not None and self._ranks.must_meet(due):
+            self._ranks.check_agreement({**self._settings(), "step": self._step})
+        if self._ranks is not None and due:
             pooled = self._ranks.pool(1.0)
             seen, count = pooled.moments, pooled.count
         if count == 0:

@@ -45,6 +45,9 @@ from heldin.state.schema import (
 from .base import StoppingRule
 from .decision import STATE_SCHEMA as DECISION
 from .decision import Decision
+from .foreign import PlainLoopOnly
+from .order import CallOrder
+from .outlook import Outlook
 from .ranks import JoinHook, ProcessGroup, ranks_of
 
 __all__ = ["EvidenceStopping"]
@@ -73,7 +76,16 @@ STATE_SCHEMA = {
 }
 
 
-class EvidenceStopping(StoppingRule):
+CALLBACKS = {
+    **{
+        name: f"heldin.{name}.EvidenceStopping"
+        for name in ("lightning", "skorch", "keras", "ignite", "fastai")
+    },
+    "transformers": "heldin.transformers.EvidenceStoppingCallback",
+}
+
+
+class EvidenceStopping(StoppingRule, PlainLoopOnly):
     """Stops training when the gradients carry no more evidence than noise would.
 
     Call `step()` after `backward()` and before `optimizer.step()`, so that the weights that
@@ -134,6 +146,8 @@ class EvidenceStopping(StoppingRule):
     True
     """
 
+    _callbacks = CALLBACKS
+
     def __init__(
         self,
         model: nn.Module,
@@ -177,7 +191,8 @@ class EvidenceStopping(StoppingRule):
         self.history = History(check_int(name, "history", history, 2))
         self._decision = Decision(self.smoothing, start, arming, self.warmup, self.patience)
         self._window = Window(mean=reduction == "mean")
-        self._step = 0
+        self._step = self._seen_step = 0
+        self._outlook = Outlook()
         self._ratios: dict[str, Ratio] = {}  # the last ones of every parameter
 
         alone = self.window == 1  # a window goes on to hold the sums of its first step
@@ -197,6 +212,8 @@ class EvidenceStopping(StoppingRule):
         for each, parameter in self._model.named_parameters():
             if parameter.requires_grad and (parameters is None or parameters(each)):
                 self._groups(each)  # a mapping without an entry is refused now, not in a step
+        self._order = CallOrder(self._model, self._collector)
+        weakref.finalize(self, self._order.close)
         self._release = weakref.finalize(self, self._seen.close)
         self._prepare()
 
@@ -251,6 +268,15 @@ class EvidenceStopping(StoppingRule):
         """Whether a model is watched: from the beginning until `close`."""
         return self._model is not None
 
+    @property
+    def progress(self) -> tuple[int, int, int]:
+        """Steps so far, the last one with a backward pass, and passes since the last step."""
+        return self._step, self._seen_step, self._collector.passes
+
+    def discard(self) -> None:
+        """Forget the backward passes since the last `step()`: their gradients were not used."""
+        self._collector.clear(redraw=False)
+
     def call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run a function as if it were the model's forward pass, and return its result.
 
@@ -275,17 +301,20 @@ class EvidenceStopping(StoppingRule):
         if model is None:
             raise HeldinError("EvidenceStopping.step: called after close(); make a new one")
         self._step += 1
-        if self._step % self.every == 0:
+        due = self._step % self.every == 0
+        if self._ranks is not None and self._ranks.must_meet(due):
+            self._ranks.check_agreement(self._common())
+        if due:
             self._observe_step(model, scale)
         self._prepare()
         return self.should_stop
 
     def _observe_step(self, model: nn.Module, scale: float) -> None:
         """Take in all backward passes since the last step, of all ranks."""
+        self._order.closing()
         seen: Mapping[str, Moments] = self._seen
         count = self._collector.count
         if self._ranks is not None:
-            self._ranks.check_agreement({"settings": self._settings(), "step": self._step})
             pooled = self._ranks.pool(scale)
             seen, count, scale = pooled.moments, pooled.count, pooled.scale
         if not count and self.history.checks == self._window.steps == 0:
@@ -294,6 +323,8 @@ class EvidenceStopping(StoppingRule):
                 "step() after loss.backward(), and make the EvidenceStopping before the "
                 "forward pass"
             )
+        if count:
+            self._seen_step = self._step
         if self.window == 1:
             self._check(seen, count)
         else:
@@ -355,6 +386,9 @@ class EvidenceStopping(StoppingRule):
                 self.reason = f"step {self._step}: {why}"
                 if stop:
                     self.should_stop, self.stopped_step = True, self._step
+        hopeless = self._outlook.look(seen, count) and not self.should_stop
+        if hopeless and self._step > self.warmup and not (self.armed and self.criterion > 0):
+            self._outlook.warn(self._step, self.criterion, self.armed)
         stopped = self.should_stop and self.stopped_step == self._step
         self.history.note((self._step, count, raw, self.criterion, found.groups, bad), stopped)
 
@@ -420,6 +454,14 @@ class EvidenceStopping(StoppingRule):
             self._signature = model_signature(self._model)
         return {**values, "estimator": self._collector.estimator, **how, "model": self._signature}
 
+    def _common(self) -> dict[str, Any]:
+        """All that must be the same on all ranks, or they would part."""
+        names = ("patience", "warmup", "arming", "armed", "should_stop")
+        own = {name: getattr(self, name) for name in names}
+        groups = [f"{name}: {self._groups(name)}" for name in self._collector.trained()]
+        average = self._average.state_dict()
+        return {**self._settings(), **own, "groups": groups, "step": self._step, "average": average}
+
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs; loads with `torch.load(..., weights_only=True)`."""
         found, sampler = asdict(self.evidence), self._collector.sampler
@@ -470,6 +512,7 @@ class EvidenceStopping(StoppingRule):
     def close(self) -> None:
         """Stop observing and let go of the model. What was found stays readable."""
         self._release()
+        self._order.close()
         self._model = None
 
 

@@ -7,6 +7,8 @@ same decision in the same step. Of a sampled parameter only the block is sent.
 
 from __future__ import annotations
 
+import math
+import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,9 +22,19 @@ from heldin.capture.collector import Collector
 from heldin.capture.moments import Moments, upcast
 from heldin.capture.sampling import Block
 from heldin.capture.sharding import fully_sharded
-from heldin.errors import HeldinError
+from heldin.errors import HeldinError, HeldinWarning
 
-__all__ = ["JoinHook", "Pooled", "ProcessGroup", "Ranks", "ranks_of"]
+from .agreement import compare
+from .weighting import LossWeight
+
+__all__ = [
+    "JoinHook",
+    "Pooled",
+    "ProcessGroup",
+    "Ranks",
+    "ranks_of",
+    "refuse_data_parallel",
+]
 
 ProcessGroup = Any  # torch.distributed.ProcessGroup, a DeviceMesh, None or "auto"
 
@@ -93,7 +105,7 @@ class Pooled:
 
 # What the ranks tell each other about each parameter, summed over ranks.
 COLUMNS = ("seen", "reads", "packed", "whole", "cut")
-HEAD = 3  # samples, weight, weight times scale
+HEAD = 6  # samples, weight, weight times scale; ranks with a loss, its factor and that squared
 
 
 class Ranks:
@@ -113,7 +125,8 @@ class Ranks:
         self._seen = seen
         self._by_size = mean and seen.estimator != "microbatch"
         self._model = weakref.ref(model)
-        self._met = False
+        self._meetings = 0
+        self._loss_weight, self._told = LossWeight(seen), False
         self._agreed: set[str] = set()  # parameters that are sent
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._dtypes: dict[str, torch.dtype] = {}
@@ -126,33 +139,36 @@ class Ranks:
 
     def forget(self) -> None:
         """A state was loaded: the ranks meet again."""
-        self._met, self._agreed = False, set()
+        self._meetings, self._agreed = 0, set()
 
-    def check_agreement(self, facts: Mapping[str, Any]) -> None:
-        """Make sure, once, that all ranks train the same model in the same way.
+    def must_meet(self, due: bool) -> bool:
+        """Whether the ranks have to compare now.
 
         Args:
-            facts: what must be the same on all ranks.
+            due: whether this step is observed; the first one counts in any case.
         """
-        if self._met:
-            return
+        return self._meetings == 0 or (due and self._meetings == 1)
+
+    def check_agreement(self, facts: Mapping[str, Any]) -> None:
+        """Make sure that all ranks train the same model in the same way.
+
+        Settings are compared once, weights also in the next step: models that began alike and are
+        trained apart differ by then.
+
+        Args:
+            facts: what must be the same on all ranks, by name.
+        """
+        self._meetings += 1
         named = self._seen.parameters()
         self._shapes = {name: tuple(p.shape) for name, p in named.items()}
         self._dtypes = {n: upcast(torch.empty(0, dtype=p.dtype)).dtype for n, p in named.items()}
         self._device = next(iter(named.values())).device
-        own = {**facts, "parameters": [f"{n} {shape}" for n, shape in self._shapes.items()]}
+        own: dict[str, Any] = {}
+        if self._meetings == 1:
+            shapes = [f"{n} {shape}" for n, shape in self._shapes.items()]
+            own = {**facts, "parameters": shapes}
         for group in self.groups:
-            everyone: list[dict[str, Any]] = [{}] * torch.distributed.get_world_size(group)
-            torch.distributed.all_gather_object(everyone, own, group)
-            for rank, other in enumerate(everyone):
-                for what, value in everyone[0].items():
-                    if other.get(what) != value:
-                        difference = _short(other.get(what), value)
-                        raise HeldinError(
-                            f"rank {rank} and rank 0 differ in {what}: {difference}; every rank "
-                            "must build, load and call the same"
-                        )
-        self._met = True
+            compare(group, own, named)
 
     # -- uneven inputs
 
@@ -194,7 +210,10 @@ class Ranks:
                     "EvidenceStopping after adding parameters to a model"
                 )
         weight = float(seen.first_count if self._by_size else bool(seen.count))
-        head = [seen.count, weight, weight * scale, *self._table(local)]
+        factor = self._loss_weight.of_mean(seen.first_count) if seen.count else 0.0
+        told_scale = scale != 1.0 or not self._by_size
+        factors = [bool(seen.count), math.nan if told_scale else factor, factor**2]
+        head = [seen.count, weight, weight * scale, *factors, *self._table(local)]
         self.bytes = 0
         while True:
             spans = self._spans()
@@ -202,7 +221,8 @@ class Ranks:
             told = flat[:at].tolist()
             if not self._learn(told[HEAD:]):
                 break
-        count, weights, scales = told[:HEAD]
+        count, weights, scales, with_loss, factors_sum, factors_squared = told[:HEAD]
+        self._warn_of_weights(with_loss, factors_sum, factors_squared, factor)
         if not count:
             return Pooled({}, 0, scale)
         scale = scales / weights
@@ -210,6 +230,22 @@ class Ranks:
         columns = len(COLUMNS)
         present = {n: told[HEAD + i * columns] > 0 for i, n in enumerate(self._shapes)}
         return Pooled(self._read(flat[at:], spans, present, int(count), unit), int(count), scale)
+
+    def _warn_of_weights(self, number: float, total: float, squares: float, own: float) -> None:
+        """Warn if the ranks' losses have different factors in front of their means."""
+        spread = number * squares - total**2  # nan: not known on some rank, or told by the user
+        if self._told or not spread > 1e-4 * total**2:
+            return
+        self._told = True
+        warnings.warn(
+            "the losses of the ranks are weighted: that of this rank is its mean times "
+            f"{own:.4g}, the average over the ranks is {total / number:.4g}. Each rank's loss is "
+            "taken for a mean over its own samples, so that the criterion is off. Pass the factor, "
+            "stopping.step(scale=factor); or reduction='sum' to the rule if every rank divides the "
+            "sum over its samples by the same number",
+            HeldinWarning,
+            stacklevel=2,
+        )
 
     def _table(self, local: Mapping[str, Any]) -> list[float]:
         """One row of COLUMNS for each parameter."""
@@ -313,8 +349,12 @@ class JoinHook:
         """Nothing is left to do: the state is the same on all ranks."""
 
 
-def _short(one: Any, other: Any) -> str:
-    if isinstance(one, list) and isinstance(other, list):
-        odd = [x for x in one if x not in other] + [x for x in other if x not in one]
-        return ", ".join(map(str, odd[:3])) or "their order"
-    return f"{one!r} and {other!r}"
+def refuse_data_parallel(owner: str, model: nn.Module) -> None:
+    """Refuse a model that several processes train together, for rules that look at one process."""
+    parallel = nn.parallel.DistributedDataParallel
+    inside = getattr(parallel, "_active_ddp_module", None) is not None  # it is calling the model
+    if inside or isinstance(model, parallel) or any(True for _ in fully_sharded(model)):
+        raise HeldinError(
+            f"{owner}: the model is trained by several processes, and each of them would decide by "
+            "its own rows. Use heldin.EvidenceStopping, whose processes decide together"
+        )

@@ -9,10 +9,12 @@ from torch.optim import Optimizer
 
 from heldin.errors import HeldinError
 
+from .foreign import PlainLoopOnly
+
 __all__ = ["OptimizerWrapper"]
 
 
-class OptimizerWrapper(Optimizer):
+class OptimizerWrapper(Optimizer, PlainLoopOnly):
     """Has hooks of its own around `step`; parameters, state and the rest are the wrapped one's.
 
     Attributes:
@@ -58,6 +60,8 @@ class OptimizerWrapper(Optimizer):
         # itself) to those who probe for them, past this wrapper.
         if name.startswith("_") or name == "optimizer":
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if not hasattr(self.optimizer, name):
+            return PlainLoopOnly.__getattr__(self, name)
         return getattr(self.optimizer, name)
 
     def __getstate__(self) -> dict[str, Any]:

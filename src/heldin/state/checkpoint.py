@@ -32,10 +32,11 @@ def save(path: str | Path, /, **states: Any) -> None:
 
     The bytes go to a temporary file in the same folder, which takes the checkpoint's name once it
     is complete and on disk. A run that is killed while it writes leaves a `.part` file behind,
-    which nothing reads.
+    which nothing reads and which the next save takes over. Threads and processes that save to one
+    path do not disturb each other: one of their checkpoints stays, whole.
 
     Args:
-        path: of the checkpoint; what is there is replaced. One process writes it.
+        path: of the checkpoint; what is there is replaced.
         states: what to save, by name: tensors, numbers, strings, and lists and dicts of them, as
             `state_dict()` gives. Nothing that `torch.load(..., weights_only=True)` would refuse.
 
@@ -51,7 +52,7 @@ def save(path: str | Path, /, **states: Any) -> None:
     >>> stopping.close()
     """
     path = Path(path)
-    with replacing(path) as part, open(part, "w+b") as file:
+    with replacing(path) as part, open(part, "r+b") as file:
         torch.save(states, file)
         _readable(part, file)
         file.seek(-2, os.SEEK_END)  # the length of the archive's comment, which is zero

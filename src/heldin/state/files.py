@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from .parts import unfinished
+
 __all__ = ["leftovers", "replacing"]
 
 
@@ -25,14 +27,8 @@ def replacing(path: Path) -> Iterator[Path]:
     >>> path.read_text(), leftovers(path)
     ('1 2 3', [])
     """
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
+    with unfinished(path) as (part, _):
         yield part
-        _sync(part, os.O_RDWR)
-        os.replace(part, path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
     if os.name == "posix":  # the new name is on disk, too; Windows cannot open a folder
         _sync(path.parent, os.O_RDONLY)
 

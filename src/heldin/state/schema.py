@@ -20,22 +20,30 @@ __all__ = [
     "load_or_roll_back",
     "model_signature",
     "schema_error",
+    "shown",
 ]
 
 Schema = Any  # see `schema_error`
 
 
+def shown(value: Any) -> str:
+    """A wrong value as a message shows it: itself if it is short, else its kind."""
+    text = repr(value)
+    short = len(text) <= 60 and "\n" not in text
+    return text if short else f"an object of type {type(value).__name__}"
+
+
 def check_int(owner: str, name: str, value: Any, least: int) -> int:
     """An integer that is at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise HeldinError(f"{owner}: {name} must be a whole number >= {least}, got {value!r}")
+        raise HeldinError(f"{owner}: {name} must be a whole number >= {least}, got {shown(value)}")
     return value
 
 
 def check_fraction(owner: str, name: str, value: Any) -> float:
     """A number in [0, 1)."""
     if not isinstance(value, (int, float)) or not 0 <= value < 1:
-        raise HeldinError(f"{owner}: {name} must lie in [0, 1), got {value!r}")
+        raise HeldinError(f"{owner}: {name} must lie in [0, 1), got {shown(value)}")
     return float(value)
 
 

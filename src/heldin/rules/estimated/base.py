@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from heldin.errors import HeldinError
 from heldin.rules.base import StoppingRule
+from heldin.rules.ranks import refuse_data_parallel
 from heldin.state.estimates import STATE_SCHEMA as HISTORY
 from heldin.state.estimates import Estimate, EstimateHistory
 from heldin.state.schema import (
@@ -69,6 +70,7 @@ class Taken:
 class _Watch:
     """Hooks that see what the model is called with and when the optimiser steps."""
 
+    owner: str
     calls: list[tuple[Tensor, ...]] = field(default_factory=list)
     steps: list[Taken] = field(default_factory=list)
     settings: list[dict[str, Any]] = field(default_factory=list)
@@ -83,6 +85,7 @@ class _Watch:
         ]
 
     def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        refuse_data_parallel(self.owner, module)
         if torch.is_grad_enabled():
             tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
             self.calls.append(tuple(t.detach() for t in tensors))
@@ -135,6 +138,7 @@ class PathStopping(StoppingRule):
             raise HeldinError(
                 f"{name}: optimizer must be a torch.optim.Optimizer, got {type(optimizer)!r}"
             )
+        refuse_data_parallel(name, model)
         parameter = next((p for p in model.parameters() if p.requires_grad), None)
         if parameter is None:
             raise HeldinError(
@@ -169,7 +173,7 @@ class PathStopping(StoppingRule):
         self._curves: list[Tensor] = []  # one (rows,) for each check
         self._kept: dict[int, dict[str, Tensor]] = {}  # number of the check -> the model's weights
         self._loss = RowLoss.of(loss_fn, *self._sample())
-        self._watch = _Watch()
+        self._watch = _Watch(name)
         self._release = weakref.finalize(self, self._watch.close)
 
     def _start(self, optimizer: Optimizer) -> None:

@@ -1,0 +1,69 @@
+"""What a loss was multiplied by before its backward pass, as far as its graph tells."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from heldin.capture.collector import Backward, Collector
+
+__all__ = ["LossWeight", "root_factor"]
+
+MEAN, SUM = 1, 2  # as PyTorch numbers the reductions of its losses
+
+
+def root_factor(root: Any) -> tuple[float, int] | None:
+    """The factor in front of a mean or a sum over samples, and which of the two; None: not known.
+
+    >>> import torch
+    >>> losses = torch.ones(8, requires_grad=True)
+    >>> root_factor(3 * losses.mean() / 2)
+    (1.5, 1)
+    >>> root_factor(losses.sum() / 8)
+    (0.125, 2)
+    >>> root_factor(losses.mean() + losses.square().sum())
+    """
+    node, factor = getattr(root, "grad_fn", None), 1.0
+    while node is not None:
+        kind = type(node).__name__
+        if kind in ("MulBackward0", "DivBackward0"):
+            nexts = [step for step, _ in node.next_functions]
+            constant = node._saved_other if nexts[0] is not None else node._saved_self
+            if None not in nexts[:2] or constant is None or constant.numel() != 1:
+                return None  # no constant
+            if kind == "DivBackward0" and nexts[0] is None:
+                return None
+            value = float(constant)
+            factor = factor * value if kind == "MulBackward0" else factor / (value or math.nan)
+            node = nexts[0] or nexts[1]
+        elif kind.startswith(("MeanBackward", "SumBackward")):
+            return factor, MEAN if kind.startswith("Mean") else SUM
+        else:
+            reduction = getattr(node, "_saved_reduction", None)
+            return (factor, reduction) if reduction in (MEAN, SUM) else None
+    return None
+
+
+class LossWeight:
+    """The factor of the first backward pass of each step that a collector sees.
+
+    Attributes:
+        found: the factor and the reduction; None: not known.
+    """
+
+    def __init__(self, seen: Collector) -> None:
+        self.found: tuple[float, int] | None = None
+        self._seen = seen
+        seen.before_backward.append(self._look)
+
+    def _look(self, backward: Backward) -> None:
+        if not self._seen.passes:
+            plain = len(backward.roots) == 1 and backward.seeds is None
+            self.found = root_factor(backward.roots[0]) if plain else None
+
+    def of_mean(self, count: int) -> float:
+        """What a mean over so many samples was multiplied by; nan: not known."""
+        if self.found is None:
+            return math.nan
+        factor, reduction = self.found
+        return factor * (count if reduction == SUM else 1)
