@@ -14,7 +14,6 @@ from heldin.errors import HeldinError, HeldinWarning, NotObservable
 
 from .arguments import BatchDim
 from .counting import decide, different_counts
-from .coupling import couples
 from .forward import Calls
 from .graph import Graph
 from .knowledge import Call, Knowledge
@@ -275,18 +274,17 @@ class Collector:
         if any(not call.rivals for call in calls):
             return self._by_reference(backward, calls, calls[0].m)
         arguments, dim = self.calls.names, self._batch_dim
-        option = decide(graph, self._names.by_id, calls, backward.roots, arguments, dim)
+        once = runs_once(graph.nodes)
+        roots = () if once or self._sharded else backward.roots
+        option = decide(graph, self._names.by_id, calls, roots, arguments, dim)
         for call in calls:
             if len(call.rivals) > 1:
                 self.calls.settle(call, option.count)
         if option.plan is None:
             return self._leaves_only(graph, 1), {}
-        once = runs_once(graph.nodes)
-        if not (once or self._sharded):
-            where = couples(graph, backward.roots, option.outputs)
-            if where is not None:
-                why = f"in {where} it depends on several of them jointly"
-                self.knowledge.warn_mixed({"the loss": why})
+        if option.coupled is not None:
+            why = f"in {option.coupled} it depends on several of them jointly"
+            self.knowledge.warn_mixed({"the loss": why})
         volatile = any(call.tracker is not None and call.tracker.volatile for call in calls)
         if not once and not volatile:
             self.knowledge.remember(calls, leaves, graph, option.plan)

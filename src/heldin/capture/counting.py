@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from heldin.errors import NotObservable
@@ -33,12 +34,22 @@ class Option:
         members: the inputs that count them, by number.
         plan: how to observe the pass; None: a single sample, there is nothing to tell apart.
         outputs: the last tensors whose rows have owners.
+        graph, roots: of the pass; no roots: no passes of our own may go through it.
     """
 
     count: Count | None
     members: frozenset[int]
     plan: Plan | None
     outputs: Sequence[Output] = ()
+    graph: Graph | None = None
+    roots: Sequence[Any] = ()
+
+    @cached_property
+    def coupled(self) -> str | None:
+        """The op in which the loss couples the samples that are counted so."""
+        if self.graph is None or not self.roots:
+            return None
+        return couples(self.graph, self.roots, self.outputs)
 
 
 def counts_of(calls: Sequence[Call]) -> list[Count | None]:
@@ -50,7 +61,12 @@ def counts_of(calls: Sequence[Call]) -> list[Count | None]:
 
 
 def options_of(
-    graph: Graph, names: Mapping[int, str], calls: Sequence[Call], count: Count | None
+    graph: Graph,
+    names: Mapping[int, str],
+    calls: Sequence[Call],
+    count: Count | None,
+    roots: Sequence[Any],
+    dim: int,
 ) -> tuple[list[Option], NotObservable | None]:
     """What a number of samples leads to: plans, or the reason why there is none."""
     for call in calls:
@@ -78,9 +94,15 @@ def options_of(
         outputs = frontier(graph, owners, m, reading)
         if count is not None and count.listed and not _all_in(outputs, m):
             continue  # a pair of an input and its target is no list of two samples
-        found.append(Option(count, members, plan, outputs))
-        if reading == 0:  # all that look like it count samples, and nothing is mixed
-            break
+        found.append(Option(count, members, plan, outputs, graph, roots))
+        if reading == 0 and (len(ways) == 1 or found[0].coupled is None):
+            break  # all that look like it count samples, and nothing is mixed
+    if (
+        len(found) > 1 and found[0].members == ways[0]
+    ):  # the loss mixes: does one only look like it?
+        others = [o for o in found[1:] if o.coupled is None]
+        better = _without_masks([*others, found[0]], calls, dim)
+        return (better if len(better) == 1 else found[:1]), None
     largest = [o for o in found if all(o.members >= other.members for other in found)]
     return (largest[:1] or found), error
 
@@ -107,7 +129,7 @@ def decide(
     found: list[Option] = []
     errors: list[NotObservable] = []
     for count in counts_of(calls):
-        options, error = options_of(graph, names, calls, count)
+        options, error = options_of(graph, names, calls, count, roots, dim)
         found += options
         if error is not None and not options:
             errors.append(error)
@@ -124,7 +146,7 @@ def decide(
         if along and shapes and not listed and not any(1 in shape for shape in shapes):
             many, singles = along, []
     if len(many) > 1:
-        many = [o for o in many if couples(graph, roots, o.outputs) is None] or many
+        many = [o for o in many if o.coupled is None] or many
     if len(many) > 1:
         many = _without_masks(many, calls, dim)
     if not many and not singles:
@@ -156,7 +178,7 @@ def _without_masks(options: Sequence[Option], calls: Sequence[Call], dim: int) -
     along = [o for o in options if any(layout.dim == dim for _, layout in o.outputs)]
     lengths = {s[dim + 1] for o in along for s in shapes(o) if len(s) > max(dim, 0) + 1}
     looks = {(t, t) for t in lengths} | {(t,) for t in lengths}
-    masks = [o for o in options if looks.issuperset(shapes(o))]
+    masks = [o for o in options if not looks.isdisjoint(shapes(o))]
     return [o for o in options if o not in masks] or list(options)
 
 
