@@ -153,7 +153,7 @@ class EvidenceStopping(Callback):
     def _keep(self, net: NeuralNet) -> None:
         """Let the optimiser's state, which skorch's checkpoints hold, hold ours as well."""
         if self.kept_ is not None:
-            self.kept_.close()
+            self.kept_.remove()
         alive = weakref.ref(self)
 
         def add(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:

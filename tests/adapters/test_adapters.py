@@ -195,7 +195,7 @@ def test_a_plain_rule_in_the_place_of_a_callback_is_named(kind: type) -> None:
             getattr(core, asked)
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = core.nonsense
-    core.remove()
+    core.close()
 
 
 def test_wrong_values_are_not_printed_at_length() -> None:

@@ -26,7 +26,7 @@ from fastai.data.load import DataLoader
 from fastai.learner import Learner
 from fastai.optimizer import SGD, OptimWrapper
 
-from heldin.adapters.session import Detour
+from heldin.adapters.session import MethodWrapper
 from heldin.fastai import EvidenceStopping
 
 pytestmark = plain.foreign
@@ -223,5 +223,5 @@ def test_errors_and_interrupts_leave_no_trace(place: str, error: type[BaseExcept
     plain.expect_no_trace(learn.model)
     if place == "begin":  # nothing that would do anything
         return
-    assert not [v for v in vars(learn).values() if isinstance(v, Detour)]
+    assert not [v for v in vars(learn).values() if isinstance(v, MethodWrapper)]
     assert not [m for m in learn.metrics if m.name.startswith("heldin")]

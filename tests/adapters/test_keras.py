@@ -16,7 +16,7 @@ keras = pytest.importorskip("keras")
 if keras.backend.backend() != "torch":
     pytest.skip("Keras runs on another backend", allow_module_level=True)
 
-from heldin.adapters.session import Detour
+from heldin.adapters.session import MethodWrapper
 from heldin.keras import EvidenceStopping
 
 pytestmark = plain.foreign
@@ -416,7 +416,7 @@ def test_errors_and_interrupts_leave_no_trace(place: str, error: type[BaseExcept
     plain.expect_no_trace(model)
     assert hasattr(model, "_heldin_state") == (place == "begin")  # does nothing by itself
     for owner in (model, model.optimizer, *model.layers):
-        assert not [v for v in vars(owner).values() if isinstance(v, Detour)]
+        assert not [v for v in vars(owner).values() if isinstance(v, MethodWrapper)]
 
 
 def test_a_model_that_nobody_trains_is_noticed() -> None:

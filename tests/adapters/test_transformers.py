@@ -18,7 +18,7 @@ from tests.support import plain
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from heldin.adapters.session import Detour
+from heldin.adapters.session import MethodWrapper
 from heldin.transformers import (
     ElementwiseLoggingCallback,
     EvidenceStoppingCallback,
@@ -369,7 +369,7 @@ def test_errors_and_interrupts_leave_no_trace(
         run.train()
     plain.expect_no_trace(run.model)
     for owner in (run, run.callback_handler) if place != "begin" else ():
-        assert not [v for v in vars(owner).values() if isinstance(v, Detour)]
+        assert not [v for v in vars(owner).values() if isinstance(v, MethodWrapper)]
 
 
 def test_arguments_by_other_names_are_refused() -> None:

@@ -376,9 +376,9 @@ def test_a_gradient_scaler_steps_it_and_skips_overflows() -> None:
         assert moved == (step != 2) == (optimizer._updates > updates)
         if step == 1:
             held = {n: a.clone() for n, a in optimizer._averages.items()}
-        if step == 3:  # the sums hold the overflow too: no weight is judged by them
+        if step == 2:  # nothing is judged by an overflow
             assert all(torch.equal(held[n], a) for n, a in optimizer._averages.items())
-        if step == 4:
+        if step == 3:  # whose gradients were thrown away, so that the next step stands alone
             assert not any(torch.equal(held[n], a) for n, a in optimizer._averages.items())
     assert all(bool(a.isfinite().all()) for a in optimizer._averages.values())
     assert scaler.get_scale() == 2.0

@@ -1178,7 +1178,7 @@ add(
 add(
     "positions before the batch",
     model(lambda s, p, x: s.a(x) + s.e(p), a=linear(3, 2), e=lambda: nn.Embedding(9, 2)),
-    lambda: (torch.arange(5), torch.randn(next(_sizes), 5, 3)),
+    lambda: (torch.arange(6), torch.randn(next(_sizes), 6, 3)),
 )
 add(
     "points before functions, told which",

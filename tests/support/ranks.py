@@ -531,7 +531,7 @@ def ddp_refuses_strangers(rank: int, world: int) -> None:
     loss(model(x), y).backward()
     with refused("rank 1 and rank 0 differ in every"):
         around.step()
-    around.remove()
+    around.close()
     with refused("expected 'auto'"):
         heldin.EvidenceStopping(model, process_group="world")
     with heldin.EvidenceStopping(model) as stopping, refused("no backward pass"):

@@ -43,7 +43,7 @@ def check_elementwise(owner: str, options: Mapping[str, Any]) -> None:
     anything = nn.ParameterList([nn.Parameter(torch.zeros(1))])
     optimizer = torch.optim.SGD(anything.parameters(), lr=0.0)
     try:
-        ElementwiseStopping(optimizer, anything, **{**options, "parameters": None}).remove()
+        ElementwiseStopping(optimizer, anything, **{**options, "parameters": None}).close()
     except TypeError as error:
         raise HeldinError(f"{owner}: {error}; see heldin.ElementwiseStopping") from None
 

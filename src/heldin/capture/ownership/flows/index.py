@@ -26,8 +26,8 @@ from heldin.capture.ownership.planes import (
 def _arranged(planes: Tensor | None) -> Tensor | None:
     """Owners of an index into owned rows.
 
-    An index that depends on many samples (an order of lengths, a choice of experts) only says where
-    rows go: it carries no gradient, and the rows keep their owners.
+    One that depends on many samples (an order of lengths, a choice of experts) only says where rows
+    go: it carries no gradient, and the rows keep their owners.
     """
     return None if planes is None or bool(is_mixed(planes).any()) else planes
 
