@@ -282,19 +282,19 @@ class Collector:
                 "model (or run the step through call()), and add up losses and penalties before "
                 "one backward()"
             )
-        if not any(len(call.rivals) > 1 for call in calls):
+        if not any(len(call.candidates) > 1 for call in calls):
             if len({call.m for call in calls}) > 1:
                 raise different_counts(calls)
             if calls[0].m == 1:
                 return self._leaves_only(graph, 1), {}
-        if any(not call.rivals for call in calls):
+        if any(not call.candidates for call in calls):
             return self._by_reference(backward, calls, calls[0].m)
         arguments, dim = self.calls.names, self._batch_dim
         once = runs_once(graph.nodes)
         roots = () if once or self._sharded else backward.roots
         option = decide(graph, self._names.by_id, calls, roots, arguments, dim)
         for call in calls:
-            if len(call.rivals) > 1:
+            if len(call.candidates) > 1:
                 self.calls.settle(call, option.count)
         if option.plan is None:
             return self._leaves_only(graph, 1), {}

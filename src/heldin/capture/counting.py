@@ -54,7 +54,11 @@ class Option:
 
 def counts_of(calls: Sequence[Call]) -> list[Count | None]:
     """The numbers of samples that all calls may have in common."""
-    open_ones = [[rival.count for rival in call.rivals] for call in calls if len(call.rivals) > 1]
+    open_ones = [
+        [candidate.count for candidate in call.candidates]
+        for call in calls
+        if len(call.candidates) > 1
+    ]
     if not open_ones:
         return [None]
     return [count for count in open_ones[0] if all(count in other for other in open_ones[1:])]
@@ -70,9 +74,9 @@ def options_of(
 ) -> tuple[list[Option], NotObservable | None]:
     """What a number of samples leads to: plans, or the reason why there is none."""
     for call in calls:
-        for rival in call.rivals if len(call.rivals) > 1 else ():
-            if rival.count == count:
-                call.choose(rival)
+        for candidate in call.candidates if len(call.candidates) > 1 else ():
+            if candidate.count == count:
+                call.choose(candidate)
     if len({call.m for call in calls}) > 1:
         return [], different_counts(calls)
     m = calls[0].m

@@ -21,8 +21,8 @@ from .reference import Output
 
 __all__ = ["couples"]
 
-PROBES = 6  # elements of a tensor that are asked on whom they depend
-LARGE = 1 << 22  # elements from which on only two are
+PROBES = 6  # elements of a tensor that are tested: on which samples do they depend?
+LARGE = 1 << 22  # of a tensor with so many elements only two are tested
 # Linear in all inputs together.
 _LINEAR = {
     "Add", "Sub", "Rsub", "Neg", "Sum", "Mean", "Nansum", "View", "Squeeze", "Unsqueeze", "Expand",
@@ -70,12 +70,14 @@ def _by_structure(graph: Graph, outputs: Sequence[Output]) -> str | None:
         name = _plain(graph.names[at])
         below = [pair for pair in graph.children[at] if pair[0] in above]
         inside = [pair for pair in below if pair not in ends]
-        if name in _LINEAR or (name in _BILINEAR and len(set(below)) < 2 and _is_left(graph, at)):
+        if name in _LINEAR or (
+            name in _BILINEAR and len(set(below)) < 2 and _divisor_is_free_of_samples(graph, at)
+        ):
             fresh = [child for child, _ in inside if child not in seen]
             seen.update(fresh)
             stack.extend(fresh)
             continue
-        # an element may be flat where it is asked, as beyond a hinge, but not what goes into it
+        # the derivative of a hinge may be zero at this point, so its inputs are tested, too
         asked = inside if name in _SEPARABLE and len(set(below)) < 2 else [*inside, (at, 0)]
         if _is_opaque(graph.nodes[at]):
             asked = inside
@@ -88,8 +90,8 @@ def _plain(name: str) -> str:
     return name.rstrip("0123456789").removesuffix("Backward").rsplit("::", 1)[-1]
 
 
-def _is_left(graph: Graph, at: int) -> bool:
-    """Whether a quotient depends on samples through what is divided only."""
+def _divisor_is_free_of_samples(graph: Graph, at: int) -> bool:
+    """True unless this is a division whose divisor depends on samples."""
     return (
         _plain(graph.names[at]) != "Div"
         or len(graph.children[at]) < 2

@@ -21,7 +21,7 @@ from heldin.errors import NotObservable
 
 from .arguments import Arguments, BatchDim, Count, Entry, Roles, names_of, read, readings
 from .graph import Graph, number_of
-from .knowledge import Call, Knowledge, Rival
+from .knowledge import Call, Candidate, Knowledge
 from .layout import Layout
 from .names import Names
 from .ownership.numbers import Numbers
@@ -120,8 +120,8 @@ class Calls:
 
     def settle(self, call: Call, count: Count | None) -> None:
         """A backward pass has shown how many samples a call has."""
-        rival = next(rival for rival in call.rivals if rival.count == count)
-        self._knowledge.settle(call, rival)
+        candidate = next(candidate for candidate in call.candidates if candidate.count == count)
+        self._knowledge.settle(call, candidate)
         if call.given is not None and count is not None:
             self.roles.settle(call.given, count)
 
@@ -185,9 +185,11 @@ class Calls:
             entries = self.roles.counting(given)
         call.given = given
         counts = counts or [Count(m)]
-        call.rivals = [Rival(count, self._tracker(entries, count)) for count in counts]
-        call.choose(call.rivals[0])
-        self._enter(_all_of([r.tracker.following() for r in call.rivals if r.tracker is not None]))
+        call.candidates = [Candidate(count, self._tracker(entries, count)) for count in counts]
+        call.choose(call.candidates[0])
+        self._enter(
+            _all_of([r.tracker.following() for r in call.candidates if r.tracker is not None])
+        )
 
     def _tracker(self, entries: Sequence[Entry], count: Count) -> Tracker | None:
         """What follows a call under one count of samples; a single sample need not be."""
@@ -223,16 +225,16 @@ class Calls:
         self.pending.append(call)
         if len(self.pending) > RECENT:  # evaluation without no_grad: its graphs must not pile up
             self.pending[-1 - RECENT].seal()
-        if call.rivals or call.numbers is not None:
+        if call.candidates or call.numbers is not None:
             call.note_answers(self._knowledge.questions.get(call.kind))
-        if call.rivals:
+        if call.candidates:
             outputs = [output] if isinstance(output, Tensor) else tensors_in(output)
             with _disable_current_modes(), torch._C.DisableTorchFunction():
-                for rival in call.rivals:
-                    if rival.tracker is not None:
-                        rival.layouts = [_result(rival.tracker, t) for t in outputs]
-            if len(call.rivals) == 1:
-                self._knowledge.settle(call, call.rivals[0])
+                for candidate in call.candidates:
+                    if candidate.tracker is not None:
+                        candidate.layouts = [_result(candidate.tracker, t) for t in outputs]
+            if len(call.candidates) == 1:
+                self._knowledge.settle(call, call.candidates[0])
 
     def _abandon(self) -> None:
         """A call was cut off without notice, by Ctrl-C for instance: nothing more comes of it."""
@@ -240,10 +242,10 @@ class Calls:
         self._depth, self._frame = 0, None
         if self._following is not None and call is not None:
             above = []  # modes of other observations that were cut off in the same call
-            own = [rival.tracker for rival in call.rivals]
+            own = [candidate.tracker for candidate in call.candidates]
             while (mode := _get_current_dispatch_mode()) not in (None, *own):
                 above.append(_pop_mode())
-            if mode is not None or not call.rivals:
+            if mode is not None or not call.candidates:
                 self._following.__exit__(None, None, None)
             for other in reversed(above):
                 _push_mode(other)

@@ -1,4 +1,7 @@
-"""What was found out about a model, from one backward pass to the next."""
+"""What was found out about a model, from one backward pass to the next.
+
+A call is *followed* if it runs under a tracker that records which sample each element belongs to.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +24,16 @@ from .plan import Plan
 from .reference import Output
 from .sizes import Form, Range, ScalablePlan, Sizes
 
-__all__ = ["Call", "Knowledge", "Rival"]
+__all__ = ["Call", "Candidate", "Knowledge"]
 
-KINDS = 512  # kinds of steps (by shapes and structure) that are remembered
-ANSWERED = 4  # calls that are followed before their answers are taken for those there are
-UNEXPECTED = 3  # unknown graphs of known calls, after which such calls are always followed
+KINDS = 512  # entries that are kept in each table, by kind of call; the oldest goes
+ANSWERED = 4  # calls to follow before it is clear which values that Python reads follow from data
+UNEXPECTED = 3  # surprises (unknown graphs of known calls) after which a kind is always followed
 
 
 @dataclass(eq=False, slots=True)
-class Rival:
-    """A number of samples that a call may have, and what was found by following it so."""
+class Candidate:
+    """One number of samples that a call may have, and what following it as such has found."""
 
     count: Count
     tracker: Tracker | None
@@ -47,10 +50,11 @@ class Call:
         m: number of samples.
         tracker: what has followed it, if it was followed.
         ends: node and number of each output.
-        given: its arguments, if how many samples they have is not as plain as can be.
-        rivals: the numbers of samples under which it was followed.
-        numbers: listens to what Python asks, if it was not followed.
-        answers: what the data has answered to Python, where the answer may matter.
+        given: its arguments, if more than one number of samples is possible; else None.
+        candidates: the numbers of samples under which it was followed.
+        numbers: records what Python reads out of tensors (`item()`, `if tensor`), if the call was
+            not followed.
+        answers: the values that it read and that may change the graph.
         sealed: nodes are kept by number only, so that their graph may go.
     """
 
@@ -60,7 +64,7 @@ class Call:
     tracker: Tracker | None = None
     ends: Sequence[tuple[Any, int]] = ()
     given: Arguments | None = None
-    rivals: list[Rival] = field(default_factory=list)
+    candidates: list[Candidate] = field(default_factory=list)
     numbers: Numbers | None = None
     answers: Any = ()
     sealed: bool = False
@@ -69,9 +73,9 @@ class Call:
     def key(self) -> Any:
         return self.kind, self.sizes
 
-    def choose(self, rival: Rival) -> None:
+    def choose(self, candidate: Candidate) -> None:
         """Take one of the numbers of samples for the true one."""
-        self.m, self.tracker = rival.count.m, rival.tracker
+        self.m, self.tracker = candidate.count.m, candidate.tracker
 
     def note_answers(self, counting: tuple[bool, ...] | None) -> None:
         """Keep the answers that count; which ones do was found out when it was followed."""
@@ -85,7 +89,7 @@ class Call:
             self.answers = (len(found), *[answer for answer, counts in found if counts])
 
     def seal(self) -> None:
-        """Keep nodes by number only; another call that no backward pass may ever come to."""
+        """Keep numbers in the place of nodes: their graph may go if no backward pass comes."""
         self.sealed = True
         self._rename(lambda node: None if node is None else number_of(node))
 
@@ -106,17 +110,17 @@ class Call:
 
     def _rename(self, renamed: Any) -> None:
         self.ends = [(renamed(node), number) for node, number in self.ends]
-        for rival in self.rivals:
-            if rival.tracker is not None:
-                rival.tracker.rename(renamed)
+        for candidate in self.candidates:
+            if candidate.tracker is not None:
+                candidate.tracker.rename(renamed)
 
     def release(self) -> None:
         """Let go of the graph."""
         self.ends = ()
-        for rival in self.rivals:
-            if rival.tracker is not None:
-                rival.tracker.release()
-        self.rivals, self.given = [], None
+        for candidate in self.candidates:
+            if candidate.tracker is not None:
+                candidate.tracker.release()
+        self.candidates, self.given = [], None
 
 
 @dataclass
@@ -135,12 +139,12 @@ class Knowledge:
     _scalable: dict[Any, ScalablePlan] = field(default_factory=dict)  # the same without sizes
     _known: set[Any] = field(default_factory=set)  # keys of calls that need not be followed
     _ranges: dict[Any, Range] = field(default_factory=dict)  # by kind: sizes that need not be
-    _own_sizes: set[Any] = field(default_factory=set)  # kinds of which each size is its own
+    _own_sizes: set[Any] = field(default_factory=set)  # kinds whose plans hold for one size only
     _outputs: dict[Any, list[Layout | None]] = field(default_factory=dict)  # by key of the call
     _output_forms: dict[Any, OutputForms] = field(default_factory=dict)  # by kind
     _unexpected: Counter[Any] = field(default_factory=Counter)  # unknown graphs of known calls
     _warned: set[str] = field(default_factory=set)
-    # by kind: of the questions that Python asks tensors, which ones the data answers
+    # by kind: which of the values that Python reads out of tensors follow from the data
     questions: dict[Any, tuple[bool, ...]] = field(default_factory=dict)
     _asked: Counter[Any] = field(default_factory=Counter)  # by kind: calls followed with questions
 
@@ -194,7 +198,7 @@ class Knowledge:
     def remember(
         self, calls: Sequence[Call], leaves: tuple[str | None, ...], graph: Graph, plan: Plan
     ) -> None:
-        """A plan that holds for the next graph of this kind; models that keep changing aside."""
+        """Keep a plan for later graphs of this kind, unless the kind has surprised too often."""
         rest = (tuple([call.answers for call in calls]), leaves, *graph.signature)
         self._keep((tuple([call.key for call in calls]), *rest), plan)
         self._known.update(call.key for call in calls if self._unexpected[call.key] < UNEXPECTED)
@@ -224,18 +228,18 @@ class Knowledge:
 
     # -- outputs
 
-    def settle(self, call: Call, rival: Rival) -> None:
+    def settle(self, call: Call, candidate: Candidate) -> None:
         """How many samples a followed call has is known: keep what was found about it."""
-        call.choose(rival)
-        if rival.tracker is None:
+        call.choose(candidate)
+        if candidate.tracker is None:
             return
         call.note_answers(None)
         if call.answers:
-            self.questions[call.kind] = tuple([counts for _, counts in rival.tracker.answers])
+            self.questions[call.kind] = tuple([counts for _, counts in candidate.tracker.answers])
             self._asked[call.kind] += 1
             _shorten(self.questions)
-        self._note_outputs(call, rival.layouts)
-        self.warn_mixed(rival.tracker.mixers)
+        self._note_outputs(call, candidate.layouts)
+        self.warn_mixed(candidate.tracker.mixers)
 
     def _note_outputs(self, call: Call, layouts: list[Layout | None]) -> None:
         """The layouts of a followed call's outputs."""

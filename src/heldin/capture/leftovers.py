@@ -20,14 +20,14 @@ class Leftovers:
         self._left: dict[str, tuple[Tensor, int, int]] = {}
 
     def note(self, leaves: Mapping[str, Tensor]) -> None:
-        """A pass is over."""
+        """Remember the gradients that a pass has left in `.grad`."""
         for name, leaf in leaves.items():
             grad = leaf.grad
             if grad is not None:
                 self._left[name] = leaf, grad._version, _address(grad)
 
     def thrown_away(self) -> set[str]:
-        """The parameters whose gradients are gone, each told once."""
+        """The parameters whose gradient was set to None or zero since then, each named once."""
         gone = {name for name, left in self._left.items() if _is_gone(*left)}
         for name in gone:
             del self._left[name]
@@ -42,6 +42,6 @@ def _is_gone(leaf: Tensor, version: int, address: int) -> bool:
     grad = leaf.grad
     if grad is None:
         return True
-    if grad._version == version and _address(grad) == address:
+    if grad._version == version and _address(grad) == address:  # nobody has touched it
         return False
     return grad.numel() > 0 and not bool((grad.to_dense() if grad.is_sparse else grad).any())

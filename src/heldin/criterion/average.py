@@ -9,9 +9,9 @@ from typing import Any
 
 from heldin.criterion.evidence import Correction
 
-__all__ = ["FORM", "Average", "weight"]
+__all__ = ["STATE_SCHEMA", "Average", "weight"]
 
-FORM = {"value": float, "count": int, "total": float}  # of a saved state
+STATE_SCHEMA = {"value": float, "count": int, "total": float}  # of a saved state
 
 
 @lru_cache(64)

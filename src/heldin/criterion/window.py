@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from heldin.capture.moments import Moments
 from heldin.errors import HeldinError
 
-__all__ = ["FORM", "Window"]
+__all__ = ["STATE_SCHEMA", "Window"]
 
-FORM = {  # of a saved state
+STATE_SCHEMA = {  # of a saved state
     "steps": int,
     "unit": float,
     "nonfinite": [str],

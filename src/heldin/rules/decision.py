@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from heldin.criterion.average import FORM as AVERAGE
+from heldin.criterion.average import STATE_SCHEMA as AVERAGE
 from heldin.criterion.average import Average
 
 __all__ = ["STATE_SCHEMA", "Decision"]

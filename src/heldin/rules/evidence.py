@@ -28,7 +28,7 @@ from heldin.criterion.evidence import (
     grouping,
     ratios,
 )
-from heldin.criterion.window import FORM as WINDOW
+from heldin.criterion.window import STATE_SCHEMA as WINDOW
 from heldin.criterion.window import Window
 from heldin.errors import HeldinError
 from heldin.state.history import STATE_SCHEMA as HISTORY
@@ -456,11 +456,11 @@ class EvidenceStopping(StoppingRule, PlainLoopOnly):
 
     def _common(self) -> dict[str, Any]:
         """All that must be the same on all ranks, or they would part."""
-        names = ("patience", "warmup", "arming", "armed", "should_stop")
+        names = ("patience", "warmup", "arming", "should_stop")
         own = {name: getattr(self, name) for name in names}
         groups = [f"{name}: {self._groups(name)}" for name in self._collector.trained()]
-        average = self._average.state_dict()
-        return {**self._settings(), **own, "groups": groups, "step": self._step, "average": average}
+        decision = self._decision.state_dict()
+        return {**self._settings(), **own, "groups": groups, "step": self._step, **decision}
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs; loads with `torch.load(..., weights_only=True)`."""

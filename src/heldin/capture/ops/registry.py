@@ -21,15 +21,15 @@ OP_RULES: dict[str, OpRule] = {}
 def register_op_rule(*nodes: str) -> Callable[[OpRule], OpRule]:
     """Register a fast rule for autograd nodes with these names.
 
-    The rule gets a `heldin.ops.OpUse` and returns the per-sample contributions to its argument: a
-    tensor (m, *shape), or None to leave this case to the generic path. It must agree with the
-    generic path; `heldin.verify` on a model that uses the op shows whether it does.
+    The rule gets a `heldin.ops.OpUse` and returns one gradient of its argument per sample: what
+    `use.per_sample_sum` gives, or a tensor (samples, *use.shape). None leaves this case to the
+    generic path. Both must agree; `heldin.verify` on a model that uses the op shows whether they do.
 
     >>> import heldin, torch
     >>> @heldin.ops.register_op_rule("SinBackward0")
     ... def sine(use):
     ...     values = use.grad * use.saved("self").cos()      # the shape of the output
-    ...     return use.per_sample_sum(values)                # (m, *use.shape), or None
+    ...     return use.per_sample_sum(values)                # one row per sample
     """
 
     def register(function: OpRule) -> OpRule:

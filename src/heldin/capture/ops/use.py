@@ -24,7 +24,7 @@ class UseCache:
     """What is known about one argument of one node, from one step to the next; None: nothing.
 
     Attributes:
-        no_cancellation: whether no sum over rows is nothing but rounding noise.
+        no_cancellation: whether every sum over rows is larger than its rounding error.
         batched: whether `vmap` of the node gives what the node itself gives.
         along: the dimension of the output, from the end, along which a vector lies; 0: none.
         sums: the dimensions that `OpUse.per_sample_sum` takes sums over, by its `axis`.
@@ -38,7 +38,7 @@ class UseCache:
 
 @dataclass
 class OpUse:
-    """A parameter meets data: an autograd node about to run, seen from one of its inputs.
+    """One place where a parameter enters an op: the op's autograd node, just before it runs.
 
     Attributes:
         node: the autograd node; `saved` and `option` read what it has kept.

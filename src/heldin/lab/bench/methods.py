@@ -242,7 +242,7 @@ def validation(model: nn.Module, x: Tensor, y: Tensor) -> Way:
 METHODS: dict[str, Callable[[nn.Module, Tensor, Tensor], Way]] = {
     "plain": plain,
     "heldin sampled": _heldin("sampled"),
-    "heldin sampled, every=10": _heldin("sampled", every=10),
+    "heldin every=10": _heldin("sampled", every=10),
     "heldin exact": _heldin("exact"),
     "heldin micro-batches": _heldin("microbatch"),
     "BackPACK": backpack,
