@@ -23,7 +23,7 @@ def register_op_rule(*nodes: str) -> Callable[[OpRule], OpRule]:
 
     The rule gets a `heldin.ops.OpUse` and returns one gradient of its argument per sample: what
     `use.per_sample_sum` gives, or a tensor (samples, *use.shape). None leaves this case to the
-    generic path. Both must agree; `heldin.verify` on a model that uses the op shows whether they do.
+    generic path. Both must agree: `heldin.verify` on a model that uses the op shows it.
 
     >>> import heldin, torch
     >>> @heldin.ops.register_op_rule("SinBackward0")
