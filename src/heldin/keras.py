@@ -141,6 +141,7 @@ class EvidenceStopping(keras.callbacks.Callback):
         self._epochs.reset()
         self._guard.over(self.model, "train_function", "evaluate", "reset_metrics")
         stopping = self._run.begin(self.model)
+        stopping._collector.keeps_all_passes = True  # the optimiser adds gradients up by itself
         # Keras calls its layers past the hooks of PyTorch, and makes whole steps of its own
         self._detours += [
             MethodWrapper(self.model, "call", stopping.call),

@@ -61,6 +61,8 @@ class Collector:
         sums: by name of the parameter.
         per_sample: contributions (m, ...) by name, of the last pass.
         reference: sums by one backward pass per sample.
+        keeps_all_passes: count passes though their gradients are set to None before the next one,
+            for loops that have added them up elsewhere by then.
         before_backward: functions that are told of every backward pass before it is looked into.
     """
 
@@ -95,6 +97,7 @@ class Collector:
         self.estimator = estimator
         self.sampler = Sampler(budget, seed) if estimator == "sampled" else None
         self.weight_by_batch_size = False
+        self.keeps_all_passes = False
         self.per_sample: dict[str, Tensor] = {}
         self.reference: dict[str, tuple[Tensor, Tensor]] = {}
         self.before_backward: list[Callable[[Backward], None]] = []
@@ -237,7 +240,7 @@ class Collector:
             tell(backward)
         graph = backward.graph
         names = self._names.of(graph.leaves.values())
-        if self.passes and not self._sharded:
+        if self.passes and not (self._sharded or self.keeps_all_passes):
             self._forget_thrown_away()
         known: dict[str, ParameterSums] = {}
         calls: list[Call] = []
