@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,7 +21,7 @@ from .rows import Rows
 __all__ = ["stopping"]
 
 RuleName = Literal["auto", "folds", "shadow", "leave-one-out"]
-RULES: dict[str, type[PathStopping]] = {
+RULES: dict[str, Callable[..., PathStopping]] = {
     "folds": FoldStopping,
     "shadow": ShadowStopping,
     "leave-one-out": LeaveOneOutStopping,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,15 +9,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from heldin.errors import HeldinError, HeldinWarning
-from heldin.state.schema import fits, whole
+from heldin.errors import HeldinError
+from heldin.state.schema import whole
 
-from .base import CHUNK, Average, PathStopping, Taken
+from .base import Average, PathStopping
 from .curves import Patience, next_check
 from .engines import Engine
+from .labels import fold_labels, given_folds, hidden_labels
 from .losses import LossFunction
-from .rows import WAY_OUT, Finder
-from .stack import Stack, hyperparameters
+from .stack import hyperparameters
+from .stacked import StackedShadows
+from .tensors import TensorData
+from .watch import Taken
 
 __all__ = ["FoldStopping", "ShadowStopping"]
 
@@ -37,40 +39,26 @@ class _Shadows(PathStopping):
         data: Any,
         *,
         engine: Engine,
+        sample_weight: Tensor | None,
         **options: Any,
     ) -> None:
-        super().__init__(model, optimizer, loss_fn, data, **options)
-        self._label = self._labels().to(self._rows.targets.device)
-        self._copies = int(self._label.max()) + 1
-        self._targets = self._loss.ready(self._rows.targets)
-        self._optimizer, self._engine = optimizer, engine
-        self._inside = False  # whether the model itself is trained in the stack
-        self._stack = Stack(model, optimizer, self._copies, self._rows.inputs, engine)
-        self._twin: Stack | None = None
-        if not any(isinstance(m, nn.modules.dropout._DropoutNd) for m in model.modules()):
-            self._twin = Stack(model, optimizer, 1, self._rows.inputs, engine)
-        self._find = Finder(self._rows)
+        super().__init__(model, optimizer, **options)
+        self._optimizer = optimizer
         self._queue: list[Tensor] = []
-        self._place()
+        name = type(self).__name__
+        rows = TensorData(name, model, loss_fn, data, sample_weight, self._device)
+        self._count = len(rows)
+        self._label = self._labels().to(self._device)
+        self._team = StackedShadows(model, optimizer, rows, self._label, engine, self.seed)
         self._start(optimizer)
 
     def _labels(self) -> Tensor:
         raise NotImplementedError
 
-    def _place(self) -> None:
-        """Where the held-out rows of every shadow lie: (K, r) row numbers, padded with row 0."""
-        own = [(self._label == k).nonzero().flatten() for k in range(self._stack.copies)]
-        width = max(len(rows) for rows in own)
-        self._held = torch.stack([torch.cat([r, r.new_zeros(width - len(r))]) for r in own])
-        self._real = torch.stack(
-            [torch.arange(width, device=self._label.device) < len(r) for r in own]
-        )
-        self._numbers_of_copies = torch.arange(len(own), device=self._label.device).unsqueeze(1)
-
     @property
     def engine(self) -> str:
         """How the shadows are run: "dense", "vmap" or "loop"."""
-        return self._stack.engine
+        return self._team.engine
 
     def batches(
         self,
@@ -93,61 +81,13 @@ class _Shadows(PathStopping):
         [8, 8, 4]
         """
         self._queue = []
-        for index, batch in self._rows.batches(batch_size, shuffle, generator):
+        for index, batch in self._team.data.rows.batches(batch_size, shuffle, generator):
             self._queue.append(index)
             yield batch
 
     def _follow(self, taken: Taken, index: Tensor | None, now: bool) -> None:
-        if self._inside:
-            raise HeldinError("step: train() takes the steps itself; it is one or the other")
         queued, self._queue = self._queue, []
-        inputs = tuple(
-            parts[0] if len(parts) == 1 else torch.cat(parts)
-            for parts in zip(*taken.calls, strict=True)
-        )
-        device = self._label.device
-        if index is None:
-            if queued:
-                index = torch.cat(queued).to(device)
-            elif inputs:
-                index = torch.cat([self._find(call) for call in taken.calls])
-            else:
-                raise HeldinError(
-                    "step: the optimiser stepped, but the model was not called since the last "
-                    f"step; {WAY_OUT}"
-                )
-        if not inputs:
-            inputs = tuple(x[index] for x in self._rows.inputs)
-        if len(inputs[0]) != len(index):
-            raise HeldinError(
-                f"step: the model was called with {len(inputs[0])} rows since the last step, but "
-                f"{len(index)} row numbers are known for it; call step() after every optimiser step"
-            )
-        if len(taken.settings) != len(self._stack.optimizers[0].param_groups):
-            raise HeldinError(
-                "step: the optimiser has got another parameter group, which the shadows do not "
-                "have; make a new stopping object when the parameters change"
-            )
-        self._advance(self._stack, inputs, index, self._keep(index), taken.settings)
-        if self._twin is not None:
-            twin, self._twin = self._twin, None
-            if now:
-                self._compare(twin, inputs, index, taken)
-
-    def _keep(self, index: Tensor) -> Tensor:
-        """(copies, b): which copy may see which row of the minibatch."""
-        return self._label[index] != self._numbers_of_copies
-
-    def _advance(
-        self,
-        stack: Stack,
-        inputs: Sequence[Tensor],
-        index: Tensor,
-        keep: Tensor,
-        settings: Sequence[Mapping[str, Any]],
-    ) -> None:
-        weights = None if self._weights is None else self._weights[index]
-        stack.advance(inputs, self._targets[index], keep, self._loss, settings, weights)
+        self._team.follow(taken, index, queued, now)
 
     def train(
         self,
@@ -183,18 +123,18 @@ class _Shadows(PathStopping):
         name = type(self).__name__
         if self._model is None:
             raise HeldinError(f"{name}.train: called after remove(); make a new one")
-        if self._step and not self._inside:
+        if self._step and not self._team.inside:
             raise HeldinError(
                 f"{name}.train: this object already follows a loop of yours through step(); make a "
                 "new one"
             )
         whole(name, "max_steps", max_steps, 0)
-        if not self._inside:
-            self._take_in()
+        if not self._team.inside:
+            self._team.take_in()
         settings = hyperparameters(self._optimizer)
         while self._step < max_steps and not self.should_stop:
-            for index, inputs in self._epoch(batch_size, shuffle, generator):
-                self._advance(self._stack, inputs, index, self._keep(index), settings)
+            for index, inputs in self._team.epoch(batch_size, shuffle, generator):
+                self._team.advance(inputs, index, settings)
                 self._step += 1
                 if self._step >= next_check(self.history.last().step, self.grid):
                     self._give_back()
@@ -203,95 +143,26 @@ class _Shadows(PathStopping):
                     break
         self._give_back()
 
-    def _epoch(
-        self, size: int | None, shuffle: bool, generator: torch.Generator | None
-    ) -> Iterator[tuple[Tensor, list[Tensor]]]:
-        """Row numbers and inputs of the batches of an epoch."""
-        rows, device = self._rows, self._label.device
-        if rows.loader is None:
-            for index in rows.order(size, shuffle, generator):
-                yield index, [x[index] for x in rows.inputs]
-        else:
-            for index, batch in rows.batches(size, shuffle, generator):
-                yield index.to(device), [x.to(device) for x in batch[:-1]]
-
-    def _take_in(self) -> None:
-        """Make the model one more copy, which misses no row."""
-        assert self._model is not None
-        self._inside, self._twin = True, None
-        self._stack = Stack(
-            self._model, self._optimizer, self._copies + 1, self._rows.inputs, self._engine
-        )
-        self._place()
-
     def _give_back(self) -> None:
-        """Put the weights and buffers of the last copy into the model."""
-        assert self._model is not None
-        own = self._stack.copy_of(self._copies)
+        """Put the weights and buffers of the copy that is the model into the model."""
+        own = self._team.weights_of_the_model()
         with torch.no_grad():
             for name, value in self._state():
                 if name in own:
                     value.copy_(own[name])
 
-    def _compare(self, twin: Stack, inputs: Sequence[Tensor], index: Tensor, taken: Taken) -> None:
-        """Did the model take the step that the loss and the optimiser give? Else say so, once."""
-        before = {name: block.detach().clone() for name, block in twin.blocks.items()}
-        everything = torch.ones_like(index, dtype=torch.bool)[None]
-        self._advance(twin, inputs, index, everything, taken.settings)
-        off = size = 0.0
-        assert self._model is not None
-        params = dict(self._model.named_parameters())
-        for name, block in twin.blocks.items():
-            if name in twin.idle:  # the optimiser passes over it in the loop
-                continue
-            moved = params[name].detach() - before[name][0]
-            off += float((moved - (block.detach() - before[name])[0]).square().sum())
-            size += float(moved.square().sum())
-        if off > 1e-4 * size:
-            warnings.warn(
-                "the model's first step is not the one that loss_fn and the optimiser give on the "
-                f"same rows (relative difference {(off / max(size, 1e-300)) ** 0.5:.2g}). The "
-                "shadows know nothing of penalties, clipping or scaling in your loop: put them "
-                "into loss_fn or the optimiser, or the estimate is that of another training",
-                HeldinWarning,
-                stacklevel=4,
-            )
-
     def _held_out(self) -> Tensor:
-        losses = torch.empty(len(self._rows), dtype=torch.float64, device=self._label.device)
-        chunk = max(1, CHUNK // self._copies)
-        for start in range(0, self._held.shape[1], chunk):
-            index = self._held[:, start : start + chunk]
-            real = self._real[:, start : start + chunk]
-            outputs = self._stack.evaluate([x[index] for x in self._rows.inputs])
-            found = self._loss.rows(outputs, self._rows.targets[index])
-            losses[index[real]] = found[real].double()
-        if self._weights is not None:
-            losses = losses * self._weights
-        return losses[self._label >= 0]
+        return self._team.held_out()
+
+    def _training_loss(self) -> float:
+        return self._team.training_loss()
 
     def _own_state(self) -> dict[str, Any]:
-        return {
-            "label": self._label.clone(),
-            "inside": self._inside,
-            "stack": self._stack.state_dict(),
-            "turns": dict(self._find.turns),
-        }
+        return self._team.state_dict()
 
     def _load_own_state(self, state: Mapping[str, Any]) -> None:
-        fits(
-            state, {"label": self._label.cpu(), "inside": bool, "stack": dict, "turns": {int: int}}
-        )
-        if self._inside and not state["inside"]:
-            raise ValueError("the run that was saved did not go through train(), this one does")
-        self._stack.check_state(state["stack"], self._copies + int(state["inside"]))
-        self._label = state["label"].to(self._label.device)
-        if state["inside"] and not self._inside:
-            self._take_in()
-        self._place()
-        self._stack.load_state_dict(state["stack"])
-        self._find.turns = dict(state["turns"])
-        self._twin, self._queue = None, []
+        self._team.load_state_dict(state)
+        self._label, self._queue = self._team.label, []
 
 
 class FoldStopping(_Shadows):
@@ -387,27 +258,18 @@ class FoldStopping(_Shadows):
         )
 
     def _labels(self) -> Tensor:
-        n = len(self._rows)
-        if isinstance(self.folds, int):
-            folds = whole("FoldStopping", "folds", self.folds, 2)
-            if folds > n:
-                raise HeldinError(
-                    f"FoldStopping: {folds} folds of {n} rows would be empty; use at most {n}"
-                )
-            order = torch.randperm(n, generator=torch.Generator().manual_seed(self.seed))
-            return torch.empty(n, dtype=torch.long).index_copy(0, order, torch.arange(n) % folds)
-        given = torch.as_tensor(self.folds)
-        if given.shape != (n,) or given.is_floating_point():
+        n = self._count
+        if not isinstance(self.folds, int):
+            return given_folds("FoldStopping", self.folds, n)
+        folds = whole("FoldStopping", "folds", self.folds, 2)
+        if folds > n:
             raise HeldinError(
-                f"FoldStopping: folds must be a number or one whole number for each of the {n} rows"
+                f"FoldStopping: {folds} folds of {n} rows would be empty; use at most {n}"
             )
-        known, labels = given.unique(return_inverse=True)
-        if len(known) < 2:
-            raise HeldinError("FoldStopping: folds must name at least two folds")
-        return torch.as_tensor(labels)
+        return fold_labels(n, folds, self.seed)
 
     def _own_settings(self) -> dict[str, Any]:
-        return {"folds": self._copies}
+        return {"folds": self._team.copies}
 
 
 class ShadowStopping(_Shadows):
@@ -480,24 +342,22 @@ class ShadowStopping(_Shadows):
         )
 
     def _labels(self) -> Tensor:
-        n = len(self._rows)
+        n = self._count
         if isinstance(self.fraction, Tensor):
-            hidden = self.fraction
-            if hidden.shape != (n,) or hidden.dtype != torch.bool:
+            if self.fraction.shape != (n,) or self.fraction.dtype != torch.bool:
                 raise HeldinError(
                     f"ShadowStopping: fraction must be a number or {n} booleans, one for each row"
                 )
+            label = self.fraction.long() - 1
         else:
             if not isinstance(self.fraction, (int, float)) or not 0 < self.fraction < 1:
                 raise HeldinError(
                     f"ShadowStopping: fraction must lie between 0 and 1, got {self.fraction!r}"
                 )
-            count = min(n - 1, max(1, round(self.fraction * n)))
-            order = torch.randperm(n, generator=torch.Generator().manual_seed(self.seed))
-            hidden = torch.zeros(n, dtype=torch.bool).index_fill(0, order[:count], True)
-        if not 0 < int(hidden.sum()) < n:
+            label = hidden_labels(n, self.fraction, self.seed)
+        if not 0 < int((label == 0).sum()) < n:
             raise HeldinError("ShadowStopping: the shadow must see some rows and miss some")
-        return hidden.long() - 1
+        return label
 
     def _own_settings(self) -> dict[str, Any]:
         return {"held_out": int((self._label >= 0).sum())}
