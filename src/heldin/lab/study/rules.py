@@ -16,8 +16,8 @@ import torch
 from torch.func import functional_call
 
 from heldin.criterion.average import Average, weight
-from heldin.rules.estimated import folds as _folds
 from heldin.rules.estimated import leave_one_out as _leaveoneout
+from heldin.rules.estimated import shadows as _shadows
 from heldin.rules.estimated.curves import Patience, best_check, mean_and_error, votes
 
 from .data import Problem, Table
@@ -35,7 +35,7 @@ from .run import FOLDS, Spec, network
 
 __all__ = ["RULES", "Outcome", "Run", "replay"]
 
-FOLD_PATIENCE, LOO_PATIENCE = _folds.PATIENCE, _leaveoneout.PATIENCE
+FOLD_PATIENCE, LOO_PATIENCE = _shadows.PATIENCE, _leaveoneout.PATIENCE
 RESAMPLES = 100  # of rows, for bagged weights
 VALIDATION_PATIENCE = 20  # epochs without a lower validation loss
 ARMING = 0.5  # of EvidenceStopping

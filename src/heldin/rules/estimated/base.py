@@ -154,24 +154,24 @@ class PathStopping(ABC):
                     "optimizer.step(), with the optimiser that was given to the constructor"
                 )
             return self.should_stop  # a gradient scaler skipped the step
-        index = self._numbers(indices, taken)
-        for one in taken:
-            self._step += 1
-            self._follow(one, index, now=one is taken[-1])
-        if self._step >= next_check(self.history.last().step, self.grid):
-            self._check()
-        return self.should_stop
-
-    def _numbers(
-        self, indices: Tensor | Sequence[int] | None, taken: Sequence[Taken]
-    ) -> Tensor | None:
-        if indices is None:
-            return None
-        if len(taken) != 1:
+        if indices is not None and len(taken) != 1:
             raise HeldinError(
                 f"step: indices belong to one optimiser step, but {len(taken)} were taken since "
                 "the last call; call step() after each"
             )
+        index = None if indices is None else self._numbers(indices)
+        for one in taken:
+            self._step += 1
+            self._follow(one, index, now=one is taken[-1])
+        if self._due():
+            self._check()
+        return self.should_stop
+
+    def _due(self) -> bool:
+        """Whether it is time for a check."""
+        return self._step >= next_check(self.history.last().step, self.grid)
+
+    def _numbers(self, indices: Tensor | Sequence[int]) -> Tensor:
         index = torch.as_tensor(indices, device=self._device).flatten()
         if index.dtype == torch.bool or index.is_floating_point():
             raise HeldinError(f"step: indices must be whole numbers, got {index.dtype}")

@@ -46,7 +46,14 @@ class StackedShadows:
         label: Tensor,
         engine: Engine,
         seed: int,
+        clip: Any = None,
     ) -> None:
+        if clip is not None and not isinstance(clip, (int, float)):
+            raise HeldinError(
+                "clip: stacked shadows clip by the norm only, give the largest one; a function "
+                "needs batch_loss, or engine='copies'"
+            )
+        self._clip = clip
         self.data, self.label, self.seed = data, label.to(data.rows.targets.device), seed
         self.copies = int(label.max()) + 1
         self._model, self._optimizer, self._engine = model, optimizer, engine
@@ -146,7 +153,9 @@ class StackedShadows:
             else own_random_stream(self.seed, self._steps, self.label.device)
         )
         with stream:
-            stack.advance(inputs, self._targets[index], keep, self.data.loss, settings, weights)
+            stack.advance(
+                inputs, self._targets[index], keep, self.data.loss, settings, weights, self._clip
+            )
 
     def _compare(self, twin: Stack, inputs: Sequence[Tensor], index: Tensor, taken: Taken) -> None:
         """Did the model take the step that the loss and the optimiser give? Else say so, once."""
