@@ -271,12 +271,12 @@ class PathStopping(ABC):
             )
         if self._step > self.history.last().step:
             self._check()  # the last weights are a candidate too
-        if self.best_step == 0 and self._step > 0:
+        if self.best_step == 0 and self._step > 0 and self.estimate != 0:  # 0 cannot be bettered
             warnings.warn(
                 f"{type(self).__name__}: in {self._step} steps the estimated loss never fell below "
                 f"that of the model before training ({self.estimate:.4g}), so its untrained "
-                "weights are restored. Is the learning rate far too high or too low, or do rows "
-                "that belong together lie in one fold?",
+                "weights are restored. Is the learning rate too high, do the inputs tell nothing "
+                "about the targets, or does a fold take all rows of a kind away?",
                 HeldinWarning,
                 stacklevel=2,
             )
