@@ -37,16 +37,27 @@ class Delivery:
     Attributes:
         index: the numbers of its rows.
         batch: itself.
-        prints: what its tensors are recognised by.
         places: where its tensors lie in memory.
         size: in bytes.
     """
 
     index: Tensor
     batch: Any
-    prints: list[Print]
     places: set[int]
     size: int
+    known: list[Print] | None = None
+
+    @property
+    def prints(self) -> list[Print]:
+        """What its tensors are recognised by on another device."""
+        if self.known is None:
+            self.known = [_print(tensor) for tensor in tensors_in(self.batch)]
+        return self.known
+
+    def let_go(self) -> None:
+        """Free the batch, and remember what it is recognised by."""
+        _ = self.prints
+        self.batch = None
 
     @classmethod
     def of(cls, index: Sequence[int], batch: Any) -> Delivery:
@@ -55,17 +66,19 @@ class Delivery:
         return cls(
             torch.tensor(index, dtype=torch.long),
             batch,
-            [_print(tensor) for tensor in tensors],
             {tensor.untyped_storage().data_ptr() for tensor in tensors},
             sum(tensor.numel() * tensor.element_size() for tensor in tensors),
         )
 
-    def likeness(self, tensors: Sequence[Tensor]) -> tuple[int, int]:
-        """How many of the tensors lie where those of the batch do, and how many are equal."""
+    def here(self, tensors: Sequence[Tensor]) -> int:
+        """How many of the tensors lie where those of the batch do."""
         if self.batch is None:
-            return 0, sum(_print(tensor) in self.prints for tensor in tensors)
-        here = sum(tensor.untyped_storage().data_ptr() in self.places for tensor in tensors)
-        return here, sum(_print(tensor) in self.prints for tensor in tensors)
+            return 0
+        return sum(tensor.untyped_storage().data_ptr() in self.places for tensor in tensors)
+
+    def alike(self, prints: Sequence[Print]) -> int:
+        """How many of the tensors with these marks are like tensors of the batch."""
+        return sum(one in self.prints for one in prints)
 
 
 class RowOrder:
@@ -133,7 +146,7 @@ class RowOrder:
         for delivery in reversed(self._delivered):
             held += delivery.size
             if held > HELD and delivery is not self._delivered[-1]:
-                delivery.batch = None  # its rows are still known
+                delivery.let_go()
 
     def rows_of(self, batch: Any) -> Tensor:
         """(b,) row numbers of a batch that the loader handed out, here or moved elsewhere."""
@@ -172,12 +185,14 @@ class RowOrder:
 
     def _alike(self, tensors: Sequence[Tensor], least: int) -> Delivery | None:
         """The one batch that shares most tensors with these; None if it is not certain."""
-        known = [(d.likeness(tensors), d) for d in self._delivered]
-        best = max((likeness for likeness, _ in known), default=(0, 0))
-        if max(best) < max(1, least):
+        counts = [delivery.here(tensors) for delivery in self._delivered]
+        if max(counts, default=0) < max(1, least):
+            prints = [_print(tensor) for tensor in tensors]
+            counts = [delivery.alike(prints) for delivery in self._delivered]
+        best = max(counts, default=0)
+        if best < max(1, least) or counts.count(best) > 1:
             return None
-        first, *others = (d for likeness, d in known if likeness == best)
-        return None if others else first
+        return self._delivered[counts.index(best)]
 
     def _forget(self, used: Delivery) -> None:
         """Batches that were handed out before a used one were skipped."""

@@ -39,17 +39,21 @@ def own_random_stream(seed: int, number: int, device: torch.device) -> Iterator[
     numpy: Any = sys.modules.get("numpy")
     python_state = random.getstate()
     numpy_state = numpy.random.get_state() if numpy is not None else None
-    other = [device] if device.type not in ("cpu", "meta") else []
+    torch_state = torch.default_generator.get_state()
+    other: Any = torch.get_device_module(device) if device.type not in ("cpu", "meta") else None
+    other_state = other.get_rng_state(device) if other is not None else None
     try:
-        with torch.random.fork_rng(other, device_type=device.type if other else "cuda"):
-            torch.default_generator.manual_seed(mixed)
-            if other:
-                torch.get_device_module(device).manual_seed(mixed)
-            random.seed(mixed)
-            if numpy is not None:
-                numpy.random.seed(mixed % 2**32)
-            yield
+        torch.default_generator.manual_seed(mixed)
+        if other is not None:
+            other.manual_seed(mixed)
+        random.seed(mixed)
+        if numpy is not None:
+            numpy.random.seed(mixed % 2**32)
+        yield
     finally:
+        torch.default_generator.set_state(torch_state)
+        if other is not None:
+            other.set_rng_state(other_state, device)
         random.setstate(python_state)
         if numpy is not None:
             numpy.random.set_state(numpy_state)

@@ -27,7 +27,7 @@ __all__ = ["BatchLoss", "Clip", "SeparateShadows"]
 BatchLoss = Callable[[nn.Module, Any], Tensor]
 Clip = float | Callable[[list[nn.Parameter]], Any]
 
-BLOCKS = 64  # means of so many blocks of held-out rows tell the error of the estimate
+BLOCKS = 32  # means of so many blocks of held-out rows tell the error of the estimate
 EVALUATED = 256  # rows in one evaluation, if the loss comes row by row
 
 
@@ -66,7 +66,7 @@ class SeparateShadows:
         self.shadows = [
             Shadow(parameters, optimizer, self._stage.buffers()) for _ in range(self.copies)
         ]
-        self._trained = set(parameters)
+        self._trained = parameters
         self._least = 2 if any(isinstance(m, _BatchNorm) for m in model.modules()) else 1
         self._autocast: Autocast | None = None
         self._steps, self._rows = 0, 0
@@ -106,8 +106,9 @@ class SeparateShadows:
         ]
         self._steps += 1
         twin = self._twin(micro) if self._steps == 1 and now else None
-        for number, shadow in enumerate(self.shadows):
-            self._train(shadow, micro, number, taken.settings)
+        with self._quietly(self._steps):
+            for number, shadow in enumerate(self.shadows):
+                self._train(shadow, micro, number, taken.settings)
         if twin is not None:
             self._compare(twin, micro, taken.settings)
         return sum(len(index) for _, index in micro)
@@ -118,8 +119,8 @@ class SeparateShadows:
                 "step: the optimiser has got another parameter group, which the shadows do not "
                 "have; make a new stopping object when the parameters change"
             )
-        for name, p in self._model.named_parameters():
-            if not p.requires_grad and name in self._trained:
+        for name, p in self._trained.items():
+            if not p.requires_grad:
                 raise HeldinError(
                     f"step: parameter {name!r} was frozen after the shadows were made; make a new "
                     "stopping object when the parameters change"
@@ -149,7 +150,7 @@ class SeparateShadows:
         rows = sum(len(some) for _, some in parts)
 
         def gradients() -> Tensor:
-            shadow.optimizer.zero_grad()
+            shadow.forget_gradients()
             total = torch.zeros_like(self._total)
             for batch, some in parts:
                 if len(some):
@@ -164,7 +165,7 @@ class SeparateShadows:
                 self._clip(list(shadow.weights.values()))
             return total
 
-        with self._quietly(self._steps * self.copies + max(number, 0)), torch.enable_grad():
+        with torch.enable_grad():
             if isinstance(shadow.optimizer, torch.optim.LBFGS):
                 total = torch.as_tensor(shadow.optimizer.step(gradients))
             else:
@@ -173,7 +174,7 @@ class SeparateShadows:
         if number >= 0:
             self._total += total if self._adds_up else total * rows
             self._rows += rows
-            shadow.optimizer.zero_grad()
+            shadow.forget_gradients()
 
     def _number(self, loss: Any) -> Tensor:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -211,11 +212,11 @@ class SeparateShadows:
         self, twin: Shadow, micro: Sequence[tuple[Any, Tensor]], settings: Sequence[Any]
     ) -> None:
         before = {name: weight.detach().clone() for name, weight in twin.weights.items()}
-        self._train(twin, micro, -2, settings)
-        params = dict(self._model.named_parameters())
+        with self._quietly(0):
+            self._train(twin, micro, -2, settings)
         differs(
             {
-                name: (before[name], params[name].detach(), weight.detach(), weight.grad)
+                name: (before[name], self._trained[name].detach(), weight.detach(), weight.grad)
                 for name, weight in twin.weights.items()
                 if weight.grad is not None
             },
@@ -229,7 +230,8 @@ class SeparateShadows:
         own = thinned(self.label, LOOKED_AT)
         self.held = sum(len(rows) for rows in own)
         some = own[0][: min(8, len(own[0]))]
-        self._find_kind(to_device(self._view.batch(some), self._device), len(some))
+        with self._quietly(-3):
+            self._find_kind(to_device(self._view.batch(some), self._device), len(some))
         size = EVALUATED if self._by_rows else max(1, self.held // BLOCKS)
         self._blocks = [
             (number, block)
@@ -272,7 +274,7 @@ class SeparateShadows:
 
     def _evaluated(self, shadow: Shadow, batch: Any, loss: BatchLoss | None = None) -> Tensor:
         stage = self._stage.with_weights(shadow, False)
-        with self._quietly(-3), torch.no_grad(), self._precision(), stage as model:
+        with torch.no_grad(), self._precision(), stage as model:
             found = (loss or self._eval_loss)(model, batch)
         if not isinstance(found, Tensor):
             raise HeldinError(
@@ -282,6 +284,10 @@ class SeparateShadows:
 
     def held_out(self) -> Tensor:
         """Losses of the held-out rows, or means over blocks of them, weighted by their sizes."""
+        with self._quietly(-3):
+            return self._losses()
+
+    def _losses(self) -> Tensor:
         losses = []
         for i, (number, block) in enumerate(self._blocks):
             if self._cached is not None:

@@ -145,6 +145,11 @@ class Shadow:
         for group, setting in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(setting)
 
+    def forget_gradients(self) -> None:
+        """As the optimiser's zero_grad does, without its detours."""
+        for weight in self.weights.values():
+            weight.grad = None
+
     def add_gradients(self, loss: Tensor) -> None:
         """Backpropagate to the shadow's weights and to nothing else."""
         weights = list(self.weights.values())

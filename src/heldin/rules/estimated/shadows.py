@@ -213,7 +213,7 @@ class ShadowModels(PathStopping):
             return False
         if isinstance(self._team, StackedShadows) and self._count <= ENOUGH:
             return True
-        # In forward passes of a row; a backward pass costs two. A few checks are always there.
+        # In forward passes of a row; a backward pass costs two. The first checks are always there.
         shares = self._team.copies - float((self._label >= 0).double().mean())
         run = 3.0 * self._seen * (1.0 + shares)
         return (len(self.history) + 1) * self._team.held <= SHARE * run + 3 * self._team.held
