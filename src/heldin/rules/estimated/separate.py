@@ -27,7 +27,8 @@ __all__ = ["BatchLoss", "Clip", "SeparateShadows"]
 BatchLoss = Callable[[nn.Module, Any], Tensor]
 Clip = float | Callable[[list[nn.Parameter]], Any]
 
-BLOCKS = 32  # means of so many blocks of held-out rows tell the error of the estimate
+BLOCKS = 16  # means of so many blocks of held-out rows tell the error of the estimate
+LEAST = 8  # rows that an evaluation costs, however few they are
 EVALUATED = 256  # rows in one evaluation, if the loss comes row by row
 
 
@@ -36,6 +37,7 @@ class SeparateShadows:
 
     Attributes:
         held: how many rows are evaluated at a check.
+        cost: of a check, in forward passes of a row.
         inside: false; the model is never trained together with these shadows.
     """
 
@@ -239,6 +241,7 @@ class SeparateShadows:
             for block in rows.tensor_split(max(1, -(-len(rows) // size)))
             if len(block)
         ]
+        self.cost = sum(max(LEAST, len(block)) for _, block in self._blocks)
         self._cached: list[Any] | None = None
         batches, room = [], memory
         for _, block in self._blocks:

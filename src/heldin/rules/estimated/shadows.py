@@ -21,7 +21,7 @@ from .separate import BatchLoss, Clip, SeparateShadows
 from .source import Source
 from .stack import hyperparameters
 from .stacked import StackedShadows
-from .tensors import ENOUGH, TensorData
+from .tensors import TensorData
 from .watch import Taken
 
 __all__ = ["MEMORY", "PATIENCE", "ShadowModels", "Shadows", "numbered"]
@@ -29,6 +29,7 @@ __all__ = ["MEMORY", "PATIENCE", "ShadowModels", "Shadows", "numbered"]
 MEMORY = 256 * 2**20
 PATIENCE = Patience(factor=2.0, slack=200, checks=3)
 SHARE = 0.05  # of the time of the run that checks may take
+AFFORDABLE = {"dense": 1024, "vmap": 1024, "loop": 128}  # rows up to which they are cheap anyway
 
 Shadows = StackedShadows | SeparateShadows
 
@@ -211,12 +212,12 @@ class ShadowModels(PathStopping):
     def _due(self) -> bool:
         if not super()._due():
             return False
-        if isinstance(self._team, StackedShadows) and self._count <= ENOUGH:
+        if self._count <= AFFORDABLE.get(self.engine, 0):
             return True
         # In forward passes of a row; a backward pass costs two. The first checks are always there.
         shares = self._team.copies - float((self._label >= 0).double().mean())
         run = 3.0 * self._seen * (1.0 + shares)
-        return (len(self.history) + 1) * self._team.held <= SHARE * run + 3 * self._team.held
+        return (len(self.history) + 1) * self._team.cost <= SHARE * run + 3 * self._team.cost
 
     def train(
         self,

@@ -26,6 +26,7 @@ from .watch import Taken
 __all__ = ["LOOKED_AT", "StackedShadows", "differs"]
 
 LOOKED_AT = 4096  # held-out rows of all shadows that are evaluated at a check
+SHOWN = 256  # rows of which the training loss is shown beside the estimate
 NOISE = 64  # gradients below so many roundings of the largest are nothing but rounding
 
 
@@ -35,6 +36,7 @@ class StackedShadows:
     Attributes:
         stack: the copies.
         held: how many rows are evaluated at a check.
+        cost: of a check, in forward passes of a row.
         inside: whether the model itself is trained in the stack, as one more copy.
     """
 
@@ -78,6 +80,7 @@ class StackedShadows:
         self._numbers_of_copies = torch.arange(len(own), device=device).unsqueeze(1)
         self._looked_at = torch.cat(own).sort().values
         self.held = len(self._looked_at)
+        self.cost = self.held + min(SHOWN, len(self.data))
 
     @property
     def engine(self) -> str:
@@ -216,7 +219,7 @@ class StackedShadows:
 
     def training_loss(self) -> float:
         """Of the model itself."""
-        return self.data.training_loss()
+        return self.data.training_loss(SHOWN)
 
     # -- saving
 

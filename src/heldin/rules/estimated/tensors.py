@@ -18,7 +18,7 @@ from .rows import Rows
 __all__ = ["CHUNK", "ENOUGH", "TensorData"]
 
 CHUNK = 4096  # rows in one evaluation
-ENOUGH = 1024  # rows over which a training loss is taken, if there are more
+ENOUGH = 1024  # rows over which a loss is taken, if there are more
 
 
 class TensorData:
@@ -64,10 +64,10 @@ class TensorData:
         with torch.no_grad():
             return functional_call(self._bare, state, tuple(inputs))
 
-    def training_loss(self) -> float:
-        """Mean over the rows; over 1,024 of them, evenly spread, where there are more."""
+    def training_loss(self, most: int = ENOUGH) -> float:
+        """Mean over the rows; over some of them, evenly spread, where there are more."""
         n = len(self.rows)
-        stride = -(-n // ENOUGH)
+        stride = -(-n // most)
         parts = []
         for start in range(0, n, CHUNK * stride):
             some = slice(start, start + CHUNK * stride, stride)
