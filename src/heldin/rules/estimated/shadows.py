@@ -29,6 +29,7 @@ __all__ = ["MEMORY", "PATIENCE", "ShadowModels", "Shadows", "numbered"]
 MEMORY = 256 * 2**20
 PATIENCE = Patience(factor=2.0, slack=200, checks=3)
 SHARE = 0.05  # of the time of the run that checks may take
+FIRST = 8  # checks beyond that, without which a short run would have none
 AFFORDABLE = {"dense": 1024, "vmap": 1024, "loop": 128}  # rows up to which they are cheap anyway
 
 Shadows = StackedShadows | SeparateShadows
@@ -79,6 +80,7 @@ class ShadowModels(PathStopping):
         self._queue: list[Tensor] = []
         self._given: list[tuple[Any, Tensor | None]] = []
         self._seen = 0  # rows that the model was trained on
+        self._seen_at_check = 0
         self._team: Shadows
         if general:
             source = Source(data, self.seed)
@@ -214,10 +216,12 @@ class ShadowModels(PathStopping):
             return False
         if self._count <= AFFORDABLE.get(self.engine, 0):
             return True
+        if self._seen - self._seen_at_check < self._count / 4:  # an epoch has no more than four
+            return False
         # In forward passes of a row; a backward pass costs two. The first checks are always there.
         shares = self._team.copies - float((self._label >= 0).double().mean())
         run = 3.0 * self._seen * (1.0 + shares)
-        return (len(self.history) + 1) * self._team.cost <= SHARE * run + 3 * self._team.cost
+        return (len(self.history) + 1) * self._team.cost <= SHARE * run + FIRST * self._team.cost
 
     def train(
         self,
@@ -284,19 +288,21 @@ class ShadowModels(PathStopping):
                     value.copy_(own[name])
 
     def _held_out(self) -> Tensor:
+        self._seen_at_check = self._seen
         return self._team.held_out()
 
     def _training_loss(self) -> float:
         return self._team.training_loss()
 
     def _own_state(self) -> dict[str, Any]:
-        return {"seen": self._seen, **self._team.state_dict()}
+        seen = {"seen": self._seen, "seen_at_check": self._seen_at_check}
+        return seen | self._team.state_dict()
 
     def _load_own_state(self, state: Mapping[str, Any]) -> None:
-        fits(state, {"seen": int})
+        fits(state, {"seen": int, "seen_at_check": int})
         self._team.load_state_dict(state)
         self._label, self._queue, self._given = self._team.label, [], []
-        self._seen = state["seen"]
+        self._seen, self._seen_at_check = state["seen"], state["seen_at_check"]
 
     def remove(self) -> None:
         """Take the hooks away and let go of the model. What was found stays readable."""
