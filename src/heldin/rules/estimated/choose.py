@@ -52,7 +52,7 @@ class _Case:
         """Time of a run with so many shadows, in runs without (benchmarks/shadows.py, folds.py)."""
         small = self.parameters <= SMALL
         if self.general:
-            return round(1.1 + (1.4 if small else 0.9) * shadows, 1)
+            return round(1.85 + 1.45 * shadows if small else 1.35 + 0.85 * shadows, 1)
         if small:
             return round(2.1 + 0.1 * shadows if self.plain else 2.25 + 0.45 * shadows, 1)
         return round(1.25 + 0.95 * shadows if self.plain else 1.1 + 0.98 * shadows, 1)
