@@ -30,13 +30,25 @@ def case(**options: Any) -> _Case:
         ({"rows": 5000}, 6.0, "shadow"),
         ({"rows": 5000, "parameters": 1000}, 2.0, "leave-one-out"),
         ({"parameters": 40_000_000}, 6.0, "shadow"),  # five copies do not fit the memory
+        ({"parameters": 40_000, "known": False}, 4.2, ("folds", 3)),
+        ({"parameters": 40_000, "known": False}, 3.2, ("folds", 2)),
+        ({"parameters": 10**6, "general": True, "known": False}, 2.2, ("shadow", 1)),
+        ({"parameters": 10**6, "general": True, "known": False}, 6.0, ("folds", 2)),
+        ({"parameters": 10**6, "general": True, "known": False, "rows": 99}, 6.0, ("folds", 5)),
+        ({"parameters": 10**6, "general": True, "known": False, "rows": 9999}, 6.0, "shadow"),
         ({"parameters": 40_000}, 2.0, "leave-one-out"),
     ],
 )
-def test_the_choice(options: dict[str, Any], budget: float, expected: str) -> None:
-    rule, reason = _chosen(case(**options), budget, 2**30)
-    assert rule == expected
-    assert f"{case(**options).rows} rows" in reason
+def test_the_choice(options: dict[str, Any], budget: float, expected: Any) -> None:
+    one = case(**options)
+    rule, shadows, reason = _chosen(one, budget, 2**30)
+    assert {0: "leave-one-out", 1: "shadow"}.get(shadows, "folds") == rule
+    assert (rule, shadows) == expected if isinstance(expected, tuple) else rule == expected
+    assert f"{one.rows} rows" in reason
+    cost = one.cost(shadows) if shadows else 1.5
+    assert cost <= budget
+    assert f"about {cost:g} times" in reason
+    assert 4 * shadows * one.bytes <= 2**30
 
 
 def test_nothing_affordable_says_what_is() -> None:
@@ -70,6 +82,17 @@ def test_the_made_object_is_the_rule_and_trains() -> None:
         assert made.estimate > 0
 
 
+def test_folds_of_ones_own_keep_to_the_budget() -> None:
+    x = torch.randn(40, 3)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for rows, folds, shadows in ((40, 8, 5), (40, 2, 2), (1200, 4, 1)):
+        data = x.repeat(rows // 40, 1), x.repeat(rows // 40, 1)[:, :1]
+        made = heldin.stopping("auto", model, optimizer, F.mse_loss, data, folds=folds)
+        assert isinstance(made, heldin.FoldStopping)
+        assert (made.folds, made.shadows) == (folds, shadows)
+
+
 def test_refusals() -> None:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -78,3 +101,33 @@ def test_refusals() -> None:
         heldin.stopping("best", model, optimizer, F.mse_loss, data)  # type: ignore[arg-type]
     with pytest.raises(heldin.HeldinError, match="no parameter that requires"):
         heldin.stopping("auto", nn.ReLU(), optimizer, F.mse_loss, data)
+
+
+def test_any_batch_within_a_budget() -> None:
+    torch.manual_seed(0)
+    rows = [{"x": torch.randn(64), "y": torch.randn(1)} for _ in range(60)]
+    loader = torch.utils.data.DataLoader(rows, batch_size=20, shuffle=True)  # type: ignore[arg-type]
+    model = nn.Sequential(nn.Linear(64, 400), nn.ReLU(), nn.Linear(400, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def batch_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        return F.mse_loss(model(batch["x"]), batch["y"])
+
+    options: dict[str, Any] = {"data": loader, "batch_loss": batch_loss, "groups": range(60)}
+    made = heldin.stopping("auto", model, optimizer, budget=2.5, **options)
+    assert type(made) is heldin.ShadowStopping
+    assert "one shadow, for about 2.2 times the time of a run (budget 2.5)" in made.reason_chosen
+    for batch in loader:
+        batch_loss(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        made.step()
+    made.close()
+    made = heldin.stopping("auto", model, optimizer, budget=4, **options)
+    assert isinstance(made, heldin.FoldStopping)
+    assert made.shadows == 3
+    made.close()
+    with pytest.raises(heldin.HeldinError, match="needs tensors and loss_fn"):
+        heldin.stopping("leave-one-out", model, optimizer, **options)
+    with pytest.raises(heldin.HeldinError, match=r"fits a budget of 1\.5"):
+        heldin.stopping("auto", model, optimizer, budget=1.5, **options)

@@ -174,7 +174,7 @@ def check_shadows(
         )
         for name, p in twin.named_parameters():
             torch.testing.assert_close(
-                stopping._stack.blocks[name][k].detach(), p.detach(), rtol=1e-9, atol=1e-11
+                stopping._team.stack.blocks[name][k].detach(), p.detach(), rtol=1e-9, atol=1e-11
             )
         held = stopping._label == k
         twin.eval()
@@ -237,7 +237,7 @@ def test_lbfgs_evaluates_each_shadow_by_itself() -> None:
         for _ in range(3):
             own.step(one(twin, own, stopping._label != k))
         for name, p in twin.named_parameters():
-            torch.testing.assert_close(stopping._stack.blocks[name][k].detach(), p.detach())
+            torch.testing.assert_close(stopping._team.stack.blocks[name][k].detach(), p.detach())
 
 
 def test_parameter_groups_and_schedules_are_followed() -> None:
@@ -282,7 +282,9 @@ def test_an_optimiser_that_has_stepped_hands_on_its_state() -> None:
         separately(twin, own, F.mse_loss, rows, [torch.arange(N)] * 4, everything)
         for name, p in twin.named_parameters():
             if name != "unused":
-                torch.testing.assert_close(stopping._stack.blocks[name][1].detach(), p.detach())
+                torch.testing.assert_close(
+                    stopping._team.stack.blocks[name][1].detach(), p.detach()
+                )
 
 
 def with_own_mean(o: Tensor, t: Tensor) -> Tensor:
@@ -347,12 +349,12 @@ def test_class_weights_train_exactly() -> None:
     weighted = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 5.0], dtype=torch.float64))
     batches, make = minibatches(8, 6), OPTIMIZERS["sgd"]
     stopping = run(copy.deepcopy(start), make, weighted, rows, batches, folds=3)
-    assert stopping._loss.kind == "other"
+    assert stopping._team.data.loss.kind == "other"
     for k in range(3):
         twin = copy.deepcopy(start)
         separately(twin, make(twin.parameters()), weighted, rows, batches, stopping._label != k)
         for name, p in twin.named_parameters():
-            torch.testing.assert_close(stopping._stack.blocks[name][k].detach(), p.detach())
+            torch.testing.assert_close(stopping._team.stack.blocks[name][k].detach(), p.detach())
 
 
 @given(seed=st.integers(0, 1000), k=st.integers(1, 3), b=st.integers(1, 6), c=st.integers(1, 4))
@@ -638,7 +640,7 @@ def test_batches_know_their_rows_even_when_augmented() -> None:
             F.mse_loss(twin(a[kept]), b[kept]).backward()
             own.step()
         for name, p in twin.named_parameters():
-            torch.testing.assert_close(stopping._stack.blocks[name][2].detach(), p.detach())
+            torch.testing.assert_close(stopping._team.stack.blocks[name][2].detach(), p.detach())
 
 
 def test_accumulated_minibatches_are_one() -> None:
@@ -843,6 +845,44 @@ def test_a_first_step_of_another_kind_is_warned_about(setting: Any) -> None:
         stopping.step()
 
 
+def test_a_bias_whose_gradient_is_rounding_does_not_alarm() -> None:
+    """A convolution's bias before a BatchNorm: Adam makes steps at random out of its gradient."""
+    torch.manual_seed(0)
+    x, y = torch.randn(64, 1, 6, 6), torch.randint(3, (64,))
+    model = nn.Sequential(
+        nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(128, 3)
+    )
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    stopping = heldin.FoldStopping(model, optimizer, F.cross_entropy, (x, y))
+    F.cross_entropy(model(x[:32]), y[:32]).backward()
+    assert model[0].bias.grad.abs().max() < 1e-6
+    optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        stopping.step()
+
+
+def test_dropout_of_the_shadows_leaves_the_random_numbers_of_the_loop_alone() -> None:
+    x, y = data()
+
+    def train(follow: bool) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(D, 8), nn.Dropout(0.5), nn.Linear(8, 1)).double()
+        optimizer = OPTIMIZERS["adam"](model.parameters())
+        rows, loss_fn = (x, y), F.mse_loss
+        stopping = heldin.FoldStopping(model, optimizer, loss_fn, rows, 3) if follow else None
+        for _ in range(6):
+            loss_fn(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if stopping is not None:
+                stopping.step()
+        return torch.random.get_rng_state(), model[0].weight.detach()
+
+    for plain, followed in zip(train(False), train(True), strict=True):
+        assert torch.equal(plain, followed)
+
+
 # -- decisions
 
 
@@ -984,7 +1024,8 @@ def test_a_run_that_diverges_keeps_the_last_good_weights() -> None:
     for _ in range(60):
         train_once(stopping, model, optimizer, x, y)
     assert not model.weight.isfinite().all()
-    stopping.restore()
+    with pytest.warns(heldin.HeldinWarning, match="never fell below"):
+        stopping.restore()
     assert stopping.best_step == 0
     assert torch.equal(model.weight, start)
 

@@ -215,8 +215,8 @@ def test_a_state_of_buffers_is_not_changed_by_what_follows() -> None:
     made = rule("FoldStopping")
     state = made.state_dict()
     kept = copy.deepcopy(state)
-    model, x = made._model, made._rows.inputs[0]
-    F.mse_loss(model(x), made._rows.targets).backward()
+    model, x = made._model, made._team.data.rows.inputs[0]
+    F.mse_loss(model(x), made._team.data.rows.targets).backward()
     made._optimizer.step()
     made.step()
     assert same(state, kept)

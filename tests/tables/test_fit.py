@@ -375,6 +375,7 @@ def test_bad_options(
     assert not Path("m").exists()
 
 
+@pytest.mark.filterwarnings("ignore:.*never fell below:heldin.HeldinWarning")
 def test_full_folders_are_left_alone(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("m").mkdir()
     write("mine", "m/notes.txt")
@@ -394,6 +395,7 @@ def test_a_bad_test_file_is_said_before_training(
     assert "test.csv: the column 'b' is not there" in said
 
 
+@pytest.mark.filterwarnings("ignore:.*never fell below:heldin.HeldinWarning")
 def test_bad_models(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(capsys, "fit", write(GOOD), "--target", "y", "--out", "m", *FAST)
     assert "not a model of `heldin fit`" in fails(capsys, "predict", "x", "t.csv")
@@ -411,6 +413,7 @@ def test_bad_models(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "another version of heldin" in fails(capsys, "predict", "bad", "t.csv")
 
 
+@pytest.mark.filterwarnings("ignore:.*never fell below:heldin.HeldinWarning")
 def test_bad_rows_to_predict(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(capsys, "fit", write(GOOD), "--target", "y", "--out", "m", *FAST)
     said = fails(capsys, "predict", "m", write("a\n1\n", "n.csv"))

@@ -254,6 +254,19 @@ def test_a_weight_is_a_number_of_copies(kind: Any, rule: Any) -> None:
     np.testing.assert_array_equal(by_copies, by_weight)
 
 
+@pytest.mark.parametrize("rule", ["folds", "shadow"])
+def test_a_table_with_few_distinct_rows_is_learnt(rule: Any) -> None:
+    """Four cells, 300 rows: a fold must not take every copy of a cell away."""
+    rng = np.random.default_rng(0)
+    X = rng.integers(0, 2, (300, 2)).astype(float)
+    y = (rng.random(300) < 0.1 + 0.8 * (X[:, 0] != X[:, 1])).astype(int)
+    model = MLPClassifier((8,), early_stopping=rule, learning_rate_init=0.02, random_state=0)
+    model.fit(X, y)
+    assert model.best_step_ > 50
+    likely = model.predict_proba(X)[np.arange(300), y]
+    assert -np.log(likely).mean() < 0.4  # 0.33 is the noise, 0.69 knows nothing
+
+
 def test_order_is_kept_without_shuffling() -> None:
     X, y = numbers(30)
     X[7], y[7] = X[3], y[3]

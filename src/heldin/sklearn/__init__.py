@@ -49,8 +49,8 @@ class MLPClassifier(Classifier, Hidden):
       `n_iter_no_change` and `tol`.
     - False: until the training loss has not improved by `tol` for `n_iter_no_change` epochs.
 
-    Equal rows are put together, with their weights added: a row given twice counts as a row of
-    weight 2 (not with shuffle=False, and not in sparse inputs too large to be made dense).
+    Equal rows are separate observations, and a row of weight 2 is two of them, where all weights
+    are whole numbers (not with shuffle=False, and not in sparse inputs too large to be made dense).
 
     Args:
         hidden_layer_sizes, activation, solver, alpha, batch_size, learning_rate,

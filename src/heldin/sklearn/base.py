@@ -27,6 +27,7 @@ from .parameters import InvalidParameter, check_parameters
 
 __all__ = ["Estimator", "Layers", "Targets"]
 
+MOST_COPIES, MOST_ROWS = 20, 10_000  # up to which a weight is taken for a number of rows
 DENSE = 2**28  # bytes up to which sparse inputs are made dense once, not batch by batch
 
 Layers = list[tuple[Any, Any]]  # weights (inputs, outputs) and biases (outputs,) or None
@@ -67,20 +68,26 @@ def _inputs(X: Any) -> Inputs:
     return SparseRows(X) if sparse.issparse(X) else torch.tensor(X)  # a copy of what is read-only
 
 
-def merged(X: Any, y: Any, weights: Any) -> tuple[Any, Any, Any]:
-    """Equal rows become one with their weights added, in an order that depends on contents only.
+def observations(X: Any, y: Any, weights: Any) -> tuple[Any, Any, Any]:
+    """One row for each observation, in an order that depends on contents only.
 
-    A row given twice is then the same as a row of weight 2, for every rule, and never lies in two
-    folds.
+    A row whose weight is a whole number is so many observations, so that a row given twice is the
+    same as a row of weight 2, for every rule. Equal rows stay apart: in a table with few distinct
+    rows a fold would else take every copy of one away. Weights are left as they are if one of them
+    is not a whole number, or if the rows would become too many.
 
-    >>> X, y, w = merged(np.array([[2.0], [1.0], [2.0]]), np.array([0, 1, 0]), np.ones(3))
+    >>> X, y, w = observations(np.array([[2.0], [1.0]]), np.array([0, 1]), np.array([2.0, 1.0]))
     >>> sorted(zip(X.ravel().tolist(), y.tolist(), w.tolist()))
-    [(1.0, 1, 1.0), (2.0, 0, 2.0)]
+    [(1.0, 1, 1.0), (2.0, 0, 1.0), (2.0, 0, 1.0)]
     """
-    rows = np.ascontiguousarray(np.column_stack([np.asarray(X, np.float64), y]) + 0.0)  # no -0
-    keys = rows.view(np.dtype((np.void, rows.shape[1] * 8))).ravel()
-    _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
-    return X[first], y[first], np.bincount(inverse, weights, len(first))
+    whole = bool((weights == np.floor(weights)).all())
+    if whole and weights.sum() <= max(MOST_COPIES * len(weights), MOST_ROWS):
+        each = np.repeat(np.arange(len(weights)), weights.astype(np.int64))
+        X, y, weights = X[each], y[each], np.ones(len(each))
+    rows = np.column_stack([np.asarray(X, np.float64), y, weights]) + 0.0  # no -0
+    keys = np.ascontiguousarray(rows).view(np.dtype((np.void, rows.shape[1] * 8))).ravel()
+    order = np.argsort(keys, kind="stable")
+    return X[order], y[order], weights[order]
 
 
 class Estimator(BaseEstimator):  # type: ignore[misc]
@@ -223,9 +230,9 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
             rule = "evidence"
         targets = self._targets(y, first)
         if self.shuffle and not sparse.issparse(X):
-            together = merged(X, targets.y, weights)
-            if len(together[0]) > 1:  # a rule needs two rows, be they equal
-                X, y, weights = together
+            apart = observations(X, targets.y, weights)
+            if len(apart[0]) > 1:  # a rule needs two rows
+                X, y, weights = apart
                 targets = replace(targets, y=y)
         weights = self._weigh(targets, weights)
         seed = int(check_random_state(self.random_state).randint(2**31))

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from heldin.criterion.average import Average, weight
-from heldin.rules.estimated import folds as _folds
 from heldin.rules.estimated import leave_one_out as _leaveoneout
+from heldin.rules.estimated import shadows as _shadows
 from heldin.rules.estimated.curves import Patience, best_check, mean_and_error, votes
 
 from .logged import Choice, LoggedRun, Outcome
@@ -33,7 +33,7 @@ from .run import FOLDS
 
 __all__ = ["RULES", "replay"]
 
-FOLD_PATIENCE, LOO_PATIENCE = _folds.PATIENCE, _leaveoneout.PATIENCE
+FOLD_PATIENCE, LOO_PATIENCE = _shadows.PATIENCE, _leaveoneout.PATIENCE
 RESAMPLES = 100  # of rows, for bagged weights
 VALIDATION_PATIENCE = 20  # epochs without a lower validation loss
 ARMING = 0.5  # of EvidenceStopping

@@ -97,7 +97,9 @@ def log(spec: Spec, table: Table) -> dict[str, Any]:
             weights[step] = torch.cat([p.detach().flatten() for p in model.parameters()])
         if fold_check:
             x = problem.x_test
-            shadow_outputs.append(folds._stack.evaluate([x.expand(FOLDS, *x.shape)]))
+            shadow_outputs.append(
+                folds._stacked("evaluate").stack.evaluate([x.expand(FOLDS, *x.shape)])
+            )
 
     check(0)
     split_values.append(splits.losses())

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
+import warnings
 import weakref
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.optim import Optimizer
 
-from heldin.errors import HeldinError
+from heldin.errors import HeldinError, HeldinWarning
 from heldin.rules.base import StoppingRule
 from heldin.rules.ranks import refuse_data_parallel
 from heldin.state.estimates import STATE_SCHEMA as HISTORY
@@ -30,16 +29,12 @@ from heldin.state.schema import (
 )
 
 from .curves import Patience, best_check, mean_and_error, next_check, votes
-from .hooks import skeleton
-from .losses import LossFunction, RowLoss
-from .rows import Rows
-from .stack import hyperparameters
+from .watch import Taken, Watch
 
-__all__ = ["CHUNK", "Average", "PathStopping", "Taken"]
+__all__ = ["Average", "PathStopping"]
 
 Average = Literal["bagged", "best"]
 
-CHUNK = 4096  # rows in one evaluation
 STATE_SCHEMA = {  # of a saved state
     "settings": dict,
     "step": int,
@@ -53,62 +48,6 @@ STATE_SCHEMA = {  # of a saved state
 }
 
 
-@dataclass(eq=False)
-class Taken:
-    """An optimiser step that the user's loop took.
-
-    Attributes:
-        calls: what the model was called with since the step before, with gradients enabled.
-        settings: of the optimiser's groups at the time of the step.
-    """
-
-    calls: list[tuple[Tensor, ...]]
-    settings: list[dict[str, Any]]
-
-
-@dataclass(eq=False)
-class _Watch:
-    """Hooks that see what the model is called with and when the optimiser steps."""
-
-    owner: str
-    calls: list[tuple[Tensor, ...]] = field(default_factory=list)
-    steps: list[Taken] = field(default_factory=list)
-    settings: list[dict[str, Any]] = field(default_factory=list)
-    before: int = 0  # calls when the optimiser's step began
-    handles: list[Any] = field(default_factory=list)
-
-    def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
-        self.handles = [
-            model.register_forward_pre_hook(self._called, with_kwargs=True),
-            optimizer.register_step_pre_hook(self._steps),
-            optimizer.register_step_post_hook(self._stepped),
-        ]
-
-    def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        refuse_data_parallel(self.owner, module)
-        if torch.is_grad_enabled():
-            tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
-            self.calls.append(tuple(t.detach() for t in tensors))
-
-    def _steps(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self.settings, self.before = hyperparameters(optimizer), len(self.calls)
-
-    def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        # A closure calls the model inside the step, a line search more than once: the same rows.
-        calls = self.calls if self.before else self.calls[:1]
-        self.steps.append(Taken(calls, self.settings))
-        self.calls = []
-
-    def take(self) -> list[Taken]:
-        taken, self.steps = self.steps, []
-        return taken
-
-    def close(self) -> None:
-        for handle in self.handles:
-            handle.remove()
-        self.handles, self.calls, self.steps = [], [], []
-
-
 class PathStopping(StoppingRule):
     """Follows an estimated test loss at log-spaced checks and keeps the weights of the best one.
 
@@ -117,18 +56,16 @@ class PathStopping(StoppingRule):
     """
 
     name: ClassVar[str]  # by which `heldin.stopping` knows it
+    _count: int  # of the training rows
 
     def __init__(
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        loss_fn: LossFunction,
-        data: Any,
         *,
         grid: float,
         average: Average,
         patience: Patience | None,
-        sample_weight: Tensor | None,
         memory: int,
         resamples: int,
         seed: int,
@@ -166,14 +103,11 @@ class PathStopping(StoppingRule):
 
         self._model: nn.Module | None = model
         self._signature = model_signature(model)
-        self._bare = skeleton(model)
-        self._rows = Rows.of(data, parameter.device)
-        self._weights = _row_weights(sample_weight, self._rows)
+        self._device = parameter.device
         self._step = 0
         self._curves: list[Tensor] = []  # one (rows,) for each check
         self._kept: dict[int, dict[str, Tensor]] = {}  # number of the check -> the model's weights
-        self._loss = RowLoss.of(loss_fn, *self._sample())
-        self._watch = _Watch(name)
+        self._watch = Watch(name)
         self._release = weakref.finalize(self, self._watch.close)
 
     def _start(self, optimizer: Optimizer) -> None:
@@ -181,17 +115,6 @@ class PathStopping(StoppingRule):
         assert self._model is not None
         self._check()
         self._watch.attach(self._model, optimizer)
-
-    def _sample(self) -> tuple[Tensor, Tensor]:
-        """Outputs and targets of some rows."""
-        some = slice(0, 256)
-        outputs = self._outputs([x[some] for x in self._rows.inputs])
-        if not isinstance(outputs, Tensor) or outputs.dim() < 1:
-            raise HeldinError(
-                f"{type(self).__name__}: the model must return a tensor with one entry for each "
-                f"row, got {type(outputs).__name__}; wrap it in a module that does"
-            )
-        return outputs, self._rows.targets[some]
 
     # -- what a rule brings
 
@@ -202,6 +125,10 @@ class PathStopping(StoppingRule):
     @abstractmethod
     def _held_out(self) -> Tensor:
         """(rows,) estimated losses of rows as if they had not been trained on."""
+
+    @abstractmethod
+    def _training_loss(self) -> float:
+        """Of the model (or of its shadows), for the history."""
 
     @abstractmethod
     def _own_settings(self) -> dict[str, Any]:
@@ -234,30 +161,30 @@ class PathStopping(StoppingRule):
                     "optimizer.step(), with the optimiser that was given to the constructor"
                 )
             return self.should_stop  # a gradient scaler skipped the step
-        index = self._numbers(indices, taken)
-        for one in taken:
-            self._step += 1
-            self._follow(one, index, now=one is taken[-1])
-        if self._step >= next_check(self.history.last().step, self.grid):
-            self._check()
-        return self.should_stop
-
-    def _numbers(
-        self, indices: Tensor | Sequence[int] | None, taken: Sequence[Taken]
-    ) -> Tensor | None:
-        if indices is None:
-            return None
-        if len(taken) != 1:
+        if indices is not None and len(taken) != 1:
             raise HeldinError(
                 f"step: indices belong to one optimiser step, but {len(taken)} were taken since "
                 "the last call; call step() after each"
             )
-        index = torch.as_tensor(indices, device=self._rows.targets.device).flatten()
+        index = None if indices is None else self._numbers(indices)
+        for one in taken:
+            self._step += 1
+            self._follow(one, index, now=one is taken[-1])
+        if self._due():
+            self._check()
+        return self.should_stop
+
+    def _due(self) -> bool:
+        """Whether it is time for a check."""
+        return self._step >= next_check(self.history.last().step, self.grid)
+
+    def _numbers(self, indices: Tensor | Sequence[int]) -> Tensor:
+        index = torch.as_tensor(indices, device=self._device).flatten()
         if index.dtype == torch.bool or index.is_floating_point():
             raise HeldinError(f"step: indices must be whole numbers, got {index.dtype}")
         low, high = index.aminmax() if index.numel() else (0, 0)
-        if not 0 <= int(low) <= int(high) < len(self._rows):
-            raise HeldinError(f"step: indices must lie in 0 ... {len(self._rows) - 1}")
+        if not 0 <= int(low) <= int(high) < self._count:
+            raise HeldinError(f"step: indices must lie in 0 ... {self._count - 1}")
         return index.long()
 
     def _check(self) -> None:
@@ -281,24 +208,6 @@ class PathStopping(StoppingRule):
             self.history.stopped_step = self._step
 
     # -- the model
-
-    def _outputs(self, inputs: Sequence[Tensor]) -> Any:
-        """Of the model as it is, in evaluation mode and without its hooks."""
-        assert self._model is not None
-        state = dict(self._model.named_buffers())
-        self._bare.eval()
-        with torch.no_grad():
-            return functional_call(self._bare, state, tuple(inputs))
-
-    def _training_loss(self) -> float:
-        rows = self._rows
-        parts = []
-        for start in range(0, len(rows), CHUNK):
-            some = slice(start, start + CHUNK)
-            outputs = self._outputs([x[some] for x in rows.inputs])
-            parts.append(self._loss.per_row(outputs, rows.targets[some]))
-        losses = torch.cat(parts).double()
-        return float((losses if self._weights is None else losses * self._weights).mean())
 
     def _state(self) -> Iterator[tuple[str, Tensor]]:
         assert self._model is not None
@@ -369,6 +278,15 @@ class PathStopping(StoppingRule):
             )
         if self._step > self.history.last().step:
             self._check()  # the last weights are a candidate too
+        if self.best_step == 0 and self._step > 0 and self.estimate != 0:  # 0 cannot be bettered
+            warnings.warn(
+                f"{type(self).__name__}: in {self._step} steps the estimated loss never fell below "
+                f"that of the model before training ({self.estimate:.4g}), so its untrained "
+                "weights are restored. Is the learning rate too high, do the inputs tell nothing "
+                "about the targets, or does a fold take all rows of a kind away?",
+                HeldinWarning,
+                stacklevel=2,
+            )
         numbers = {self.history[i].step: i for i in self._kept}
         parts = [(share, self._kept[numbers[step]]) for step, share in self.shares.items()]
         heaviest = max(parts, key=lambda part: part[0])[1]
@@ -396,7 +314,7 @@ class PathStopping(StoppingRule):
     # -- saving and closing
 
     def _settings(self) -> dict[str, Any]:
-        own = {"grid": self.grid, "average": self.average, "rows": len(self._rows)}
+        own = {"grid": self.grid, "average": self.average, "rows": self._count}
         return own | self._own_settings() | {"model": self._signature}
 
     def state_dict(self) -> dict[str, Any]:
@@ -427,7 +345,7 @@ class PathStopping(StoppingRule):
         self._watch.calls = []
 
     def _take(self, state: Mapping[str, Any]) -> None:
-        device = self._rows.targets.device
+        device = self._device
         checks = len(state["history"]["records"])
         check_schema(
             state["curves"], self._curves[0].new_empty(len(self._curves[0]), checks), "['curves']"
@@ -460,17 +378,3 @@ class PathStopping(StoppingRule):
         if kind is None and self._model is not None:
             self.restore()
         self.close()
-
-
-def _row_weights(sample_weight: Tensor | None, rows: Rows) -> Tensor | None:
-    """(n,) weights with mean 1."""
-    if sample_weight is None:
-        return None
-    weights = torch.as_tensor(sample_weight).detach().double().to(rows.targets.device)
-    good = weights.shape == (len(rows),) and bool((weights >= 0).all()) and float(weights.sum()) > 0
-    if not good or not bool(weights.isfinite().all()):
-        raise HeldinError(
-            f"sample_weight: expected {len(rows)} finite numbers >= 0 with a positive sum, one for "
-            "each row of data"
-        )
-    return weights / weights.mean()

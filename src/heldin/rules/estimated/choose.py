@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -16,15 +18,19 @@ from .folds import FoldStopping, ShadowStopping
 from .leave_one_out import KNOWN, LeaveOneOutStopping
 from .losses import LossFunction
 from .rows import Rows
+from .separate import BatchLoss
+from .source import Source
 
 __all__ = ["ESTIMATED_RULES", "stopping"]
 
 RuleName = Literal["auto", "folds", "shadow", "leave-one-out"]
-ESTIMATED_RULES: dict[str, type[PathStopping]] = {  # a new one joins here, and nowhere else
+# A new one joins here, and nowhere else.
+ESTIMATED_RULES: dict[str, Callable[..., PathStopping]] = {
     rule.name: rule for rule in (FoldStopping, ShadowStopping, LeaveOneOutStopping)
 }
 
-FEW = 1000  # rows below which five folds are worth more than one shadow (docs/which-rule.md)
+FEW = 1000  # rows below which several shadows are worth more than one (docs/which-rule.md)
+SOME = 200  # rows from which two shadows of a network are as good as five
 SMALL = 20_000  # parameters up to which calls, not arithmetic, are what a step costs
 TENSORS = 4  # of the size of the weights, for each copy: weights, gradients, two moments
 PROBES = 2e9  # samples^2 x parameters up to which a check of leave-one-out is a matter of seconds
@@ -38,50 +44,60 @@ class _Case:
     parameters: int
     bytes: int
     plain: bool  # a network that can be stacked by hand
-    known: bool  # an optimiser whose steps leave-one-out can follow
+    known: bool  # an optimiser whose steps leave-one-out can follow, on tensors
+    general: bool = False  # any model on any batches, shadows one after the other
 
-    def cost(self, rule: str) -> float:
-        """Time of a training run with the rule, in runs without (benchmarks/folds.py)."""
+    def cost(self, shadows: int) -> float:
+        """Time of a run with so many shadows, in runs without (benchmarks/shadows.py, folds.py)."""
         small = self.parameters <= SMALL
-        if rule == "folds":
-            return (2.6 if self.plain else 4.5) if small else 6.0
-        if rule == "shadow":
-            return 2.2 if self.plain else 2.7
-        return 1.5
+        if self.general:
+            return round(1.85 + 1.45 * shadows if small else 1.35 + 0.85 * shadows, 1)
+        if small:
+            return round(2.1 + 0.1 * shadows if self.plain else 2.25 + 0.45 * shadows, 1)
+        return round(1.25 + 0.95 * shadows if self.plain else 1.1 + 0.98 * shadows, 1)
+
+    def wanted(self) -> int:
+        """How many shadows are worth their time."""
+        if self.rows >= FEW:
+            return 1
+        return 2 if self.general and self.rows >= SOME else 5
 
 
-def _chosen(case: _Case, budget: float, memory: int) -> tuple[str, str]:
-    """A rule, and why."""
+LEAVE_ONE_OUT = 1.5  # runs
+
+
+def _chosen(case: _Case, budget: float, memory: int) -> tuple[str, int, str]:
+    """A rule, its number of shadows, and why."""
     size = f"{case.rows} rows and {case.parameters} parameters"
-    fits = {"folds": 5, "shadow": 1}
-
-    def affordable(rule: str) -> bool:
-        room = fits[rule] * TENSORS * case.bytes <= memory
-        return room and case.cost(rule) <= budget
-
-    if case.rows < FEW and affordable("folds"):
-        return "folds", (
-            f"{size}: with fewer than {FEW} rows five folds lose least, for about "
-            f"{case.cost('folds'):g} times the time (budget {budget:g})"
-        )
+    room = memory // max(1, TENSORS * case.bytes)
+    shadows = max(
+        (k for k in range(1, case.wanted() + 1) if k <= room and case.cost(k) <= budget), default=0
+    )
     followed = case.known and float(min(case.rows, 1024)) ** 2 * case.parameters <= PROBES
-    if case.rows < FEW and followed and case.cost("leave-one-out") <= budget:
-        return "leave-one-out", (
-            f"{size}: five folds would cost {case.cost('folds'):g} times the time or "
-            f"{5 * TENSORS * case.bytes:,} bytes, more than the budget of {budget:g} or the memory"
+    followed = followed and budget >= LEAVE_ONE_OUT
+    enough = min(3, case.wanted())
+    if followed and shadows < enough:
+        return (
+            "leave-one-out",
+            0,
+            (
+                f"{size}: leave-one-out, for about {LEAVE_ONE_OUT:g} times the time of a run; "
+                f"{enough} shadow{'s' if enough > 1 else ''} would take {case.cost(enough):g} "
+                f"times and {enough * TENSORS * case.bytes:,} bytes (budget {budget:g}, "
+                f"{memory:,} bytes)"
+            ),
         )
-    if affordable("shadow"):
-        return "shadow", (
-            f"{size}: one shadow comes within a percent or two of five folds, for about "
-            f"{case.cost('shadow'):g} times the time (budget {budget:g})"
-        )
-    if followed and case.cost("leave-one-out") <= budget:
-        return "leave-one-out", (
-            f"{size}: a second model would cost more than the budget of {budget:g} or the memory"
-        )
+    if shadows:
+        what = {1: "one shadow", 5: "five folds"}.get(shadows, f"{shadows} of five folds")
+        spent = f"for about {case.cost(shadows):g} times the time of a run (budget {budget:g})"
+        why = "more would gain little" if shadows == case.wanted() else "more do not fit"
+        if shadows == 5:
+            why = f"with fewer than {FEW} rows they lose least"
+        return ("shadow" if shadows == 1 else "folds"), shadows, f"{size}: {what}, {spent}; {why}"
     raise HeldinError(
         f"heldin.stopping: with {size} no rule that estimates the test loss fits a budget of "
-        f"{budget:g} and {memory:,} bytes; raise them, or use heldin.EvidenceStopping(model, "
+        f"{budget:g} and {memory:,} bytes (one shadow takes {case.cost(1):g} times the time and "
+        f"{TENSORS * case.bytes:,} bytes); raise them, or use heldin.EvidenceStopping(model, "
         "window=steps of an epoch), which needs neither"
     )
 
@@ -90,11 +106,12 @@ def stopping(
     rule: RuleName,
     model: nn.Module,
     optimizer: Optimizer,
-    loss_fn: LossFunction,
-    data: Any,
+    loss_fn: LossFunction | None = None,
+    data: Any = None,
     *,
     budget: float = 6.0,
     memory: int = 2**30,
+    batch_loss: BatchLoss | None = None,
     **options: Any,
 ) -> PathStopping:
     """A stopping rule by name, or the one that suits the case.
@@ -103,11 +120,13 @@ def stopping(
     `restore()`, `estimate`, and so on.
 
     Args:
-        rule: "folds", "shadow", "leave-one-out", or "auto": five folds for fewer than 1,000 rows,
-            one shadow above, leave-one-out where no second model is affordable.
+        rule: "folds", "shadow", "leave-one-out", or "auto": as many of five folds as the budget
+            allows for fewer than 1,000 rows (two, of a network on general batches, from 200 rows
+            on), one shadow above, leave-one-out where fewer than three are affordable.
         model, optimizer, loss_fn, data: see `heldin.FoldStopping`.
         budget: for "auto": how many times the time of a plain run training may take.
         memory: for "auto": bytes that the shadows may take.
+        batch_loss: (model, batch) -> loss, in place of loss_fn, for any model and batch.
         options: further arguments of the class.
 
     Returns:
@@ -121,30 +140,55 @@ def stopping(
     >>> type(chosen).__name__
     'FoldStopping'
     >>> chosen.reason_chosen
-    '50 rows and 4 parameters: with fewer than 1000 rows five folds lose least, ...'
+    '50 rows and 4 parameters: five folds, for about 2.6 times the time of a run (budget 6); ...'
     """
     if rule != "auto" and rule not in ESTIMATED_RULES:
         known = ", ".join(map(repr, ESTIMATED_RULES))
         raise HeldinError(f"heldin.stopping: expected 'auto', {known}, got {rule!r}")
-    reason = f"asked for {rule!r}"
-    if rule == "auto":
-        params = [p for p in model.parameters() if p.requires_grad]
-        if not params:
+    reason, chosen = f"asked for {rule!r}", str(rule)
+    if batch_loss is not None:
+        if rule == "leave-one-out":
             raise HeldinError(
-                "heldin.stopping: the model has no parameter that requires a gradient; unfreeze at "
-                "least one"
+                "heldin.stopping: leave-one-out needs tensors and loss_fn, not batch_loss; use "
+                "'folds' or 'shadow'"
             )
-        rows = Rows.of(data, params[0].device)
-        case = _Case(
-            rows=len(rows),
-            parameters=sum(p.numel() for p in params),
-            bytes=sum(p.numel() * p.element_size() for p in params),
-            plain=is_plain(model, rows.inputs),
-            known=type(optimizer) in KNOWN,
-        )
-        chosen, reason = _chosen(case, budget, memory)
-    else:
-        chosen = rule
+        options["batch_loss"] = batch_loss
+    if rule == "auto":
+        case = _case(model, optimizer, loss_fn, data, general=batch_loss is not None)
+        chosen, shadows, reason = _chosen(case, budget, memory)
+        if chosen == "shadow" and options.keys() & {"folds", "stratify"}:
+            chosen = "folds"  # one of them
+        if chosen == "folds" and (shadows != 5 or "folds" in options):
+            given = options.get("folds", 5)
+            number = given if isinstance(given, int) else len(set(torch.as_tensor(given).tolist()))
+            options["shadows"] = min(shadows, number)
+        if chosen == "leave-one-out" and options.get("groups") is not None:
+            raise HeldinError(
+                f"heldin.stopping: leave-one-out takes every row for itself and cannot keep "
+                f"groups, and more does not fit ({reason}); raise budget or memory"
+            )
     made = ESTIMATED_RULES[chosen](model, optimizer, loss_fn, data, **options)
     made.reason_chosen = reason
     return made
+
+
+def _case(model: nn.Module, optimizer: Optimizer, loss_fn: Any, data: Any, general: bool) -> _Case:
+    params = [p for p in model.parameters() if p.requires_grad]
+    if not params:
+        raise HeldinError(
+            "heldin.stopping: the model has no parameter that requires a gradient; unfreeze at "
+            "least one"
+        )
+    if general:
+        count, plain = Source(data, seed=0, listen=False).count, False
+    else:
+        rows = Rows.of(data, params[0].device)
+        count, plain = len(rows), is_plain(model, rows.inputs)
+    return _Case(
+        rows=count,
+        parameters=sum(p.numel() for p in params),
+        bytes=sum(p.numel() * p.element_size() for p in params),
+        plain=plain,
+        known=not general and type(optimizer) in KNOWN,
+        general=general,
+    )

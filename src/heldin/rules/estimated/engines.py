@@ -17,7 +17,7 @@ from .hooks import skeleton
 
 __all__ = ["Engine", "Forward", "engine_for"]
 
-Engine = Literal["auto", "dense", "vmap", "loop"]
+Engine = Literal["auto", "dense", "vmap", "loop", "copies", "swap"]
 
 
 class Copies(Protocol):
@@ -56,7 +56,9 @@ def engine_for(
 ) -> tuple[str, Forward]:
     """The engine asked for, or the first that can run the model; its name and itself."""
     if engine not in ("auto", "dense", "vmap", "loop"):
-        raise HeldinError(f"engine: expected 'auto', 'dense', 'vmap' or 'loop', got {engine!r}")
+        raise HeldinError(
+            f"engine: expected 'auto', 'dense', 'vmap', 'loop', 'copies' or 'swap', got {engine!r}"
+        )
     layers = plain_layers(model, stack.blocks, inputs) if engine in ("auto", "dense") else None
     if layers is not None:
         return "dense", _Dense(stack, layers)

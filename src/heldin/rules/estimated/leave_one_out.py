@@ -27,10 +27,12 @@ from torch.optim import Optimizer
 from heldin.errors import HeldinError
 from heldin.state.schema import check_int, check_schema
 
-from .base import Average, PathStopping, Taken
+from .base import Average, PathStopping
 from .curves import Patience
 from .jacobians import chosen
 from .losses import LossFunction
+from .tensors import TensorData
+from .watch import Taken
 
 __all__ = ["KNOWN", "LeaveOneOutStopping", "directions", "pulse", "solve"]
 
@@ -246,16 +248,17 @@ class LeaveOneOutStopping(PathStopping):
         super().__init__(
             model,
             optimizer,
-            loss_fn,
-            data,
             grid=grid,
             average=average,
             patience=patience,
-            sample_weight=sample_weight,
             memory=memory,
             resamples=resamples,
             seed=seed,
         )
+        name = type(self).__name__
+        self._data = TensorData(name, model, loss_fn, data, sample_weight, self._device)
+        self._rows, self._weights, self._loss = self._data.rows, self._data.weights, self._data.loss
+        self._count = len(self._rows)
         if type(optimizer) not in KNOWN:
             names = ", ".join(kind.__name__ for kind in KNOWN)
             raise HeldinError(
@@ -292,7 +295,7 @@ class LeaveOneOutStopping(PathStopping):
         """How the state is kept: (q, weights) displacements, or (q, b, q) shifts of outputs."""
         params = [p for _, p in self._places.values()]
         q, width = len(self._probes), sum(p.numel() for p in params)
-        outputs = self._outputs([x[self._probes[:1]] for x in self._rows.inputs]).numel()
+        outputs = self._data.outputs([x[self._probes[:1]] for x in self._rows.inputs]).numel()
         self.outputs = max(1, min(outputs, FOLLOWED // q)) if outputs <= WIDE else 1
         each = params[0].element_size()
         self.lazy = (1 + self.outputs) * q * width * each > self.memory
@@ -347,7 +350,7 @@ class LeaveOneOutStopping(PathStopping):
         rows, probes = self._rows, self._probes
         inputs, targets = [x[probes] for x in rows.inputs], rows.targets[probes]
         weights = None if self._weights is None else self._weights[probes]
-        outputs = self._outputs(inputs).detach()
+        outputs = self._data.outputs(inputs).detach()
         base = self._loss.per_row(outputs, targets).double()
         basis, residual, curvature = self._slopes(outputs, targets, weights)
         if self._step == 0:
@@ -363,7 +366,7 @@ class LeaveOneOutStopping(PathStopping):
             losses, base = losses * weights, base * weights
         if len(probes) == len(rows):
             return losses
-        return self._training_loss() + losses - base
+        return self._data.training_loss() + losses - base
 
     def _slopes(
         self, outputs: Tensor, targets: Tensor, weights: Tensor | None
@@ -448,6 +451,9 @@ class LeaveOneOutStopping(PathStopping):
             found = self._derive(self._model, names, inputs, basis)
             for name in names:
                 yield found[name].flatten(2), name
+
+    def _training_loss(self) -> float:
+        return self._data.training_loss()
 
     # -- saving
 

@@ -22,7 +22,7 @@ from heldin.state.schema import check_schema
 from .engines import Engine, engine_for
 from .losses import RowLoss
 
-__all__ = ["ELEMENTWISE", "Stack", "hyperparameters"]
+__all__ = ["ELEMENTWISE", "Stack", "again", "hyperparameters"]
 
 # Their update of a weight depends on that weight's own gradient, state and step count only. Others
 # (norms over a tensor, factored moments, line searches) get one instance for each copy.
@@ -114,7 +114,7 @@ class Stack:
                 {"params": flats, **setting}
                 for flats, setting in zip(self.members, settings, strict=True)
             ]
-            made = [_again(optimizer, groups)]
+            made = [again(optimizer, groups)]
         else:
             made = []
             for copy_number in range(self.copies):
@@ -127,7 +127,7 @@ class Stack:
                             own.grad = self.grads[names[id(p)]][copy_number]
                             params.append(own)
                     groups.append({"params": params, **setting})
-                made.append(_again(optimizer, groups))
+                made.append(again(optimizer, groups))
         if any(optimizer.state.values()):
             self._copy_state(optimizer, made, names)
         return made
@@ -169,8 +169,18 @@ class Stack:
         loss: RowLoss,
         settings: Sequence[Mapping[str, Any]],
         weights: Tensor | None = None,
+        clip: float | None = None,
     ) -> None:
-        """One optimiser step of every copy on the rows of the minibatch that it keeps."""
+        """One optimiser step of every copy on the rows of the minibatch that it keeps.
+
+        Args:
+            inputs, targets: of the minibatch.
+            keep: (K, b), true for the rows that a copy keeps.
+            loss: row by row.
+            settings: of the optimiser's groups.
+            weights: (b,) of the rows.
+            clip: largest norm of the gradient of a copy.
+        """
         large = self.size * keep.numel() > WORTHWHILE
         if large and self.copies == 1 and 0 < int(keep.sum()) < keep.numel():  # for no other copy
             inputs, targets = [x[keep[0]] for x in inputs], targets[keep[0]]
@@ -181,6 +191,8 @@ class Stack:
             outputs = self.forward(inputs, keep, train=True)
             by_output = loss.gradient(outputs, targets, keep, weights)
             self.forward.backward(by_output)
+            if clip is not None:
+                self._clip(clip)
             return outputs
 
         for made in self.optimizers:
@@ -192,6 +204,14 @@ class Stack:
         gradient()
         for made in self.optimizers:
             made.step()
+
+    def _clip(self, largest: float) -> None:
+        """As `clip_grad_norm_` does, for each copy by itself."""
+        squares = [grad.flatten(1).square().sum(1) for grad in self.grads.values()]
+        norms = torch.stack(squares).sum(0).sqrt()
+        factor = (largest / (norms + 1e-6)).clamp(max=1.0)
+        for grad in self.grads.values():
+            grad.mul_(factor.view(-1, *[1] * (grad.dim() - 1)))
 
     def _searched(
         self, gradient: Callable[[], Tensor], targets: Tensor, keep: Tensor, loss: RowLoss
@@ -271,7 +291,7 @@ class Stack:
             made.load_state_dict(saved)
 
 
-def _again(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
+def again(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
     """A new optimiser of the same kind over other parameters."""
     kind = type(optimizer)
     known = inspect.signature(kind.__init__).parameters

@@ -1,0 +1,263 @@
+"""Which rows a DataLoader's batches hold, written down as its sampler hands the numbers out.
+
+Batches leave a loader in the order of the sampler's lists, whatever its workers do in between. So
+the n-th batch holds the n-th list. Neither dataset nor batches are touched, and no random number is
+drawn; the loader only gets an attribute of its own in place of the method `_get_iterator`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from heldin.errors import HeldinError
+
+from .batches import tensors_in
+
+__all__ = ["RowOrder"]
+
+KEPT = 1024  # batches that were delivered and not yet used, the oldest forgotten first
+HELD = 256 * 2**20  # bytes of them that are held on to
+PROBED = 16  # numbers of a tensor by which it is recognised on another device
+
+Print = tuple[Any, ...]
+
+
+@dataclass(eq=False)
+class Delivery:
+    """A batch that a loader has handed out.
+
+    Attributes:
+        index: the numbers of its rows.
+        batch: itself.
+        places: where its tensors lie in memory.
+        size: in bytes.
+    """
+
+    index: Tensor
+    batch: Any
+    places: set[int]
+    size: int
+    known: list[Print] | None = None
+
+    @property
+    def prints(self) -> list[Print]:
+        """What its tensors are recognised by on another device."""
+        if self.known is None:
+            self.known = [_print(tensor) for tensor in tensors_in(self.batch)]
+        return self.known
+
+    def let_go(self) -> None:
+        """Free the batch, and remember what it is recognised by."""
+        _ = self.prints
+        self.batch = None
+
+    @classmethod
+    def of(cls, index: Sequence[int], batch: Any) -> Delivery:
+        """What is to be known of a batch."""
+        tensors = list(tensors_in(batch))
+        return cls(
+            torch.tensor(index, dtype=torch.long),
+            batch,
+            {tensor.untyped_storage().data_ptr() for tensor in tensors},
+            sum(tensor.numel() * tensor.element_size() for tensor in tensors),
+        )
+
+    def here(self, tensors: Sequence[Tensor]) -> int:
+        """How many of the tensors lie where those of the batch do."""
+        if self.batch is None:
+            return 0
+        return sum(tensor.untyped_storage().data_ptr() in self.places for tensor in tensors)
+
+    def alike(self, prints: Sequence[Print]) -> int:
+        """How many of the tensors with these marks are like tensors of the batch."""
+        return sum(one in self.prints for one in prints)
+
+
+class RowOrder:
+    """The row numbers of the batches of a loader.
+
+    >>> from torch.utils.data import TensorDataset
+    >>> loader = DataLoader(TensorDataset(torch.arange(6)), batch_size=2, sampler=[5, 3, 1, 0])
+    >>> order = RowOrder(loader)
+    >>> for batch in loader:
+    ...     print(order.rows_of(batch).tolist())
+    [5, 3]
+    [1, 0]
+    >>> order.close()
+    """
+
+    def __init__(self, loader: Any) -> None:
+        inner = getattr(loader, "base_dataloader", loader)  # accelerate wraps the real one
+        if not isinstance(inner, DataLoader):
+            raise HeldinError(
+                f"data: expected a torch.utils.data.DataLoader, got {type(inner)!r}; pass the row "
+                "numbers of every batch: stopping.step(batch=batch, indices=...)"
+            )
+        if isinstance(inner.dataset, IterableDataset):
+            raise HeldinError(
+                "data: an IterableDataset has no row numbers; give a map-style Dataset or a "
+                "DataLoader over one"
+            )
+        if not getattr(inner, "in_order", True):
+            raise HeldinError(
+                "data: a DataLoader with in_order=False hands its batches out in another order "
+                "than its sampler; use in_order=True"
+            )
+        if "_get_iterator" in vars(inner):
+            raise HeldinError(
+                "data: this DataLoader is followed by another rule already; close() that one first"
+            )
+        self._delivered: deque[Delivery] = deque(maxlen=KEPT)
+        self._loader = inner
+        me, it = weakref.ref(self), weakref.ref(inner)  # a cycle would outlive both
+
+        def get_iterator() -> Any:
+            order, loader = me(), it()
+            assert loader is not None
+            plain = type(loader)._get_iterator
+            return plain(loader) if order is None else order._iterate(plain)
+
+        vars(inner)["_get_iterator"] = get_iterator
+
+    def _iterate(self, plain: Any) -> Any:
+        """An iterator of the loader whose sampler is listened to."""
+        loader, handed = self._loader, deque[list[int]]()
+        name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        sampler = getattr(loader, name)
+        vars(loader)[name] = _Listened(sampler, handed)  # only while the iterator is made
+        try:
+            inner = plain(loader)
+        finally:
+            vars(loader)[name] = sampler
+        return _Delivering(inner, handed, weakref.ref(self))
+
+    def deliver(self, index: list[int], batch: Any) -> None:
+        """Take down that a batch was handed out."""
+        self._delivered.append(Delivery.of(index, batch))
+        held = 0
+        for delivery in reversed(self._delivered):
+            held += delivery.size
+            if held > HELD and delivery is not self._delivered[-1]:
+                delivery.let_go()
+
+    def rows_of(self, batch: Any) -> Tensor:
+        """(b,) row numbers of a batch that the loader handed out, here or moved elsewhere."""
+        found = next((d for d in self._delivered if d.batch is batch), None)
+        if found is None:
+            tensors = list(tensors_in(batch))
+            found = self._alike(tensors, len(tensors))
+        if found is None:
+            raise HeldinError(
+                "step: this batch is not one of those that the loader given as data has just "
+                "handed out (was it changed on the way, or does it come from another loader?); "
+                "pass its row numbers: stopping.step(batch=batch, indices=...)"
+            )
+        self._forget(found)
+        return found.index
+
+    def called_with(self, calls: Sequence[Sequence[Tensor]]) -> list[tuple[Any, Tensor]]:
+        """The batches, with their rows, that the model's calls since the last step came from.
+
+        Args:
+            calls: the tensors that the model was called with.
+        """
+        chosen: list[Delivery] = []
+        for call in calls:
+            match = self._alike(call, 1)
+            if match is None or match.batch is None:
+                raise HeldinError(
+                    "step: it is not certain which batch of the loader given as data the model was "
+                    "called with since the last step; pass it: stopping.step(batch=batch)"
+                )
+            if match not in chosen:
+                chosen.append(match)
+        for delivery in chosen:
+            self._forget(delivery)
+        return [(d.batch, d.index) for d in chosen]
+
+    def _alike(self, tensors: Sequence[Tensor], least: int) -> Delivery | None:
+        """The one batch that shares most tensors with these; None if it is not certain."""
+        counts = [delivery.here(tensors) for delivery in self._delivered]
+        if max(counts, default=0) < max(1, least):
+            prints = [_print(tensor) for tensor in tensors]
+            counts = [delivery.alike(prints) for delivery in self._delivered]
+        best = max(counts, default=0)
+        if best < max(1, least) or counts.count(best) > 1:
+            return None
+        return self._delivered[counts.index(best)]
+
+    def _forget(self, used: Delivery) -> None:
+        """Batches that were handed out before a used one were skipped."""
+        while self._delivered and self._delivered.popleft() is not used:
+            pass
+
+    def close(self) -> None:
+        """Leave the loader as it was."""
+        vars(self._loader).pop("_get_iterator", None)
+        self._delivered.clear()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_loader"):
+            self.close()
+
+
+class _Listened:
+    """A sampler that writes down what it hands out."""
+
+    def __init__(self, inner: Any, handed: deque[list[int]]) -> None:
+        self.inner, self.handed = inner, handed
+
+    def __iter__(self) -> Iterator[Any]:
+        self.handed.clear()
+        for numbers in self.inner:
+            one = isinstance(numbers, (int, Tensor))
+            self.handed.append([int(i) for i in ([numbers] if one else numbers)])
+            yield numbers
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+class _Delivering:
+    """A loader's iterator that says which rows each batch holds."""
+
+    def __init__(self, inner: Any, handed: deque[list[int]], order: weakref.ref[RowOrder]) -> None:
+        self._inner, self._handed, self._order = inner, handed, order
+
+    def __iter__(self) -> _Delivering:
+        return self
+
+    def __next__(self) -> Any:
+        batch = next(self._inner)
+        index, order = self._handed.popleft(), self._order()
+        if order is not None:
+            order.deliver(index, batch)
+        return batch
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_inner":
+            raise AttributeError(name)
+        return getattr(self._inner, name)
+
+
+def _print(tensor: Tensor) -> Print:
+    """Shape, type and some numbers, spread over the tensor."""
+    flat = tensor.detach().reshape(-1)
+    some = flat[:: max(1, len(flat) // PROBED)][: PROBED + 1]
+    if some.is_floating_point():
+        some = some.nan_to_num(nan=0.25)  # or it would differ from itself
+    return tuple(tensor.shape), tensor.dtype, tuple(some.tolist())

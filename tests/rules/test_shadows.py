@@ -1,0 +1,897 @@
+"""Shadows of any model on any batch: the numbers of training each of them on its own."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import io
+import random
+from collections import UserDict
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    WeightedRandomSampler,
+    default_collate,
+)
+
+import heldin
+from heldin.rules.estimated.separate import SeparateShadows
+
+np = pytest.importorskip("numpy")
+
+N, D = 26, 5
+
+
+class Sentences(Dataset[Any]):
+    """Sequences of various lengths, in dictionaries."""
+
+    def __init__(self, n: int = N) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.lengths = torch.randint(2, 7, (n,), generator=generator).tolist()
+        self.rows = [torch.randn(k, D, generator=generator).double() for k in self.lengths]
+        self.labels = torch.randint(3, (n,), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i: int) -> Any:
+        return {"x": self.rows[i], "y": self.labels[i], "number": i, "name": f"row {i}"}
+
+
+def pad(rows: list[Any]) -> Any:
+    """Padded to the longest of the batch, and the length first."""
+    x = nn.utils.rnn.pad_sequence([row["x"] for row in rows])  # (length, batch, D)
+    mask = torch.zeros(x.shape[:2], dtype=torch.bool)
+    for i, row in enumerate(rows):
+        mask[: len(row["x"]), i] = True
+    return {
+        "x": x,
+        "mask": mask,
+        "y": torch.stack([row["y"] for row in rows]),
+        "number": torch.tensor([row["number"] for row in rows]),
+        "name": [row["name"] for row in rows],
+        "temperature": 1.5,
+        "square": torch.eye(4),  # as long as some batches, and no sample's
+    }
+
+
+class Pooled(nn.Module):
+    """Frozen, tied and normalised layers, and a buffer that is replaced in training."""
+
+    def __init__(self, norm: bool = False) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(D, D).requires_grad_(False)
+        self.first = nn.Linear(D, D)
+        self.again = self.first
+        self.norm = nn.BatchNorm1d(D) if norm else nn.Identity()
+        self.last = nn.Linear(D, 3)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        if self.training:
+            self.seen = self.seen + 1
+        h = torch.tanh(self.again(torch.tanh(self.first(self.frozen(x)))))
+        weight = mask.to(x).unsqueeze(-1)
+        return self.last(self.norm((h * weight).sum(0) / weight.sum(0)))
+
+
+def batch_loss(model: nn.Module, batch: Any) -> Tensor:
+    assert batch["square"].shape == (4, 4)
+    assert len(batch["name"]) == len(batch["y"])
+    return F.cross_entropy(model(batch["x"], batch["mask"]) / batch["temperature"], batch["y"])
+
+
+def only(batch: Any, kept: Tensor) -> Any:
+    """The slow twin's own way to take samples out of a batch of `pad`."""
+    names = [name for name, keep in zip(batch["name"], kept.tolist(), strict=True) if keep]
+    cut = {"x": batch["x"][:, kept], "mask": batch["mask"][:, kept], "name": names}
+    return batch | cut | {key: batch[key][kept] for key in ("y", "number")}
+
+
+MAKERS: dict[str, Any] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.02, weight_decay=0.1),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.02),
+}
+
+
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def twin_of(
+    start: nn.Module,
+    make: Any,
+    steps: list[list[Any]],
+    label: Tensor,
+    k: int,
+    schedule: Any = None,
+    clip: float | None = None,
+    least: int = 1,
+) -> nn.Module:
+    """The slow twin: one model in a plain loop on exactly the samples that shadow k may see."""
+    model = copy.deepcopy(start)
+    optimizer = make(trainable(model))
+    scheduler = schedule(optimizer) if schedule else None
+    for batches in steps:
+        kept = [label[batch["number"]] != k for batch in batches]
+        usable = [int(some.sum()) >= least for some in kept]
+        rows = sum(int(some.sum()) for some, use in zip(kept, usable, strict=True) if use)
+        if rows:
+            optimizer.zero_grad()
+            for batch, some, use in zip(batches, kept, usable, strict=True):
+                if use:
+                    (batch_loss(model, only(batch, some)) * int(some.sum()) / rows).backward()
+            if clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+        if scheduler:
+            scheduler.step()
+    return model
+
+
+def train(
+    start: nn.Module,
+    make: Any,
+    loader: Any,
+    epochs: int = 2,
+    accumulate: int = 1,
+    schedule: Any = None,
+    clip: float | None = None,
+    tell: bool = False,
+    **options: Any,
+) -> tuple[Any, nn.Module, list[list[Any]]]:
+    """The user's loop."""
+    model = copy.deepcopy(start)
+    optimizer = make(trainable(model))
+    options = {"patience": None, "data": loader, "batch_loss": batch_loss} | options
+    stopping = heldin.FoldStopping(model, optimizer, clip=clip, **options)
+    scheduler = schedule(optimizer) if schedule else None
+    steps: list[list[Any]] = []
+    for _ in range(epochs):
+        waiting: list[Any] = []
+        for batch in loader:
+            waiting.append(batch)
+            (batch_loss(model, batch) * (1 / accumulate)).backward()
+            if len(waiting) < accumulate:
+                continue
+            if clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+            if tell:
+                for one in waiting:
+                    stopping.add_batch(copy.deepcopy(one))
+            stopping.step()
+            if scheduler:
+                scheduler.step()
+            steps.append(waiting)
+            waiting = []
+    return stopping, model, steps
+
+
+def check(stopping: Any, start: nn.Module, make: Any, steps: Any, **more: Any) -> None:
+    """Weights, buffers and held-out losses are those of the slow twins."""
+    data, label = Sentences(), stopping._label
+    losses = []
+    for k in range(int(label.max()) + 1):
+        twin = twin_of(start, make, steps, label, k, **more)
+        shadow = stopping._team.shadows[k]
+        for name, p in twin.named_parameters():
+            if p.requires_grad:
+                torch.testing.assert_close(
+                    shadow.weights[name].detach(), p.detach(), rtol=1e-9, atol=1e-11
+                )
+        assert float(twin.seen) in [float(b) for b in shadow.buffers.values() if not b.dim()]
+        twin.eval()
+        for i in (label == k).nonzero().flatten().tolist():
+            losses.append(float(batch_loss(twin, pad([data[i]])).detach()))
+    found = stopping._held_out()
+    assert len(found) == len(losses)
+    torch.testing.assert_close(found, torch.tensor(losses, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("engine", ["copies", "swap"])
+@pytest.mark.parametrize("optimizer", MAKERS)
+def test_shadows_have_the_weights_of_separate_runs(engine: str, optimizer: str) -> None:
+    torch.manual_seed(0)
+    start, make = Pooled().double(), MAKERS[optimizer]
+    loader = DataLoader(Sentences(), batch_size=4, shuffle=True, collate_fn=pad)
+    stopping, _, steps = train(start, make, loader, engine=engine, folds=3)
+    assert stopping.engine == engine
+    assert stopping.held_out == N
+    check(stopping, start, make, steps)
+
+
+def test_some_of_the_folds() -> None:
+    torch.manual_seed(0)
+    start, make = Pooled().double(), MAKERS["sgd"]
+    loader = DataLoader(Sentences(), batch_size=4, shuffle=True, collate_fn=pad)
+    every, _, _ = train(start, make, loader, folds=5)
+    every.close()
+    some, _, steps = train(start, make, loader, folds=5, shadows=2)
+    assert torch.equal(some._label, torch.where(every._label < 2, every._label, -1))
+    assert len(some._team.shadows) == 2
+    check(some, start, make, steps)
+
+
+def test_batch_statistics_are_those_of_the_samples_seen() -> None:
+    torch.manual_seed(1)
+    start, make = Pooled(norm=True).double(), MAKERS["sgd"]
+    loader = DataLoader(Sentences(), batch_size=4, shuffle=True, collate_fn=pad, drop_last=True)
+    stopping, _, steps = train(start, make, loader, folds=2)
+    twin = twin_of(start, make, steps, stopping._label, 1, least=2)
+    found = [b for b in stopping._team.shadows[1].buffers.values() if b.shape == (D,)]
+    for mine, own in zip(found, [twin.norm.running_mean, twin.norm.running_var], strict=True):
+        torch.testing.assert_close(mine, own)
+
+
+def test_schedules_accumulation_clipping_and_groups() -> None:
+    torch.manual_seed(2)
+    start = Pooled().double()
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        first, *others = parameters
+        groups = [{"params": [first], "lr": 0.2}, {"params": others, "weight_decay": 0.3}]
+        return torch.optim.AdamW(groups, lr=0.02)
+
+    def schedule(optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, [0.2, 0.05], total_steps=40)
+
+    loader = DataLoader(Sentences(), batch_size=4, shuffle=True, collate_fn=pad, drop_last=True)
+    more: dict[str, Any] = {"schedule": schedule, "clip": 0.05}
+    for tell in (False, True):
+        stopping, _, steps = train(start, make, loader, 3, 2, tell=tell, folds=3, **more)
+        check(stopping, start, make, steps, **more)
+        stopping.close()
+
+
+def test_a_shadow_without_samples_takes_no_step() -> None:
+    torch.manual_seed(3)
+    start, make = Pooled().double(), MAKERS["adamw"]
+    loader = DataLoader(Sentences(), batch_size=1, shuffle=True, collate_fn=pad)
+    stopping, _, steps = train(start, make, loader, 1, folds=2)
+    counts = [int(s.optimizer.state_dict()["state"][0]["step"]) for s in stopping._team.shadows]
+    assert sum(counts) == N < 2 * len(steps)
+    check(stopping, start, make, steps)
+
+
+def test_frozen_weights_are_shared_and_never_copied() -> None:
+    model = Pooled()
+    optimizer = MAKERS["sgd"](model.parameters())  # frozen ones are among its groups
+    loader = DataLoader(Sentences(), batch_size=4, collate_fn=pad)
+    stopping = heldin.FoldStopping(model.double(), optimizer, data=loader, batch_loss=batch_loss)
+    for shadow in stopping._team.shadows:
+        assert set(shadow.weights) == {"first.weight", "first.bias", "last.weight", "last.bias"}
+    with stopping._team._stage.with_weights(stopping._team.shadows[0], True) as stage:
+        assert stage.frozen.weight is model.frozen.weight
+        assert stage.again is stage.first
+        assert stage.first.weight is stopping._team.shadows[0].weights["first.weight"]
+    assert model.first.weight is not stopping._team.shadows[0].weights["first.weight"]
+
+
+# -- the user's training is untouched
+
+
+class Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(D, 8), nn.Dropout(0.5), nn.BatchNorm1d(8))
+        self.last = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = random.random() + float(np.random.rand()) + float(torch.rand(()))
+        return self.last(self.net(x)) * (scale if self.training else 1.0)
+
+
+class Augmented(Dataset[Any]):
+    def __init__(self) -> None:
+        self.x = torch.randn(N, D, generator=torch.Generator().manual_seed(4))
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, i: int) -> Any:
+        noise = torch.randn(D) * random.random() * np.random.rand()
+        return (self.x[i] + noise).float(), self.x[i, :1]
+
+
+def mse(model: nn.Module, batch: Any) -> Tensor:
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize("engine", ["copies", "swap"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_training_is_untouched_bit_for_bit(engine: str, workers: int) -> None:
+    def run(follow: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        loader = DataLoader(Augmented(), batch_size=8, shuffle=True, num_workers=workers)
+        model = Noisy()
+        called: list[int] = []
+        model.register_forward_hook(lambda *_: called.append(1))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+        stopping: Any = None
+        if follow:
+            stopping = heldin.FoldStopping(
+                model, optimizer, data=loader, batch_loss=mse, engine=engine, folds=3
+            )
+        for _ in range(2):
+            for batch in loader:
+                mse(model, batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if stopping is not None:
+                    stopping.step()
+        if stopping is not None and engine == "copies":
+            assert len(called) == 2 * 4  # the user's hooks see his own calls only
+        state = random.getstate()[1]
+        return [
+            *(value.clone() for value in model.state_dict().values()),
+            torch.random.get_rng_state(),
+            torch.tensor(state, dtype=torch.int64),
+            torch.from_numpy(np.random.get_state()[1].astype(np.int64)),
+        ]
+
+    for plain, followed in zip(run(False), run(True), strict=True):
+        assert torch.equal(plain, followed)
+
+
+def test_autocast_is_followed() -> None:
+    kinds: list[torch.dtype] = []
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        outputs = model(batch[0])
+        kinds.append(outputs.dtype)
+        return F.mse_loss(outputs.float(), batch[1])
+
+    model = nn.Linear(D, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(Augmented(), batch_size=8)
+    stopping = heldin.FoldStopping(model, optimizer, data=loader, batch_loss=loss, folds=2)
+    for batch in loader:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        kinds.clear()
+        stopping.step()
+        assert set(kinds) == {torch.bfloat16}
+    with torch.autocast("cpu", torch.float16):
+        model(batch[0]).sum().backward()
+    optimizer.step()
+    with pytest.raises(heldin.HeldinError, match="use bfloat16"):
+        stopping.step(batch=batch)
+
+
+# -- batches of any structure
+
+
+class Pair(NamedTuple):
+    x: Any
+    y: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    x: Any
+    y: Any
+    weight: Any
+
+
+class Encoding(UserDict[str, Any]):
+    """As transformers' BatchEncoding: a mapping that carries something more."""
+
+    encodings: Any = None
+
+
+def as_encoding(rows: list[Any]) -> Any:
+    made = Encoding(default_collate([{"x": x, "y": y} for x, y in rows]))
+    made.encodings = "kept"
+    return made
+
+
+def as_record(rows: list[Any]) -> Any:
+    x, y = default_collate(rows)
+    return Record({"deep": [x]}, y, torch.ones(len(rows)))
+
+
+STRUCTURES: dict[str, Any] = {
+    "list": (default_collate, lambda b: (b[0], b[1])),
+    "named tuple": (lambda rows: Pair(*default_collate(rows)), lambda b: (b.x, b.y)),
+    "encoding": (as_encoding, lambda b: (b["x"], b["y"])),
+    "record": (as_record, lambda b: (b.x["deep"][0], b.y)),
+    "numpy": (
+        lambda rows: tuple(t.numpy() for t in default_collate(rows)),
+        lambda b: (torch.as_tensor(b[0]), torch.as_tensor(b[1])),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", STRUCTURES)
+def test_batches_of_any_structure(kind: str) -> None:
+    collate, read = STRUCTURES[kind]
+    seen: list[Any] = []
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        seen.append(batch)
+        x, y = read(batch)
+        return F.mse_loss(model(x), y)
+
+    torch.manual_seed(0)
+    loader = DataLoader(Augmented(), batch_size=8, collate_fn=collate)
+    model = nn.Linear(D, 1)
+    start = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    stopping = heldin.FoldStopping(model, optimizer, data=loader, batch_loss=loss, folds=2)
+    own = torch.optim.SGD(start.parameters(), lr=0.1)
+    for number, batch in enumerate(loader):
+        loss(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        stopping.step(batch=batch)
+        assert all(type(one) is type(batch) for one in seen)
+        x, y = read(batch)
+        kept = stopping._label[8 * number : 8 * number + len(x)] != 1
+        own.zero_grad()
+        F.mse_loss(start(x[kept]), y[kept]).backward()
+        own.step()
+    torch.testing.assert_close(
+        stopping._team.shadows[1].weights["weight"].detach(), start.weight.detach()
+    )
+    if kind == "encoding":
+        assert all(one.encodings == "kept" for one in seen)
+
+
+@pytest.mark.parametrize(
+    ("collate", "message"),
+    [
+        (lambda rows: torch.cat([x for x, _ in rows]), "no dimension with one entry"),
+        (lambda rows: torch.ones(len(rows), len(rows)), "no dimension with one entry"),
+        (lambda rows: {f"{i}": x for i, (x, _) in enumerate(rows)}, "parts change"),
+        (lambda rows: torch.ones(2) if len(rows) == 2 else None, "one structure"),
+        (lambda rows: object(), "not known which part of a object"),
+    ],
+)
+def test_batches_without_samples_are_refused(collate: Any, message: str) -> None:
+    model = nn.Linear(D, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(Augmented(), batch_size=8, collate_fn=collate)
+    with pytest.raises(heldin.HeldinError, match=message):
+        heldin.FoldStopping(model, optimizer, data=loader, batch_loss=mse)
+
+
+# -- row numbers from the loader
+
+
+class Numbers(Dataset[Any]):
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, i: int) -> Any:
+        return torch.tensor([float(i)] * D), torch.tensor([float(i % 3)])
+
+
+class LongFirst(BatchSampler):
+    """Batches of various sizes, as when samples are grouped by length."""
+
+    def __init__(self) -> None:
+        super().__init__(RandomSampler(range(N)), 4, False)
+
+    def __iter__(self) -> Any:
+        order = torch.randperm(N).tolist()
+        yield from (order[:7], order[7:9], order[9:])
+
+
+LOADERS: dict[str, Any] = {
+    "shuffled": {"batch_size": 4, "shuffle": True},
+    "in order": {"batch_size": 4},
+    "last dropped": {"batch_size": 4, "shuffle": True, "drop_last": True},
+    "drawn twice": {"batch_size": 4, "sampler": WeightedRandomSampler(torch.rand(N), 40)},
+    "of two processes": {
+        "batch_size": 4,
+        "sampler": DistributedSampler(Numbers(), num_replicas=2, rank=1),  # type: ignore[arg-type]
+    },
+    "batch sampler": {"batch_sampler": LongFirst()},
+    "workers": {"batch_size": 4, "shuffle": True, "num_workers": 2, "prefetch_factor": 3},
+    "persistent": {
+        "batch_size": 4,
+        "shuffle": True,
+        "num_workers": 2,
+        "persistent_workers": True,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize("tell", [False, True])
+def test_the_rows_of_every_batch_are_known(
+    kind: str, tell: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Linear(D, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    loader: Any = DataLoader(Numbers(), **LOADERS[kind])
+    stopping = heldin.FoldStopping(model, optimizer, data=loader, batch_loss=mse, folds=2)
+    given: list[Tensor] = []
+    plain = SeparateShadows._train
+
+    def spied(self: Any, shadow: Any, micro: Any, *rest: Any) -> None:
+        given.extend(index for _, index in micro)
+        plain(self, shadow, micro, *rest)
+
+    monkeypatch.setattr(SeparateShadows, "_train", spied)
+    for epoch in range(3):
+        for number, batch in enumerate(loader):
+            if number == 1:
+                continue  # a batch that is not used
+            mse(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            given.clear()
+            stopping.step(batch=copy.deepcopy(batch)) if tell else stopping.step()
+            assert given
+            for index in given:
+                assert index.tolist() == batch[0][:, 0].tolist()
+            if epoch == 1 and number == 2:
+                break  # an epoch cut short
+    sampler = loader.batch_sampler
+    stopping.close()
+    assert "_get_iterator" not in vars(loader)
+    assert loader.batch_sampler is sampler
+    assert len(list(loader)) > 1
+
+
+def test_batches_of_elsewhere_are_refused() -> None:
+    model = nn.Linear(D, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    loader: Any = DataLoader(Numbers(), batch_size=4, shuffle=True)
+    other: Any = DataLoader(Augmented(), batch_size=4)
+
+    def once(used: Any, **told: Any) -> None:
+        optimizer.zero_grad()
+        mse(model, used).backward()
+        optimizer.step()
+        stopping.step(**told)
+
+    stopping = heldin.FoldStopping(model, optimizer, data=loader, batch_loss=mse)
+    foreign, own = next(iter(other)), next(iter(loader))
+    with pytest.raises(heldin.HeldinError, match="not certain which batch"):
+        once(foreign)
+    with pytest.raises(heldin.HeldinError, match="not one of those that the loader"):
+        once(foreign, batch=foreign)
+    with pytest.raises(heldin.HeldinError, match="4 samples and 3 row numbers"):
+        once(own, batch=own, indices=[0, 1, 2])
+    with pytest.raises(heldin.HeldinError, match="cannot be made again"):
+        once(own, indices=[0, 1, 2, 3])
+    with pytest.raises(heldin.HeldinError, match="another structure"):
+        once(own, batch={"x": own[0]}, indices=own[0][:, 0].long())
+    with pytest.raises(heldin.HeldinError, match="another rule already"):
+        heldin.FoldStopping(model, optimizer, data=loader, batch_loss=mse)
+    stopping.close()
+    stopping = heldin.FoldStopping(model, optimizer, data=Numbers(), batch_loss=mse)
+    with pytest.raises(heldin.HeldinError, match="give the DataLoader"):
+        once(own, batch=own)
+    stopping = heldin.FoldStopping(model, optimizer, data=Numbers(), batch_loss=mse)
+    once(own, batch=own, indices=own[0][:, 0].long())  # a Dataset, told
+
+
+def test_tensors_in_a_dictionary() -> None:
+    x = torch.randn(N, D)
+    rows = {"x": x, "y": x[:, :1]}
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return F.mse_loss(model(batch["x"]), batch["y"])
+
+    torch.manual_seed(0)
+    model = nn.Linear(D, 1)
+    twin = copy.deepcopy(model)
+    optimizer, own = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin))
+    stopping = heldin.FoldStopping(model, optimizer, data=rows, batch_loss=loss, folds=2)
+    for index in torch.arange(N).split(8):
+        loss(model, {key: value[index] for key, value in rows.items()}).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        stopping.step(indices=index)
+        kept = index[stopping._label[index] != 0]
+        own.zero_grad()
+        F.mse_loss(twin(x[kept]), x[kept, :1]).backward()
+        own.step()
+    found = stopping._team.shadows[0].weights["weight"]  # type: ignore[union-attr]
+    torch.testing.assert_close(found.detach(), twin.weight.detach())
+
+
+@pytest.mark.parametrize("engine", ["copies", "swap"])
+def test_loss_fn_on_tensors_is_the_same_in_every_engine(engine: Any) -> None:
+    def history(engine: Any) -> list[float]:
+        torch.manual_seed(0)
+        x = torch.randn(N, D, generator=torch.Generator().manual_seed(1)).double()
+        model = nn.Sequential(nn.Linear(D, 6), nn.ReLU(), nn.Linear(6, 1)).double()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        rows = x, x[:, :1]
+        stopping = heldin.FoldStopping(model, optimizer, F.mse_loss, rows, 3, engine=engine)
+        for _ in range(6):
+            for index in torch.arange(N).split(9):
+                F.mse_loss(model(x[index]), x[index, :1]).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                stopping.step()
+        return [float(stopping._held_out().mean()), stopping.estimate > 0]
+
+    assert history(engine) == pytest.approx(history("auto"), rel=1e-9)
+
+
+# -- checks
+
+
+def test_checks_thin_out_and_take_a_small_share() -> None:
+    calls = {"checked": 0, "trained": 0}
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        calls["trained" if torch.is_grad_enabled() else "checked"] += len(batch[0])
+        return mse(model, batch)
+
+    x = torch.randn(3000, D)
+    model = nn.Linear(D, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    data = [x, x[:, :1]]
+    stopping = heldin.ShadowStopping(
+        model, optimizer, data=data, batch_loss=loss, patience=None, groups=torch.arange(3000) // 2
+    )
+    steps = 0
+    for _ in range(40):
+        for index in torch.randperm(3000).split(60):
+            loss(model, [part[index] for part in data]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            stopping.step(indices=index)
+            steps += 1
+    assert steps == 2000
+    assert 20 <= len(stopping.history) <= 40
+    assert calls["checked"] < 0.05 * 3 * calls["trained"]
+    label = stopping._label.view(-1, 2)
+    assert torch.equal(label[:, 0], label[:, 1])
+    assert int((label == 0).sum()) == 600
+
+
+def test_the_view_without_augmentation_is_evaluated() -> None:
+    class View(Dataset[Any]):
+        def __init__(self, value: float) -> None:
+            self.value = value
+
+        def __len__(self) -> int:
+            return N
+
+        def __getitem__(self, i: int) -> Any:
+            return torch.full((D,), self.value), torch.tensor([float(i)])
+
+    seen: set[tuple[bool, float]] = set()
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        seen.add((torch.is_grad_enabled(), float(batch[0][0, 0])))
+        return mse(model, batch)
+
+    def per_sample(model: nn.Module, batch: Any) -> Tensor:
+        seen.add((torch.is_grad_enabled(), float(batch[0][0, 0])))
+        return (model(batch[0]) - batch[1]).square()[:, 0]
+
+    model = nn.Linear(D, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    loader = DataLoader(View(2.0), batch_size=5)
+    options: dict[str, Any] = {"data": loader, "batch_loss": loss, "eval_data": View(1.0)}
+    stopping = heldin.FoldStopping(model, optimizer, eval_loss=per_sample, **options)
+    for batch in loader:
+        mse(model, batch).backward()
+        optimizer.step()
+        stopping.step()
+    assert {value for grad, value in seen if grad} == {2.0}
+    assert (False, 1.0) in seen
+    assert len(stopping._held_out()) == N
+    few = DataLoader(list(zip(torch.ones(3, D), torch.ones(3, 1), strict=True)), batch_size=2)
+    stopping.close()
+    with pytest.raises(heldin.HeldinError, match="eval_data must show the same rows"):
+        heldin.FoldStopping(model, optimizer, data=loader, batch_loss=loss, eval_data=few)
+
+
+def test_sums_are_divided_by_their_samples() -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return F.mse_loss(model(batch[0]), batch[1], reduction="sum")
+
+    x = torch.randn(500, D, dtype=torch.float64)
+    found = []
+    for own in (loss, mse):
+        torch.manual_seed(0)
+        model = nn.Linear(D, 1).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        stopping = heldin.FoldStopping(model, optimizer, data=[x, x[:, :1]], batch_loss=own)
+        found.append(stopping.estimate)
+    assert found[0] == pytest.approx(found[1])
+    with torch.no_grad():
+        assert found[1] == pytest.approx(float(F.mse_loss(model(x), x[:, :1])))
+
+
+# -- saving
+
+
+def test_a_resumed_run_goes_on_bit_for_bit() -> None:
+    def parts() -> Any:
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(D, 8), nn.Dropout(0.2), nn.BatchNorm1d(8), nn.Linear(8, 1))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+        stopping = heldin.FoldStopping(
+            model, optimizer, data=Numbers(), batch_loss=mse, shadows=2, folds=3
+        )
+        return model, optimizer, stopping
+
+    order = [torch.randperm(N)[:8].tolist() for _ in range(40)]
+
+    def go(model: Any, optimizer: Any, stopping: Any, some: list[list[int]]) -> None:
+        for index in some:
+            torch.manual_seed(sum(index))
+            batch = default_collate([Numbers()[i] for i in index])
+            mse(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            stopping.step(index, batch=batch)
+
+    whole, first, second = parts(), parts(), parts()
+    go(*whole, order)
+    go(*first, order[:17])
+    file = io.BytesIO()
+    torch.save([part.state_dict() for part in first], file)
+    file.seek(0)
+    for part, state in zip(second, torch.load(file, weights_only=True), strict=True):
+        part.load_state_dict(state)
+    go(*second, order[17:])
+    a, b = whole[2].history.columns(), second[2].history.columns()
+    assert str(a) == str(b)
+    assert torch.equal(whole[2]._held_out(), second[2]._held_out())
+    for stopping in (whole[2], second[2]):
+        stopping.restore()
+    for p, q in zip(whole[0].parameters(), second[0].parameters(), strict=True):
+        assert torch.equal(p, q)
+    state = first[2].state_dict()
+    state["rule"]["shadows"][1]["weights"].pop("0.weight")
+    with pytest.raises(heldin.HeldinError, match="incomplete or damaged"):
+        second[2].load_state_dict(state)
+    seeded = heldin.FoldStopping(
+        *whole[:2], data=Numbers(), batch_loss=mse, shadows=2, folds=3, seed=1
+    )
+    with pytest.raises(heldin.HeldinError, match="divided in another way"):
+        seeded.load_state_dict(first[2].state_dict())
+
+
+# -- refusals and warnings
+
+
+def test_arguments_that_would_be_ignored_are_refused() -> None:
+    model = nn.Linear(D, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rows = torch.ones(6, D), torch.ones(6, 1)
+    for options, message in (
+        ({}, "either loss_fn"),
+        ({"loss_fn": F.mse_loss, "batch_loss": mse}, "either loss_fn"),
+        ({"loss_fn": F.mse_loss, "eval_data": rows}, "eval_loss and eval_data need"),
+        ({"batch_loss": mse, "sample_weight": torch.ones(6)}, "let the batch carry"),
+        ({"batch_loss": mse, "engine": "dense"}, "'copies' or 'swap'"),
+        ({"batch_loss": 3}, "must be a function of"),
+        ({"batch_loss": mse, "groups": [1, 2]}, "one for each of the 6 rows"),
+        ({"batch_loss": mse, "groups": "aabbcc"}, "3 groups for 5 folds"),
+        ({"batch_loss": mse, "shadows": 6}, "6 shadows for 5 folds"),
+        ({"batch_loss": mse, "groups": "abcdef", "stratify": "aabbcc"}, "cannot both"),
+        ({"batch_loss": lambda m, b: m(b[0])}, "must return the loss of a batch"),
+        ({"loss_fn": F.mse_loss, "clip": print}, "by the norm only"),
+    ):
+        with pytest.raises(heldin.HeldinError, match=message):
+            heldin.FoldStopping(model, optimizer, data=rows, **options)  # type: ignore[arg-type]
+    with pytest.raises(heldin.HeldinError, match="data is missing"):
+        heldin.FoldStopping(model, optimizer, batch_loss=mse)
+    extra = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(2))], lr=0.1)
+    with pytest.raises(heldin.HeldinError, match="also trains a tensor"):
+        heldin.FoldStopping(model, extra, data=rows, batch_loss=mse)
+    stopping = heldin.FoldStopping(model, optimizer, data=rows, batch_loss=mse)
+    for method in (stopping.train, lambda: next(stopping.batches())):
+        with pytest.raises(heldin.HeldinError, match="it is for tensors and loss_fn"):
+            method()
+    stacked = heldin.FoldStopping(model, optimizer, F.mse_loss, rows)
+    with pytest.raises(heldin.HeldinError, match="stacked"):
+        stacked.add_batch(rows)
+
+
+def test_a_step_that_shadows_do_not_repeat_is_warned_about() -> None:
+    x = torch.randn(N, D)
+    for factor, clip, silent in ((2.0, None, False), (1.0, None, True), (1.0, 0.01, True)):
+        torch.manual_seed(0)
+        model = nn.Linear(D, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        stopping = heldin.FoldStopping(
+            model, optimizer, data=[x, x[:, :1]], batch_loss=mse, clip=clip
+        )
+        (factor * mse(model, [x, x[:, :1]])).backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        if silent:
+            stopping.step()
+        else:
+            with pytest.warns(heldin.HeldinWarning, match="first step is not the one"):
+                stopping.step()
+
+
+def test_stacked_shadows_clip_each_by_itself() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(N, D, dtype=torch.float64)
+    y = 5 * x[:, :1]
+    start = nn.Sequential(nn.Linear(D, 6), nn.ReLU(), nn.Linear(6, 1)).double()
+    for engine in ("dense", "vmap", "loop", "copies"):
+        model = copy.deepcopy(start)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        stopping = heldin.FoldStopping(
+            model,
+            optimizer,
+            F.mse_loss,
+            (x, y),
+            2,
+            clip=0.3,
+            engine=engine,  # type: ignore[arg-type]
+        )
+        twin = copy.deepcopy(start)
+        own = torch.optim.SGD(twin.parameters(), lr=0.1)
+        for _ in range(4):
+            for m, o, rows in ((model, optimizer, slice(None)), (twin, own, stopping._label != 1)):
+                o.zero_grad()
+                F.mse_loss(m(x[rows]), y[rows]).backward()
+                nn.utils.clip_grad_norm_(m.parameters(), 0.3)
+                o.step()
+            stopping.step()
+        expected = torch.stack([(twin(x[i : i + 1]) - y[i]).square().sum() for i in range(N)])
+        found = stopping._held_out()
+        order = torch.arange(N) if engine != "copies" else stopping._label.argsort(stable=True)
+        mine = stopping._label[order] == 1
+        torch.testing.assert_close(found[mine], expected.detach()[order][mine])
+
+
+def test_models_that_cannot_be_copied_are_used_themselves() -> None:
+    model = nn.Linear(D, 1)
+    model.stuck = (i for i in range(3))  # type: ignore[assignment]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(N, D)
+    stopping = heldin.FoldStopping(model, optimizer, data=[x, x[:, :1]], batch_loss=mse)
+    assert stopping.engine == "swap"
+    with pytest.raises(heldin.HeldinError, match="use engine='swap'"):
+        heldin.FoldStopping(model, optimizer, data=[x, x[:, :1]], batch_loss=mse, engine="copies")
+
+
+def test_lbfgs() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(N, D, dtype=torch.float64)
+    y = x[:, :1] + torch.randn(N, 1, dtype=torch.float64)
+    model = nn.Linear(D, 1).double()
+    twin = copy.deepcopy(model)
+    optimizer, own = (torch.optim.LBFGS(m.parameters(), lr=0.5, max_iter=4) for m in (model, twin))
+    stopping = heldin.FoldStopping(model, optimizer, data=[x, y], batch_loss=mse, folds=2)
+
+    def closure(m: nn.Module, o: Any, keep: Any) -> Any:
+        def evaluate() -> Tensor:
+            o.zero_grad()
+            loss = F.mse_loss(m(x[keep]), y[keep])
+            loss.backward()
+            return loss
+
+        return evaluate
+
+    for _ in range(3):
+        optimizer.step(closure(model, optimizer, slice(None)))
+        stopping.step(indices=torch.arange(N))
+        own.step(closure(twin, own, stopping._label != 0))
+    found = stopping._team.shadows[0].weights["weight"]  # type: ignore[union-attr]
+    torch.testing.assert_close(found.detach(), twin.weight.detach())
