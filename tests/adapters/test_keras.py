@@ -60,6 +60,7 @@ def by_hand(case: plain.Case) -> tuple[heldin.EvidenceStopping, Any]:
     model, (x, y) = made(case), plain.data(torch.float32)
     waiting = 0
     with heldin.EvidenceStopping(model, **case.options) as stopping:
+        stopping._collector.keeps_all_passes = True  # as in the adapter: Keras adds them up
         for _ in range(case.epochs):
             for start in range(0, plain.ROWS, case.batch):
                 a, b = x[start : start + case.batch], y[start : start + case.batch]

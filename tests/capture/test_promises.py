@@ -113,6 +113,19 @@ def test_passes_whose_gradients_were_thrown_away_do_not_count(
             agree(seen, model, model(X).sin().sum(1))
 
 
+def test_gradients_that_an_optimiser_has_used_count() -> None:
+    """A whole epoch may be observed in one block, with a step and zero_grad after each batch."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with heldin.observe(model) as seen:
+        for part in X.split(2):
+            optimizer.zero_grad()
+            model(part).sin().sum().backward()
+            optimizer.step()
+    assert seen.count == len(X)
+    agree(seen, model, model(X).sin().sum(1))
+
+
 def test_gradients_of_some_parameters_are_thrown_away() -> None:
     model = net()
     with heldin.observe(model) as seen:

@@ -72,6 +72,7 @@ def test_passes_agree_with_autograd(
     twin = build_network(sizes, activation, bias=bias)
     twin.load_state_dict(model.state_dict())
     passes = ManualBackprop(model, observe=True)
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.0)
     x = [torch.randn(m, sizes[0], dtype=torch.float64, generator=generator) for m in batches]
     y = [torch.randn(m, sizes[-1], dtype=torch.float64, generator=generator) for m in batches]
     with heldin.observe(twin) as seen:
@@ -79,8 +80,9 @@ def test_passes_agree_with_autograd(
             outputs = passes.forward(a)
             assert torch.allclose(outputs, twin(a))
             passes.backward(2 * (outputs - b))
-            twin.zero_grad()
+            optimizer.zero_grad()
             (twin(a) - b).square().sum().backward()
+            optimizer.step()  # at no rate: its gradients are used, not thrown away
             for p, q in zip(model.parameters(), twin.parameters(), strict=True):
                 assert p.grad is not None
                 assert q.grad is not None

@@ -17,7 +17,7 @@ from .counting import decide, different_counts
 from .forward import Calls
 from .graph import Graph
 from .knowledge import Call, Knowledge
-from .leftovers import Leftovers
+from .leftovers import Leftovers, tell_of_steps
 from .moments import Moments, upcast
 from .names import Names
 from .passes import ParameterSums, PassContext, PassResult, Recorder, block_of
@@ -130,6 +130,7 @@ class Collector:
             self.watching = True
             self._watching = watch_unsharded(self._model, self._names.gathered)
             self._sharded = bool(self._watching)
+            self._watching.append(tell_of_steps(self))
             if self.estimator != "microbatch":  # which needs no owners
                 self.calls.attach()
 

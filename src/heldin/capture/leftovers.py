@@ -1,16 +1,20 @@
 """Gradients that passes have left behind, and which of them were thrown away since.
 
-A pass whose gradients are set to None or zero before the next one is no part of the step: the
-generator's pass through the discriminator, the first pass of SAM, one that only probes.
+A pass whose gradients are set to None or zero before the next one, and before an optimiser has
+stepped with them, is no part of the step: the generator's pass through the discriminator, the first
+pass of SAM, one that only probes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
 
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-__all__ = ["Leftovers"]
+__all__ = ["Leftovers", "tell_of_steps"]
 
 
 class Leftovers:
@@ -25,6 +29,12 @@ class Leftovers:
             grad = leaf.grad
             if grad is not None:
                 self._left[name] = leaf, grad._version, _address(grad)
+
+    def used(self, parameters: Iterable[Tensor]) -> None:
+        """An optimiser has stepped with the gradients of these: they are not thrown away."""
+        if self._left:
+            ids = {id(p) for p in parameters}
+            self._left = {n: left for n, left in self._left.items() if id(left[0]) not in ids}
 
     def thrown_away(self) -> set[str]:
         """The parameters whose gradient was set to None or zero since then, each named once."""
@@ -45,3 +55,19 @@ def _is_gone(leaf: Tensor, version: int, address: int) -> bool:
     if grad._version == version and _address(grad) == address:  # nobody has touched it
         return False
     return grad.numel() > 0 and not bool((grad.to_dense() if grad.is_sparse else grad).any())
+
+
+class _Holder(Protocol):
+    leftovers: Leftovers
+
+
+def tell_of_steps(holder: _Holder) -> Any:
+    """Let the leftovers know of the steps of all optimisers, until the handle is removed."""
+    alive = weakref.ref(holder)  # a hook keeps nobody alive
+
+    def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
+        found = alive()
+        if found is not None:
+            found.leftovers.used(p for g in optimizer.param_groups for p in g["params"])
+
+    return register_optimizer_step_post_hook(stepped)

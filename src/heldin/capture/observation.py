@@ -24,8 +24,9 @@ T = TypeVar("T")
 class Observation(Mapping[str, Moments]):
     """What `heldin.observe` yields: the moments of every parameter seen, by name.
 
-    The moments of all backward passes in the block add up. Parameters that are frozen or were not
-    used are absent.
+    The moments of all backward passes in the block add up, except of those whose gradients were set
+    to None or zero before an optimiser has stepped with them. Parameters that are frozen or were
+    not used are absent.
 
     >>> import heldin, torch
     >>> model = torch.nn.Linear(3, 1)

@@ -125,6 +125,7 @@ class RowOrder:
             plain = type(loader)._get_iterator
             return plain(loader) if order is None else order._iterate(plain)
 
+        self._installed = get_iterator
         vars(inner)["_get_iterator"] = get_iterator
 
     def _iterate(self, plain: Any) -> Any:
@@ -201,11 +202,12 @@ class RowOrder:
 
     def close(self) -> None:
         """Leave the loader as it was."""
-        vars(self._loader).pop("_get_iterator", None)
+        if vars(self._loader).get("_get_iterator") is self._installed:  # not a later rule's
+            del vars(self._loader)["_get_iterator"]
         self._delivered.clear()
 
     def __del__(self) -> None:
-        if hasattr(self, "_loader"):
+        if hasattr(self, "_installed"):
             self.close()
 
 
