@@ -25,7 +25,7 @@ if not (ROOT / "pyproject.toml").exists():
     pytest.skip("not run from the source tree", allow_module_level=True)
 
 pytestmark = pytest.mark.xdist_group("wheel")  # one worker builds it
-KINDS = {".py", ".typed", ".html", ".css", ".js"}  # templates of reports, too
+KINDS = {".py", ".typed", ".html", ".css", ".js", ".md"}  # templates of reports, too
 # What the README takes for granted: a model, data, a loss and an optimiser.
 BEFORE = """
 import torch

@@ -88,12 +88,10 @@ def test_report(tiny: str, tmp_path: Path) -> None:
         assert (tmp_path / "cost.png").stat().st_size > 1000
 
 
-def test_command(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(_run, "PROCESSES", 2)
-    options = ["--methods", "heldin exact", "--no-memory", "--no-growth", "--system-heap"]
-    assert _cli.main(["bench", "logistic", *options, "--out", str(tmp_path)]) == 0
+def test_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    options = ["--methods", "heldin exact", "--no-memory", "--no-growth", "--steady-heap"]
+    options += ["--processes", "2", "--out", str(tmp_path)]
+    assert _cli.main(["bench", "logistic", *options]) == 0
     printed = capfd.readouterr()
     assert "| logistic |" in printed.out
     assert "in process 2" in printed.err
