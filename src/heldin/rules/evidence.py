@@ -32,7 +32,7 @@ from heldin.criterion.window import STATE_SCHEMA as WINDOW
 from heldin.criterion.window import Window
 from heldin.errors import HeldinError
 from heldin.state.history import STATE_SCHEMA as HISTORY
-from heldin.state.history import History
+from heldin.state.history import History, Record
 from heldin.state.schema import (
     check_fraction,
     check_int,
@@ -390,7 +390,8 @@ class EvidenceStopping(StoppingRule, PlainLoopOnly):
         if hopeless and self._step > self.warmup and not (self.armed and self.criterion > 0):
             self._outlook.warn(self._step, self.criterion, self.armed)
         stopped = self.should_stop and self.stopped_step == self._step
-        self.history.note((self._step, count, raw, self.criterion, found.groups, bad), stopped)
+        record = Record(self._step, count, raw, self.criterion, found.groups, bad)
+        self.history.append(record, stopped)
 
     def _with_earlier(self, found: dict[str, Ratio], count: int) -> dict[str, Ratio]:
         """The ratios in the model's order, with those of parameters whose turn it was not."""

@@ -214,7 +214,7 @@ class ValidationStopping(StoppingRule):
         """All that a resumed run needs, the best weights included."""
         return {
             "heldin": "ValidationStopping",
-            "version": 1,
+            "version": 2,
             "settings": self._settings(),
             "step": self._step,
             "streak": self._streak,
@@ -232,7 +232,7 @@ class ValidationStopping(StoppingRule):
         """Go on where `state_dict` was taken."""
         name = "ValidationStopping"
         load_or_roll_back(
-            name, self._take, checked_state(name, state, 1, STATE_SCHEMA), self.state_dict()
+            name, self._take, checked_state(name, state, 2, STATE_SCHEMA), self.state_dict()
         )
 
     def _take(self, state: Mapping[str, Any]) -> None:
