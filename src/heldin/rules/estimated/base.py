@@ -119,6 +119,10 @@ class PathStopping(StoppingRule):
         """(rows,) estimated losses of rows as if they had not been trained on."""
 
     @abstractmethod
+    def _held_per_trained(self) -> float:
+        """Rows that `_held_out` looks at, over those that each model behind it was trained on."""
+
+    @abstractmethod
     def _training_loss(self) -> float:
         """Of the model (or of its shadows), for the history."""
 
@@ -180,7 +184,7 @@ class PathStopping(StoppingRule):
 
     def _check(self) -> None:
         losses = self._held_out().detach().cpu().double()
-        middle, error = mean_and_error(losses)
+        middle, error = mean_and_error(losses, self._held_per_trained())
         self._curves.append(losses)
         self._kept[len(self._curves) - 1] = self._snapshot()
         self.history.append(Estimate(self._step, middle, error, self._training_loss()))
@@ -244,7 +248,10 @@ class PathStopping(StoppingRule):
 
     @property
     def standard_error(self) -> float:
-        """Of the estimate. See docs/which-rule.md for how often the truth lies within it."""
+        """Of the estimate: the test loss lay within one in 2 of 3 runs of our study.
+
+        See docs/which-rule.md for how it is computed, and how often the truth lies within it.
+        """
         return self._best().standard_error
 
     @property

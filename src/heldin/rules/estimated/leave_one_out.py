@@ -346,6 +346,9 @@ class LeaveOneOutStopping(PathStopping):
 
     # -- the estimate
 
+    def _held_per_trained(self) -> float:
+        return len(self._probes) / max(1, self._count - 1)
+
     def _held_out(self) -> Tensor:
         rows, probes = self._rows, self._probes
         inputs, targets = [x[probes] for x in rows.inputs], rows.targets[probes]
