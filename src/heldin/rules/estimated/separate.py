@@ -147,16 +147,17 @@ class SeparateShadows:
             for (batch, index), some in zip(micro, kept, strict=True)
             if len(some) >= min(self._least, len(index))
         ]
-        if not any(len(some) for _, some in parts):
+        parts = [(batch, some) for batch, some in parts if len(some)]
+        if not parts:
             return
         rows = sum(len(some) for _, some in parts)
+        shares = self._shares(parts, rows)
 
         def gradients() -> Tensor:
             shadow.forget_gradients()
             total = torch.zeros_like(self._total)
-            for batch, some in parts:
-                if len(some):
-                    share = 1.0 if self._adds_up else len(some) / rows
+            for (batch, _), share in zip(parts, shares, strict=True):
+                if share:
                     with self._stage.with_weights(shadow, True) as model, self._precision():
                         loss = self._number(self._loss(model, batch)) * share
                     shadow.add_gradients(loss)
@@ -177,6 +178,17 @@ class SeparateShadows:
             self._total += total if self._adds_up else total * rows
             self._rows += rows
             shadow.forget_gradients()
+
+    def _shares(self, parts: Sequence[tuple[Any, Tensor]], rows: int) -> list[float]:
+        """What the losses of accumulated batches are multiplied by before they are added up.
+
+        By their numbers of rows, unless the loss says it itself by a method `shares(batches)`: by
+        tokens, for instance.
+        """
+        own = getattr(self._loss, "shares", None)
+        if own is not None:
+            return [float(share) for share in own([batch for batch, _ in parts])]
+        return [1.0 if self._adds_up else len(some) / rows for _, some in parts]
 
     def _number(self, loss: Any) -> Tensor:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
