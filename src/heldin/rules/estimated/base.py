@@ -184,6 +184,11 @@ class PathStopping(StoppingRule):
             self._check()
         return self.should_stop
 
+    @property
+    def pending(self) -> bool:
+        """Whether the optimiser has stepped since the last `step()`."""
+        return bool(self._watch.steps)
+
     def _due(self) -> bool:
         """Whether it is time for a check."""
         return self._step >= next_check(self.history.last().step, self.grid)
