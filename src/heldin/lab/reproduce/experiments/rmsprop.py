@@ -219,12 +219,14 @@ def _claims(settings: Settings, own: str, reading: str) -> list[Claim]:
             ratio("test_loss", least),
             above=1 / CLOSE,
             most=CLOSE,
+            replayed=False,
         ),
         Claim(
             f"{reading}the training loss ends higher (with stopping / without)",
             "a bit more conservative",
             ratio("train_loss", last),
             above=1.0,
+            replayed=False,
         ),
     ]
 
