@@ -17,7 +17,7 @@ from heldin.lab.study.data import Table
 from .problems import SmallProblem
 from .rivals import Method, fitted
 
-__all__ = ["compare", "compared", "markdown", "medians", "read"]
+__all__ = ["compare", "compared", "covered", "read", "write_comparison"]
 
 Progress = Callable[[str], None]
 Row = dict[str, Any]
@@ -173,7 +173,7 @@ def _interval(ratios: Mapping[str, Sequence[float]]) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def medians(rows: Sequence[Row], method: str) -> dict[str, float]:
+def covered(rows: Sequence[Row], method: str) -> dict[str, float]:
     """How often the loss on new rows lay within so many standard errors of the estimate."""
     found = [r for r in rows if r["method"] == method and "estimate" in r]
     if not found:
@@ -193,7 +193,7 @@ def medians(rows: Sequence[Row], method: str) -> dict[str, float]:
     }
 
 
-def markdown(lines: Sequence[Mapping[str, Any]]) -> str:
+def _markdown(lines: Sequence[Mapping[str, Any]]) -> str:
     """A table, best rank first."""
     head = (
         "| method | mean rank | ratio to the best [95 %] | median ratio | wins | worse than the "
@@ -209,3 +209,43 @@ def markdown(lines: Sequence[Mapping[str, Any]]) -> str:
             f"| {line['worst_of_constant']:.2f} | {line['failed']} | {line['seconds']:.2g} |\n"
         )
     return head + body
+
+
+def write_comparison(
+    rows: Sequence[Row],
+    methods: Sequence[str],
+    out: str | Path,
+    best_of: Sequence[str] | None = None,
+) -> str:
+    """The tables as Markdown: of all problems, by size, and how well estimates cover; kept, too.
+
+    Args:
+        rows: what `compare` gave.
+        methods: those to compare.
+        out: folder for table.md.
+        best_of: what the ratios are to (default: the best of all methods).
+    """
+    lines = compared(rows, methods, best_of)
+    if not lines:
+        return "no problem has a result of every method yet"
+    text = f"{lines[0]['problems']} problems.\n\n" + _markdown(lines)
+    sizes = sorted({row["n"] for row in rows})
+    text += "\n| ratio to the best at n = | " + " | ".join(map(str, sizes)) + " |\n"
+    text += "| --- |" + " ---: |" * len(sizes) + "\n"
+    by_size = [
+        {line["method"]: line["ratio"] for line in compared(rows, methods, best_of, [n])}
+        for n in sizes
+    ]
+    for line in sorted(lines, key=lambda each: float(each["rank"])):
+        values = [f"{ratios[line['method']]:.3f}" if ratios else "" for ratios in by_size]
+        text += f"| {line['method']} | " + " | ".join(values) + " |\n"
+    text += "\n"
+    for name in methods:
+        if found := covered(rows, name):
+            text += (
+                f"{name}: in {found['fits']} fits the loss on new rows lay within one standard "
+                f"error of the estimate in {found['within_1']:.0%}, within two in "
+                f"{found['within_2']:.0%}; estimate over loss, median: {found['bias']:.3f}.\n\n"
+            )
+    (Path(out) / "table.md").write_text(text, encoding="utf-8")
+    return text
