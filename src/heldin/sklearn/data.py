@@ -137,11 +137,11 @@ class Checked(BaseEstimator):  # type: ignore[misc]
     def _numbers(self, X: Any, y: Any, first: bool) -> tuple[Any, Any]:
         """Arrays without gaps and categories; y as it is if it is None."""
         if has_categories(X) if first else self._encoder is not None:
+            if not hasattr(X, "columns"):
+                raise self._refuse("it was fitted on a DataFrame with categories; give one")
             validate_data(self, X, skip_check_array=True, reset=first)
             if first:
                 self._encoder = encoder_of(X, type(self).__name__)
-            elif not hasattr(X, "columns"):
-                raise self._refuse("it was fitted on a DataFrame with categories; give one")
             X = self._encoder.transform(X)
             if y is None:
                 X = check_array(X, dtype=np.float64, ensure_all_finite="allow-nan")
