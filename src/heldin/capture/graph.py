@@ -11,7 +11,7 @@ from torch import Tensor
 
 from heldin.errors import NotObservable
 
-__all__ = ["LEAF", "Graph", "children_first", "number_of", "shape_of", "walk"]
+__all__ = ["LEAF", "Backward", "Graph", "children_first", "number_of", "shape_of", "walk"]
 
 LEAF = "torch::autograd::AccumulateGrad"
 # The dispatch mode turns some aliases into plain views; they are the same to us.
@@ -134,3 +134,13 @@ def children_first(graph: Graph) -> list[int]:
                     state[i] = 2
                     order.append(i)
     return order
+
+
+@dataclass(frozen=True)
+class Backward:
+    """A call of `torch.autograd.backward`, and the graph that it goes through."""
+
+    graph: Graph
+    roots: Sequence[Any]
+    seeds: Any
+    inputs: Any

@@ -9,7 +9,8 @@ from typing import Any
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from heldin.capture.collector import Backward, Collector
+from heldin.capture.collector import Collector
+from heldin.capture.graph import Backward
 from heldin.errors import HeldinWarning
 
 __all__ = ["CallOrder"]

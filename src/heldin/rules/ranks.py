@@ -28,7 +28,7 @@ from .agreement import compare
 from .weighting import LossWeight
 
 __all__ = [
-    "JoinHook",
+    "Joinable",
     "Pooled",
     "ProcessGroup",
     "Ranks",
@@ -347,6 +347,43 @@ class JoinHook:
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Nothing is left to do: the state is the same on all ranks."""
+
+
+class Joinable:
+    """A rule whose ranks may run out of data, see torch.distributed.algorithms.Join."""
+
+    _ranks: Ranks | None
+    _model: nn.Module | None
+    _join_config: Any = None  # set by torch.distributed.algorithms.Join
+
+    def _advance(self) -> Any:
+        """Close a step of all ranks."""
+        raise NotImplementedError
+
+    def _tell_joined(self) -> None:
+        """Let the ranks that ran out of data know that this one goes on."""
+        if self._ranks is not None:
+            self._ranks.notify(self._join_config, self)
+
+    @property
+    def bytes_sent(self) -> int:
+        """What this rank put into all-reduces for the last step; 0 for a process on its own."""
+        return 0 if self._ranks is None else self._ranks.bytes
+
+    def join_hook(self, **options: Any) -> JoinHook:
+        """What a rank that ran out of data does: it follows the steps of the others."""
+        return JoinHook(self._advance)
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of the model."""
+        assert self._model is not None
+        return next(self._model.parameters()).device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The data-parallel processes."""
+        return None if self._ranks is None else self._ranks.groups[0]
 
 
 def refuse_data_parallel(owner: str, model: nn.Module) -> None:

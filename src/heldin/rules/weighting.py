@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from heldin.capture.collector import Backward, Collector
+from heldin.capture.collector import Collector
+from heldin.capture.graph import Backward
 
 __all__ = ["LossWeight", "root_factor"]
 

@@ -22,9 +22,6 @@ from heldin.state.estimates import Estimate, EstimateHistory
 from heldin.state.schema import (
     check_int,
     check_schema,
-    check_settings,
-    checked_state,
-    load_or_roll_back,
     model_signature,
 )
 
@@ -36,11 +33,6 @@ __all__ = ["Average", "PathStopping"]
 Average = Literal["bagged", "best"]
 
 STATE_SCHEMA = {  # of a saved state
-    "settings": dict,
-    "step": int,
-    "should_stop": bool,
-    "stopped_step": (int, None),
-    "reason": str,
     "history": HISTORY,
     "curves": Tensor,
     "kept": {int: {str: Tensor}},
@@ -55,6 +47,7 @@ class PathStopping(StoppingRule):
     that were not trained on (`_held_out`).
     """
 
+    _state_schema = STATE_SCHEMA
     name: ClassVar[str]  # by which `heldin.stopping` knows it
     _count: int  # of the training rows
 
@@ -104,7 +97,6 @@ class PathStopping(StoppingRule):
         self._model: nn.Module | None = model
         self._signature = model_signature(model)
         self._device = parameter.device
-        self._step = 0
         self._curves: list[Tensor] = []  # one (rows,) for each check
         self._kept: dict[int, dict[str, Tensor]] = {}  # number of the check -> the model's weights
         self._watch = Watch(name)
@@ -135,12 +127,12 @@ class PathStopping(StoppingRule):
         """Arguments that a resumed run must share."""
 
     @abstractmethod
-    def _own_state(self) -> dict[str, Any]:
+    def _rule_state(self) -> dict[str, Any]:
         """State of the rule."""
 
     @abstractmethod
-    def _load_own_state(self, state: Mapping[str, Any]) -> None:
-        """Take over what `_own_state` gave."""
+    def _load_rule_state(self, state: Mapping[str, Any]) -> None:
+        """Take over what `_rule_state` gave."""
 
     # -- the loop
 
@@ -151,8 +143,7 @@ class PathStopping(StoppingRule):
             indices: numbers of the rows in the minibatch, where they are known (and needed, by
                 rules that train shadow models).
         """
-        if self._model is None:
-            raise HeldinError(f"{type(self).__name__}.step: called after close(); make a new one")
+        self._opened("step")
         taken = self._watch.take()
         if not taken:
             if self._step == 0:
@@ -272,10 +263,7 @@ class PathStopping(StoppingRule):
 
     def restore(self) -> None:
         """Put the chosen weights (averaged, if so asked) into the model."""
-        if self._model is None:
-            raise HeldinError(
-                f"{type(self).__name__}.restore: called after close(); make a new one"
-            )
+        self._opened("restore")
         if self._step > self.history.last().step:
             self._check()  # the last weights are a candidate too
         if self.best_step == 0 and self._step > 0 and self.estimate != 0:  # 0 cannot be bettered
@@ -317,34 +305,22 @@ class PathStopping(StoppingRule):
         own = {"grid": self.grid, "average": self.average, "rows": self._count}
         return own | self._own_settings() | {"model": self._signature}
 
-    def state_dict(self) -> dict[str, Any]:
-        """All that a resumed run needs; loads with `torch.load(..., weights_only=True)`."""
+    def _own_state(self) -> dict[str, Any]:
         return {
-            "heldin": type(self).__name__,
-            "version": 1,
-            "settings": self._settings(),
-            "step": self._step,
-            "should_stop": self.should_stop,
-            "stopped_step": self.stopped_step,
-            "reason": self.reason,
             "history": self.history.state_dict(),
             "curves": torch.stack(self._curves, dim=1),
             "kept": {number: dict(weights) for number, weights in self._kept.items()},
-            "rule": self._own_state(),
+            "rule": self._rule_state(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken: all later values are the same to the last bit."""
-        name = type(self).__name__
-        state = checked_state(name, state, 1, STATE_SCHEMA)
-        check_settings(name, state["settings"], self._settings())
-        if self._model is None:
-            raise HeldinError(f"{name}.load_state_dict: called after close(); make a new one")
-        load_or_roll_back(name, self._take, state, self.state_dict())
+        self._opened("load_state_dict")
+        super().load_state_dict(state)
         self._watch.take()
         self._watch.calls = []
 
-    def _take(self, state: Mapping[str, Any]) -> None:
+    def _take_own_state(self, state: Mapping[str, Any]) -> None:
         device = self._device
         checks = len(state["history"]["records"])
         check_schema(
@@ -354,15 +330,13 @@ class PathStopping(StoppingRule):
             raise ValueError(f"weights of the checks {list(state['kept'])} of {checks}")
         for number, weights in state["kept"].items():
             check_schema(weights, self._snapshot(), f"['kept'][{number}]")
-        self._load_own_state(state["rule"])
+        self._load_rule_state(state["rule"])
         self.history.load_state_dict(state["history"])
         self._curves = list(state["curves"].unbind(1))
         self._kept = {
             number: {key: value.to(device) for key, value in weights.items()}
             for number, weights in state["kept"].items()
         }
-        self._step, self.reason = state["step"], state["reason"]
-        self.should_stop, self.stopped_step = state["should_stop"], state["stopped_step"]
 
     def close(self) -> None:
         """Take the hooks away and let go of the model. What was found stays readable."""

@@ -460,7 +460,7 @@ class LeaveOneOutStopping(PathStopping):
     def _own_settings(self) -> dict[str, Any]:
         return {"probes": len(self._probes), "outputs": self.outputs, "lazy": self.lazy}
 
-    def _own_state(self) -> dict[str, Any]:
+    def _rule_state(self) -> dict[str, Any]:
         return {
             "probes": self._probes.clone(),
             "moved": self._moved.clone(),
@@ -469,7 +469,7 @@ class LeaveOneOutStopping(PathStopping):
             "batch": self._batch,
         }
 
-    def _load_own_state(self, state: Mapping[str, Any]) -> None:
+    def _load_rule_state(self, state: Mapping[str, Any]) -> None:
         own = {"probes": self._probes, "moved": self._moved, "basis": self._basis}
         kinds = {name: value.cpu() for name, value in own.items()}
         check_schema(state, {**kinds, "groups": [[float]], "batch": float}, "['rule']")
