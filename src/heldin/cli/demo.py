@@ -11,7 +11,7 @@ from heldin.errors import HeldinError
 
 __all__ = ["demo"]
 
-SPLITS = 10
+SPLITS, EPOCHS = 10, 300
 COMPARED = ("auto", "validation", "evidence")
 
 
@@ -19,7 +19,13 @@ def demo(parser: argparse.ArgumentParser) -> None:
     """Train on 100 rows of scikit-learn's breast-cancer table, stop in three ways, compare."""
     parser.add_argument("--out", default="demo.png", help="the figure (.png, .svg or .pdf)")
     parser.add_argument(
-        "--splits", type=int, default=SPLITS, help=f"of rows to train on and to test with ({SPLITS})"
+        "--splits",
+        type=int,
+        default=SPLITS,
+        help=f"into training and test rows (default {SPLITS})",
+    )
+    parser.add_argument(
+        "--epochs", type=int, default=EPOCHS, help=f"at most, in each run (default {EPOCHS})"
     )
     parser.set_defaults(run=run_demo)
 
@@ -34,15 +40,15 @@ def run_demo(options: argparse.Namespace) -> int:
 
         from heldin.lab import demo as story
     except ImportError as error:
-        raise HeldinError(
-            f"{error.name} is not installed; pip install 'heldin[demo]'"
-        ) from error
+        raise HeldinError(f"{error.name} is not installed; pip install 'heldin[demo]'") from error
     import torch
 
     from heldin.pages.live import Live
 
     if options.splits < 1:
         raise HeldinError(f"--splits: must be at least 1, got {options.splits}")
+    if options.epochs < 1:
+        raise HeldinError(f"--epochs: must be at least 1, got {options.epochs}")
     out = Path(options.out)
     if out.suffix not in (".png", ".svg", ".pdf"):
         raise HeldinError(f"--out: the name must end in .png, .svg or .pdf, got {options.out!r}")
@@ -62,7 +68,7 @@ def run_demo(options: argparse.Namespace) -> int:
             def tell(epoch: int, status: str, place: int = number - 1, rule: str = rule) -> None:
                 live.show(place, f"{story.RULES[rule]}, epoch {epoch}: {status}")
 
-            runs[rule].append(story.train(rule, seed, tell=tell))
+            runs[rule].append(story.train(rule, seed, options.epochs, tell))
             live.show(number, f"{story.RULES[rule]}: test loss {runs[rule][-1].loss:.3f}")
     console.print(_table(runs, options.splits))
     out.parent.mkdir(parents=True, exist_ok=True)
