@@ -23,6 +23,7 @@ from heldin.capture.moments import Moments, upcast
 from heldin.capture.sampling import Block
 from heldin.capture.sharding import fully_sharded
 from heldin.errors import HeldinError, HeldinWarning, more
+from heldin.private_torch import is_called_by_ddp
 
 from .agreement import compare
 from .weighting import LossWeight
@@ -389,7 +390,7 @@ class Joinable:
 def refuse_data_parallel(owner: str, model: nn.Module) -> None:
     """Refuse a model that several processes train together, for rules that look at one process."""
     parallel = nn.parallel.DistributedDataParallel
-    inside = getattr(parallel, "_active_ddp_module", None) is not None  # it is calling the model
+    inside = is_called_by_ddp()
     if inside or isinstance(model, parallel) or any(True for _ in fully_sharded(model)):
         raise HeldinError(
             f"{owner}: the model is trained by several processes, and each of them would decide by "

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from .readings import Choice
+
 __all__ = ["CLOSE", "NEAR", "SHARE", "Claim", "Experiment", "Results", "Tables", "Verdict"]
 
 Tables = Mapping[str, Any]  # the DataFrames of one seed, by part
@@ -110,6 +112,7 @@ class Experiment:
         caption: what it shows.
         claims: the statements to check, from the settings.
         choices: what the paper leaves open, and what was chosen.
+        readings: the same as data, from the settings, see `readings`; the first value is ours.
         differs: by preset, what is not as in the paper.
         data: the dataset that has to be there ("mnist", "sector").
         beside: another experiment whose results, if there are any, are drawn in the same figure.
@@ -128,3 +131,4 @@ class Experiment:
     differs: Mapping[str, str] = field(default_factory=dict)
     data: str | None = None
     beside: str | None = None
+    readings: Callable[[Any], Sequence[Choice]] = lambda settings: ()

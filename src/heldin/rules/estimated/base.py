@@ -120,6 +120,10 @@ class PathStopping(EstimateReport, StoppingRule):
         """(rows,) estimated losses of rows as if they had not been trained on."""
 
     @abstractmethod
+    def _held_per_trained(self) -> float:
+        """Rows that `_held_out` looks at, over those that each model behind it was trained on."""
+
+    @abstractmethod
     def _training_loss(self) -> float:
         """Of the model (or of its shadows), for the history."""
 
@@ -166,6 +170,11 @@ class PathStopping(EstimateReport, StoppingRule):
             self._check()
         return self.should_stop
 
+    @property
+    def pending(self) -> bool:
+        """Whether the optimiser has stepped since the last `step()`."""
+        return bool(self._watch.steps)
+
     def _due(self) -> bool:
         """Whether it is time for a check."""
         return self._step >= next_check(self.history.last().step, self.grid)
@@ -181,7 +190,7 @@ class PathStopping(EstimateReport, StoppingRule):
 
     def _check(self) -> None:
         losses = self._held_out().detach().cpu().double()
-        middle, error = mean_and_error(losses)
+        middle, error = mean_and_error(losses, self._held_per_trained())
         self._curves.append(losses)
         self._kept[len(self._curves) - 1] = self._snapshot()
         self.history.append(Estimate(self._step, middle, error, self._training_loss()))
@@ -245,7 +254,10 @@ class PathStopping(EstimateReport, StoppingRule):
 
     @property
     def standard_error(self) -> float:
-        """Of the estimate. See docs/which-rule.md for how often the truth lies within it."""
+        """Of the estimate: the test loss lay within one in 2 of 3 runs of our study.
+
+        See docs/which-rule.md for how it is computed, and how often the truth lies within it.
+        """
         return self._best().standard_error
 
     @property

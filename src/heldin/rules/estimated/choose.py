@@ -15,8 +15,9 @@ from heldin.errors import HeldinError
 from .base import PathStopping
 from .dense import is_plain
 from .folds import FoldStopping, ShadowStopping
-from .leave_one_out import KNOWN, LeaveOneOutStopping
+from .leave_one_out import LeaveOneOutStopping
 from .losses import LossFunction
+from .optimizers import KNOWN
 from .rows import Rows
 from .separate import BatchLoss
 from .source import Source
