@@ -429,7 +429,7 @@ def test_bad_rows_to_predict(here: Path, capsys: pytest.CaptureFixture[str]) -> 
 def test_ctrl_c(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, calls = Trainer._end, []
+    real, calls = Trainer.end_epoch, []
 
     def interrupted(self: Trainer, loss: float) -> None:
         real(self, loss)
@@ -437,7 +437,7 @@ def test_ctrl_c(
         if len(calls) == 5:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(Trainer, "_end", interrupted)
+    monkeypatch.setattr(Trainer, "end_epoch", interrupted)
     code, out, err = run(capsys, "fit", "classes.csv", "--target", "label", "--out", "m")
     assert (code, out) == (130, "")
     assert "interrupted after 4 epochs; nothing was written" in err

@@ -11,13 +11,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from heldin.errors import HeldinError
+from heldin.errors import HeldinError, HeldinWarning
 from heldin.state.estimates import COVERAGE
 from heldin.tables.trainer import RULE_NAMES
 
 __all__ = ["fit", "predict"]
 
 Options = argparse.Namespace
+SCORES = {"accuracy": "accuracy", "auc": "AUC", "rmse": "RMSE", "r2": "R2"}
 
 
 def fit(parser: argparse.ArgumentParser) -> None:
@@ -176,6 +177,7 @@ def _train(rows: Any, columns: Any, target: Any, options: Options, hidden: tuple
     try:
         with bar, warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)  # the summary says it
+            warnings.filterwarnings("ignore", ".*no better than a constant", HeldinWarning)
             task = bar.add_task("starting", total=options.max_epochs)
 
             def report(epoch: int, loss: float, status: str) -> None:
@@ -223,6 +225,20 @@ def summary(model: Any) -> list[tuple[str, str]]:
                 "estimate",
                 f"{facts['estimate']:.4g} on new rows, standard error "
                 f"{facts['standard_error']:.2g} (two of them covered {covered:.0%} in our study)",
+            )
+        )
+    if facts["members"] > 1:
+        lines.append(("committee", f"{facts['members']} networks, whose predictions are averaged"))
+    for name, (value, low, high) in facts["scores"].items():
+        lines.append(
+            (SCORES[name], f"{value:.4g} on new rows, 95 % interval {low:.4g} to {high:.4g}")
+        )
+    if facts["shrinkage"] == 1:
+        lines.append(
+            (
+                "warning",
+                "on rows that were not trained on the model was no better than a constant, which "
+                "it predicts now; do the columns tell anything about the target?",
             )
         )
     if "test" in facts:

@@ -14,20 +14,14 @@ True
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 try:
-    import numpy as np
     import sklearn as _sklearn  # noqa: F401
 except ImportError as error:
     raise ImportError(
         f"heldin.sklearn: {error.name} is not installed; pip install 'heldin[sklearn]'"
     ) from error
-import torch
-from torch import nn
-
-from heldin.tables.trainer import TrainingConfig
 
 from .base import Layers
 from .kinds import Classifier, Hidden, Linear, Regressor
@@ -89,10 +83,11 @@ class MLPClassifier(Classifier, Hidden):
         activation: str = "relu",
         *,
         solver: str = "adam",
-        alpha: float = 0.0001,
+        alpha: float = 0.0,
+        weight_decay: float | None = None,
         batch_size: Any = "auto",
         learning_rate: str = "constant",
-        learning_rate_init: float = 0.001,
+        learning_rate_init: float = 0.003,
         power_t: float = 0.5,
         max_iter: int = 2000,
         shuffle: bool = True,
@@ -108,6 +103,9 @@ class MLPClassifier(Classifier, Hidden):
         beta_2: float = 0.999,
         epsilon: float = 1e-8,
         n_iter_no_change: int = 10,
+        committee: Any = "auto",
+        standardize: bool = True,
+        cv: Any = None,
         class_weight: Any = None,
     ) -> None:
         self._remember(locals())
@@ -135,10 +133,11 @@ class MLPRegressor(Regressor, Hidden):
         activation: str = "relu",
         *,
         solver: str = "adam",
-        alpha: float = 0.0001,
+        alpha: float = 0.0,
+        weight_decay: float | None = None,
         batch_size: Any = "auto",
         learning_rate: str = "constant",
-        learning_rate_init: float = 0.001,
+        learning_rate_init: float = 0.003,
         power_t: float = 0.5,
         max_iter: int = 2000,
         shuffle: bool = True,
@@ -154,6 +153,9 @@ class MLPRegressor(Regressor, Hidden):
         beta_2: float = 0.999,
         epsilon: float = 1e-8,
         n_iter_no_change: int = 10,
+        committee: Any = "auto",
+        standardize: bool = True,
+        cv: Any = None,
     ) -> None:
         self._remember(locals())
 
@@ -205,13 +207,14 @@ class LogisticRegression(Classifier, Linear):
         beta_2: float = 0.999,
         epsilon: float = 1e-8,
         n_iter_no_change: int = 10,
+        cv: Any = None,
         class_weight: Any = None,
     ) -> None:
         self._remember(locals())
 
     def decision_function(self, X: Any) -> Any:
         """(n,) for two classes, else (n, classes): the logarithms of odds."""
-        outputs = self._outputs(X)
+        outputs = self._outputs(X)[-1]
         return outputs[:, 0] if self.n_outputs_ == 1 else outputs
 
 
@@ -260,24 +263,11 @@ class LinearRegression(Regressor, Linear):
         beta_2: float = 0.999,
         epsilon: float = 1e-8,
         n_iter_no_change: int = 10,
+        cv: Any = None,
     ) -> None:
         self._remember(locals())
 
-    def _begin(
-        self, model: nn.Sequential, config: TrainingConfig, y: Any, weights: Any
-    ) -> TrainingConfig:
-        middle = np.average(y, axis=0, weights=weights)
-        if self.fit_intercept:
-            with torch.no_grad():
-                dict(model.named_parameters())["0.bias"].copy_(torch.from_numpy(middle))
-        centre = middle if self.fit_intercept else 0.0
-        spread = float(np.sqrt(np.average((y - centre) ** 2, axis=0, weights=weights).mean()))
-        if self.solver != "adam" or spread == 0.0:
-            return config
-        rate, epsilon = self.learning_rate_init * spread, self.epsilon * spread
-        return replace(config, learning_rate_init=rate, epsilon=epsilon)
-
-    def _keep_layers(self, layers: Layers) -> None:
-        super()._keep_layers(layers)
+    def _keep_layers(self, members: list[Layers]) -> None:
+        super()._keep_layers(members)
         if self._one_dimensional:
             self.coef_, self.intercept_ = self.coef_[0], self.intercept_[0]
