@@ -41,13 +41,14 @@ from .foreign import PlainLoopOnly, callbacks_named
 from .order import CallOrder
 from .outlook import Outlook
 from .ranks import Joinable, ProcessGroup, ranks_of
+from .reporting import EvidenceReport
 
 __all__ = ["EvidenceStopping"]
 
 T = TypeVar("T")
 
 
-class EvidenceStopping(StoppingRule, Joinable, PlainLoopOnly):
+class EvidenceStopping(EvidenceReport, StoppingRule, Joinable, PlainLoopOnly):
     """Stops training when the gradients carry no more evidence than noise would.
 
     Call `step()` after `backward()` and before `optimizer.step()`, so that the weights that
@@ -230,7 +231,7 @@ class EvidenceStopping(StoppingRule, Joinable, PlainLoopOnly):
         return self._model is not None
 
     @property
-    def progress(self) -> tuple[int, int, int]:
+    def counts(self) -> tuple[int, int, int]:
         """Steps so far, the last one with a backward pass, and passes since the last step."""
         return self._step, self._seen_step, self._collector.passes
 
