@@ -211,6 +211,11 @@ class EstimatingSession:
         """Whether a run is under way."""
         return self._model is not None
 
+    @property
+    def state_waits(self) -> bool:
+        """Whether a state was loaded for the next run."""
+        return bool(self._state)
+
     def metrics(self) -> dict[str, float]:
         """What to log."""
         return {} if self.stopping is None else self.stopping.metrics()
