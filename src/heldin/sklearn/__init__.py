@@ -66,9 +66,9 @@ class MLPClassifier(Classifier, Hidden):
             beside five shadows with the same start (one, from 1,000 rows on). More than six are
             asked about folds that are drawn again.
         standardize: whether inputs are brought to mean 0 and standard deviation 1 and cut off at 4.
-        cv: the folds: None (five, at random), their number, or a splitter of scikit-learn, such as
-            `TimeSeriesSplit` for rows in the order of time. "auto" is then one network for each
-            fold, and one more.
+        cv: the folds: None (five, at random), their number, a splitter of scikit-learn, such as
+            `TimeSeriesSplit` for rows in the order of time, or a list of splits. "auto" is then one
+            network for each fold, and one more.
         class_weight: None, "balanced" or a mapping from labels to weights.
 
     Attributes:
