@@ -80,7 +80,9 @@ def _claims_of(name: str, settings: Any) -> list[Claim]:
 
 
 def _keep(store: Path, found: Universe, tell: Callable[[str], object]) -> None:
-    size = found.size.replace(" ", "-") or "seeds"
+    if not found.rows:  # no reading that a run so short allows
+        return
+    size = found.size.replace(", ", "-").replace(" ", "-") or "seeds"
     write_universe(store / f"readings-{found.experiment}-{size}.csv", found)
     tell(f"{found.experiment}, {found.size or 'all'}: {len(found.rows)} readings")
 
