@@ -315,8 +315,13 @@ GOOD = "a,b,y\n" + "".join(f"{i},{i % 3},{'pq'[i % 2]}\n" for i in range(12))
         ("y\np\nq\n", "no column to predict from"),
         ("a,y\ninf,p\n1,q\n", "column 'a' has infinite values"),
         (
-            "d,y\n" + "".join(f"2024-01-{i:02},{'pq'[i % 2]}\n" for i in range(1, 20)),
-            "column 'd' holds dates or times ('2024-01-01')",
+            "d,y\n"
+            + "".join(f"{i % 12 + 1:02}/{i % 9 + 1:02}/2024,{'pq'[i % 2]}\n" for i in range(20)),
+            "day and month cannot be told apart; say --dates dmy or --dates mdy",
+        ),
+        (
+            "n,y\n" + "".join(f'"{i},00{i % 9}",{"pq"[i % 2]}\n' for i in range(1, 20)),
+            "may have thousands or decimals; say --decimal , or --decimal .",
         ),
         (
             "d,y\n" + "".join(f"{i}:30,{'pq'[i % 2]}\n" for i in range(1, 20)),
