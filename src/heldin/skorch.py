@@ -22,7 +22,7 @@ from .adapters.session import (
     missing_framework,
 )
 from .adapters.settings import DEFAULTS, check_elementwise, chosen, spelled_out
-from .errors import HeldinWarning
+from .errors import HeldinWarning, more
 from .rules.elementwise import ElementwiseStopping as Elementwise
 from .rules.optimizer_state import GROUP_KEY
 from .rules.ranks import ProcessGroup
@@ -230,7 +230,8 @@ def restored(net: NeuralNet, state: dict[str, Any]) -> dict[str, Any]:
         warnings.warn(
             f"{NAME}: the net goes on after {len(net.history)} epochs, but what the rule had seen "
             "in them is lost, and it starts anew. Checkpoints hold its state if they hold that of "
-            "the optimiser (f_optimizer of skorch's Checkpoint), and so does a pickled net",
+            "the optimiser (f_optimizer of skorch's Checkpoint), and so does a pickled net "
+            + more("a-state-that-was-lost"),
             HeldinWarning,
             stacklevel=2,
         )

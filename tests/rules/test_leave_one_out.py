@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 import heldin
 from heldin.rules.estimated import jacobians as _jacobians
 from heldin.rules.estimated import leave_one_out as _leaveoneout
-from heldin.rules.estimated.leave_one_out import directions, pulse, solve
+from heldin.rules.estimated.displacements import directions, solve
+from heldin.rules.estimated.optimizers import pulse
 
 SGD, ADAM = torch.optim.SGD, torch.optim.Adam
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .collector import Backward, Collector
-from .graph import walk
+from .collector import Collector
+from .graph import Backward, walk
 
 __all__ = ["attach", "detach"]
 

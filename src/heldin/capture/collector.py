@@ -4,44 +4,33 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from heldin.errors import HeldinError, HeldinWarning, NotObservable
+from heldin.errors import HeldinError, HeldinWarning, NotObservable, more
 
 from .arguments import BatchDim
 from .counting import decide, different_counts
 from .forward import Calls
-from .graph import Graph
+from .graph import Backward, Graph
 from .knowledge import Call, Knowledge
 from .leftovers import Leftovers, tell_of_steps
-from .moments import Moments, upcast
+from .moments import Moments
 from .names import Names
 from .passes import ParameterSums, PassContext, PassResult, Recorder, block_of
 from .plan import Plan
 from .planning import refuse_hidden
-from .reference import Output, replay, topmost
+from .reference import partly_missed, replay, topmost
 from .sampling import Sampler
 from .sharding import refuse_parallel, runs_once, unwrapped, watch_unsharded
 
-__all__ = ["BUDGET", "Backward", "Collector", "Estimator"]
+__all__ = ["BUDGET", "Collector", "Estimator"]
 
 Estimator = Literal["exact", "sampled", "microbatch"]
 T = TypeVar("T")
 BUDGET = 4096  # coordinates per parameter of the sampled estimator
-
-
-@dataclass(frozen=True)
-class Backward:
-    """A call of `torch.autograd.backward`, and the graph that it goes through."""
-
-    graph: Graph
-    roots: Sequence[Any]
-    seeds: Any
-    inputs: Any
 
 
 class Collector:
@@ -317,15 +306,12 @@ class Collector:
 
     # -- one backward pass per sample
 
-    def _outputs(self, graph: Graph, calls: Sequence[Call]) -> list[Output]:
-        return topmost(graph, [pair for call in calls for pair in self.knowledge.outputs(call)])
-
     def _replayed(
         self, backward: Backward, calls: Sequence[Call], plan: Plan
     ) -> dict[str, tuple[Tensor, Tensor]]:
         graph = backward.graph
         params = {name: graph.leaves[i] for name, i in plan.leaves.items()}
-        outputs = self._outputs(graph, calls)
+        outputs = topmost(graph, [pair for c in calls for pair in self.knowledge.outputs(c)])
         return replay(backward.roots, backward.seeds, outputs, params, plan.m) if outputs else {}
 
     def _take_reference(self, backward: Backward, calls: Sequence[Call], plan: Plan) -> None:
@@ -351,18 +337,14 @@ class Collector:
         self.knowledge.doubt(calls)
         if self._sharded:
             return self._let_go("backward passes of our own would disturb fully_shard")
-        graph, plan = backward.graph, self._leaves_only(backward.graph, m)
+        plan = self._leaves_only(backward.graph, m)
         found = self._replayed(backward, calls, plan)
-        leaves = [graph.leaves[i] for i in plan.leaves.values()]
-        grads = torch.autograd.grad(backward.roots, leaves, backward.seeds, retain_graph=True)
-        for name, grad in zip(plan.leaves, grads, strict=True):
-            whole = upcast(grad.to_dense() if grad.is_sparse else grad)
-            part = found[name][0] if name in found else torch.zeros_like(whole)
-            if not bool(whole.isfinite().all()):
-                continue  # nothing to compare; a broken number is reported as such
-            if not torch.allclose(part, whole, rtol=1e-2, atol=1e-2 * float(whole.abs().max())):
-                why = f"not all of {name!r}'s gradient comes through the model's outputs"
-                return self._let_go(why)
+        leaves = {name: backward.graph.leaves[i] for name, i in plan.leaves.items()}
+        missed = partly_missed(backward.roots, backward.seeds, leaves, found)
+        if missed is not None:
+            return self._let_go(
+                f"not all of {missed!r}'s gradient comes through the model's outputs"
+            )
         known = {}
         for name, (first, second) in found.items():
             block, weight = block_of(self.sampler, name, first, m)
@@ -372,7 +354,8 @@ class Collector:
     def _let_go(self, why: str) -> tuple[None, dict[str, ParameterSums]]:
         warnings.warn(
             "this backward pass is not observed: its graph differs from those that the same call "
-            f"of the model has led to before, and {why}. The next calls are followed anew",
+            f"of the model has led to before, and {why}. The next calls are followed anew "
+            + more("calls-that-are-not-observed"),
             HeldinWarning,
             stacklevel=2,
         )

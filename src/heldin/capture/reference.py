@@ -18,7 +18,7 @@ from .layout import Layout
 from .moments import upcast
 from .ownership.planes import Key, canonical, is_mixed, is_nobody
 
-__all__ = ["Output", "frontier", "replay", "topmost"]
+__all__ = ["Output", "frontier", "partly_missed", "replay", "topmost"]
 
 Output = tuple[GradientEdge, Layout]  # one output of the model, and where its samples' rows lie
 
@@ -93,3 +93,21 @@ def replay(
             else:
                 sums[name] = (each.clone(), each.square())
     return sums
+
+
+def partly_missed(
+    roots: Sequence[Any],
+    seeds: Any,
+    leaves: Mapping[str, Tensor],
+    found: Mapping[str, tuple[Tensor, Tensor]],
+) -> str | None:
+    """A parameter whose gradient is not the sum of what `replay` found; None if there is none."""
+    grads = torch.autograd.grad(roots, list(leaves.values()), seeds, retain_graph=True)
+    for name, grad in zip(leaves, grads, strict=True):
+        whole = upcast(grad.to_dense() if grad.is_sparse else grad)
+        part = found[name][0] if name in found else torch.zeros_like(whole)
+        if not bool(whole.isfinite().all()):
+            continue  # nothing to compare; a broken number is reported as such
+        if not torch.allclose(part, whole, rtol=1e-2, atol=1e-2 * float(whole.abs().max())):
+            return name
+    return None

@@ -8,11 +8,18 @@ from typing import Any
 
 from heldin.criterion.average import STATE_SCHEMA as AVERAGE
 from heldin.criterion.average import Average
+from heldin.errors import HeldinError
 
-__all__ = ["STATE_SCHEMA", "Decision"]
+__all__ = ["STATE_SCHEMA", "Decision", "check_arming"]
 
 STATE_SCHEMA = {"armed": bool, "streak": int, "average": AVERAGE, "recent": AVERAGE}
 RECENT = 0.9  # decay of the average that arms the rule: ten checks or so
+
+
+def check_arming(owner: str, arming: float | None) -> None:
+    """Refuse what is no distance from zero."""
+    if arming is not None and not arming >= 0:
+        raise HeldinError(f"{owner}: arming must be a number >= 0 or None, got {arming!r}")
 
 
 class Decision:

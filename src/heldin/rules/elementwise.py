@@ -18,7 +18,7 @@ from heldin.capture.sharding import as_parameter, local_part, shard_of, unwrappe
 from heldin.criterion.evidence import Correction, Dead, evidence
 from heldin.criterion.masking import keep, pieces, smoothed
 from heldin.errors import HeldinError
-from heldin.rules.ranks import JoinHook, ProcessGroup, ranks_of
+from heldin.rules.ranks import Joinable, ProcessGroup, ranks_of
 from heldin.state.schema import (
     check_fraction,
     check_int,
@@ -30,6 +30,7 @@ from heldin.state.schema import (
 
 from .base import Closing
 from .optimizer_state import STATE_SCHEMA, own_averages, with_averages, without_averages
+from .reporting import ElementwiseReport
 from .wrapper import OptimizerWrapper
 
 __all__ = ["ElementwiseStopping"]
@@ -44,7 +45,7 @@ CALLBACKS = {
 }
 
 
-class ElementwiseStopping(Closing, OptimizerWrapper):
+class ElementwiseStopping(Joinable, Closing, ElementwiseReport, OptimizerWrapper):
     """An optimiser that leaves weights without evidence where they are.
 
     It wraps any optimiser and is used in its place: learning-rate schedulers, gradient scalers,
@@ -113,7 +114,6 @@ class ElementwiseStopping(Closing, OptimizerWrapper):
         self._collector = Collector(model, batch_dim, parameters)
         self._seen = Observation(self._collector)
         self._ranks = ranks_of(model, process_group, self._collector, reduction == "mean")
-        self._join_config: Any = None  # set by torch.distributed.algorithms.Join
         self._model: nn.Module | None = unwrapped(model)
         self._signature = model_signature(self._model)
         self._averages: dict[str, Tensor] = {}  # smoothed f_k by parameter name
@@ -165,8 +165,7 @@ class ElementwiseStopping(Closing, OptimizerWrapper):
         """
         if closure is None and self._is_trial():
             return self.optimizer.step(**options)  # type: ignore[no-any-return]
-        if self._ranks is not None:
-            self._ranks.notify(self._join_config, self)
+        self._tell_joined()
         if closure is None:
             self._weigh()
             held = self._hold()
@@ -382,28 +381,12 @@ class ElementwiseStopping(Closing, OptimizerWrapper):
             self._ranks.forget()
         self._prepare()
 
-    # -- in a `Join` context, see torch.distributed.algorithms.Join
-
-    def join_hook(self, **options: Any) -> JoinHook:
+    def _advance(self) -> None:
         """What a rank that ran out of data does: it follows the steps of the others."""
-        return JoinHook(self._follow)
-
-    def _follow(self) -> None:
         self._weigh()
         self._step += 1
         self._seen.clear()
         self._prepare()
-
-    @property
-    def join_device(self) -> torch.device:
-        """The device of the model."""
-        device: torch.device = self.param_groups[0]["params"][0].device
-        return device
-
-    @property
-    def join_process_group(self) -> Any:
-        """The data-parallel processes."""
-        return None if self._ranks is None else self._ranks.groups[0]
 
     def close(self) -> None:
         """Stop observing. Weights that are stopped stay stopped."""

@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
-import torch
 from torch import nn
 
 from heldin.capture.arguments import BatchDim
@@ -22,70 +20,35 @@ from heldin.criterion.evidence import (
     Dead,
     Evidence,
     Groups,
-    Ratio,
     check_options,
-    evidence_of,
     grouping,
-    ratios,
 )
-from heldin.criterion.window import STATE_SCHEMA as WINDOW
-from heldin.criterion.window import Window
+from heldin.criterion.running import STATE_SCHEMA as RUNNING
+from heldin.criterion.running import RunningEvidence, why_none
 from heldin.errors import HeldinError
 from heldin.state.history import STATE_SCHEMA as HISTORY
-from heldin.state.history import History
+from heldin.state.history import History, Record
 from heldin.state.schema import (
     check_fraction,
     check_int,
-    check_settings,
-    checked_state,
-    load_or_roll_back,
     model_signature,
 )
 
 from .base import StoppingRule
 from .decision import STATE_SCHEMA as DECISION
-from .decision import Decision
-from .foreign import PlainLoopOnly
+from .decision import Decision, check_arming
+from .foreign import PlainLoopOnly, callbacks_named
 from .order import CallOrder
 from .outlook import Outlook
-from .ranks import JoinHook, ProcessGroup, ranks_of
+from .ranks import Joinable, ProcessGroup, ranks_of
+from .reporting import EvidenceReport
 
 __all__ = ["EvidenceStopping"]
 
 T = TypeVar("T")
-NOTHING = Evidence(math.nan, {}, 0)
-STATE_SCHEMA = {
-    "settings": dict,
-    "step": int,
-    "should_stop": bool,
-    "stopped_step": (int, None),
-    "reason": str,
-    "evidence": {
-        "criterion": float,
-        "groups": {str: float},
-        "count": int,
-        "live": {str: int},
-        "nonfinite": [str],
-        "estimator": str,
-    },
-    "decision": DECISION,
-    "ratios": {str: [(float, int, bool)]},
-    "sampler": (dict, None),
-    "window": WINDOW,
-    "history": HISTORY,
-}
 
 
-CALLBACKS = {
-    **{
-        name: f"heldin.{name}.EvidenceStopping"
-        for name in ("lightning", "skorch", "keras", "ignite", "fastai")
-    },
-    "transformers": "heldin.transformers.EvidenceStoppingCallback",
-}
-
-
-class EvidenceStopping(StoppingRule, PlainLoopOnly):
+class EvidenceStopping(EvidenceReport, StoppingRule, Joinable, PlainLoopOnly):
     """Stops training when the gradients carry no more evidence than noise would.
 
     Call `step()` after `backward()` and before `optimizer.step()`, so that the weights that
@@ -146,7 +109,14 @@ class EvidenceStopping(StoppingRule, PlainLoopOnly):
     True
     """
 
-    _callbacks = CALLBACKS
+    _callbacks = callbacks_named("EvidenceStopping")
+    _state_version = 2
+    _state_schema: ClassVar[dict[str, Any]] = {
+        "decision": DECISION,
+        "sampler": (dict, None),
+        "history": HISTORY,
+        **RUNNING,
+    }
 
     def __init__(
         self,
@@ -179,21 +149,17 @@ class EvidenceStopping(StoppingRule, PlainLoopOnly):
         self.patience = check_int(name, "patience", patience, 1)
         self.warmup = check_int(name, "warmup", warmup, 0)
         self.every = check_int(name, "every", every, 1)
-        if arming is not None and not arming >= 0:
-            raise HeldinError(f"{name}: arming must be a number >= 0 or None, got {arming!r}")
+        check_arming(name, arming)
         if reduction not in ("mean", "sum"):
             raise HeldinError(f"{name}: reduction must be 'mean' or 'sum', got {reduction!r}")
         self.arming, self.weighted, self.start = arming, weighted, start
         self.correction, self.dead, self.reduction = correction, dead, reduction
         check_options(correction, dead)
 
-        self.evidence = NOTHING
         self.history = History(check_int(name, "history", history, 2))
         self._decision = Decision(self.smoothing, start, arming, self.warmup, self.patience)
-        self._window = Window(mean=reduction == "mean")
-        self._step = self._seen_step = 0
+        self._seen_step = 0
         self._outlook = Outlook()
-        self._ratios: dict[str, Ratio] = {}  # the last ones of every parameter
 
         alone = self.window == 1  # a window goes on to hold the sums of its first step
         self._collector = Collector(
@@ -201,17 +167,14 @@ class EvidenceStopping(StoppingRule, PlainLoopOnly):
         )
         self._seen = Observation(self._collector)
         self._ranks = ranks_of(model, process_group, self._collector, reduction == "mean")
-        self._join_config: Any = None  # set by torch.distributed.algorithms.Join
-        self._model: nn.Module | None = unwrapped(model)
+        self._model = unwrapped(model)
         self._signature = model_signature(self._model)
         self._groups = grouping(groups)
-        # a few micro-batches in the place of samples: the ratio of Gaussian means is too large
-        self._correction: Correction = correction
-        if estimator == "microbatch" and correction is None:
-            self._correction = "gaussian"
-        for each, parameter in self._model.named_parameters():
-            if parameter.requires_grad and (parameters is None or parameters(each)):
-                self._groups(each)  # a mapping without an entry is refused now, not in a step
+        self._running = RunningEvidence(
+            self._collector, self._groups, correction, dead, self.window, reduction == "mean"
+        )
+        for each in self._collector.trained():
+            self._groups(each)  # a mapping without an entry is refused now, not in a step
         self._order = CallOrder(self._model, self._collector)
         weakref.finalize(self, self._order.close)
         self._release = weakref.finalize(self, self._seen.close)
@@ -230,15 +193,9 @@ class EvidenceStopping(StoppingRule, PlainLoopOnly):
         """The paper's rule: stop at the first step at which the smoothed criterion is above zero.
 
         Every coordinate, no arming, no weights, no correction, the plain recursion
-        c = b c + (1-b) x. The paper leaves b, the start value and the meaning of 0/0 open: b = 0.9,
-        a start at zero (which stops at the same step as a bias-corrected average does) and dead
-        coordinates left out (counted as zeros, they would stop the paper's own MNIST runs at the
-        first step).
-
-        Args:
-            model, groups, smoothing: as for the class.
-            start: where the average starts.
-            options: any other argument of the class.
+        c = b c + (1-b) x. The paper leaves open b (here 0.9), the start of the average (here zero)
+        and the meaning of 0/0 (here dead coordinates are left out; `docs/reproduction.md` shows
+        what the other readings give). Arguments are those of the class.
 
         >>> import heldin, torch
         >>> stopping = heldin.EvidenceStopping.paper(torch.nn.Linear(3, 1), smoothing=0.99)
@@ -264,12 +221,17 @@ class EvidenceStopping(StoppingRule, PlainLoopOnly):
         return self._decision.armed
 
     @property
+    def evidence(self) -> Evidence:
+        """What the last check has found."""
+        return self._running.latest
+
+    @property
     def watching(self) -> bool:
         """Whether a model is watched: from the beginning until `close`."""
         return self._model is not None
 
     @property
-    def progress(self) -> tuple[int, int, int]:
+    def counts(self) -> tuple[int, int, int]:
         """Steps so far, the last one with a backward pass, and passes since the last step."""
         return self._step, self._seen_step, self._collector.passes
 
@@ -280,8 +242,7 @@ class EvidenceStopping(StoppingRule, PlainLoopOnly):
     def call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run a function as if it were the model's forward pass, and return its result.
 
-        For training steps that do not go through the model's own `forward`, see
-        `heldin.Observation.call`.
+        For steps that do not go through the model's `forward`, see `heldin.Observation.call`.
         """
         return self._collector.call(function, *args, **kwargs)
 
@@ -292,14 +253,11 @@ class EvidenceStopping(StoppingRule, PlainLoopOnly):
             scale: what the loss was multiplied by. Needed only for windows during which it
                 changes: `stopping.step(scale=scaler.get_scale())`.
         """
-        if self._ranks is not None:
-            self._ranks.notify(self._join_config, self)
+        self._tell_joined()
         return self._advance(scale)
 
     def _advance(self, scale: float = 1.0) -> bool:
-        model = self._model
-        if model is None:
-            raise HeldinError("EvidenceStopping.step: called after close(); make a new one")
+        model = self._opened("step")
         self._step += 1
         due = self._step % self.every == 0
         if self._ranks is not None and self._ranks.must_meet(due):
@@ -317,25 +275,17 @@ class EvidenceStopping(StoppingRule, PlainLoopOnly):
         if self._ranks is not None:
             pooled = self._ranks.pool(scale)
             seen, count, scale = pooled.moments, pooled.count, pooled.scale
-        if not count and self.history.checks == self._window.steps == 0:
+        if not count and self.history.checks == self._running.waiting == 0:
             raise HeldinError(
                 "EvidenceStopping.step: no backward pass through the model was seen. Call "
                 "step() after loss.backward(), and make the EvidenceStopping before the "
                 "forward pass"
             )
-        if count:
-            self._seen_step = self._step
-        if self.window == 1:
-            self._check(seen, count)
-        else:
-            trainable = [n for n, p in model.named_parameters() if p.requires_grad]
-            self._window.add(seen, trainable, scale)
-            if self._window.steps == self.window:
-                moments = self._window.moments()
-                count = max((each.count for each in moments.values()), default=0)
-                self._check(moments, count, tuple(self._window.nonfinite))
-                self._window.clear()
-        self._collector.clear(redraw=self._window.steps == 0)  # one block for a whole window
+        self._seen_step = self._step if count else self._seen_step
+        due = self._running.add(seen, count, model, scale)
+        if due is not None:
+            self._check(*due)
+        self._collector.clear(redraw=self._running.waiting == 0)  # one block for a whole window
 
     def take(self, moments: Mapping[str, Moments], steps: int = 1) -> bool:
         """Close steps whose per-sample sums were formed elsewhere; True if training should stop.
@@ -353,8 +303,7 @@ class EvidenceStopping(StoppingRule, PlainLoopOnly):
         True
         >>> stopping.close()
         """
-        if self._model is None:
-            raise HeldinError("EvidenceStopping.take: called after close(); make a new one")
+        self._opened("take")
         self._step += check_int("EvidenceStopping.take", "steps", steps, 1)
         self._check(moments, max((each.count for each in moments.values()), default=0))
         return self.should_stop
@@ -371,16 +320,13 @@ class EvidenceStopping(StoppingRule, PlainLoopOnly):
         self, seen: Mapping[str, Moments], count: int, skipped: tuple[str, ...] = ()
     ) -> None:
         """Form a value and decide."""
-        parts = self._with_earlier(ratios(seen, self._correction), count)
-        self.evidence = found = evidence_of(
-            parts, count, self._groups, self._correction, self.dead, self._collector.estimator
-        )
+        found = self._running.form(seen, count)
         raw, bad = found.criterion, found.nonfinite or skipped
         if found.nonfinite or not math.isfinite(raw):
-            self.reason = f"step {self._step}: no value, {_why_none(count, bad)}"
+            self.reason = f"step {self._step}: no value, {why_none(count, bad)}"
             raw = math.nan
         else:
-            by = weight(count, self._correction) if self.weighted else 1.0
+            by = weight(count, self._running.correction) if self.weighted else 1.0
             stop, why = self._decision.add(self._step, raw, by)
             if not self.should_stop:
                 self.reason = f"step {self._step}: {why}"
@@ -389,44 +335,10 @@ class EvidenceStopping(StoppingRule, PlainLoopOnly):
         hopeless = self._outlook.look(seen, count) and not self.should_stop
         if hopeless and self._step > self.warmup and not (self.armed and self.criterion > 0):
             self._outlook.warn(self._step, self.criterion, self.armed)
-        stopped = self.should_stop and self.stopped_step == self._step
-        self.history.note((self._step, count, raw, self.criterion, found.groups, bad), stopped)
-
-    def _with_earlier(self, found: dict[str, Ratio], count: int) -> dict[str, Ratio]:
-        """The ratios in the model's order, with those of parameters whose turn it was not."""
-        turn = self._collector.turn()
-        if turn is not None:
-            if count < 2:
-                return found  # no value: earlier ones alone say nothing about this step
-            trained = set(self._collector.trained()) - turn
-            kept = {n: r for n, r in self._ratios.items() if n in trained and r.finite}
-            found = {**kept, **found}
-        self._ratios = {name: found[name] for name in self._collector.in_order(found)}
-        return self._ratios
-
-    # -- in a `Join` context, see torch.distributed.algorithms.Join
-
-    def join_hook(self, **options: Any) -> JoinHook:
-        """What a rank that ran out of data does: it follows the steps of the others."""
-        return JoinHook(self._advance)
-
-    @property
-    def join_device(self) -> torch.device:
-        """The device of the model."""
-        assert self._model is not None
-        return next(self._model.parameters()).device
-
-    @property
-    def join_process_group(self) -> Any:
-        """The data-parallel processes."""
-        return None if self._ranks is None else self._ranks.groups[0]
+        record = Record(self._step, count, raw, self.criterion, found.groups, bad)
+        self.history.append(record, stopped=self.stopped_step == self._step)
 
     # -- reports
-
-    @property
-    def bytes_sent(self) -> int:
-        """What this rank put into all-reduces for the last step; 0 for a process on its own."""
-        return 0 if self._ranks is None else self._ranks.bytes
 
     def metrics(self) -> dict[str, float]:
         """The state as a flat mapping for any tracker; values that do not exist are left out."""
@@ -445,7 +357,6 @@ class EvidenceStopping(StoppingRule, PlainLoopOnly):
     # -- saving and closing
 
     def _settings(self) -> dict[str, Any]:
-        """What decides how values are formed; a resumed run must have the same."""
         names = ("smoothing", "window", "every", "weighted", "start")
         values = {n: getattr(self, n) for n in (*names, "correction", "dead", "reduction")}
         sampler = self._collector.sampler
@@ -456,55 +367,28 @@ class EvidenceStopping(StoppingRule, PlainLoopOnly):
 
     def _common(self) -> dict[str, Any]:
         """All that must be the same on all ranks, or they would part."""
-        names = ("patience", "warmup", "arming", "should_stop")
-        own = {name: getattr(self, name) for name in names}
+        own = {n: getattr(self, n) for n in ("patience", "warmup", "arming", "should_stop")}
         groups = [f"{name}: {self._groups(name)}" for name in self._collector.trained()]
         decision = self._decision.state_dict()
         return {**self._settings(), **own, "groups": groups, "step": self._step, **decision}
 
-    def state_dict(self) -> dict[str, Any]:
-        """All that a resumed run needs; loads with `torch.load(..., weights_only=True)`."""
-        found, sampler = asdict(self.evidence), self._collector.sampler
+    def _own_state(self) -> dict[str, Any]:
+        sampler = self._collector.sampler
         return {
-            "heldin": "EvidenceStopping",
-            "version": 2,
-            "settings": self._settings(),
-            "step": self._step,
-            "should_stop": self.should_stop,
-            "stopped_step": self.stopped_step,
-            "reason": self.reason,
-            "evidence": {**found, "nonfinite": list(found["nonfinite"])},
             "decision": self._decision.state_dict(),
-            "ratios": {name: list(ratio) for name, ratio in self._ratios.items()},
             "sampler": None if sampler is None else sampler.state_dict(),
-            "window": self._window.state_dict(),
             "history": self.history.state_dict(),
+            **self._running.state_dict(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken: all later values are the same to the last bit."""
-        name = "EvidenceStopping"
-        load_or_roll_back(
-            name, self._take, checked_state(name, state, 2, STATE_SCHEMA), self.state_dict()
-        )
-
-    def _take(self, state: Mapping[str, Any]) -> None:
-        check_settings("EvidenceStopping", state["settings"], self._settings())
-        if self._model is None:
-            raise HeldinError(
-                "EvidenceStopping.load_state_dict: called after close(); make a new one"
-            )
-        self._window.load_state_dict(state["window"], self._model)
+    def _take_own_state(self, state: Mapping[str, Any]) -> None:
+        self._running.load_state_dict(state, self._opened("load_state_dict"))
         self._decision.load_state_dict(state["decision"])
         self.history.load_state_dict(state["history"])
-        found = state["evidence"]
-        self.evidence = Evidence(**{**found, "nonfinite": tuple(found["nonfinite"])})
-        self._ratios = {name: Ratio(*values) for name, values in state["ratios"].items()}
-        self._step, self.reason = state["step"], state["reason"]
-        self.should_stop, self.stopped_step = state["should_stop"], state["stopped_step"]
+        self._step = state["step"]
         self._collector.clear()
-        if self._collector.sampler is not None:
-            self._collector.sampler.load_state_dict(state["sampler"])
+        if (sampler := self._collector.sampler) is not None:
+            sampler.load_state_dict(state["sampler"])
         if self._ranks is not None:
             self._ranks.forget()
         self._prepare()
@@ -514,15 +398,3 @@ class EvidenceStopping(StoppingRule, PlainLoopOnly):
         self._release()
         self._order.close()
         self._model = None
-
-
-def _why_none(count: int, bad: tuple[str, ...]) -> str:
-    if bad:
-        return f"inf or nan in the contributions to {', '.join(map(repr, bad[:3]))}" + (
-            f" and {len(bad) - 3} more" if len(bad) > 3 else ""
-        )
-    if count == 0:
-        return "no backward pass was seen"
-    if count == 1:
-        return "a single sample has no variance (window=k puts k steps together)"
-    return "no coordinate had a contribution"

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from heldin.errors import HeldinError
 
-__all__ = ["NotACallback", "PlainLoopOnly"]
+__all__ = ["NotACallback", "PlainLoopOnly", "callbacks_named"]
 
 # What frameworks ask their callbacks for, and what a plain rule does not have.
 ASKED_BY = {
@@ -18,6 +18,16 @@ ASKED_BY = {
     "attach": "ignite",
     "name": "fastai",
 }
+
+
+def callbacks_named(rule: str) -> dict[str, str]:
+    """The callback of every framework for a rule, by framework.
+
+    >>> callbacks_named("EvidenceStopping")["skorch"]
+    'heldin.skorch.EvidenceStopping'
+    """
+    found = {framework: f"heldin.{framework}.{rule}" for framework in ASKED_BY.values()}
+    return {**found, "transformers": f"heldin.transformers.{rule}Callback"}
 
 
 class NotACallback(HeldinError, AttributeError):

@@ -18,17 +18,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from heldin._private_torch import is_called_by_ddp
 from heldin.capture.collector import Collector
 from heldin.capture.moments import Moments, upcast
 from heldin.capture.sampling import Block
 from heldin.capture.sharding import fully_sharded
-from heldin.errors import HeldinError, HeldinWarning
+from heldin.errors import HeldinError, HeldinWarning, more
 
 from .agreement import compare
 from .weighting import LossWeight
 
 __all__ = [
-    "JoinHook",
+    "Joinable",
     "Pooled",
     "ProcessGroup",
     "Ranks",
@@ -242,7 +243,7 @@ class Ranks:
             f"{own:.4g}, the average over the ranks is {total / number:.4g}. Each rank's loss is "
             "taken for a mean over its own samples, so that the criterion is off. Pass the factor, "
             "stopping.step(scale=factor); or reduction='sum' to the rule if every rank divides the "
-            "sum over its samples by the same number",
+            "sum over its samples by the same number " + more("weighted-ranks"),
             HeldinWarning,
             stacklevel=2,
         )
@@ -349,10 +350,47 @@ class JoinHook:
         """Nothing is left to do: the state is the same on all ranks."""
 
 
+class Joinable:
+    """A rule whose ranks may run out of data, see torch.distributed.algorithms.Join."""
+
+    _ranks: Ranks | None
+    _model: nn.Module | None
+    _join_config: Any = None  # set by torch.distributed.algorithms.Join
+
+    def _advance(self) -> Any:
+        """Close a step of all ranks."""
+        raise NotImplementedError
+
+    def _tell_joined(self) -> None:
+        """Let the ranks that ran out of data know that this one goes on."""
+        if self._ranks is not None:
+            self._ranks.notify(self._join_config, self)
+
+    @property
+    def bytes_sent(self) -> int:
+        """What this rank put into all-reduces for the last step; 0 for a process on its own."""
+        return 0 if self._ranks is None else self._ranks.bytes
+
+    def join_hook(self, **options: Any) -> JoinHook:
+        """What a rank that ran out of data does: it follows the steps of the others."""
+        return JoinHook(self._advance)
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of the model."""
+        assert self._model is not None
+        return next(self._model.parameters()).device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The data-parallel processes."""
+        return None if self._ranks is None else self._ranks.groups[0]
+
+
 def refuse_data_parallel(owner: str, model: nn.Module) -> None:
     """Refuse a model that several processes train together, for rules that look at one process."""
     parallel = nn.parallel.DistributedDataParallel
-    inside = getattr(parallel, "_active_ddp_module", None) is not None  # it is calling the model
+    inside = is_called_by_ddp()
     if inside or isinstance(model, parallel) or any(True for _ in fully_sharded(model)):
         raise HeldinError(
             f"{owner}: the model is trained by several processes, and each of them would decide by "

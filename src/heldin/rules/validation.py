@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -15,32 +15,16 @@ from heldin.state.history import History, Record
 from heldin.state.schema import (
     check_int,
     check_schema,
-    check_settings,
-    checked_state,
-    load_or_roll_back,
     model_signature,
 )
 
 from .base import StoppingRule, deprecated
+from .reporting import ValidationReport
 
 __all__ = ["ValidationStopping"]
 
-STATE_SCHEMA = {  # of a saved state
-    "settings": dict,
-    "step": int,
-    "streak": int,
-    "should_stop": bool,
-    "stopped_step": (int, None),
-    "reason": str,
-    "best_loss": float,
-    "best_step": (int, None),
-    "last_loss": float,
-    "best": {str: Tensor},
-    "history": HISTORY,
-}
 
-
-class ValidationStopping(StoppingRule):
+class ValidationStopping(ValidationReport, StoppingRule):
     """Stops training when the validation loss has not improved for `patience` checks.
 
     The counterpart of `heldin.EvidenceStopping`, with the same interface. Call `step()` before
@@ -69,6 +53,16 @@ class ValidationStopping(StoppingRule):
     >>> stopping.reason
     'step 4: loss 1.2, no better than 1 at step 2 for 2 checks'
     """
+
+    _state_version = 2
+    _state_schema: ClassVar[dict[str, Any]] = {
+        "streak": int,
+        "best_loss": float,
+        "best_step": (int, None),
+        "last_loss": float,
+        "best": {str: Tensor},
+        "history": HISTORY,
+    }
 
     def __init__(
         self,
@@ -107,7 +101,6 @@ class ValidationStopping(StoppingRule):
         self._model: nn.Module | None = model
         self._signature = model_signature(model)
         self._loss = loss
-        self._step = 0
         self._streak = 0
 
     # -- the loop
@@ -123,11 +116,10 @@ class ValidationStopping(StoppingRule):
         Args:
             loss: the validation loss, if no function was given for it.
         """
-        if self._model is None:
-            raise HeldinError("ValidationStopping.step: called after close(); make a new one")
+        model = self._opened("step")
         self._step += 1
         if self._step % self.every == 0:
-            self._check(float(loss) if loss is not None else self._validate(self._model))
+            self._check(float(loss) if loss is not None else self._validate(model))
         return self.should_stop
 
     def _validate(self, model: nn.Module) -> float:
@@ -210,17 +202,9 @@ class ValidationStopping(StoppingRule):
         own = {"every": self.every, "improvement": self.improvement}
         return own | {"restore_best": self._restores, "model": self._signature}
 
-    def state_dict(self) -> dict[str, Any]:
-        """All that a resumed run needs, the best weights included."""
+    def _own_state(self) -> dict[str, Any]:
         return {
-            "heldin": "ValidationStopping",
-            "version": 1,
-            "settings": self._settings(),
-            "step": self._step,
             "streak": self._streak,
-            "should_stop": self.should_stop,
-            "stopped_step": self.stopped_step,
-            "reason": self.reason,
             "best_loss": self.best_loss,
             "best_step": self.best_step,
             "last_loss": self.last_loss,
@@ -228,26 +212,13 @@ class ValidationStopping(StoppingRule):
             "history": self.history.state_dict(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken."""
-        name = "ValidationStopping"
-        load_or_roll_back(
-            name, self._take, checked_state(name, state, 1, STATE_SCHEMA), self.state_dict()
-        )
-
-    def _take(self, state: Mapping[str, Any]) -> None:
-        saved = dict(state["settings"])
-        if "restore" in saved:  # its name in 0.1
-            saved["restore_best"] = saved.pop("restore")
-        check_settings("ValidationStopping", saved, self._settings())
+    def _take_own_state(self, state: Mapping[str, Any]) -> None:
         if state["best"] and self._model is not None:
             check_schema(state["best"], self._weights(), "['best']")
         self.history.load_state_dict(state["history"])
         self._best = {name: value.clone() for name, value in state["best"].items()}
-        self._step, self._streak = state["step"], state["streak"]
+        self._streak, self.last_loss = state["streak"], state["last_loss"]
         self.best_loss, self.best_step = state["best_loss"], state["best_step"]
-        self.last_loss, self.reason = state["last_loss"], state["reason"]
-        self.should_stop, self.stopped_step = state["should_stop"], state["stopped_step"]
 
     def close(self) -> None:
         """Let go of the model. What was found stays readable."""

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import astuple, dataclass, fields
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from heldin.errors import HeldinError
 
-from .export import Exportable, axes
+from .records import Records, axes
 
 __all__ = ["COVERAGE", "STATE_SCHEMA", "Estimate", "EstimateHistory"]
 
@@ -50,7 +50,7 @@ class Estimate:
     training_loss: float
 
 
-class EstimateHistory(Exportable, Sequence[Estimate]):
+class EstimateHistory(Records[Estimate]):
     """The checks of a run, oldest first.
 
     Attributes:
@@ -65,27 +65,14 @@ class EstimateHistory(Exportable, Sequence[Estimate]):
     """
 
     def __init__(self, rule: str = "folds") -> None:
+        super().__init__()
         self.rule = rule
         self.best_step: int | None = None
         self.stopped_step: int | None = None
-        self._records: list[Estimate] = []
 
     def append(self, record: Estimate) -> None:
         """Add a check."""
         self._records.append(record)
-
-    def __len__(self) -> int:
-        return len(self._records)
-
-    def __iter__(self) -> Iterator[Estimate]:
-        return iter(self._records)
-
-    @overload
-    def __getitem__(self, index: int) -> Estimate: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Estimate]: ...
-    def __getitem__(self, index: int | slice) -> Estimate | list[Estimate]:
-        return self._records[index]
 
     def __repr__(self) -> str:
         return f"<heldin.EstimateHistory: {len(self)} checks>"

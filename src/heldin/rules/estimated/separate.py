@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
+from heldin._private_torch import BatchNorm
 from heldin.errors import HeldinError
 from heldin.state.schema import check_schema
 
@@ -69,7 +69,7 @@ class SeparateShadows:
             Shadow(parameters, optimizer, self._stage.buffers()) for _ in range(self.copies)
         ]
         self._trained = parameters
-        self._least = 2 if any(isinstance(m, _BatchNorm) for m in model.modules()) else 1
+        self._least = 2 if any(isinstance(m, BatchNorm) for m in model.modules()) else 1
         self._autocast: Autocast | None = None
         self._steps, self._rows = 0, 0
         self._total = torch.zeros((), dtype=torch.float64, device=self._device)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from heldin._private_torch import own_parameters
 from heldin.errors import HeldinError
 from heldin.state.schema import check_schema
 
@@ -75,9 +76,9 @@ class Stage:
         self._buffers: list[tuple[dict[str, Any], str, str]] = []
         numbers: dict[int, str] = {}  # a buffer in two places is one
         for module in self.module.modules():
-            for name, p in module._parameters.items():
+            for name, p in own_parameters(module).items():
                 if id(p) in wanted:
-                    self._weights.append((module._parameters, name, wanted[id(p)]))
+                    self._weights.append((own_parameters(module), name, wanted[id(p)]))
             for name, b in module._buffers.items():
                 if b is not None:
                     key = numbers.setdefault(id(b), str(len(numbers)))

@@ -249,8 +249,7 @@ class ShadowModels(PathStopping):
         True
         """
         name = type(self).__name__
-        if self._model is None:
-            raise HeldinError(f"{name}.train: called after close(); make a new one")
+        self._opened("train")
         team = self._stacked("train")
         if self._step and not team.inside:
             raise HeldinError(
@@ -285,14 +284,18 @@ class ShadowModels(PathStopping):
         self._seen_at_check = self._seen
         return self._team.held_out()
 
+    def _held_per_trained(self) -> float:
+        hidden = int((self._label >= 0).sum()) / self._team.copies  # from each shadow
+        return self._team.held / (self._count - hidden)
+
     def _training_loss(self) -> float:
         return self._team.training_loss()
 
-    def _own_state(self) -> dict[str, Any]:
+    def _rule_state(self) -> dict[str, Any]:
         seen = {"seen": self._seen, "seen_at_check": self._seen_at_check}
         return seen | self._team.state_dict()
 
-    def _load_own_state(self, state: Mapping[str, Any]) -> None:
+    def _load_rule_state(self, state: Mapping[str, Any]) -> None:
         check_schema(state, {"seen": int, "seen_at_check": int})
         self._team.load_state_dict(state)
         self._label, self._queue, self._given = self._team.label, [], []

@@ -1,23 +1,42 @@
-"""Ways out for what is kept as columns: files, data frames, figures."""
+"""The checks of a run as a sequence, and the ways out of it: columns, files, data frames."""
 
 from __future__ import annotations
 
 import csv
-from abc import ABC, abstractmethod
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, overload
 
 from heldin.errors import HeldinError
 
-__all__ = ["Exportable", "axes"]
+__all__ = ["Records", "axes"]
+
+R = TypeVar("R")
 
 
-class Exportable(ABC):
-    """Has columns of equal length, and can write them."""
+class Records(Sequence[R]):
+    """What both histories share: one record per check, oldest first."""
+
+    def __init__(self) -> None:
+        self._records: list[R] = []
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __iter__(self) -> Iterator[R]:
+        return iter(self._records)
+
+    @overload
+    def __getitem__(self, index: int) -> R: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[R]: ...
+    def __getitem__(self, index: int | slice) -> R | list[R]:
+        return self._records[index]
 
     @abstractmethod
     def columns(self) -> dict[str, list[Any]]:
-        """The records as columns."""
+        """The records as columns of equal length."""
 
     def to_dataframe(self) -> Any:
         """A pandas DataFrame, one row per check."""
