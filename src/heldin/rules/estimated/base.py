@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from heldin.errors import HeldinError, HeldinWarning
+from heldin.errors import HeldinError, HeldinWarning, more
 from heldin.rules.base import StoppingRule
 from heldin.rules.ranks import refuse_data_parallel
+from heldin.rules.reporting import EstimateReport
 from heldin.state.estimates import STATE_SCHEMA as HISTORY
 from heldin.state.estimates import Estimate, EstimateHistory
 from heldin.state.schema import (
@@ -54,7 +55,7 @@ def _refuse_averages(name: str, model: nn.Module) -> None:
             )
 
 
-class PathStopping(StoppingRule):
+class PathStopping(EstimateReport, StoppingRule):
     """Follows an estimated test loss at log-spaced checks and keeps the weights of the best one.
 
     A rule says how to follow an optimiser step (`_follow`) and how to estimate the loss of rows
@@ -298,7 +299,8 @@ class PathStopping(StoppingRule):
                 f"{type(self).__name__}: in {self._step} steps the estimated loss never fell below "
                 f"that of the model before training ({self.estimate:.4g}), so its untrained "
                 "weights are restored. Is the learning rate too high, do the inputs tell nothing "
-                "about the targets, or does a fold take all rows of a kind away?",
+                "about the targets, or does a fold take all rows of a kind away? "
+                + more("never-better-than-untrained"),
                 HeldinWarning,
                 stacklevel=2,
             )
