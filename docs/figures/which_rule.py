@@ -132,18 +132,22 @@ def outlier(data: str, out: Path, runs: int) -> None:
 
 
 def gather(source: Path) -> None:
-    """Copy the tables that the page is made from."""
+    """Copy the tables that the page is made from, those of them that were made again."""
     STUDY.mkdir(exist_ok=True)
-    for name in ("small", "large"):
+    for name in ("small", "large", *KINDS):
         for table in TABLES:
-            shutil.copyfile(source / name / f"{table}.csv", STUDY / f"{name}-{table}.csv")
-        datasets = sorted({row["dataset"] for row in read(source / name / "results.csv")})
-        (STUDY / f"{name}-datasets.txt").write_text("\n".join(datasets) + "\n")
+            _copy(source / name / f"{table}.csv", STUDY / f"{name}-{table}.csv")
+    for name in ("small", "large"):
+        if (source / name / "results.csv").exists():
+            datasets = sorted({row["dataset"] for row in read(source / name / "results.csv")})
+            (STUDY / f"{name}-datasets.txt").write_text("\n".join(datasets) + "\n")
     for name in ("folds.json", "outlier.csv", "errors.csv"):
-        shutil.copyfile(source / name, STUDY / name)
-    for kind in (kind for kind in KINDS if (source / kind).is_dir()):
-        for table in ("summary", "coverage"):
-            shutil.copyfile(source / kind / f"{table}.csv", STUDY / f"{kind}-{table}.csv")
+        _copy(source / name, STUDY / name)
+
+
+def _copy(source: Path, target: Path) -> None:
+    if source.exists():
+        shutil.copyfile(source, target)
 
 
 # --- the blocks of the page -------------------------------------------------------------------
