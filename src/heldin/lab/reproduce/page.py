@@ -79,7 +79,6 @@ def write_page(path: Path, store: Path, command: str) -> None:
         shutil.copy(store / f"{shown}.png", figures / "mnist-sgd-largest.png")
     facts = store / "facts.json"
     known = json.loads(facts.read_text(encoding="utf-8")) if facts.exists() else {}
-    details = store / "quick.md"
     rows = [row for each in largest for row in _rows(each)]
     path.write_text(
         render(
@@ -99,7 +98,6 @@ def write_page(path: Path, store: Path, command: str) -> None:
             corrections=CORRECTIONS,
             charts=[_section(each, name) for each, name in charts],
             choices=list(_choices()),
-            details=details.read_text(encoding="utf-8") if details.exists() else "",
         ),
         encoding="utf-8",
     )
