@@ -18,7 +18,7 @@ from .figures import BLUE, GREY, RED, new
 from .lessons import sentences
 from .multiverse import Universe, judge, read_universe
 from .registry import EXPERIMENTS
-from .survey import SIZES
+from .survey import REAL, SIZES
 
 __all__ = ["CORRECTIONS", "universes", "write_page"]
 
@@ -104,10 +104,12 @@ def write_page(path: Path, store: Path, command: str) -> None:
 
 
 def _largest(found: Sequence[Universe]) -> Iterator[Universe]:
-    """Of each experiment the largest size."""
+    """Of each experiment the largest size, and what was not replayed."""
     seen = set()
     for each in found:
-        if each.experiment not in seen:
+        if each.size.endswith(REAL):
+            yield each
+        elif each.experiment not in seen:
             seen.add(each.experiment)
             yield each
 
