@@ -18,7 +18,7 @@ from .figures import BLUE, GREY, RED, new
 from .lessons import sentences
 from .multiverse import Universe, judge, read_universe
 from .registry import EXPERIMENTS
-from .survey import SIZES
+from .survey import REAL, SIZES
 
 __all__ = ["CORRECTIONS", "universes", "write_page"]
 
@@ -79,7 +79,6 @@ def write_page(path: Path, store: Path, command: str) -> None:
         shutil.copy(store / f"{shown}.png", figures / "mnist-sgd-largest.png")
     facts = store / "facts.json"
     known = json.loads(facts.read_text(encoding="utf-8")) if facts.exists() else {}
-    details = store / "quick.md"
     rows = [row for each in largest for row in _rows(each)]
     path.write_text(
         render(
@@ -99,17 +98,18 @@ def write_page(path: Path, store: Path, command: str) -> None:
             corrections=CORRECTIONS,
             charts=[_section(each, name) for each, name in charts],
             choices=list(_choices()),
-            details=details.read_text(encoding="utf-8") if details.exists() else "",
         ),
         encoding="utf-8",
     )
 
 
 def _largest(found: Sequence[Universe]) -> Iterator[Universe]:
-    """Of each experiment the largest size."""
+    """Of each experiment the largest size, and what was not replayed."""
     seen = set()
     for each in found:
-        if each.experiment not in seen:
+        if each.size.endswith(REAL):
+            yield each
+        elif each.experiment not in seen:
             seen.add(each.experiment)
             yield each
 
