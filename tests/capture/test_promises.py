@@ -54,10 +54,17 @@ def over_time(s: Any, t: Tensor, x: Tensor) -> Tensor:
     [
         (outer, torch.randn(5, 2), torch.randn(4, 3)),
         (outer, torch.randn(4, 2), torch.randn(5, 3)),
+        (outer, torch.randn(5, 2), torch.randn(3, 3)),
         (over_time, torch.randn(5), torch.randn(4, 3)),
         (over_time, torch.randn(5), torch.randn(1, 3)),
     ],
-    ids=["points, functions", "more functions", "times, states", "times, one state"],
+    ids=[
+        "points, functions",
+        "more functions",
+        "square functions",
+        "times, states",
+        "times, one state",
+    ],
 )
 def test_what_may_be_counted_in_two_ways_is_refused(
     forward: Any, first: Tensor, second: Tensor
