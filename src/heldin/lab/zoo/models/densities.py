@@ -264,7 +264,7 @@ ENTRIES = [
              channel_mlp_skip="linear"),
     Entry("pykan", "KAN", lambda: lib("kan").KAN(
         width=[3, 4, 1], grid=3, k=3, auto_save=False, symbolic_enabled=False), normal(3)),
-    *(Entry("snntorch", kind, partial(spiking, kind), normal(5, 4))
+    *(Entry("snntorch", kind, partial(spiking, kind), normal(5, 4), double=False)
       for kind in ("Leaky", "Synaptic")),
     adapted("LoraConfig", r=2, target_modules=["c_attn"], fan_in_fan_out=True),
     Entry("peft", "DoRA", adapted(
