@@ -109,11 +109,7 @@ def test_manual_optimisation(case: plain.Case) -> None:
     trainer(case, callback, gradient_clip_val=None, accumulate_grad_batches=1).fit(
         module, estimated.loader(case)
     )
-    if case.accumulate > 1:  # the last batch of an epoch, alone in its step, counts by a third
-        assert callback.stopping is not None
-        assert callback.stopping.should_stop
-    else:
-        estimated.expect_same(case, callback.stopping, module.net)
+    estimated.expect_same(case, callback.stopping, module.net, even=True)
     estimated.expect_no_trace(module)
 
 

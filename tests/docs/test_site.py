@@ -49,7 +49,9 @@ def public() -> dict[str, str]:
         if path.stem.startswith("_") or path.stem in INTERNAL or source.suffix != ".py":
             continue
         if source.exists():
-            files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
+            parts = PACKAGE / "adapters"  # where larger callbacks of frameworks are written
+            beside = sorted(parts.glob(f"*_{path.stem}.py"))
+            files = sorted(path.rglob("*.py")) if path.is_dir() else [path, *beside]
             module = getattr(heldin, path.stem, None)  # or not imported: see `assigned`
             for name in sorted(set(assigned(source)) - set(heldin.__all__)):
                 text = getattr(module, name).__doc__ if module else documented(files, name)

@@ -942,6 +942,23 @@ for _op, _combine in (
         autocast=False,
     )
 add(
+    "Fourier transform seen as pairs",
+    model(
+        lambda s, x: torch.view_as_real(torch.fft.fft(s.a(x), dim=1)) * s.b, a=linear(3, 4), b=(2,)
+    ),
+    normal(M, M, 3),
+    autocast=False,
+)
+add(
+    "windows that overlap in memory",
+    model(
+        lambda s, x: s.b(s.a(x).as_strided((M, 3, 2, 2), (8, 2, 2, 1))),
+        a=linear(3, 2),
+        b=linear(2, 2),
+    ),
+    normal(M, 4, 3),
+)
+add(
     "complex matrix",
     model(lambda s, x: (torch.fft.rfft(x) @ torch.view_as_complex(s.w)).abs(), w=(4, 3, 2)),
     normal(M, 6),

@@ -148,6 +148,7 @@ class AutoStopping(Callback):
             prepare=prepare,
             eval_loss=loss.other(evaluated) if evaluated is not None else None,
             clip=_clip(trainer, pl_module, loss),
+            resumed=trainer.global_step > 0,
         )
         self._tell(chosen_rule.reason_chosen)
 

@@ -121,6 +121,8 @@ class EstimatingSession:
         prepare: Prepare | None = None,
         eval_loss: BatchLoss | None = None,
         clip: Clip | None = None,
+        resumed: bool = False,
+        engine: str | None = None,
     ) -> PathStopping:
         """Make the rule, from the state that was loaded last.
 
@@ -132,13 +134,25 @@ class EstimatingSession:
             prepare: what the framework does with a batch before the model sees it.
             eval_loss: in place of loss, for rows that are held out.
             clip: how the framework clips gradients.
+            resumed: whether the model was trained before, in the same run.
+            engine: in place of engine="auto".
         """
         self.close()
         refuse_processes(self.owner)
+        if resumed and not self._state:
+            self.end()
+            raise HeldinError(
+                f"{self.owner}: the run goes on, but the state of its shadows is not there. New "
+                "ones would start from a model that has seen the rows they hold out, and estimate "
+                f"too low a loss. Resume from a checkpoint of a run with {self.owner}, train from "
+                "the beginning, or use EvidenceStopping"
+            )
         options = {k: v for k, v in self.options.items() if k not in OURS}
         for name in ("average", "stratify", "groups"):
             if options.get(name) is None:
                 options.pop(name, None)  # the rule's own
+        if engine is not None and options.get("engine", "auto") == "auto":
+            options["engine"] = engine
         view = self.options.get("eval_data")
         if view is not None:
             options["eval_data"] = _unseen(view, rows, prepare)
@@ -196,6 +210,11 @@ class EstimatingSession:
     def running(self) -> bool:
         """Whether a run is under way."""
         return self._model is not None
+
+    @property
+    def state_waits(self) -> bool:
+        """Whether a state was loaded for the next run."""
+        return bool(self._state)
 
     def metrics(self) -> dict[str, float]:
         """What to log."""

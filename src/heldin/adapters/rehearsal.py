@@ -86,12 +86,9 @@ class Rehearsal:
         if self._clipping is not None:
             clip_by(*self._clipping)(parameters)
 
-    @property
-    def shares(self) -> Callable[[list[Any]], list[float]]:
+    def shares(self, batches: list[Any]) -> list[float] | None:
         """With manual optimisation the losses of accumulated batches are added as they are."""
-        if not self._manual:
-            raise AttributeError("shares")
-        return lambda batches: [1.0] * len(batches)
+        return [1.0] * len(batches) if self._manual else None
 
     @contextmanager
     def _muted(self, model: nn.Module, losses: list[Tensor]) -> Iterator[None]:

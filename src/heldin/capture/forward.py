@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from heldin.errors import NotObservable
-from heldin.private_torch import (
+from heldin._private_torch import (
     DisableTorchFunction,
     any_autocast,
     current_mode,
@@ -22,6 +21,7 @@ from heldin.private_torch import (
     transform_stack,
     without_modes,
 )
+from heldin.errors import NotObservable
 
 from .arguments import Arguments, BatchDim, Count, Entry, Roles, names_of, read, readings
 from .graph import Graph, number_of

@@ -42,6 +42,9 @@ def fit(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rule", choices=[*RULE_NAMES, "none"], default="auto", help="what stops training"
     )
+    parser.add_argument(
+        "--committee", type=int, help="networks that predict together (default: 6; 1: one alone)"
+    )
     parser.add_argument("--hidden", default="100", help="sizes of hidden layers (default 100)")
     parser.add_argument(
         "--drop", action="append", default=[], metavar="COLUMN", help="leave it out"
@@ -117,6 +120,8 @@ def run_fit(options: Options) -> int:
         from heldin.tables.reading import named
         from heldin.tables.report import write_report
     hidden = _hidden(options.hidden)
+    if options.committee is not None and options.model == "linear":
+        raise HeldinError("--committee: a linear model has none; leave it out, or use --model mlp")
     if options.max_epochs < 1:
         raise HeldinError(f"--max-epochs: must be at least 1, got {options.max_epochs}")
     if not 0 <= options.seed < 2**32:
@@ -226,6 +231,12 @@ def _hidden(text: str) -> tuple[int, ...]:
     return sizes
 
 
+def _network(options: Options, hidden: tuple[int, ...]) -> dict[str, Any]:
+    """What a linear model has not."""
+    members = "auto" if options.committee is None else options.committee
+    return {"hidden_layer_sizes": hidden, "committee": members}
+
+
 def _train(rows: Any, columns: Any, target: Any, options: Options, hidden: tuple[int, ...]) -> Any:
     """With a bar or lines on stderr; Ctrl-C says what is left of it."""
     from sklearn.exceptions import ConvergenceWarning
@@ -253,7 +264,7 @@ def _train(rows: Any, columns: Any, target: Any, options: Options, hidden: tuple
                 live.show(epoch, f"loss {loss:.4g}; {status}")
 
             estimator = kinds[options.model, target.task](
-                **({"hidden_layer_sizes": hidden} if options.model == "mlp" else {}),
+                **(_network(options, hidden) if options.model == "mlp" else {}),
                 early_stopping=False if options.rule == "none" else options.rule,
                 max_iter=options.max_epochs,
                 random_state=options.seed,

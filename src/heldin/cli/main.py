@@ -27,6 +27,7 @@ COMMANDS = {  # the module that has it, and what it does
     "fit": (".fit", "Train a model on all rows of a table, without a held-out part."),
     "predict": (".fit", "Predict rows with a model of `heldin fit`; CSV to stdout."),
     "study": (".study", "Train many small models; which stopping rule keeps better ones?"),
+    "zoo": (".zoo", "Observe models of other libraries; is what is seen true?"),
     "reproduce": (".reproduce", "Run the paper's experiments; a report."),
     "data": (".reproduce", "Fetch the paper's datasets from their official places."),
 }

@@ -194,8 +194,8 @@ class EvidenceStopping(EvidenceReport, StoppingRule, Joinable, PlainLoopOnly):
 
         Every coordinate, no arming, no weights, no correction, the plain recursion
         c = b c + (1-b) x. The paper leaves open b (here 0.9), the start of the average (here zero)
-        and the meaning of 0/0 (here dead coordinates are left out: counted as zeros, they would
-        stop the paper's own MNIST runs at the first step). Arguments are those of the class.
+        and the meaning of 0/0 (here dead coordinates are left out; `docs/reproduction.md` shows
+        what the other readings give). Arguments are those of the class.
 
         >>> import heldin, torch
         >>> stopping = heldin.EvidenceStopping.paper(torch.nn.Linear(3, 1), smoothing=0.99)

@@ -5,15 +5,12 @@ from __future__ import annotations
 import copy
 import warnings
 from dataclasses import replace
-from numbers import Integral
 from typing import Any
 
 import numpy as np
 import torch
 from scipy import sparse
-from sklearn.base import is_classifier
 from sklearn.exceptions import ConvergenceWarning
-from sklearn.model_selection import check_cv
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
@@ -113,8 +110,7 @@ class Estimator(Checked):
             rule = "evidence"
         targets = self._targets(data.y, first)
         data = replace(data, y=targets.y)
-        ordered = self.cv is not None and not isinstance(self.cv, Integral)
-        if self.shuffle and not sparse.issparse(data.X) and not ordered:
+        if self.shuffle and not sparse.issparse(data.X):
             index, weights = observations(data.X, data.y, data.weights)
             if len(index) > 1:  # a rule needs two rows
                 data = data.take(index, weights)
@@ -158,15 +154,11 @@ class Estimator(Checked):
     ) -> tuple[list[nn.Sequential], Folds | None]:
         """Networks to train in lock-step, and who sees what; None if they do not fit."""
         n, wanted, model, seed = len(data.y), self._wanted(), trainer.model, trainer.seed
-        splits: list[tuple[Any, Any]] = []
-        folds = FOLDS if self.cv is None else self.cv
-        if not isinstance(folds, Integral):
-            made = check_cv(self.cv, data.y, classifier=is_classifier(self))
-            splits = list(made.split(data.X, data.y, data.groups))
-            folds = len(splits)
-        shadows = wanted - 1 if wanted > 1 else 1 if n >= MANY and self.cv is None else int(folds)
+        given, splits = FOLDS if self.cv is None else self.cv, data.splits
+        folds = int(given) if splits is None else len(splits)
+        shadows = wanted - 1 if wanted > 1 else 1 if n >= MANY and self.cv is None else folds
         if self.cv is not None and self.committee == "auto":
-            shadows = int(folds)
+            shadows = folds
         each = TENSORS * sum(p.numel() * p.element_size() for p in model.parameters())
         size = f"{n} rows and {sum(p.numel() for p in model.parameters())} parameters"
         if (shadows + 1) * each > MEMORY:
@@ -177,13 +169,18 @@ class Estimator(Checked):
             return [model], None
         what = "a committee" if wanted > 1 else "one network, beside shadows"
         trainer.outcome.chosen = f"{size}: {what}; {shadows + 1} trained in lock-step"
-        if splits:
+        if splits is not None:
             parts = [(torch.as_tensor(a), torch.as_tensor(b)) for a, b in splits]
-            drawn = Folds.of(parts, n, shadows + 1)
+            drawn = Folds.of(parts, data.given, shadows + 1).rows(torch.as_tensor(data.index))
+            if not bool(drawn.judges.any(1)[:-1].all() and drawn.sees.any(1).all()):
+                raise self._refuse(
+                    f"cv={self.cv!r}: a split has no row to train on or to judge; rows of weight 0 "
+                    "do not count"
+                )
         else:
             codes = torch.as_tensor(data.y.ravel().astype(np.int64)) if targets.single else None
             groups = None if data.groups is None else torch.as_tensor(data.groups)
-            drawn = drawn_folds(n, shadows + 1, seed, groups, codes, int(folds))
+            drawn = drawn_folds(n, shadows + 1, seed, groups, codes, folds)
         previous = None if first else self._all_layers()
         return self._starts(model, shadows, seed, previous, wanted > 1), drawn
 

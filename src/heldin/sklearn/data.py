@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from numbers import Integral
 from typing import Any
 
 import numpy as np
 from scipy import sparse
-from sklearn.base import BaseEstimator, is_regressor
-from sklearn.model_selection import train_test_split
+from sklearn.base import BaseEstimator, is_classifier, is_regressor
+from sklearn.model_selection import check_cv, train_test_split
 from sklearn.utils import check_array, check_X_y
 from sklearn.utils.validation import _check_sample_weight, check_consistent_length, validate_data
 from torch import nn
@@ -51,6 +52,7 @@ class Data:
         X, y, weights, groups: of these rows; groups are whole numbers, or None.
         index: the number of each among those given.
         given: how many were given.
+        splits: pairs of row numbers, of those given, to see and to be asked about; or None.
     """
 
     X: Any
@@ -59,11 +61,13 @@ class Data:
     groups: Any
     index: Any
     given: int
+    splits: Any = None
 
     def take(self, index: Any, weights: Any) -> Data:
         """Some rows, perhaps more than once, with weights of their own."""
         groups = None if self.groups is None else self.groups[index]
-        return Data(self.X[index], self.y[index], weights, groups, self.index[index], self.given)
+        X, y, rows = self.X[index], self.y[index], self.index[index]
+        return Data(X, y, weights, groups, rows, self.given, self.splits)
 
 
 class Checked(BaseEstimator):  # type: ignore[misc]
@@ -137,11 +141,11 @@ class Checked(BaseEstimator):  # type: ignore[misc]
     def _numbers(self, X: Any, y: Any, first: bool) -> tuple[Any, Any]:
         """Arrays without gaps and categories; y as it is if it is None."""
         if has_categories(X) if first else self._encoder is not None:
+            if not hasattr(X, "columns"):
+                raise self._refuse("it was fitted on a DataFrame with categories; give one")
             validate_data(self, X, skip_check_array=True, reset=first)
             if first:
                 self._encoder = encoder_of(X, type(self).__name__)
-            elif not hasattr(X, "columns"):
-                raise self._refuse("it was fitted on a DataFrame with categories; give one")
             X = self._encoder.transform(X)
             if y is None:
                 X = check_array(X, dtype=np.float64, ensure_all_finite="allow-nan")
@@ -192,7 +196,11 @@ class Checked(BaseEstimator):  # type: ignore[misc]
         used = np.flatnonzero(weights > 0)
         if not len(used):
             raise self._refuse("all sample weights are zero; at least some rows must count")
-        data = Data(X, y, weights, groups, np.arange(len(weights)), len(weights))
+        n, splits = len(weights), None
+        if self.cv is not None and not isinstance(self.cv, Integral):
+            made = check_cv(self.cv, y, classifier=is_classifier(self))
+            splits = list(made.split(X, y, groups))
+        data = Data(X, y, weights, groups, np.arange(n), n, splits)
         return data if len(used) == len(weights) else data.take(used, weights[used])
 
     def _split(self, targets: Targets, seed: int) -> tuple[Any, Any]:

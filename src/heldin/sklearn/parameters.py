@@ -56,8 +56,13 @@ KNOWN: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "standardize": FLAG,
     "cv": (
-        lambda v: v is None or hasattr(v, "split") or (_count(v) and v > 1),
-        "None, a number of folds above 1, or a splitter of scikit-learn",
+        lambda v: (
+            v is None
+            or hasattr(v, "split")
+            or isinstance(v, (list, tuple))
+            or (_count(v) and v > 1)
+        ),
+        "None, a number of folds above 1, a splitter of scikit-learn or a list of splits",
     ),
     "batch_size": (lambda v: v == "auto" or _count(v), "'auto' or a whole number above 0"),
     "learning_rate": _one_of("constant", "invscaling", "adaptive"),

@@ -53,6 +53,10 @@ class Folds:
         """(n,): whether some member is asked about the row."""
         return self.judges.any(0)
 
+    def rows(self, index: Tensor) -> Folds:
+        """Of some rows, perhaps more than once."""
+        return Folds(self.sees[:, index], self.judges[:, index])
+
     @classmethod
     def of(cls, splits: Sequence[tuple[Tensor, Tensor]], n: int, members: int) -> Folds:
         """From row numbers to see and to be asked about; they come round again for more members."""

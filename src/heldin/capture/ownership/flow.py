@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from heldin.private_torch import decompositions
+from heldin._private_torch import decompositions
 
 from .op import Op
 from .planes import align, canonical, is_mixed, merge, tensors_in

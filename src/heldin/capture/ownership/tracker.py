@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from heldin.private_torch import TorchDispatchMode, dispatch_depth, without_modes
+from heldin._private_torch import TorchDispatchMode, dispatch_depth, without_modes
 
 from . import flows as flows  # registers how each op passes owners on
 from .flow import OpCall, flow

@@ -8,7 +8,7 @@ and the start of the average act on the criterion itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -241,6 +241,12 @@ def smooth(values: Any, smoothing: Any, start: Any) -> Any:
     """
     import numpy
 
+    if isinstance(smoothing, float) and not numpy.isnan(values).any():
+        from scipy.signal import lfilter
+
+        before = numpy.full((1, *values.shape[1:]), smoothing * start)
+        filtered, _ = lfilter([1 - smoothing], [1, -smoothing], values, axis=0, zi=before)
+        return filtered
     b = numpy.asarray(smoothing, dtype="float64")
     now = numpy.zeros(values.shape[1:]) + start
     found = numpy.empty(values.shape)
@@ -250,7 +256,7 @@ def smooth(values: Any, smoothing: Any, start: Any) -> Any:
     return found
 
 
-def first_above(smoothed: Any, steps: Sequence[int]) -> Any:
+def first_above(smoothed: Any, steps: Any) -> Any:
     """The first step at which each series is above zero; nan if none is.
 
     >>> import numpy

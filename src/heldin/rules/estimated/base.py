@@ -41,6 +41,20 @@ STATE_SCHEMA = {  # of a saved state
 }
 
 
+# Moving averages of weights, by the names that torch, timm and other packages give them.
+AVERAGES = {"AveragedModel", "ModelEma", "ModelEmaV2", "ModelEmaV3", "EMA", "EMAModel"}
+
+
+def _refuse_averages(name: str, model: nn.Module) -> None:
+    for module in model.modules():
+        if any(kind.__name__ in AVERAGES for kind in type(module).__mro__):
+            raise HeldinError(
+                f"{name}: {type(module).__name__} is a moving average of weights, which shadows do "
+                "not follow; give the model that the optimiser trains. The estimate and the "
+                "restored weights are those of that model, not of its average"
+            )
+
+
 class PathStopping(EstimateReport, StoppingRule):
     """Follows an estimated test loss at log-spaced checks and keeps the weights of the best one.
 
@@ -70,6 +84,7 @@ class PathStopping(EstimateReport, StoppingRule):
                 f"{name}: optimizer must be a torch.optim.Optimizer, got {type(optimizer)!r}"
             )
         refuse_data_parallel(name, model)
+        _refuse_averages(name, model)
         parameter = next((p for p in model.parameters() if p.requires_grad), None)
         if parameter is None:
             raise HeldinError(

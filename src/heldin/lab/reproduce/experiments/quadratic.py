@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from heldin import EvidenceStopping
-from heldin.lab.reproduce.experiment import NEAR, Claim, Experiment, Results, Tables
+from heldin.lab.reproduce.experiment import NEAR, SLIGHT, Claim, Experiment, Results, Tables
 from heldin.lab.reproduce.figures import GREY, RED, bar, criterion, logarithmic, new
 from heldin.lab.reproduce.readings import Choice, Value
 from heldin.lab.reproduce.run import Run
@@ -185,7 +185,8 @@ def _near(part: str) -> Claim:
         "(test loss at the stop / least on the path)",
         "a meaningful stop",
         value,
-        most=NEAR,
+        most=SLIGHT,
+        beside=NEAR,
     )
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from heldin import EvidenceStopping, ValidationStopping
-from heldin.lab.reproduce.experiment import NEAR, Claim, Experiment, Results, Tables
+from heldin.lab.reproduce.experiment import NEAR, SLIGHT, Claim, Experiment, Results, Tables
 from heldin.lab.reproduce.figures import (
     BLUE,
     GREEN,
@@ -223,13 +223,15 @@ def claims(settings: Settings) -> list[Claim]:
             f"validation stops in the flat region around its minimum {ratio}",
             "an acceptable point",
             near("validation_stop"),
-            most=NEAR,
+            most=SLIGHT,
+            beside=NEAR,
         ),
         Claim(
             f"evidence stops in the flat region around its minimum {ratio}",
             "an acceptable point",
             near("stop"),
-            most=NEAR,
+            most=SLIGHT,
+            beside=NEAR,
         ),
     ]
 
