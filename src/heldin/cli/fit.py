@@ -135,7 +135,7 @@ def run_fit(options: Options) -> int:
     no_inputs = _no_inputs(frame, options)
     if not there.any():
         raise HeldinError(f"{options.data}: the target {options.target!r} is missing in all rows")
-    rows = frame[there].reset_index(drop=True)
+    rows = frame if there.all() else frame[there].reset_index(drop=True)
     if len(rows) < 2:
         raise HeldinError(f"{options.data}: one row is too few to learn from")
     try:
