@@ -77,7 +77,9 @@ def survey(
 def _claims_of(name: str, settings: Any) -> list[Claim]:
     """The claims of an experiment; of the quadratics those of one start, as the starts vary."""
     claims = list(EXPERIMENTS[name].claims(settings))
-    return claims[:3] if name == "quadratic" else claims
+    if name != "quadratic":
+        return claims
+    return [replace(c, text=c.text.replace(", opposite start", "")) for c in claims[:3]]
 
 
 def _keep(store: Path, found: Universe, tell: Callable[[str], object]) -> None:
