@@ -126,6 +126,28 @@ def test_both_colour_schemes(site: Path) -> None:
     assert 'data-md-color-scheme="default"' in text
 
 
+def test_no_code_is_cut_off(site: Path) -> None:
+    """At desktop width every block of code shows whole, but for what programs printed."""
+    playwright = pytest.importorskip("playwright.sync_api")
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
+    if browser is None:
+        pytest.skip("no Chromium to open the site with")
+    cut: dict[str, list[str]] = {}
+    with playwright.sync_playwright() as started:
+        running = started.chromium.launch(executable_path=browser, args=["--no-sandbox"])
+        page = running.new_page(viewport={"width": 1280, "height": 900})
+        for name in ("index", "faq", "coming-from", "command-line", "frameworks", "tabular"):
+            page.goto((site / f"{name}.html").as_uri())
+            found = page.locator(".language-python code, .language-sh code").evaluate_all(
+                "all => all.filter(e => e.offsetParent && e.scrollWidth > e.clientWidth + 1)"
+                ".map(e => e.innerText.slice(0, 60))"
+            )
+            if found:
+                cut[name] = found
+        running.close()
+    assert cut == {}
+
+
 def test_a_reader_without_a_network(site: Path) -> None:
     """From a folder, in a browser: nothing is fetched, nothing fails, search finds things."""
     playwright = pytest.importorskip("playwright.sync_api")

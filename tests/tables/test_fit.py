@@ -183,12 +183,15 @@ def test_parquet(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, by_parquet, _ = run(capsys, "predict", "m", "t.parquet")
     _, by_csv, _ = run(capsys, "predict", "m", "classes.csv")
     assert by_parquet == by_csv
-    frame["when"] = pandas.Timestamp("2024-01-03")
+    frame["when"] = pandas.Timestamp("2024-01-03") + pandas.to_timedelta(range(len(frame)), "h")
+    frame["long"] = pandas.to_timedelta(range(len(frame)), "h")
     frame.to_parquet("dated.parquet")
     said = fails(capsys, "fit", "dated.parquet", "--target", "label", "--out", "d")
-    assert "column 'when' holds dates" in said
+    assert "column 'long' holds durations" in said
+    arguments = ("fit", "dated.parquet", "--target", "label", "--out", "d", "--drop", "long")
+    assert run(capsys, *arguments, *FAST)[0] == 0
     Path("no.parquet").write_text("a,b\n1,2\n")
-    said = fails(capsys, "fit", "no.parquet", "--target", "a", "--out", "d")
+    said = fails(capsys, "fit", "no.parquet", "--target", "a", "--out", "n")
     assert "not a Parquet file" in said
 
 

@@ -135,7 +135,7 @@ def run_fit(options: Options) -> int:
     no_inputs = _no_inputs(frame, options)
     if not there.any():
         raise HeldinError(f"{options.data}: the target {options.target!r} is missing in all rows")
-    rows = frame[there].reset_index(drop=True)
+    rows = frame if there.all() else frame[there].reset_index(drop=True)
     if len(rows) < 2:
         raise HeldinError(f"{options.data}: one row is too few to learn from")
     try:
@@ -301,12 +301,15 @@ def summary(model: Any) -> list[tuple[str, str]]:
     lines.append(("stopped", why))
     lines.append(("training loss", f"{facts['training_loss']:.4g} ({kind})"))
     if facts["estimate"] is not None:
-        covered = COVERAGE[facts["rule"]][2]
+        covered = ""
+        if not facts["scores"]:  # the rule by itself, of which the study was
+            share = COVERAGE[facts["rule"]][2]
+            covered = f" (two of them covered {share:.0%} in our study)"
         lines.append(
             (
                 "estimate",
                 f"{facts['estimate']:.4g} on new rows, standard error "
-                f"{facts['standard_error']:.2g} (two of them covered {covered:.0%} in our study)",
+                f"{facts['standard_error']:.2g}{covered}",
             )
         )
     if facts["members"] > 1:
