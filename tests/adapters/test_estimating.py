@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import heldin
+from heldin.adapters.estimating import EstimatingSession
 from heldin.rules.estimated.order import RowOrder
 
 ROWS = 24
@@ -111,3 +113,45 @@ def test_shadows_follow_the_attributes_of_the_model() -> None:
     assert {temperature for temperature, _ in used} == {1.0, 2.0, 3.0}
     assert {length for _, length in used} == {1}
     assert model.seen == [1.0, 2.0, 3.0]
+
+
+def begun(session: EstimatingSession, model: nn.Module, **options: Any) -> Any:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = DataLoader(rows(), batch_size=6)
+    session.follow(batches)
+    session.begin(model, optimizer, mse, batches, **options)
+    return optimizer, batches
+
+
+def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(heldin.HeldinError, match=r"several processes.*EvidenceStopping"):
+        begun(EstimatingSession("Callback", {}), nn.Linear(3, 1).double())
+
+
+def test_a_session_goes_on_from_the_last_weights_and_not_from_the_restored_ones() -> None:
+    model, session = nn.Linear(3, 1).double(), EstimatingSession("Callback", {"average": "best"})
+    optimizer, batches = begun(session, model)
+    for batch in batches:
+        mse(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        session.add(batch)
+        session.step()
+    last = model.weight.detach().clone()
+    session.finish()
+    assert not session.running
+    assert "_get_iterator" not in vars(batches)
+    state = session.state_dict()
+    with torch.no_grad():
+        model.weight.zero_()  # as if it had been loaded from elsewhere
+    second = EstimatingSession("Callback", {"average": "best"})
+    with pytest.raises(heldin.HeldinError, match="state of its shadows is not there"):
+        begun(second, model, resumed=True)
+    second.load_state_dict(state)
+    begun(second, model, resumed=True)
+    assert torch.equal(model.weight, last)
+    second.end()
+    with pytest.raises(heldin.HeldinError, match="not a state of Callback"):
+        second.load_state_dict({"step": 3})

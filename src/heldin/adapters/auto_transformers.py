@@ -145,9 +145,11 @@ class AutoStoppingCallback(TrainerCallback):
         )
         logger.info(f"{NAME}: {rule.reason_chosen}")
 
-    def _train(self, step: Callable[..., Any], model: Any, inputs: Any, *rest: Any) -> Any:
+    def _train(
+        self, step: Callable[..., Any], model: Any, inputs: Any, *rest: Any, **named: Any
+    ) -> Any:
         """A batch of an optimiser step."""
-        loss = step(model, inputs, *rest)
+        loss = step(model, inputs, *rest, **named)
         self._run.add(inputs)
         return loss
 

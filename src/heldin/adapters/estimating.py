@@ -270,7 +270,7 @@ class EstimatingSession:
         """Go on from a state: now if a run is under way, else when the next one begins."""
         if state and {*state} != {"rule", "last"}:
             raise HeldinError(
-                f"{self.owner}.load_state_dict: this is no state of an {self.owner}; pass what its "
+                f"{self.owner}.load_state_dict: this is not a state of {self.owner}; pass what its "
                 "state_dict() returned"
             )
         if self.stopping is not None and self.running and state:
