@@ -50,6 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         options = parser(next((word for word in given if word[:1] != "-"), "")).parse_args(given)
+        options.given = given  # for messages that repeat the command
         code: int = options.run(options)
         return code
     except HeldinError as error:

@@ -238,13 +238,13 @@ def animation(runs: dict[str, Run], path: Path, frames: int = 36) -> None:
     writer = PillowWriter(fps=8)
     last = len(runs["none"].test) - 1
     with writer.saving(page, str(path), dpi=80):
-        for upto in [*_grown(last, frames), *[last] * 16]:
+        for upto in [last, *_grown(last, frames), *[last] * 16]:  # first: for whom it stands still
             ax.clear()
             draw(ax, runs, upto)
             writer.grab_frame()
 
 
 def _grown(last: int, frames: int) -> Iterator[float]:
-    """Epochs from 1 to the last, evenly on the axis of the picture."""
+    """Epochs from 3 to the last, evenly on the axis of the picture."""
     for i in range(frames):
-        yield last ** (i / (frames - 1))
+        yield 3 * (last / 3) ** (i / (frames - 1))

@@ -25,6 +25,7 @@ class Live:
         unit: what is counted.
         console: a `rich.console.Console` (default: stderr).
         between: seconds between two lines, where there is no terminal.
+        patient: without a terminal, say nothing of a run that is over before the first of them.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class Live:
         unit: str = "step",
         console: Any = None,
         between: float = BETWEEN,
+        patient: bool = False,
     ) -> None:
         try:
             from rich.console import Console
@@ -44,7 +46,8 @@ class Live:
         console = console or Console(file=sys.stderr)
         self._total, self._unit, self._between = total, unit, between
         self._file, self._lines = console.file, not (console.is_terminal or console.is_jupyter)
-        self._last, self._waiting = -float("inf"), ""
+        self._last, self._waiting = time.monotonic() if patient else -float("inf"), ""
+        self._quiet = patient
         self._bar: Any = Progress(
             TextColumn(f"{unit} {{task.completed}}"),
             BarColumn(20),
@@ -66,6 +69,7 @@ class Live:
             of = f" of {self._total}" if self._total is not None else ""
             self._waiting = f"{self._unit} {done}{of}: {text}"
             if time.monotonic() - self._last >= self._between:
+                self._quiet = False
                 self._say()
         else:
             self._bar.update(self._task, completed=done, description=text)
@@ -81,8 +85,10 @@ class Live:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._lines:
+        if self._lines and not self._quiet:
             self._say()  # the last word
+        elif self._lines:
+            return
         else:
             self._bar.stop()
 

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from heldin._private_torch import is_called_by_ddp
 from heldin.capture.collector import Collector
 from heldin.capture.moments import Moments, upcast
 from heldin.capture.sampling import Block
 from heldin.capture.sharding import fully_sharded
 from heldin.errors import HeldinError, HeldinWarning, more
-from heldin.private_torch import is_called_by_ddp
 
 from .agreement import compare
 from .weighting import LossWeight

@@ -196,11 +196,19 @@ class TabularModel:
     history: Any = None
 
     @classmethod
-    def fit(cls, frame: Any, columns: Columns, target: Target, estimator: Any) -> TabularModel:
-        """Train an estimator of `heldin.sklearn` on all rows of a table."""
+    def fit(
+        cls, frame: Any, columns: Columns, target: Target, estimator: Any, groups: Any = None
+    ) -> TabularModel:
+        """Train an estimator of `heldin.sklearn` on all rows of a table.
+
+        Args:
+            frame, columns, target: the rows, and what was learnt of them.
+            estimator: not fitted yet.
+            groups: rows with the same value belong together; None: each is by itself.
+        """
         inputs, _ = columns.encode(frame, "the table")
         targets = target.encode(frame[target.name])
-        estimator.fit(inputs, targets)
+        estimator.fit(inputs, targets, **({} if groups is None else {"groups": groups}))
         unit = target.unit
         history, reason = estimator.history_, estimator.stopping_reason_
         estimate, error = estimator.estimate_, estimator.estimate_error_

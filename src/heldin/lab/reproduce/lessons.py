@@ -76,7 +76,8 @@ def from_tenth(
 def _windows(values: Any) -> Any:
     """Means over a hundred steps, after the first tenth of the run."""
     late = values[len(values) // 10 :]
-    return late[: len(late) // 100 * 100].reshape(-1, 100).mean(1)
+    width = min(100, len(late))
+    return late[: len(late) // width * width].reshape(-1, width).mean(1)
 
 
 def from_sector(facts: dict[str, Any], runs: Mapping[int, Mapping[str, Any]]) -> None:

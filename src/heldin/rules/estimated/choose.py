@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
+from heldin._private_torch import BatchNorm
 from heldin.errors import HeldinError
 
 from .base import PathStopping
@@ -208,6 +208,6 @@ def _case(model: nn.Module, optimizer: Optimizer, loss_fn: Any, data: Any, gener
         bytes=sum(p.numel() * p.element_size() for p in params),
         plain=plain,
         known=not general and type(optimizer) in KNOWN,
-        normed=any(isinstance(module, _BatchNorm) for module in model.modules()),
+        normed=any(isinstance(module, BatchNorm) for module in model.modules()),
         general=general,
     )

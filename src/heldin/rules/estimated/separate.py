@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from heldin._private_torch import BatchNorm
 from heldin.errors import HeldinError
-from heldin.private_torch import BatchNorm
 from heldin.state.schema import check_schema
 
 from .batches import select, tensors_in, to_device

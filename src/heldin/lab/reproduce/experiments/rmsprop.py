@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -182,7 +183,8 @@ def _claims(settings: Settings, own: str, reading: str) -> list[Claim]:
 
     def early(tables: Tables) -> float:
         table = tables[own]
-        return float(table.off[table.step >= scale].iloc[0])
+        after = table.off[table.step >= scale]
+        return float(after.iloc[0]) if len(after) else math.nan
 
     def falls(tables: Tables) -> float:
         off = tables[own].off
