@@ -27,6 +27,7 @@ from .readings import DIVISION, SMOOTHING, START, Choice, ours, readings
 __all__ = [
     "Judged",
     "Universe",
+    "file_name",
     "judge",
     "read_universe",
     "replay_criterion",
@@ -250,6 +251,16 @@ def replay_rmsprop(
 
 
 # --- files -----------------------------------------------------------------------------------
+
+
+def file_name(found: Universe) -> str:
+    """Of its file and its chart, without the ending.
+
+    >>> file_name(Universe("toy", "a tenth, varied", 1, (), (), ()))
+    'readings-toy-a-tenth-varied'
+    """
+    size = found.size.replace(",", "").replace(" ", "-")
+    return f"readings-{found.experiment}-{size or 'seeds'}"
 
 
 def write_universe(path: Path, found: Universe) -> None:
