@@ -27,8 +27,8 @@ $(DEMO): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[demo]"
 	@touch $(DEMO)
 
-demo: $(if $(wildcard $(READY)),$(READY),$(DEMO))  ## logistic regression with and without a validation set: a table and a figure
-	$(BIN)/python examples/demo.py
+demo: $(if $(wildcard $(READY)),$(READY),$(DEMO))  ## a minute: one real table, with and without a validation set; a table and a figure
+	$(BIN)/python -m heldin demo --out out/demo.png
 
 test: $(READY)  ## lint, types and all tests (what CI runs); JOBS=0: in one process
 	@$(MAKE) --no-print-directory lint

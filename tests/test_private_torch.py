@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from heldin import private_torch as private
+from heldin import _private_torch as private
 
 SOURCE = Path(private.__file__).parent
 # torch._x, torch.x._y, from torch._x, from torch.x import _y, and what stands on nodes and tensors
@@ -27,7 +27,7 @@ def test_private_names_stand_in_one_module() -> None:
     found = [
         f"{path.relative_to(SOURCE)}: {match[0]}"
         for path in SOURCE.rglob("*.py")
-        if path.name != "private_torch.py" and "lab" not in path.parts
+        if path.name != "_private_torch.py" and "lab" not in path.parts
         for match in PRIVATE.finditer(path.read_text(encoding="utf-8"))
     ]
     assert found == []

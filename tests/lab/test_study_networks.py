@@ -122,7 +122,7 @@ def test_problems(tmp_path: Path) -> None:
     one, again = chosen.problem(spec), chosen.problem(spec)
     assert torch.equal(one.x, again.x)
     assert one.x.shape == (40, 1, 14, 14)
-    assert len(one.x_test) == 1757
+    assert len(one.x_test) == 1000
     flipped = float((one.y_test != one.y_clean).float().mean())
     assert 0.07 < flipped < 0.13
     texts = task("texts", tmp_path)

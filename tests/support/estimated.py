@@ -17,11 +17,11 @@ from tests.support import plain
 CASES = [
     plain.Case("plain"),
     plain.Case("clipping", clip=0.8),
-    plain.Case("accumulation", accumulate=3),
+    plain.Case("accumulation", accumulate=3, epochs=60),
     plain.Case("bf16", bf16=True),
 ]
 PATIENCE = heldin.Patience(factor=1.5, slack=12, checks=1)
-OPTIONS: dict[str, Any] = {"rule": "auto", "budget": 5.0, "patience": PATIENCE}  # two shadows
+OPTIONS: dict[str, Any] = {"rule": "auto", "budget": 4.0, "patience": PATIENCE}  # two shadows
 _KNOWN: dict[str, tuple[PathStopping, nn.Module]] = {}
 
 cases = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -29,6 +29,19 @@ cases = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 def batch_loss(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
+
+
+class Even:
+    """The loss in a loop that divides by the number of accumulated batches, however many rows."""
+
+    def __init__(self, accumulate: int) -> None:
+        self.accumulate = accumulate
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        return batch_loss(model, batch)
+
+    def shares(self, batches: list[Any]) -> list[float]:
+        return [1 / self.accumulate] * len(batches)
 
 
 def loader(case: plain.Case, shuffle: bool = True, dataset: Any = None) -> DataLoader[Any]:
@@ -45,6 +58,7 @@ def train(
     flush: bool = True,
     true_mean: bool = False,
     epochs: int | None = None,
+    even: bool = False,
     **options: Any,
 ) -> tuple[PathStopping, nn.Module]:
     """Train until the rule stops, and restore.
@@ -55,6 +69,7 @@ def train(
         flush: an accumulated step ends with its epoch, complete or not.
         true_mean: the losses of an incomplete step are divided by their own number.
         epochs: in place of those of the case.
+        even: accumulated batches count alike in the shadows, and not by their rows.
         options: of `heldin.stopping`.
     """
     model = plain.net(case.dtype)
@@ -69,7 +84,7 @@ def train(
             model,
             optimizer,
             data=batches,
-            batch_loss=batch_loss,
+            batch_loss=Even(case.accumulate) if even else batch_loss,
             clip=case.clip,
             **options,
         )

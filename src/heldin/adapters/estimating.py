@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,14 +11,21 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
-from heldin.errors import HeldinError
+from heldin.errors import HeldinError, HeldinWarning
 from heldin.rules.estimated.base import PathStopping
 from heldin.rules.estimated.choose import stopping as choose
 from heldin.rules.estimated.folds import FoldStopping
 from heldin.rules.estimated.order import RowOrder
 from heldin.rules.estimated.separate import BatchLoss, Clip
 
-__all__ = ["OPTIONS", "EstimatingSession", "only_optimizer", "own_loader", "refuse_processes"]
+__all__ = [
+    "OPTIONS",
+    "EstimatingSession",
+    "only_optimizer",
+    "own_loader",
+    "refuse_processes",
+    "warn_of_seen_rows",
+]
 
 # What every AutoStopping takes; the rest of its arguments is the framework's.
 OPTIONS = (
@@ -121,6 +129,8 @@ class EstimatingSession:
         prepare: Prepare | None = None,
         eval_loss: BatchLoss | None = None,
         clip: Clip | None = None,
+        resumed: bool = False,
+        engine: str | None = None,
     ) -> PathStopping:
         """Make the rule, from the state that was loaded last.
 
@@ -132,13 +142,25 @@ class EstimatingSession:
             prepare: what the framework does with a batch before the model sees it.
             eval_loss: in place of loss, for rows that are held out.
             clip: how the framework clips gradients.
+            resumed: whether the model was trained before, in the same run.
+            engine: in place of engine="auto".
         """
         self.close()
         refuse_processes(self.owner)
+        if resumed and not self._state:
+            self.end()
+            raise HeldinError(
+                f"{self.owner}: the run goes on, but the state of its shadows is not there. New "
+                "ones would start from a model that has seen the rows they hold out, and estimate "
+                f"too low a loss. Resume from a checkpoint of a run with {self.owner}, train from "
+                "the beginning, or use EvidenceStopping"
+            )
         options = {k: v for k, v in self.options.items() if k not in OURS}
         for name in ("average", "stratify", "groups"):
             if options.get(name) is None:
                 options.pop(name, None)  # the rule's own
+        if engine is not None and options.get("engine", "auto") == "auto":
+            options["engine"] = engine
         view = self.options.get("eval_data")
         if view is not None:
             options["eval_data"] = _unseen(view, rows, prepare)
@@ -196,6 +218,11 @@ class EstimatingSession:
     def running(self) -> bool:
         """Whether a run is under way."""
         return self._model is not None
+
+    @property
+    def state_waits(self) -> bool:
+        """Whether a state was loaded for the next run."""
+        return bool(self._state)
 
     def metrics(self) -> dict[str, float]:
         """What to log."""
@@ -261,6 +288,17 @@ def refuse_processes(owner: str) -> None:
             f"{owner}: several processes train this model, and each would estimate by its own "
             "rows. Train in one process, or use EvidenceStopping, whose processes decide together"
         )
+
+
+def warn_of_seen_rows(owner: str, instead: str) -> None:
+    """A fit begins anew with a model that was trained on the same rows before."""
+    warnings.warn(
+        f"{owner}: the shadows of this fit start from a model that an earlier one has trained, "
+        "perhaps on the rows they hold out; their estimate would then be too low. Train in one "
+        f"fit, {instead}",
+        HeldinWarning,
+        stacklevel=3,
+    )
 
 
 def only_optimizer(owner: str, optimizers: Sequence[Any]) -> Any:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from heldin.private_torch import outputs_of
+from heldin._private_torch import outputs_of
 
 from .graph import LEAF, Graph, shape_of
 from .reference import Output

@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from heldin.errors import NotObservable
-from heldin.private_torch import (
+from heldin._private_torch import (
     DisableTorchFunction,
     any_autocast,
     current_mode,
@@ -22,6 +21,7 @@ from heldin.private_torch import (
     transform_stack,
     without_modes,
 )
+from heldin.errors import NotObservable
 
 from .arguments import Arguments, BatchDim, Count, Entry, Roles, names_of, read, readings
 from .graph import Graph, number_of
@@ -101,6 +101,8 @@ class Calls:
     def drop(self) -> None:
         """Forget calls that no backward pass went through."""
         for call in self.pending:
+            if not call.sealed:
+                self._knowledge.note_idle(call)
             call.release()
         self.pending = []
 
@@ -226,6 +228,7 @@ class Calls:
             call.ends = [(t.grad_fn, t.output_nr) for t in tensors_in(output)]
         self.pending.append(call)
         if len(self.pending) > RECENT:  # evaluation without no_grad: its graphs must not pile up
+            self._knowledge.note_idle(self.pending[-1 - RECENT])
             self.pending[-1 - RECENT].seal()
         if call.candidates or call.numbers is not None:
             call.note_answers(self._knowledge.questions.get(call.kind))

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from heldin._private_torch import outputs_of, sequence_number
 from heldin.errors import NotObservable
-from heldin.private_torch import outputs_of, sequence_number
 
 __all__ = ["LEAF", "Backward", "Graph", "children_first", "number_of", "shape_of", "walk"]
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heldin.private_torch import graph_task_id, is_batched_by_vmap, is_wrapped_by_transform
+from heldin._private_torch import graph_task_id, is_batched_by_vmap, is_wrapped_by_transform
 
 __all__ = ["Grads", "NodeHooks", "without_autocast"]
 

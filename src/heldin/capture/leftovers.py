@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from heldin.private_torch import version_of
+from heldin._private_torch import version_of
 
 __all__ = ["Leftovers", "tell_of_steps"]
 

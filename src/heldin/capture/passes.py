@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heldin.private_torch import gradient_hooks
+from heldin._private_torch import gradient_hooks
 
 from .contributions import CHUNK, Contributions, Lazy, Moved, Outer, Rows, moments
 from .graph import Graph

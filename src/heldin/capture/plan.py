@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heldin.private_torch import gradient_hooks, outputs_of
+from heldin._private_torch import gradient_hooks, outputs_of
 
 from .graph import Graph, shape_of
 from .layout import Layout

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from heldin._private_torch import outputs_of, saved, saved_names
 from heldin.errors import NotObservable
-from heldin.private_torch import outputs_of, saved, saved_names
 
 from .graph import Graph, children_first, shape_of
 from .layout import Layout

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from heldin._private_torch import own_parameters
 from heldin.errors import HeldinError, NotObservable
-from heldin.private_torch import own_parameters
 
 __all__ = [
     "as_parameter",

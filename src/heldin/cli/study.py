@@ -9,6 +9,7 @@ from typing import Any
 
 from heldin.errors import HeldinError
 
+from .bench import add_problems, problems_of
 from .progress import tell
 
 __all__ = ["study"]
@@ -50,6 +51,16 @@ def study(parser: argparse.ArgumentParser) -> None:
     quality.add_argument("--jobs", type=int, default=1, help="processes")
     quality.add_argument("--steps", type=int, help="optimiser steps of a run (as for --n)")
     quality.set_defaults(run=_quality)
+    choice = kinds.add_parser(
+        "tables",
+        help="settings of heldin's networks for tables, on tables for development",
+        description="Fit heldin's networks with other settings than the defaults, and compare the "
+        "test losses. Interrupted studies go on where they were.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add_problems(choice, "development")
+    choice.add_argument("--out", default="out/study-tables", help="folder for the results")
+    choice.set_defaults(run=_tables)
     agree = kinds.add_parser(
         "agreement",
         help="the sampled criterion beside the exact one, over whole runs",
@@ -94,6 +105,19 @@ def _quality(options: argparse.Namespace) -> int:
             f"{line['worst']:7.2f} {line['win_rate']:5.2f} {line['runs']:5}"
         )
     print(f"Tables and report.html are in {options.out}")
+    return 0
+
+
+def _tables(options: argparse.Namespace) -> int:
+    try:
+        from heldin.lab.tables import SETTINGS, compare, write_comparison
+    except ImportError as error:
+        raise HeldinError(
+            f"study: {error.name} is not installed; pip install 'heldin[study]'"
+        ) from error
+    rows = compare(problems_of(options), SETTINGS, options.out, tell)
+    print(write_comparison(rows, list(SETTINGS), options.out, best_of=["default"]))
+    print(f"Results and table are in {options.out}")
     return 0
 
 

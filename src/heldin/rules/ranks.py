@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from heldin._private_torch import is_called_by_ddp
 from heldin.capture.collector import Collector
 from heldin.capture.moments import Moments, upcast
 from heldin.capture.sampling import Block
 from heldin.capture.sharding import fully_sharded
-from heldin.errors import HeldinError, HeldinWarning
-from heldin.private_torch import is_called_by_ddp
+from heldin.errors import HeldinError, HeldinWarning, more
 
 from .agreement import compare
 from .weighting import LossWeight
@@ -243,7 +243,7 @@ class Ranks:
             f"{own:.4g}, the average over the ranks is {total / number:.4g}. Each rank's loss is "
             "taken for a mean over its own samples, so that the criterion is off. Pass the factor, "
             "stopping.step(scale=factor); or reduction='sum' to the rule if every rank divides the "
-            "sum over its samples by the same number",
+            "sum over its samples by the same number " + more("weighted-ranks"),
             HeldinWarning,
             stacklevel=2,
         )

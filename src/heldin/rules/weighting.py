@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from heldin._private_torch import saved
 from heldin.capture.collector import Collector
 from heldin.capture.graph import Backward
-from heldin.private_torch import saved
 
 __all__ = ["LossWeight", "root_factor"]
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from heldin._private_torch import all_raw_saved, outputs_of
 from heldin.capture.contributions import Contributions, Lazy, Rows
 from heldin.capture.moments import upcast
 from heldin.errors import NotObservable
-from heldin.private_torch import all_raw_saved, outputs_of
 
 from .use import OpUse, UseCache, keep_readable
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from heldin._private_torch import raw_saved, saved
 from heldin.capture.contributions import Contributions, Owned, Rows
 from heldin.capture.layout import Layout
 from heldin.capture.moments import upcast
-from heldin.private_torch import raw_saved, saved
 
 __all__ = ["OpUse", "UseCache", "keep_readable", "noise"]
 

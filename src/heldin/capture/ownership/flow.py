@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from heldin.private_torch import decompositions
+from heldin._private_torch import decompositions
 
 from .op import Op
 from .planes import align, canonical, is_mixed, merge, tensors_in
@@ -173,6 +173,17 @@ def joined(parts: Sequence[Tensor | None], ndim: int) -> Tensor | None:
     "tril",
     "triu",
     "lerp",
+    "hardswish",
+    "polar",
+    "complex",
+    "real",
+    "imag",
+    "_conj",
+    "poisson",
+    "normal",
+    "binomial",
+    "isclose",
+    "fake_quantize_per_tensor_affine_cachemask",
 )
 def pointwise(call: OpCall) -> Owners:
     tensors = [t for t in tensors_in(list(call.args.values())) if call.owners(t) is not None]

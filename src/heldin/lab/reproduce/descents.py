@@ -44,7 +44,7 @@ def recorded(steps: int, dense: int = 100, growth: float = 1.02) -> list[int]:
     """Steps that are recorded: all at first, then ever fewer, as the descent becomes slow.
 
     >>> recorded(20, dense=3, growth=1.5)
-    [1, 2, 3, 4, 6, 9, 14, 20]
+    [1, 2, 3, 4, 6, 9, 13, 19, 20]
     """
     found = list(range(1, min(dense, steps) + 1))
     while found[-1] < steps:

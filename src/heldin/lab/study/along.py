@@ -27,7 +27,7 @@ from .witnesses import SPLITS, GradientSums, Values, test_values
 
 __all__ = ["log_network"]
 
-RATIO = 1.1  # of the steps at which the test loss is logged
+RATIO = 1.2  # of the steps at which the test loss is logged
 SPLIT = SPLITS.index(0.2)
 CHUNK = 500  # rows in one evaluation
 Losses = tuple[float, float, float]

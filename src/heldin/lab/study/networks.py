@@ -25,7 +25,7 @@ from heldin.errors import HeldinError
 from heldin.lab.reproduce import data as _paper
 from heldin.state.files import replacing
 
-from .data import MOST_TEST, Problem, other_classes
+from .data import Problem, other_classes
 from .spec import NOISE, Spec, Ways, factor
 
 __all__ = ["KINDS", "Kind", "NetworkTask", "network_task"]
@@ -38,6 +38,7 @@ KINDS: dict[str, Ways] = {
 }
 SIDE = 14  # pixels of an image
 POOL = 50_000  # images of MNIST to train on; the others are for tests
+TEST = 1000  # rows of a test set; of texts half as many
 LENGTH = 16  # characters of a text
 WIDTH, HEADS, RANK = 32, 4, 4
 PRETRAINED = "pretrained.pt"
@@ -69,11 +70,11 @@ class NetworkTask:
         if self.name == "mnist":
             x, y = _mnist(self.data)
             train = generator.permutation(POOL)[: spec.n]
-            test = POOL + generator.permutation(len(y) - POOL)[:MOST_TEST]
+            test = POOL + generator.permutation(len(y) - POOL)[:TEST]
         else:
             x, y = _digits()
             order = generator.permutation(len(y))
-            train, test = order[: spec.n], order[spec.n :][:MOST_TEST]
+            train, test = order[: spec.n], order[spec.n :][:TEST]
         index = np.concatenate([train, test])
         x, clean = x[index], y[index]
         noisy = torch.tensor(other_classes(clean.numpy(), spec.noise, 10, generator))
@@ -113,10 +114,10 @@ def network_task(kind: Kind, data: str | Path | None, out: Path) -> NetworkTask:
     if kind == "texts":
         return NetworkTask("python-help", len(_corpus()[0]) // (LENGTH + 1), kind)
     found = (_paper.folder(data) / "mnist").is_dir()
+    if kind == "images" and found:
+        return NetworkTask("mnist", 60_000, kind, data)
     if kind == "images":
-        return NetworkTask("mnist", 60_000, kind, data) if found else NetworkTask(
-            "digits", len(_digits()[1]), kind
-        )  # fmt: skip
+        return NetworkTask("digits", len(_digits()[1]), kind)
     if not found:
         raise HeldinError(
             "study: fine-tuning starts from a network trained on MNIST, which the data folder does "
@@ -163,7 +164,7 @@ def _texts(spec: Spec, generator: np.random.Generator) -> Problem:
     """Predict the next character of pieces of text; noise: that share of characters is another."""
     text, many = _corpus()
     pieces = text[: len(text) // (LENGTH + 1) * (LENGTH + 1)].view(-1, LENGTH + 1)
-    clean = pieces[generator.permutation(len(pieces))[: spec.n + MOST_TEST // 4]]
+    clean = pieces[generator.permutation(len(pieces))[: spec.n + TEST // 2]]
     noisy = torch.tensor(other_classes(clean.numpy(), spec.noise, many, generator))
     x, y, truth, n = noisy[:, :-1], noisy[:, 1:], clean[:, 1:], spec.n
     return Problem(x[:n], y[:n], x[n:], y[n:], truth[n:], F.cross_entropy, many)

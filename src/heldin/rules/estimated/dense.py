@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from heldin.private_torch import forward_hooks
+from heldin._private_torch import forward_hooks
 
 from .hooks import of_the_model
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from heldin._private_torch import BatchNorm, own_parameters
 from heldin.errors import HeldinError
-from heldin.private_torch import BatchNorm, own_parameters
 
 from .dense import ACTIVATIONS, DenseNetwork, LayerNames, Linear, plain_layers
 from .hooks import skeleton

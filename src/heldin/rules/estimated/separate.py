@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from heldin._private_torch import BatchNorm
 from heldin.errors import HeldinError
-from heldin.private_torch import BatchNorm
 from heldin.state.schema import check_schema
 
 from .batches import select, tensors_in, to_device
@@ -183,11 +183,12 @@ class SeparateShadows:
         """What the losses of accumulated batches are multiplied by before they are added up.
 
         By their numbers of rows, unless the loss says it itself by a method `shares(batches)`: by
-        tokens, for instance.
+        tokens, for instance. It may return None.
         """
         own = getattr(self._loss, "shares", None)
-        if own is not None:
-            return [float(share) for share in own([batch for batch, _ in parts])]
+        found = own([batch for batch, _ in parts]) if own is not None else None
+        if found is not None:
+            return [float(share) for share in found]
         return [1.0 if self._adds_up else len(some) / rows for _, some in parts]
 
     def _number(self, loss: Any) -> Tensor:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from heldin._private_torch import own_parameters
 from heldin.errors import HeldinError
-from heldin.private_torch import own_parameters
 from heldin.state.schema import check_schema
 
 from .hooks import skeleton

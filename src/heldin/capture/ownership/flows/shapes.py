@@ -36,7 +36,7 @@ def _reshape(call: OpCall) -> Owners:
     "roll", "repeat", "repeat_interleave", "rot90", "pixel_shuffle", "pixel_unshuffle",
     "channel_shuffle", "reflection_pad1d", "reflection_pad2d", "reflection_pad3d",
     "replication_pad1d", "replication_pad2d", "replication_pad3d",
-    "constant_pad_nd", "lift_fresh", "as_strided", "movedim", "swapaxes", "squeeze_copy",
+    "constant_pad_nd", "lift_fresh", "movedim", "swapaxes", "squeeze_copy",
 )  # fmt: skip
 def _move(call: OpCall) -> Owners:
     """Ops that only move elements of one tensor: move its owners in the same way."""
@@ -49,7 +49,7 @@ def _move(call: OpCall) -> Owners:
         return [planes.expand(-1, *repeats.shape).repeat_interleave(repeats.cpu(), dim=1)]
     source = call["self"]
     planes = call.owners(source)
-    if planes is None or call.op.name == "as_strided":
+    if planes is None:
         return everything(call)
     rest = {k: v for k, v in call.args.items() if k != "self"}
     if any(isinstance(v, Tensor) for v in rest.values()):
@@ -71,6 +71,39 @@ def _thin(plane: Tensor) -> Tensor:
         if plane.stride(dim) == 0 and plane.shape[dim] > 1:
             plane = plane.narrow(dim, 0, 1)
     return plane
+
+
+@flows("as_strided")
+def _strided(call: OpCall) -> Owners:
+    """Any elements of the memory that a tensor is part of; beside it they are anybody's."""
+    source, out = call["self"], call.out
+    planes = call.owners(source)
+    if planes is None or _repeats(source):
+        return everything(call)
+    elements = source.untyped_storage().nbytes() // source.element_size()
+    anybody = torch.tensor([call.tracker.m - 1.0, 0.0], dtype=planes.dtype)
+    memory = anybody.repeat(len(planes) // 2)[:, None].repeat(1, elements)
+
+    def part(tensor: Tensor) -> Tensor:
+        strides = (elements, *tensor.stride())
+        return memory.as_strided((len(planes), *tensor.shape), strides, tensor.storage_offset())
+
+    part(source).copy_(planes.expand(-1, *source.shape))
+    return [canonical(part(out))]
+
+
+def _repeats(tensor: Tensor) -> bool:
+    """Whether several elements lie in one place."""
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return any(size > 1 and stride == 0 for size, stride in sizes)
+
+
+@flows("view_as_real", "view_as_complex")
+def _pairs(call: OpCall) -> Owners:
+    planes = call.owners(call["self"])
+    if planes is None:
+        return everything(call)
+    return [planes.unsqueeze(-1) if call.out.is_floating_point() else planes.amax(-1)]
 
 
 @flows("copy", "_to_copy", "to", "to_dense", "_to_dense", "contiguous", "detach_copy", "to_sparse",
