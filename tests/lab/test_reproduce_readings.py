@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,49 +12,29 @@ import torch
 from torch.nn import functional as F
 
 import heldin
-from heldin.cli.main import main
-from heldin.lab.reproduce import EXPERIMENTS, spread
-from heldin.lab.reproduce import survey as survey_module
+from heldin.lab.reproduce import EXPERIMENTS
 from heldin.lab.reproduce.averages import Averages, key
-from heldin.lab.reproduce.collected import collect
-from heldin.lab.reproduce.descents import toy_paths, wdbc_paths
-from heldin.lab.reproduce.experiment import Claim
 from heldin.lab.reproduce.experiments import mnist as _mnist
-from heldin.lab.reproduce.experiments import quadratic
 from heldin.lab.reproduce.experiments.rmsprop import damped_readings
 from heldin.lab.reproduce.fullsize import PLAN, TENTHS, make, tasks
 from heldin.lab.reproduce.ledger import EPSILONS, Ledger, Log, criteria, first_above, smooth
-from heldin.lab.reproduce.multiverse import (
-    Universe,
-    judge,
-    read_universe,
-    universe,
-    write_universe,
-)
-from heldin.lab.reproduce.page import universes, write_page
 from heldin.lab.reproduce.readings import (
     DIVISION,
     SMOOTHING,
     START,
-    Choice,
-    Value,
     ours,
     readings,
 )
 from heldin.lab.reproduce.run import Run
-from heldin.lab.reproduce.runner import work
-from heldin.lab.reproduce.spread import _every_step, toy_values, wdbc_values
-from heldin.lab.reproduce.tables import at, least, read_log
+from heldin.lab.reproduce.tables import read_log
 from heldin.lab.reproduce.training import perceptron
 from tests.support.small_data import TINY, data
 
 np = pytest.importorskip("numpy")
-pandas = pytest.importorskip("pandas")
-for package in ("joblib", "matplotlib", "sklearn", "rich"):
+for package in ("joblib", "matplotlib", "pandas", "sklearn", "rich"):
     pytest.importorskip(package)
 
 __all__ = ["data"]
-_Quadratic = quadratic.Settings
 
 
 def _net() -> torch.nn.Sequential:
@@ -265,195 +244,3 @@ def test_the_plan_is_resumed(data: Path, tmp_path: Path, monkeypatch: pytest.Mon
     assert not read_log(found[0].table)
     make(plan, tmp_path, data, tell=lines.append)
     assert len(lines) == 5  # nothing was run again
-
-
-# --- all seeds at once, and the page ---------------------------------------------------------
-
-
-def test_descents_are_the_experiments() -> None:
-    """All seeds at once against one after the other with heldin's rule, stops included."""
-    s = replace(EXPERIMENTS["wdbc"].settings["quick"], steps=240)
-    paths = {
-        method: wdbc_paths(
-            method,
-            scaling="both",
-            by="train",
-            settings=[(0.1, 0.001), (0.0, s.rate)],
-            steps=240,
-            seeds=2,
-            dtype=torch.float64,
-        )[1]
-        for method in ("validation", "evidence")
-    }
-    values = wdbc_values(
-        paths["validation"], paths["evidence"], _every_step(paths["evidence"], 0.9, 0.0, "out"), 240
-    )
-    tables: dict[int, dict[str, Any]] = {}
-    for seed in range(2):
-        for method in paths:
-            run = Run(seed, s)
-            EXPERIMENTS["wdbc"].run(run, method=method)
-            tables.setdefault(seed, {})[method] = pandas.DataFrame(run.rows)
-    claims = EXPERIMENTS["wdbc"].claims(s)
-    for place, claim in enumerate(claims):
-        expected = [claim.value(tables[seed]) for seed in range(2)]
-        assert values[place] == pytest.approx(expected, rel=2e-3, nan_ok=True), claim.text
-    t = replace(EXPERIMENTS["toy"].settings["quick"], steps=150, test=500)
-    toys = []
-    for seed in range(2):
-        run = Run(seed, EXPERIMENTS["toy"].settings["quick"].__class__(steps=150))
-        EXPERIMENTS["toy"].run(run)
-        toys.append(pandas.DataFrame(run.rows))
-    path = toy_paths(reach=t.reach, frequency=0.5, noise=1.0, initial=0.0, steps=150, seeds=2)
-    for claim, found in zip(EXPERIMENTS["toy"].claims(t), toy_values(path, 150), strict=True):
-        expected = [claim.value({"descent": table}) for table in toys]
-        assert found == pytest.approx(expected, rel=1e-4), claim.text
-
-
-def test_quadratics_in_closed_form(monkeypatch: pytest.MonkeyPatch) -> None:
-    small = {"dimension": 30, "steps": 60}
-    monkeypatch.setattr(quadratic, "Settings", lambda: _Quadratic(**small))  # type: ignore[arg-type]
-    first = next(spread.quadratic(2))
-    assert first[0] == {"start": "opposite", "eigenvalues": "ours"}
-    for place, kind in enumerate(quadratic.SPECTRA):
-        expected = []
-        for seed in range(2):
-            run = Run(seed, _Quadratic(**small))  # type: ignore[arg-type]
-            quadratic.descend(run, kind, "opposite")
-            table = pandas.DataFrame(run.rows)
-            expected.append(at(table, "test_loss") / least(table, "test_loss"))
-        assert first[1][place] == pytest.approx(expected, rel=1e-3)
-
-
-def _universe() -> Universe:
-    """A claim that depends on one of two choices."""
-    choices = (
-        Choice("a", "?", (Value("x", "", 0), Value("y", "", 1))),
-        Choice("b", "?", (Value("u", "", 0), Value("v", "", 1))),
-    )
-    claim = Claim("low", "low", lambda tables: 0.0, most=1.32, beside=1.1)
-    values = [
-        (reading, [[1.2 if reading["a"] == "x" else 1.4, 1.0, float("nan")]])
-        for reading in readings(choices)
-    ]
-    return universe("toy", "", [claim], choices, values)
-
-
-def test_shares_of_readings(tmp_path: Path) -> None:
-    found = _universe()
-    judged = judge(found, 0)
-    assert (judged.share, judged.beside) == (0.5, 0.0)  # 2 of 3 seeds with x, 1 of 3 with y
-    assert (judged.choice, judged.spread) == ("a", (0.0, 1.0))
-    assert judged.verdict == "holds under some readings"
-    assert judged.ours == (2, 1, pytest.approx(1.1))
-    write_universe(tmp_path / "u.csv", found)
-    again = read_universe(tmp_path / "u.csv")
-    assert again.by_choice(0) == found.by_choice(0)
-    assert judge(again, 0).ours == judged.ours
-
-
-@pytest.fixture
-def surveyed(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The store of a survey of tiny runs, all sizes among them."""
-    rates = {"rates": (0.03, 0.05)}
-    plain = {"travel": None, "budget": None}
-    plan = (
-        replace(PLAN[0], changes={**TINY["mnist-sgd"], **plain, **rates, "budget": 2048},
-                parts=("rate 0.03, validation", "rate 0.03, evidence")),
-        replace(PLAN[2], changes={**TINY["greedy"], **plain, "rates": (0.005, 0.01)}),
-    )  # fmt: skip
-    tenths = tuple(
-        replace(t, seeds=1, changes={**TINY["mnist-sgd"], **plain, **t.changes, "every": 4,
-                                     "widths": (784, 12, 10)})
-        for t in TENTHS
-    )  # fmt: skip
-    monkeypatch.setattr(survey_module, "PLAN", plan)
-    monkeypatch.setattr(survey_module, "TENTHS", tenths)
-    runs = tmp_path / "runs"
-    make((*plan, *tenths), runs, data, tell=lambda line: None)
-    for name in survey_module.REPLAYED:
-        tiny = replace(EXPERIMENTS[name].settings["quick"], **TINY[name])
-        if name == "rmsprop":
-            tiny = replace(tiny, smoothing=0.99)  # one of the readings
-        monkeypatch.setitem(
-            EXPERIMENTS, name, replace(EXPERIMENTS[name], settings={"quick": tiny, "full": tiny})
-        )
-    for name in ("runs", "checkpoints"):
-        (runs / "quick" / name).mkdir(parents=True)
-    for task in survey_module.quick_tasks(runs / "quick", seeds=1):
-        work(replace(task, data=str(data)))
-    store = tmp_path / "docs" / "results" / "page"
-    survey_module.survey(survey_module.REPLAYED, runs, store)
-    return store
-
-
-def test_a_survey_becomes_a_page(surveyed: Path) -> None:
-    found = universes(surveyed)
-    sizes = {(u.experiment, u.size) for u in found}
-    assert ("mnist-sgd", "full size") in sizes
-    assert ("mnist-sgd", "a tenth of the width") in sizes
-    assert ("mnist-sgd", "a tenth of the width, pixels and initial weights varied") in sizes
-    assert {("sector", "quick preset"), ("rmsprop", "quick preset")} <= sizes
-    real = {u.experiment: u for u in found if u.size.endswith("real runs")}
-    assert [len(real[name].claims) for name in ("greedy", "rmsprop")] == [1, 2]
-    varied = next(u for u in found if u.size.endswith("varied"))
-    assert len(varied.rows) == 40 * 4
-    page = surveyed.parent.parent / "page.md"
-    write_page(page, surveyed, "the command")
-    text = page.read_text()
-    for heading in ("Four figures", "Every claim", "What the paper does not say", "misread"):
-        assert heading in text
-    assert "full-sgd | rate 0.03, evidence | 0 | 24 | 24" in text
-    assert "the correlation" in text  # of sampled and exact
-    for image in re.findall(r"!\[.*?\]\((figures/page/readings.*?)\)", text):
-        assert (page.parent / image).stat().st_size < 200_000
-    for line in text.splitlines():
-        if line.startswith("| mnist-sgd"):
-            assert len(re.findall(r"(?<!\\)\|", line)) == 8
-
-
-def test_an_unfinished_run_is_looked_at(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plan = (
-        replace(
-            PLAN[0],
-            changes={**TINY["mnist-sgd"], "travel": None, "rates": (0.03,)},
-            parts=("rate 0.03, evidence",),
-        ),
-    )
-    (task,) = (replace(task, pause=0.0) for _, task in tasks(plan, tmp_path, data))
-    for name in ("runs", "checkpoints"):
-        (task.folder / name).mkdir(parents=True)
-    tick = Run._tick
-
-    def dies(self: Run, step: int, parts: Any) -> None:
-        tick(self, step, parts)
-        if step == 22:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(Run, "_tick", dies)
-    with pytest.raises(KeyboardInterrupt):
-        work(task)
-    found = collect([task])[0]["rate 0.03, evidence"]
-    assert (found.finished, found.steps, found.total) == (False, 22, 24)
-    assert len(criteria(found.log, "out")) == 22
-    assert len(criteria(found.log, "out", exact=True)) == 20
-    assert "test_loss" in found.table
-
-
-def test_readings_on_the_command_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    page = tmp_path / "page.md"
-    arguments = ["reproduce", "--readings", "--docs", str(page)]
-    assert main(arguments) == 2
-    assert "no readings are stored" in capsys.readouterr().err
-    assert main(["reproduce", "sketch", *arguments[1:]]) == 2
-    assert "'sketch' has no readings" in capsys.readouterr().err
-    (tmp_path / "results" / "page").mkdir(parents=True, exist_ok=True)
-    write_universe(tmp_path / "results" / "page" / "readings-toy-seeds.csv", _universe())
-    assert main(arguments) == 0
-    assert "Made by `heldin reproduce --readings --docs page.md`" in page.read_text()
-    assert main(["reproduce", "toy", "--plan"]) == 2
-    assert "--plan takes no names" in capsys.readouterr().err

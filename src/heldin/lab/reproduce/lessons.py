@@ -110,7 +110,7 @@ def sentences(facts: Mapping[str, Any]) -> list[str]:
         found += [
             f"The test loss of the perceptron turns at rate x steps of about "
             f"{tenth['rate'] * turn:.0f} (a tenth of the width, all 50,000 images, rate "
-            f"{tenth['rate']:g}: step {turn:.0f} of {tenth['steps']}; {tenth['seeds']} seeds).",
+            f"{tenth['rate']:g}: step {turn:.0f} of {tenth['steps']}; seeds: {tenth['seeds']}).",
             f"After the first tenth of that run the criterion of a batch has mean "
             f"{tenth['mean']:.2f} and standard deviation {tenth['deviation']:.2f}; its means over "
             f"100 steps lie between {low:.2f} and {high:.2f} (5 % to 95 %), and "

@@ -27,6 +27,7 @@ from .readings import DIVISION, SMOOTHING, START, Choice, ours, readings
 __all__ = [
     "Judged",
     "Universe",
+    "file_name",
     "judge",
     "read_universe",
     "replay_criterion",
@@ -202,7 +203,8 @@ def replay_greedy(
     from dataclasses import replace
 
     choices = _greedy.choices(settings)
-    kept, found = [], []
+    first: list[Claim] = []
+    found = []
     for reading in readings(choices):
         smoothing, start, division = (choice.setting(reading) for choice in choices)
         own = replace(settings, smoothing=smoothing, start=start)
@@ -210,6 +212,7 @@ def replay_greedy(
         if own.warmup > length / 2:
             continue
         kept = [c for c in _greedy.claims(own) if "left out" not in c.text and c.replayed]
+        first = first or kept
         place = key(smoothing, start, division)
         tables = {
             seed: {
@@ -220,7 +223,7 @@ def replay_greedy(
             for seed, parts in runs.items()
         }
         found.append((reading, [[float(c.value(t)) for t in tables.values()] for c in kept]))
-    return kept, found
+    return first, found
 
 
 def replay_rmsprop(
@@ -250,6 +253,16 @@ def replay_rmsprop(
 
 
 # --- files -----------------------------------------------------------------------------------
+
+
+def file_name(found: Universe) -> str:
+    """Of its file and its chart, without the ending.
+
+    >>> file_name(Universe("toy", "a tenth, varied", 1, (), (), ()))
+    'readings-toy-a-tenth-varied'
+    """
+    size = found.size.replace(",", "").replace(" ", "-")
+    return f"readings-{found.experiment}-{size or 'seeds'}"
 
 
 def write_universe(path: Path, found: Universe) -> None:

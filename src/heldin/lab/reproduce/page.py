@@ -16,7 +16,7 @@ from heldin.pages import markdown_table, render
 from .experiment import CLOSE, NEAR, SHARE, SLIGHT, Claim
 from .figures import BLUE, GREY, RED, new
 from .lessons import sentences
-from .multiverse import Universe, judge, read_universe
+from .multiverse import Universe, file_name, judge, read_universe
 from .registry import EXPERIMENTS
 from .survey import REAL, SIZES
 
@@ -71,7 +71,7 @@ def write_page(path: Path, store: Path, command: str) -> None:
     _overview(largest).savefig(figures / "readings.png", dpi=90, metadata={"Software": None})
     charts: list[tuple[Universe, str]] = []
     for each in found:
-        name = f"readings-{each.experiment}-{len(charts)}.png"
+        name = f"{file_name(each)}.png"
         _chart(each).savefig(figures / name, dpi=70, metadata={"Software": None})
         charts.append((each, name))
     shown = "mnist-sgd-full" if (store / "mnist-sgd-full.png").exists() else "mnist-sgd-tenth"
@@ -96,11 +96,22 @@ def write_page(path: Path, store: Path, command: str) -> None:
             progress=_progress(store),
             lessons=[*sentences(known), *(line for each in largest for line in _depends(each))],
             corrections=CORRECTIONS,
+            missing=_missing(found),
             charts=[_section(each, name) for each, name in charts],
             choices=list(_choices()),
         ),
         encoding="utf-8",
     )
+
+
+def _missing(found: Sequence[Universe]) -> list[str]:
+    """Experiments that have readings, none of which has been computed yet."""
+    known = {each.experiment for each in found}
+    return [
+        name
+        for name, e in EXPERIMENTS.items()
+        if e.readings(e.settings["quick"]) and name not in known
+    ]
 
 
 def _largest(found: Sequence[Universe]) -> Iterator[Universe]:
@@ -238,7 +249,7 @@ def _overview(found: Sequence[Universe]) -> Any:
     axes.set_xlim(0, 1)
     axes.set_ylim(len(labels) - 0.5, -0.5)
     axes.set_xlabel("share of the readings in which the claim holds (dot: our reading)", fontsize=8)
-    axes.legend(fontsize=6, loc="lower right")
+    figure.legend(fontsize=6, loc="outside upper right", ncols=2, frameon=False)
     return figure
 
 

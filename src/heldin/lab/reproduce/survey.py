@@ -19,6 +19,7 @@ from .fullsize import PLAN, TENTHS, Planned, tasks
 from .multiverse import (
     CRITERION,
     Universe,
+    file_name,
     replay_criterion,
     replay_greedy,
     replay_rmsprop,
@@ -85,8 +86,7 @@ def _claims_of(name: str, settings: Any) -> list[Claim]:
 def _keep(store: Path, found: Universe, tell: Callable[[str], object]) -> None:
     if not found.rows:  # no reading that a run so short allows
         return
-    size = found.size.replace(", ", "-").replace(" ", "-") or "seeds"
-    write_universe(store / f"readings-{found.experiment}-{size}.csv", found)
+    write_universe(store / f"{file_name(found)}.csv", found)
     tell(f"{found.experiment}, {found.size or 'all'}: {len(found.rows)} readings")
 
 
