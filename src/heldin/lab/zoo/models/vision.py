@@ -79,7 +79,6 @@ ENTRIES = [
     timm("resnet26d"),
     timm("seresnet18"),
     timm("res2net50_14w_8s"),
-    timm("vgg11", num_features=16),
     timm("densenet121"),
     timm("efficientnet_b0"),
     timm("mobilenetv3_small_050"),
