@@ -108,7 +108,6 @@ ENTRIES = [
     segmentation("Linknet"),
     segmentation("DeepLabV3Plus"),
     segmentation("MAnet"),
-    segmentation("PAN"),
     segmentation("Segformer"),
     lucid("vit", "ViT", **SMALL),
     lucid("simple_vit", "SimpleViT", **SMALL),
