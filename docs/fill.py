@@ -1,7 +1,8 @@
 """Put the results of commands into the pages that quote them.
 
 A page says `<!-- table:cost -->` and `<!-- /table:cost -->`; what is between the two is what the
-command wrote, kept in `docs/results/cost.md`. A test checks that they are the same.
+command wrote, kept in `docs/results/cost.md`. A test checks that they are the same. The table of
+rules, `rules.md`, is made here: words beside the numbers of `quality.md`.
 
     python docs/fill.py
 """
@@ -14,6 +15,38 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results"
 PLACE = re.compile(r"<!-- table:(?P<name>[\w-]+) -->\n(?P<text>.*?)<!-- /table:(?P=name) -->", re.S)
+
+# What to take, what it is in quality.md, rows that are trained on, time in plain runs, and whether
+# it says what test loss to expect.
+CHOICES = [
+    ("the default", '`heldin.stopping("auto", ...)`', "all", "2 to 6, by `budget`", "yes"),
+    ("more rows, a larger model", "`ShadowStopping`", "all", "2", "yes"),
+    ("no room for a second model", "`LeaveOneOutStopping`", "all", "1.5", "yes"),
+    ("no time to spare", "`EvidenceStopping(window=epoch)`", "all", "1.05 to 1.2", "no"),
+    ("today: a split and patience ¹", "20 % held out, patience", "80 %", "1.1", "of few rows"),
+    ("today: a split, then a refit", "20 % held out, then again on all rows", "all", "2", "no"),
+    ("today: five folds, then a refit", "", "all", "5 to 6", "yes"),
+    ("today: no early stopping", "no early stopping", "all", "1", "no"),
+]
+NOTE = """Time is in plain runs. The numbers are the test loss at the stop, divided by the lowest on
+the path of a model that saw all rows (1: could not be better): means over the runs of our study
+with at most 200 and at least 500 rows. -: not in the study.
+
+¹ `EarlyStopping` of Lightning, Keras and skorch; `early_stopping=True` of scikit-learn."""
+
+
+def rules() -> str:
+    """Which rule when, with cost and quality beside what people do today."""
+    quality = (RESULTS / "quality.md").read_text(encoding="utf-8")
+    rows = [[c.strip() for c in line.strip("| ").split("|")] for line in quality.splitlines()]
+    found = {row[0]: (row[1], row[4]) for row in rows if len(row) == 5}
+    head = ["", "rule", "rows trained on", "time", "n <= 200", "n >= 500", "says the test loss"]
+    lines = []
+    for when, rule, trained, time, says in CHOICES:
+        few, many = found[rule] if rule else ("-", "-")
+        lines.append([when, rule if rule.startswith("`") else "", trained, time, few, many, says])
+    table = [head, ["---"] * 4 + ["---:"] * 2 + ["---"], *lines]
+    return "\n".join("| " + " | ".join(row) + " |" for row in table) + f"\n\n{NOTE}\n"
 
 
 def pages() -> list[Path]:
@@ -34,6 +67,7 @@ def filled(text: str) -> str:
 
 def main() -> None:
     """Rewrite the pages."""
+    (RESULTS / "rules.md").write_text(rules(), encoding="utf-8")
     for page in pages():
         before = page.read_text(encoding="utf-8")
         after = filled(before)

@@ -3,7 +3,7 @@
 - Formulas become MathML, which browsers draw by themselves: no script, no fonts to fetch.
 - Doctests, in pages and docstrings, become highlighted blocks without needing a fence.
 - `heldin.name` in running text links to the API page.
-- The API page gets every public name that it does not list itself: integrations, above all.
+- The API page of frameworks gets every public name that no other lists: integrations.
 - CONTRIBUTING.md of the repository is the page contributing.md.
 """
 
@@ -98,13 +98,16 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Contributing is the file at the top of the repository; the API page is completed."""
     if page.file.src_uri == "contributing.md":
         return LINK.sub(r"\1\2", (ROOT / "CONTRIBUTING.md").read_text())
-    if page.file.src_uri == "api.md":
-        return markdown + "\n".join(_unlisted(markdown))
+    if page.file.src_uri == "api/frameworks.md":
+        listed = [
+            p.read_text() for p in (ROOT / "docs" / "api.md", *(ROOT / "docs" / "api").glob("*"))
+        ]
+        return markdown + "\n".join(_unlisted("\n".join(listed)))
     return markdown
 
 
 def _unlisted(markdown: str) -> Iterator[str]:
-    """Entries for public names that the page does not place itself, a section for each module."""
+    """Entries for public names that have no place yet, a section for each module."""
     for module, names in public().items():
         missing = [f"{module}.{n}" for n in names if f"::: {module}.{n}\n" not in markdown + "\n"]
         if missing:

@@ -78,6 +78,3 @@ def test_old_ways_to_restore() -> None:
     old = pytest.warns(DeprecationWarning, match=r"is now ValidationStopping\.restore;")
     with old, pytest.raises(heldin.HeldinError, match="no weights are kept"):
         rule.restore_best()
-    state = rule.state_dict()
-    state["settings"]["restore"] = state["settings"].pop("restore_best")  # as 0.1 wrote it
-    heldin.ValidationStopping(model, restore_best=False).load_state_dict(state)

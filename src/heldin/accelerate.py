@@ -1,8 +1,7 @@
-"""heldin in plain loops with an `Accelerator`."""
+"""heldin in plain loops with an `Accelerator`: `AutoStopping`, or `EvidenceStopping`."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Literal
@@ -21,10 +20,12 @@ from .rules.ranks import ProcessGroup
 
 try:
     from accelerate import Accelerator
+
+    from .adapters.auto_accelerate import AutoStopping, Registered
 except ImportError as error:
     raise missing_framework("Accelerate", "accelerate", error) from error
 
-__all__ = ["EvidenceStopping"]
+__all__ = ["AutoStopping", "EvidenceStopping"]
 
 NAME = "heldin.accelerate.EvidenceStopping"
 
@@ -134,21 +135,3 @@ class EvidenceStopping:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-
-class Registered:
-    """What the accelerator keeps, so that it does not keep a rule alive that nobody else has."""
-
-    def __init__(self, stopping: EvidenceStopping) -> None:
-        self._stopping = weakref.ref(stopping)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Called by the accelerator; nothing if the rule is gone."""
-        stopping = self._stopping()
-        return {} if stopping is None else stopping.state_dict()
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Called by the accelerator."""
-        stopping = self._stopping()
-        if stopping is not None:
-            stopping.load_state_dict(state_dict)

@@ -2,6 +2,26 @@
 
 __all__ = ["HeldinError", "HeldinWarning", "MixedSamplesWarning", "NotObservable"]
 
+SITE = "https://heldin.github.io/heldin/"  # the one place
+
+
+def docs(page: str) -> str:
+    """The address of a page of the documentation.
+
+    >>> docs("errors.html#not-observable")
+    'https://heldin.github.io/heldin/errors.html#not-observable'
+    """
+    return SITE + page
+
+
+def more(anchor: str) -> str:
+    """The end of a message: where the page on errors and warnings says more of it.
+
+    >>> more("not-observable")
+    '(https://heldin.github.io/heldin/errors.html#not-observable)'
+    """
+    return f"({docs('errors.html')}#{anchor})"
+
 
 class HeldinError(Exception):
     """Base class of all errors that heldin raises on purpose.
@@ -27,6 +47,9 @@ class NotObservable(HeldinError):
     ...         print(error)
     a backward pass reached parameter 'weight', but not through a call of the model ...
     """
+
+    def __str__(self) -> str:
+        return f"{super().__str__()} {more('not-observable')}"
 
 
 class HeldinWarning(UserWarning):

@@ -1,4 +1,4 @@
-"""heldin in fastai: `Learner(..., cbs=EvidenceStopping())`."""
+"""heldin in fastai: `Learner(..., cbs=AutoStopping())`, or `EvidenceStopping()`."""
 
 from __future__ import annotations
 
@@ -18,20 +18,16 @@ from .adapters.settings import chosen, spelled_out
 from .rules.ranks import ProcessGroup
 
 try:
-    from fastai.callback import core
     from fastai.callback.core import Callback, CancelFitException, CancelTrainException
     from fastai.callback.fp16 import MixedPrecision
     from fastai.learner import ValueMetric
     from fastai.torch_core import get_model
+
+    from .adapters.auto_fastai import CANCELLED, AutoStopping
 except ImportError as error:
     raise missing_framework("fastai", "fastai", error) from error
 
-__all__ = ["EvidenceStopping"]
-
-CANCELLED = tuple(
-    vars(core)[f"Cancel{what}Exception"]
-    for what in ("Backward", "Batch", "Epoch", "Fit", "Step", "Train", "Valid")
-)
+__all__ = ["AutoStopping", "EvidenceStopping"]
 
 
 class EvidenceStopping(Callback):

@@ -1,4 +1,4 @@
-"""heldin in PyTorch-Ignite: `EvidenceStopping(model).attach(trainer)`."""
+"""heldin in PyTorch-Ignite: `AutoStopping(model, optimizer, loss_fn).attach(trainer)`."""
 
 from __future__ import annotations
 
@@ -28,10 +28,12 @@ from .rules.ranks import ProcessGroup
 
 try:
     from ignite.engine import Engine, Events
+
+    from .adapters.auto_ignite import AutoStopping
 except ImportError as error:
     raise missing_framework("PyTorch-Ignite", "ignite", error) from error
 
-__all__ = ["EvidenceStopping"]
+__all__ = ["AutoStopping", "EvidenceStopping"]
 
 logger = logging.getLogger(__name__)
 NAME = "heldin.ignite.EvidenceStopping"

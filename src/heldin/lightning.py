@@ -1,4 +1,4 @@
-"""heldin in Lightning: `Trainer(callbacks=[EvidenceStopping()])`."""
+"""heldin in Lightning: `Trainer(callbacks=[AutoStopping()])`, or `EvidenceStopping()`."""
 
 from __future__ import annotations
 
@@ -26,10 +26,12 @@ from .rules.ranks import ProcessGroup
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.utilities.rank_zero import rank_prefixed_message, rank_zero_info
+
+    from .adapters.auto_lightning import AutoStopping
 except ImportError as error:
     raise missing_framework("Lightning", "lightning", error) from error
 
-__all__ = ["ElementwiseStopping", "EvidenceStopping"]
+__all__ = ["AutoStopping", "ElementwiseStopping", "EvidenceStopping"]
 
 
 class EvidenceStopping(Callback):

@@ -1,9 +1,8 @@
-"""heldin in skorch: `NeuralNet(..., train_split=None, callbacks=[EvidenceStopping()])`."""
+"""heldin in skorch: `NeuralNet(..., train_split=None, callbacks=[AutoStopping()])`."""
 
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
@@ -23,7 +22,7 @@ from .adapters.session import (
     missing_framework,
 )
 from .adapters.settings import DEFAULTS, check_elementwise, chosen, spelled_out
-from .errors import HeldinWarning
+from .errors import HeldinWarning, more
 from .rules.elementwise import ElementwiseStopping as Elementwise
 from .rules.optimizer_state import GROUP_KEY
 from .rules.ranks import ProcessGroup
@@ -31,10 +30,13 @@ from .rules.ranks import ProcessGroup
 try:
     from skorch import NeuralNet
     from skorch.callbacks import Callback
+
+    from .adapters.auto_skorch import AutoStopping
+    from .adapters.skorch_hooks import in_optimizer, stop_epoch, taken_up
 except ImportError as error:
     raise missing_framework("skorch", "skorch", error) from error
 
-__all__ = ["ElementwiseStopping", "EvidenceStopping"]
+__all__ = ["AutoStopping", "ElementwiseStopping", "EvidenceStopping"]
 
 KEY = "heldin/criterion"
 NAME = "heldin.skorch.EvidenceStopping"
@@ -154,17 +156,11 @@ class EvidenceStopping(Callback):
         """Let the optimiser's state, which skorch's checkpoints hold, hold ours as well."""
         if self.kept_ is not None:
             self.kept_.remove()
-        alive = weakref.ref(self)
+        self.kept_ = in_optimizer(net, IN_OPTIMIZER, self)
 
-        def add(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
-            callback = alive()
-            if callback is None or callback.run_ is None:
-                return state
-            first, *others = state["param_groups"]
-            first = {**first, IN_OPTIMIZER: callback.run_.state_dict()}
-            return {**state, "param_groups": [first, *others]}
-
-        self.kept_ = net.optimizer_.register_state_dict_post_hook(add)
+    def run_state(self) -> dict[str, Any]:
+        """What the optimiser's state holds of the rule."""
+        return self.run_.state_dict() if self.run_ is not None else {}
 
     def on_epoch_begin(self, net: NeuralNet, **datasets: Any) -> None:
         """Remember what the end of the epoch is told with."""
@@ -211,9 +207,7 @@ class EvidenceStopping(Callback):
             return
         if net.verbose or self.sink is not print:
             self.sink(f"Stopping since there is no more evidence ({stopping.reason}).")
-        net.history.record("train_batch_count", len(net.history[-1, "batches"]))
-        net.notify("on_epoch_end", **self.epoch_)
-        raise KeyboardInterrupt
+        stop_epoch(net, self.epoch_)
 
     def on_train_end(self, net: NeuralNet, X: Any = None, y: Any = None, **_: Any) -> None:
         """Watch no more."""
@@ -231,13 +225,13 @@ class EvidenceStopping(Callback):
 
 def restored(net: NeuralNet, state: dict[str, Any]) -> dict[str, Any]:
     """The state that a checkpoint has brought with the optimiser's, else the one that there is."""
-    saved = [group.pop(IN_OPTIMIZER, None) for group in net.optimizer_.param_groups]
-    found = next((each for each in saved if each), None)
+    found = taken_up(net, IN_OPTIMIZER)
     if found is None and not state and len(net.history) and KEY in net.history[-1]:
         warnings.warn(
             f"{NAME}: the net goes on after {len(net.history)} epochs, but what the rule had seen "
             "in them is lost, and it starts anew. Checkpoints hold its state if they hold that of "
-            "the optimiser (f_optimizer of skorch's Checkpoint), and so does a pickled net",
+            "the optimiser (f_optimizer of skorch's Checkpoint), and so does a pickled net "
+            + more("a-state-that-was-lost"),
             HeldinWarning,
             stacklevel=2,
         )

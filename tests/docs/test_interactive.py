@@ -44,58 +44,72 @@ def page(browser: Any) -> Iterator[Any]:
     assert [line for line in said if line not in (PAGE.as_uri(), "data:,")] == []
 
 
-def stop(page: Any, section: str) -> int | None:
-    found: int | None = page.evaluate(f"heldin.{section}.found.path.stop")
-    return found
+def found(page: Any, what: str) -> Any:
+    return page.evaluate(f"heldin.toy.{what}")
 
 
-def move(page: Any, section: str, name: str, value: float) -> None:
-    slider = page.locator(f"#{section} input[name={name}]")
-    slider.evaluate(
+def move(page: Any, name: str, value: float) -> None:
+    page.locator(f"input[name={name}]").evaluate(
         "(input, value) => { input.value = value; "
         "input.dispatchEvent(new Event('input', { bubbles: true })); }",
         value,
     )
 
 
-@pytest.mark.parametrize("section", ["sketch", "toy"])
-def test_sliders_move_the_stop(page: Any, section: str) -> None:
-    before = stop(page, section)
-    assert before is not None
-    text = page.inner_text(f"#{section} output")
-    assert f"step {before}" in text
-    slow = float(page.input_value(f"#{section} input[name=rate]")) - 0.3  # half the rate
-    move(page, section, "rate", slow)
-    after = stop(page, section)
-    assert after is not None
-    assert 1.6 * before < after < 2.5 * before
-    assert page.inner_text(f"#{section} output") != text
-    for name, value in (("noise", 0.3), ("rows", 60)):
-        pictures = page.locator(f"#{section} svg").evaluate_all("all => all.map(s => s.innerHTML)")
-        move(page, section, name, value)
-        moved = page.locator(f"#{section} svg").evaluate_all("all => all.map(s => s.innerHTML)")
-        assert all(a != b for a, b in zip(pictures, moved, strict=True))
-    page.click(f"#{section} button")
-    assert stop(page, section) is not None
+def pictures(page: Any) -> list[str]:
+    drawn: list[str] = page.locator("svg").evaluate_all("all => all.map(s => s.innerHTML)")
+    return drawn
+
+
+def test_sliders_change_everything(page: Any) -> None:
+    for name, value in (("rows", 60), ("noise", 0.3), ("size", 10), ("rate", -1.5)):
+        before, text = pictures(page)[:2], page.inner_text("output")
+        move(page, name, value)
+        assert all(a != b for a, b in zip(before, pictures(page)[:2], strict=True)), name
+        assert page.inner_text("output") != text
+    settings = found(page, "settings")
+    assert (settings["rows"], settings["noise"], settings["size"]) == (60, 0.3, 10)
+    before = found(page, "found.x")
+    page.click("button[name=again]")
+    assert found(page, "found.x") != before
+
+
+def test_the_table_has_the_numbers_of_the_runs(page: Any) -> None:
+    move(page, "rows", 20)
+    page.wait_for_function("heldin.toy.done", timeout=60_000)
+    rules, regrets = found(page, "found.rules"), found(page, "regrets")
+    assert {name: rule["rows"] for name, rule in rules.items()} == {
+        "folds": 20, "split": 16, "evidence": 20
+    }  # fmt: skip
+    assert [len(values) for values in regrets.values()] == [40, 40, 40]
+    for row, rule in zip(page.locator("tbody tr").all(), rules.values(), strict=True):
+        said = row.inner_text()
+        assert str(rule["step"]) in said
+        assert f"{rule['loss']:.2f}" in said
+        assert rule["regret"] == pytest.approx(rule["loss"] / found(page, "found.best") - 1)
+    assert sum(regrets["folds"]) < sum(regrets["split"])  # what the page is there to show
+    label = page.get_attribute("[data-plot=regret]", "aria-label")
+    under = sum(value < 0.1 for value in regrets["folds"])
+    assert f"five folds, all rows: {under} of 40 draws less than 10 % above" in label
 
 
 def test_keyboard_alone(page: Any) -> None:
     """Tab goes through all controls, arrows move a slider and the words beside it."""
     reached = []
-    for _ in range(9):
+    for _ in range(6):
         page.keyboard.press("Tab")
         reached.append(page.evaluate("document.activeElement.name || document.activeElement.id"))
-    assert reached == ["theme", *["noise", "rows", "rate", "again"] * 2]
-    page.focus("#toy input[name=rate]")
-    before = stop(page, "toy")
+    assert reached == ["theme", "rows", "noise", "size", "rate", "again"]
+    page.focus("input[name=rate]")
+    before = found(page, "found.rules.folds.loss")
     for _ in range(6):
         page.keyboard.press("ArrowLeft")
-    assert stop(page, "toy") != before
-    spoken = page.get_attribute("#toy input[name=rate]", "aria-valuetext")
-    assert spoken == page.inner_text("#toy label:has([name=rate]) b") == "0.0050"
-    assert page.get_attribute("#toy output", "aria-live") == "polite"
+    assert found(page, "found.rules.folds.loss") != before
+    spoken = page.get_attribute("input[name=rate]", "aria-valuetext")
+    assert spoken == page.inner_text("label:has([name=rate]) b") == "0.0050"
+    assert page.get_attribute("output", "aria-live") == "polite"
     for label in page.locator("svg").evaluate_all("all => all.map(s => s.ariaLabel)"):
-        assert "tops at step" in label
+        assert "five folds" in label
     page.focus("#theme")
     page.keyboard.press("Enter")
     assert page.evaluate("document.documentElement.dataset.theme") == "dark"
@@ -105,49 +119,51 @@ def test_keyboard_alone(page: Any) -> None:
 def test_on_a_phone(page: Any) -> None:
     page.set_viewport_size({"width": 360, "height": 740})
     assert page.evaluate("document.documentElement.scrollWidth") == 360
+    for box in (each.bounding_box() for each in page.locator("input, button, td, svg").all()):
+        assert box["x"] + box["width"] <= 360
     for box in (each.bounding_box() for each in page.locator("input, button").all()):
         assert box["height"] >= 32
-        assert box["x"] + box["width"] <= 360
 
 
-def rows(page: Any, section: str) -> tuple[Tensor, Tensor, dict[str, float], dict[str, Any]]:
-    """What the page drew, and what it made of it."""
-    here = f"heldin.{section}"
-    x, y = page.evaluate(f"[{here}.found.x, {here}.found.y]")
-    settings, path = page.evaluate(f"[{here}.settings, {here}.found.path]")
-    return torch.tensor(x).double(), torch.tensor(y).double()[:, None], settings, path
-
-
-def waves(x: Tensor) -> Tensor:
-    angles = x[:, None] * torch.arange(1, 25) / 2
+def waves(x: Tensor, size: int) -> Tensor:
+    angles = x[:, None] * torch.arange(1, size // 2) / 2
     each = torch.stack([angles.sin(), angles.cos()], -1).flatten(1)
     return torch.cat([torch.ones_like(x)[:, None], x[:, None], each], 1)
 
 
-@pytest.mark.parametrize("section", ["sketch", "toy"])
-def test_numbers_are_heldins(page: Any, section: str) -> None:
-    move(page, section, "noise", 0.7)
-    move(page, section, "rows", 25)
+def test_numbers_are_heldins(page: Any) -> None:
+    """Evidence and folds, on the page's rows and with its folds."""
+    move(page, "noise", 0.7)
+    move(page, "rows", 25)
+    move(page, "size", 20)
+    settings, here = found(page, "settings"), found(page, "found")
     torch.set_default_dtype(torch.float64)
     try:
-        x, y, settings, path = rows(page, section)
-        phi = x[:, None] if section == "sketch" else waves(x)
-        model = nn.Linear(phi.shape[1], 1, bias=False)
-        nn.init.constant_(model.weight, -1.0 if section == "sketch" else 0.0)
-        optimizer = torch.optim.SGD(model.parameters(), lr=settings["rate"])
-        criteria, losses = [], []
-        with heldin.EvidenceStopping.paper(model, "all", smoothing=0.0) as stopping:
-            for _ in range(100):
-                loss = (model(phi) - y).square().mean() / 2
-                loss.backward()
-                stopping.step()
-                criteria.append(stopping.criterion)
-                losses.append(loss.item())
-                optimizer.step()
-                optimizer.zero_grad()
+        x, y = torch.tensor(here["x"]), torch.tensor(here["y"])[:, None]
+        phi, loss_fn = waves(x, 20), nn.MSELoss()
+        model = nn.Linear(20, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=settings["rate"] / 2)  # of half as much
+        evidence = heldin.EvidenceStopping.paper(model, "all", smoothing=0.0)
+        folds = heldin.FoldStopping(
+            model, optimizer, loss_fn, (phi, y), folds=torch.tensor(here["fold"]), grid=1.05,
+            average="best", patience=None,
+        )  # fmt: skip
+        for _ in range(120):
+            optimizer.zero_grad()
+            loss_fn(model(phi), y).backward()
+            evidence.step()
+            optimizer.step()
+            folds.step(indices=range(25))
+        evidence.close()
+        folds.close()
     finally:
         torch.set_default_dtype(torch.float32)
-    assert (settings["noise"], settings["rows"]) == (0.7, 25)
-    assert stopping.stopped_step == path["stop"]
-    assert criteria == pytest.approx(path["criterion"][:100], rel=1e-9, abs=1e-9)
-    assert losses == pytest.approx(path["training"][:100], rel=1e-9)
+    assert evidence.stopped_step == here["path"]["stop"]
+    ours = {record.step: record for record in folds.history}
+    shared = [(i, step) for i, step in enumerate(page.evaluate("AT")) if step in ours]
+    assert len(shared) > 20
+    for i, step in shared:
+        assert here["estimate"][i] == pytest.approx(ours[step].estimate / 2, rel=1e-9)
+        assert here["error"][i] == pytest.approx(ours[step].standard_error / 2, rel=1e-9)
+        assert here["path"]["training"][step] == pytest.approx(ours[step].training_loss / 2)

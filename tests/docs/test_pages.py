@@ -8,6 +8,8 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -95,7 +97,7 @@ def test_no_python_hides_from_the_tests(page: Path) -> None:
     ("name", "page", "numbers"),
     [
         ("sketch", "how/evidence.md", ["1.13", "1.00"]),
-        ("toy", "index.md", ["step 21"]),
+        ("toy", "how/evidence.md", ["step 21"]),
         ("smoothing", "guides/smoothing.md", ["step 9", "step 42", "step 93"]),
         ("leave-one-out", "how/leave-one-out.md", ["60", "6.37", "5.65", "24", "5.0 %"]),
     ],
@@ -242,10 +244,42 @@ def test_citation() -> None:
 
 def test_readme_has_its_parts_in_order() -> None:
     text = (ROOT / "README.md").read_text()
-    parts = ["heldin tells", "stopping.step()", "![", "## Results"]
-    for table in ("cost", "quality", "coverage"):
-        parts += [f"<!-- table:{table} -->", f"<!-- /table:{table} -->"]
-    parts += ["## Limits", "## Citation", "CITATION.cff"]
+    parts = ["Train your PyTorch model on every row", "![Losses", "pip install heldin", "```python"]
+    parts += ["```text", "## Three promises", "## Which rule when", "## Fine-tuning"]
+    parts += ["## scikit-learn", "## Frameworks", "## Limits", "## The paper", "CITATION.cff"]
     places = [text.find(part) for part in parts]
     assert -1 not in places
     assert places == sorted(places)
+    assert len(text.splitlines()) <= 216  # it has been longer, and was not better for it
+
+
+def run_alone(code: str, folder: Path) -> str:
+    """What a program prints, in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def blocks(kind: str) -> list[str]:
+    found = FENCE.finditer((ROOT / "README.md").read_text())
+    return [fence["code"] for fence in found if fence["kind"] == kind]
+
+
+@pytest.mark.parametrize("number", range(len(blocks("python"))))
+def test_readme_blocks_run_as_they_stand(number: int, tmp_path: Path) -> None:
+    """Copied into an empty file, imports included."""
+    code = blocks("python")[number]
+    for needed in ("sklearn", "transformers"):
+        if f"from {needed}" in code:
+            pytest.importorskip(needed)
+    before = "import torch; torch.manual_seed(0); torch.set_num_threads(1)\n"
+    printed = run_alone(before + code, tmp_path)
+    if number == 0:
+        assert len([line for line in code.splitlines() if line.strip()]) <= 15
+        number_of = re.compile(r"[\d.]+")
+        shown = blocks("text")[0]
+        assert number_of.sub("#", printed) == number_of.sub("#", shown)
+        loss, said = (float(number_of.findall(text)[0]) for text in (printed, shown))
+        assert loss == pytest.approx(said, abs=0.02)

@@ -229,11 +229,12 @@ def _table(**columns: list[float]) -> Any:
 @pytest.mark.parametrize(
     ("stop", "held", "end", "expected"),
     [
-        (2, 0.5, 0.4, [True, True, True]),  # 0.41 at the stop
-        (1, 0.5, 0.4, [False, False, True]),  # 0.9: too early
-        (None, 0.5, 0.4, [False, False, True]),  # it did not stop
-        (2, 0.3, 0.4, [True, False, True]),  # validation reaches less
-        (2, 0.5, 0.6, [True, True, False]),  # the validation loss turns
+        (2, 0.5, 0.4, [True, True, True, True, True]),  # 0.41 at the stop
+        (1, 0.5, 0.4, [False, False, True, True, True]),  # 0.9: too early
+        (3, 0.5, 0.4, [True, True, True, True, False]),  # where it is least: not early
+        (None, 0.5, 0.4, [False, False, True, True, False]),  # it did not stop
+        (2, 0.3, 0.4, [True, False, True, False, True]),  # validation reaches less
+        (2, 0.5, 0.6, [True, True, False, True, True]),  # the validation loss turns
     ],
 )
 def test_claims_of_wdbc(stop: int | None, held: float, end: float, expected: list[bool]) -> None:
@@ -257,7 +258,11 @@ def test_claims_of_greedy_and_rmsprop_look_at_the_right_rows() -> None:
     plain = _table(test_loss=[2.0, 1.0, 0.5, 0.7])
     tables = {"rate 0.1, greedy": own, "rate 0.1, plain": plain}
     found = [claim.value(tables) for claim in greedy._claims(s, 0.1)]
-    assert found == pytest.approx([0.12, 0.8, 0.6, 1.04])
+    # least test loss at step 3: nothing grows between the warm-up and it
+    assert found == pytest.approx([0.12, 0.6, 1.04, math.nan], nan_ok=True)
+    assert greedy.largest(s).value(tables) == pytest.approx(0.8)
+    later = _table(off=[0.0, 0.0, 0.1, 0.2, 0.5], test_loss=[2.0, 1.0, 0.6, 0.5, 0.7])
+    assert greedy.acceleration(later, 2) == pytest.approx(3.0)
     rms = EXPERIMENTS["rmsprop"]
     settings = replace(rms.settings["quick"], smoothing=0.5)
     tables = {

@@ -115,7 +115,7 @@ def logged(request: Any) -> LoggedRun:
 def live(run: LoggedRun, make: Any, after: bool) -> tuple[Any, nn.Module, _data.Problem, int]:
     """The same run with one rule attached, stopped by it."""
     spec = run.spec
-    problem = _data.Problem.cut(run.table, spec.n, spec.noise, 1, spec.seed)
+    problem = _data.Problem.cut(run.task, spec.n, spec.noise, 1, spec.seed)
     model = _spec.network(spec, problem.x.shape[1], problem.outputs)
     optimizer = _spec.optimizer_of(spec, model, float(run["rate"]))
     stopping = make(model, optimizer, problem)
@@ -206,7 +206,7 @@ def test_replayed_evidence_stops_where_the_live_rule_does(logged: LoggedRun, nam
 def test_the_log_is_what_separate_computation_gives(logged: LoggedRun) -> None:
     """Splits, disparity, alignment and pooled evidence at their first values, from scratch."""
     spec = logged.spec
-    problem = _data.Problem.cut(logged.table, spec.n, spec.noise, 1, spec.seed)
+    problem = _data.Problem.cut(logged.task, spec.n, spec.noise, 1, spec.seed)
     model = _spec.network(spec, problem.x.shape[1], problem.outputs)
     params = list(model.parameters())
 
@@ -249,7 +249,7 @@ def test_the_log_is_what_separate_computation_gives(logged: LoggedRun) -> None:
 
 def test_splits_are_separate_models(logged: LoggedRun) -> None:
     spec = logged.spec
-    problem = _data.Problem.cut(logged.table, spec.n, spec.noise, 1, spec.seed)
+    problem = _data.Problem.cut(logged.task, spec.n, spec.noise, 1, spec.seed)
     for number, share in enumerate(_witnesses.SPLITS):
         model = _spec.network(spec, problem.x.shape[1], problem.outputs)
         optimizer = _spec.optimizer_of(spec, model, float(logged["rate"]))
@@ -380,11 +380,13 @@ def rows_of(regrets: dict[str, list[float]]) -> list[dict[str, Any]]:
                     "regret": regret,
                     "fired": i != 0,
                     "steps_spent": 10 * i,
+                    "cost": 0.5 * i,
                     "stop_step": 9 if rule == "oracle" else 10 * i + 4,
                     "test_accuracy": 0.5,
                     "test_loss": 1.0,
                     "estimate": 1.0 + 0.14 * i if rule == "folds" else math.nan,
-                    "standard_error": 0.1,
+                    "standard_error": 0.08,
+                    "test_error": 0.06,
                 }
             )
     return rows
@@ -403,6 +405,7 @@ def test_summaries_are_the_statistics_they_name() -> None:
     assert folds["win_rate"] == (1 + 0.5 + 0 + 1) / 4
     assert folds["never_fired"] == 0.25
     assert folds["datasets"] == 2
+    assert folds["cost"] == 0.75
     # the datasets have mean log regrets 0 and log(2) / 2: draws lie between
     assert folds["gm_low"] == 1.0
     assert math.isclose(folds["gm_high"], math.sqrt(2))

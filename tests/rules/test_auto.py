@@ -23,7 +23,8 @@ def case(**options: Any) -> _Case:
     ("options", "budget", "expected"),
     [
         ({}, 6.0, "folds"),
-        ({"plain": False}, 6.0, "folds"),
+        ({"plain": False}, 6.0, ("folds", 5)),
+        ({"plain": False, "normed": True, "known": False}, 6.0, ("folds", 4)),
         ({"parameters": 1_000_000}, 6.0, "folds"),
         ({"plain": False}, 3.0, "leave-one-out"),
         ({"plain": False, "known": False}, 3.0, "shadow"),
@@ -32,9 +33,9 @@ def case(**options: Any) -> _Case:
         ({"parameters": 40_000_000}, 6.0, "shadow"),  # five copies do not fit the memory
         ({"parameters": 40_000, "known": False}, 4.2, ("folds", 3)),
         ({"parameters": 40_000, "known": False}, 3.2, ("folds", 2)),
-        ({"parameters": 10**6, "general": True, "known": False}, 2.2, ("shadow", 1)),
+        ({"parameters": 10**6, "general": True, "known": False}, 2.5, ("shadow", 1)),
         ({"parameters": 10**6, "general": True, "known": False}, 6.0, ("folds", 2)),
-        ({"parameters": 10**6, "general": True, "known": False, "rows": 99}, 6.0, ("folds", 5)),
+        ({"parameters": 10**6, "general": True, "known": False, "rows": 99}, 7.0, ("folds", 5)),
         ({"parameters": 10**6, "general": True, "known": False, "rows": 9999}, 6.0, "shadow"),
         ({"parameters": 40_000}, 2.0, "leave-one-out"),
     ],
@@ -116,7 +117,7 @@ def test_any_batch_within_a_budget() -> None:
     options: dict[str, Any] = {"data": loader, "batch_loss": batch_loss, "groups": range(60)}
     made = heldin.stopping("auto", model, optimizer, budget=2.5, **options)
     assert type(made) is heldin.ShadowStopping
-    assert "one shadow, for about 2.2 times the time of a run (budget 2.5)" in made.reason_chosen
+    assert "one shadow, for about 2.5 times the time of a run (budget 2.5)" in made.reason_chosen
     for batch in loader:
         batch_loss(model, batch).backward()
         optimizer.step()
@@ -125,9 +126,20 @@ def test_any_batch_within_a_budget() -> None:
     made.close()
     made = heldin.stopping("auto", model, optimizer, budget=4, **options)
     assert isinstance(made, heldin.FoldStopping)
-    assert made.shadows == 3
+    assert made.shadows == 2
     made.close()
     with pytest.raises(heldin.HeldinError, match="needs tensors and loss_fn"):
         heldin.stopping("leave-one-out", model, optimizer, **options)
     with pytest.raises(heldin.HeldinError, match=r"fits a budget of 1\.5"):
         heldin.stopping("auto", model, optimizer, budget=1.5, **options)
+
+
+def test_moving_averages_are_refused_by_name() -> None:
+    x = torch.randn(40, 3)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    for rule in ("folds", "shadow", "leave-one-out"):
+        with pytest.raises(heldin.HeldinError, match=r"AveragedModel is a moving average.*trains"):
+            heldin.stopping(rule, average, optimizer, F.mse_loss, (x, x[:, :1]))  # type: ignore[arg-type]
+    heldin.stopping("folds", model, optimizer, F.mse_loss, (x, x[:, :1])).close()

@@ -924,6 +924,56 @@ def fit(steps: int, **options: Any) -> tuple[Any, nn.Module, list[Tensor]]:
     return stopping, model, path
 
 
+def test_the_standard_error_is_that_of_the_held_out_rows_and_of_the_training_rows() -> None:
+    losses = torch.tensor([0.5, 1.0, 4.0, 0.5, 1.5], dtype=torch.float64)
+    middle, error = _curves.mean_and_error(losses, held_per_trained=1.25)
+    assert middle == 1.5
+    squares = [1.0, 0.25, 6.25, 1.0, 0.0]  # the largest loss counts twice, m - 3 = 2
+    assert math.isclose(error, math.sqrt((sum(squares) + 6.25) / 2 * (1 / 5 + 1.25 / 5 / 2)))
+    assert math.isnan(_curves.mean_and_error(losses[:1])[1])
+    assert _curves.mean_and_error(torch.ones(2))[1] == 0.0
+
+
+@pytest.mark.parametrize(("shadows", "held"), [(None, 20), (2, 8), (1, 4)])
+@pytest.mark.parametrize("general", [False, True])
+def test_each_rule_says_how_many_rows_its_error_rests_on(
+    shadows: int | None, held: int, general: bool
+) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(20, 3), torch.randn(20, 1)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    how: dict[str, Any] = {"loss_fn": nn.MSELoss()}
+    if general:
+        how = {
+            "batch_loss": lambda model, batch: F.mse_loss(model(batch[0]), batch[1]),
+            "eval_loss": lambda model, batch: (model(batch[0]) - batch[1]).square()[:, 0],
+        }
+    stopping = heldin.FoldStopping(model, optimizer, data=(x, y), shadows=shadows, **how)
+    (curve,) = stopping._curves
+    assert len(curve) == held
+    assert stopping.standard_error == _curves.mean_and_error(curve, held / 16)[1]
+
+
+def test_the_band_covers_what_it_should() -> None:
+    """Least squares with Gaussian noise, five folds: the loss of the fit to all rows is known."""
+    generator = torch.Generator().manual_seed(0)
+    fold = torch.arange(60) % 5
+    off = []
+    for _ in range(300):
+        x = torch.randn(60, 5, generator=generator, dtype=torch.float64)
+        y = x[:, :1] + torch.randn(60, 1, generator=generator, dtype=torch.float64)
+        fits = [torch.linalg.lstsq(x[fold != k], y[fold != k]).solution for k in range(5)]
+        losses = [(x[fold == k] @ w - y[fold == k]).square()[:, 0] for k, w in enumerate(fits)]
+        middle, error = _curves.mean_and_error(torch.cat(losses), 60 / 48)
+        slope = torch.linalg.lstsq(x, y).solution
+        slope[0] -= 1
+        off.append(abs(middle - 1 - float(slope.square().sum())) / error)
+    within = [sum(value <= width for value in off) / 300 for width in (1, 2)]
+    assert 0.63 < within[0] < 0.83  # a plain standard error covers 0.60 and 0.88
+    assert within[1] > 0.92
+
+
 def test_patience_stops_and_restores_the_best() -> None:
     stopping, model, path = fit(3000, average="best")
     table = stopping.history.columns()

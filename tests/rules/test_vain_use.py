@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -92,8 +93,10 @@ def test_passes_that_were_discarded_are_no_mistake() -> None:
 
 
 def test_a_lost_rule_leaves_no_hook_on_optimisers() -> None:
+    before = set(_global_optimizer_post_hooks)  # other tests' objects may wait to be collected
     heldin.EvidenceStopping(nn.Linear(2, 1))
-    assert not _global_optimizer_post_hooks
+    gc.collect()
+    assert set(_global_optimizer_post_hooks) <= before
 
 
 def test_an_optimiser_of_another_model_may_step_at_any_time() -> None:

@@ -183,12 +183,15 @@ def test_parquet(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, by_parquet, _ = run(capsys, "predict", "m", "t.parquet")
     _, by_csv, _ = run(capsys, "predict", "m", "classes.csv")
     assert by_parquet == by_csv
-    frame["when"] = pandas.Timestamp("2024-01-03")
+    frame["when"] = pandas.Timestamp("2024-01-03") + pandas.to_timedelta(range(len(frame)), "h")
+    frame["long"] = pandas.to_timedelta(range(len(frame)), "h")
     frame.to_parquet("dated.parquet")
     said = fails(capsys, "fit", "dated.parquet", "--target", "label", "--out", "d")
-    assert "column 'when' holds dates" in said
+    assert "column 'long' holds durations" in said
+    arguments = ("fit", "dated.parquet", "--target", "label", "--out", "d", "--drop", "long")
+    assert run(capsys, *arguments, *FAST)[0] == 0
     Path("no.parquet").write_text("a,b\n1,2\n")
-    said = fails(capsys, "fit", "no.parquet", "--target", "a", "--out", "d")
+    said = fails(capsys, "fit", "no.parquet", "--target", "a", "--out", "n")
     assert "not a Parquet file" in said
 
 
@@ -315,8 +318,13 @@ GOOD = "a,b,y\n" + "".join(f"{i},{i % 3},{'pq'[i % 2]}\n" for i in range(12))
         ("y\np\nq\n", "no column to predict from"),
         ("a,y\ninf,p\n1,q\n", "column 'a' has infinite values"),
         (
-            "d,y\n" + "".join(f"2024-01-{i:02},{'pq'[i % 2]}\n" for i in range(1, 20)),
-            "column 'd' holds dates or times ('2024-01-01')",
+            "d,y\n"
+            + "".join(f"{i % 12 + 1:02}/{i % 9 + 1:02}/2024,{'pq'[i % 2]}\n" for i in range(20)),
+            "day and month cannot be told apart; say --dates dmy or --dates mdy",
+        ),
+        (
+            "n,y\n" + "".join(f'"{i},00{i % 9}",{"pq"[i % 2]}\n' for i in range(1, 20)),
+            "may have thousands or decimals; say --decimal , or --decimal .",
         ),
         (
             "d,y\n" + "".join(f"{i}:30,{'pq'[i % 2]}\n" for i in range(1, 20)),
@@ -429,7 +437,7 @@ def test_bad_rows_to_predict(here: Path, capsys: pytest.CaptureFixture[str]) -> 
 def test_ctrl_c(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, calls = Trainer._end, []
+    real, calls = Trainer.end_epoch, []
 
     def interrupted(self: Trainer, loss: float) -> None:
         real(self, loss)
@@ -437,7 +445,7 @@ def test_ctrl_c(
         if len(calls) == 5:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(Trainer, "_end", interrupted)
+    monkeypatch.setattr(Trainer, "end_epoch", interrupted)
     code, out, err = run(capsys, "fit", "classes.csv", "--target", "label", "--out", "m")
     assert (code, out) == (130, "")
     assert "interrupted after 4 epochs; nothing was written" in err

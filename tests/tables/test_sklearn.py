@@ -29,6 +29,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 import heldin.sklearn.base as base
+import heldin.sklearn.data as data
 from heldin.sklearn import LinearRegression, LogisticRegression, MLPClassifier, MLPRegressor
 
 pytestmark = pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
@@ -195,13 +196,12 @@ def test_folds_are_those_of_one_call() -> None:
 
 
 def test_auto_falls_back_to_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
-    def nothing_fits(*args: Any, **options: Any) -> Any:
-        raise heldin.HeldinError("no rule fits")
-
-    monkeypatch.setattr("heldin.tables.trainer.stopping", nothing_fits)
+    monkeypatch.setattr(base, "MEMORY", 1000)
     model = MLPClassifier((5,), **QUICK).fit(*classes())
-    assert (model.stopping_rule_, model.stopping_choice_) == ("evidence", "no rule fits")
-    with pytest.raises(heldin.HeldinError, match="no rule fits"):
+    assert model.stopping_rule_ == "evidence"
+    assert "more than 1,000" in model.stopping_choice_
+    assert len(model.members_) == 1
+    with pytest.raises(heldin.HeldinError, match="use early_stopping='evidence'"):
         model.set_params(early_stopping="folds").fit(*classes())
 
 
@@ -239,7 +239,8 @@ def test_every_rule_trains(rule: Any) -> None:
     estimates = expected in ("folds", "shadow", "leave-one-out")
     assert (model.estimate_curve_ is not None) == estimates
     if estimates:
-        assert model.estimate_ == min(model.estimate_curve_)
+        lowest = min(model.estimate_curve_)
+        assert model.estimate_ == pytest.approx(lowest, rel=0.1)
         assert model.estimate_error_ > 0
         assert model.best_step_ < model.n_steps_
 
@@ -273,12 +274,24 @@ def test_order_is_kept_without_shuffling() -> None:
     X, y = numbers(30)
     X[7], y[7] = X[3], y[3]
     options = {**QUICK, "max_iter": 1, "shuffle": False, "batch_size": 5}
-    model = MLPRegressor((4,), "tanh", solver="sgd", momentum=0.0, early_stopping=False, **options)
+    model = MLPRegressor(
+        (4,),
+        "tanh",
+        solver="sgd",
+        momentum=0.0,
+        early_stopping=False,
+        alpha=0.0001,
+        standardize=False,
+        **options,
+    )
     found = model.fit(X, y).coefs_
     seed = int(np.random.RandomState(0).randint(2**31))
     twin = build_network([4, 4, 1], "tanh", generator=torch.Generator().manual_seed(seed))
     weights = [p for name, p in twin.named_parameters() if name.endswith("weight")]
     x, t = torch.from_numpy(X), torch.from_numpy(y)[:, None]
+    with torch.no_grad():
+        twin[2].weight.zero_()
+        twin[2].bias.fill_(y.mean())
     for start in range(0, 30, 5):
         twin.zero_grad()
         loss = nn.functional.mse_loss(twin(x[start : start + 5]), t[start : start + 5])
@@ -339,7 +352,7 @@ def test_sparse_inputs(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     thin = kind(**QUICK, early_stopping="evidence").fit(sparse.csr_array(X), y)
     np.testing.assert_array_equal(dense.predict_proba(X), thin.predict_proba(X))
     np.testing.assert_allclose(thin.predict_proba(sparse.csr_array(X)), thin.predict_proba(X))
-    monkeypatch.setattr(base, "DENSE", 0)  # as if it were too large
+    monkeypatch.setattr(data, "DENSE", 0)  # as if it were too large
     large = kind(**QUICK).fit(sparse.csr_matrix(X), y)
     assert large.stopping_rule_ == "evidence"
     assert large.score(sparse.csr_matrix(X), y) > 0.5
@@ -436,6 +449,7 @@ def test_single_precision_stays() -> None:
     assert model.predict_proba(X.astype(np.float32)).dtype == np.float32
 
 
+@pytest.mark.filterwarnings("ignore::heldin.HeldinWarning")  # two epochs are not enough
 def test_the_global_random_stream_is_left_alone() -> None:
     before = torch.random.get_rng_state()
     for rule in RULES:
@@ -479,8 +493,9 @@ def test_bad_data_is_named() -> None:
         MLPClassifier(early_stopping="validation").fit(X, y)
     with pytest.raises(ValueError, match="class_weight is for one class per row"):
         MLPClassifier(class_weight="balanced").fit(X, np.stack([y > 0, y > 1], 1).astype(int))
+    rough = {"early_stopping": False, "standardize": False}
     with pytest.raises(ValueError, match="not finite"):
-        MLPRegressor((5,), solver="sgd", early_stopping=False, **QUICK).fit(X * 1e150, y)
+        MLPRegressor((5,), solver="sgd", **rough, **QUICK).fit(X * 1e150, y)
 
 
 def test_an_end_without_a_stop_is_said() -> None:

@@ -17,6 +17,7 @@ QUICK: dict[str, Any] = {"max_iter": 40, "learning_rate_init": 0.05}
 
 
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
+@pytest.mark.filterwarnings("ignore:.*no better than a constant:heldin.HeldinWarning")
 @pytest.mark.filterwarnings("ignore:.*never fell below:heldin.HeldinWarning")  # noise is noise
 @parametrize_with_checks(
     [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 
-from heldin.errors import HeldinWarning
+from heldin.errors import HeldinWarning, more
 from heldin.rules.evidence import EvidenceStopping
 from heldin.rules.outlook import INSTEAD
 
@@ -34,7 +34,7 @@ class Epochs:
         """An epoch begins."""
         self._batches = 0
         if stopping is not None:
-            self._before = stopping.progress
+            self._before = stopping.counts
 
     def batch(self) -> None:
         """A batch of it was trained on."""
@@ -45,16 +45,16 @@ class Epochs:
         if stopping is None or not stopping.watching or not self._batches:
             return
         self._epochs += 1
-        if self._epochs == MANY and stopping.progress[0] >= 10 * MANY and not stopping.should_stop:
+        if self._epochs == MANY and stopping.counts[0] >= 10 * MANY and not stopping.should_stop:
             warnings.warn(
                 f"{self._owner}: {MANY} epochs have passed and the criterion is "
                 f"{stopping.criterion:.3g}. If the training loss does not fall any more, evidence "
                 "will hardly stop this run, as on tables with rare classes or many columns. "
-                f"{INSTEAD}",
+                f"{INSTEAD} {more('evidence-will-hardly-stop')}",
                 HeldinWarning,
                 stacklevel=2,
             )
-        (step, *seen), (step_before, *seen_before) = stopping.progress, self._before
+        (step, *seen), (step_before, *seen_before) = stopping.counts, self._before
         waiting = step_before < step < step_before + stopping.every  # it was not its turn
         if seen != seen_before or waiting or self._told:
             return
@@ -63,7 +63,8 @@ class Epochs:
             f"{self._owner}: no backward pass through the model was seen in a whole epoch of "
             f"{self._batches} batches, so the rule cannot stop training. Is the model that it was "
             "given the one that is trained, and are its parameters those of the optimiser? A step "
-            "that does not call the model's forward goes through stopping.call(...)",
+            "that does not call the model's forward goes through stopping.call(...) "
+            + more("no-backward-pass-seen"),
             HeldinWarning,
             stacklevel=2,
         )

@@ -133,7 +133,7 @@ def forget_gradients(parameters: Iterable[Tensor]) -> None:
 
 def forget_passes(stopping: EvidenceStopping) -> None:
     """Drop backward passes after the one that closed a step, as a line search makes them."""
-    if stopping.watching and stopping.progress[2]:
+    if stopping.watching and stopping.counts[2]:
         stopping.discard()
 
 

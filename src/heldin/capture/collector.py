@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from heldin.errors import HeldinError, HeldinWarning, NotObservable
+from heldin.errors import HeldinError, HeldinWarning, NotObservable, more
 
 from .arguments import BatchDim
 from .counting import decide, different_counts
@@ -354,7 +354,8 @@ class Collector:
     def _let_go(self, why: str) -> tuple[None, dict[str, ParameterSums]]:
         warnings.warn(
             "this backward pass is not observed: its graph differs from those that the same call "
-            f"of the model has led to before, and {why}. The next calls are followed anew",
+            f"of the model has led to before, and {why}. The next calls are followed anew "
+            + more("calls-that-are-not-observed"),
             HeldinWarning,
             stacklevel=2,
         )

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from heldin._private_torch import outputs_of
+
 from .graph import LEAF, Graph, shape_of
 from .reference import Output
 
@@ -120,7 +122,7 @@ def _is_mixed(graph: Graph, at: int, number: int, outputs: Sequence[Output]) -> 
     node = graph.nodes[at]
     if graph.names[at] == LEAF:
         return False
-    shape, given = shape_of(node, number), node._input_metadata[number]
+    shape, given = shape_of(node, number), outputs_of(node)[number]
     size = 1
     for each in shape:
         size *= each

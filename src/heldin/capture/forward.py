@@ -10,13 +10,17 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import (
-    _disable_current_modes,
-    _get_current_dispatch_mode,
-    _pop_mode,
-    _push_mode,
-)
 
+from heldin._private_torch import (
+    DisableTorchFunction,
+    any_autocast,
+    current_mode,
+    pop_mode,
+    push_mode,
+    tracing_state,
+    transform_stack,
+    without_modes,
+)
 from heldin.errors import NotObservable
 
 from .arguments import Arguments, BatchDim, Count, Entry, Roles, names_of, read, readings
@@ -32,8 +36,6 @@ from .sizes import sizes_of
 __all__ = ["Calls"]
 
 T = TypeVar("T")
-_any_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
-_tracing_state = torch._C._get_tracing_state
 TRACED = "while it is traced, exported or compiled"
 _is_trained = attrgetter("requires_grad")
 RECENT = 8  # calls whose graphs are kept until their backward pass, or the end of the step
@@ -148,7 +150,7 @@ class Calls:
             self._frame = sys._getframe(1)
         if self._depth > 1 or self.backward_depth or not torch.is_grad_enabled():
             return
-        if _tracing_state() is not None:  # sizes are no numbers then
+        if tracing_state() is not None:  # sizes are no numbers then
             self._knowledge.warn_unobserved(TRACED)
             return
         given: Arguments | None = None
@@ -166,7 +168,7 @@ class Calls:
         assert self._model is not None
         # with the inputs, this decides which graph a forward pass builds
         trained = tuple(map(_is_trained, self._names.parameters))
-        cast = _any_autocast() and (
+        cast = any_autocast() and (
             torch.is_autocast_enabled("cpu"),
             torch.is_autocast_enabled("cuda"),
         )
@@ -232,7 +234,7 @@ class Calls:
             call.note_answers(self._knowledge.questions.get(call.kind))
         if call.candidates:
             outputs = [output] if isinstance(output, Tensor) else tensors_in(output)
-            with _disable_current_modes(), torch._C.DisableTorchFunction():
+            with without_modes(), DisableTorchFunction():
                 for candidate in call.candidates:
                     if candidate.tracker is not None:
                         candidate.layouts = [_result(candidate.tracker, t) for t in outputs]
@@ -246,12 +248,12 @@ class Calls:
         if self._following is not None and call is not None:
             above = []  # modes of other observations that were cut off in the same call
             own = [candidate.tracker for candidate in call.candidates]
-            while (mode := _get_current_dispatch_mode()) not in (None, *own):
-                above.append(_pop_mode())
+            while (mode := current_mode()) not in (None, *own):
+                above.append(pop_mode())
             if mode is not None or not call.candidates:
                 self._following.__exit__(None, None, None)
             for other in reversed(above):
-                _push_mode(other)
+                push_mode(other)
         self._following = None
 
     def _earlier(self, tensor: Tensor, planes: Tensor) -> Tensor:
@@ -274,7 +276,7 @@ def _how_transformed() -> str | None:
 
 
 def _transformed() -> str | None:
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if transform_stack() is not None:
         return "inside a transform of torch.func (vmap, grad, jvp, ...)"
     return TRACED if torch.compiler.is_compiling() else None
 

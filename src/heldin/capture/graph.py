@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from heldin._private_torch import outputs_of, sequence_number
 from heldin.errors import NotObservable
 
 __all__ = ["LEAF", "Backward", "Graph", "children_first", "number_of", "shape_of", "walk"]
@@ -66,7 +67,7 @@ class Graph:
 
 def number_of(node: Any) -> Any:
     """What tells a node from others without keeping its graph alive; leaves have none."""
-    return node._sequence_nr(), type(node)
+    return sequence_number(node), type(node)
 
 
 _OUTPUTS = 1 << 20  # more than any op has outputs
@@ -110,7 +111,7 @@ def walk(roots: Sequence[Any]) -> Graph:
 def shape_of(node: Any, output: int) -> tuple[int, ...]:
     """The shape of what a node has put out."""
     try:
-        return tuple(node._input_metadata[output].shape)
+        return tuple(outputs_of(node)[output].shape)
     except RuntimeError:  # it has no shape of numbers
         raise NotObservable(
             f"{node.name()} works on nested tensors, in which rows cannot be followed; use padded "

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
+
+from heldin._private_torch import graph_task_id, is_batched_by_vmap, is_wrapped_by_transform
 
 __all__ = ["Grads", "NodeHooks", "without_autocast"]
 
@@ -27,7 +28,7 @@ def without_autocast() -> Iterator[None]:
 
 def _is_batched(grad: Tensor) -> bool:
     """Whether this is the gradient of several passes at once."""
-    return is_legacy_batchedtensor(grad) or is_functorch_wrapped_tensor(grad)
+    return is_batched_by_vmap(grad) or is_wrapped_by_transform(grad)
 
 
 class NodeHooks:
@@ -68,7 +69,7 @@ class NodeHooks:
     def _is_this_pass(self, grads: Grads) -> bool:
         if self._busy:
             return False
-        task = torch._C._current_graph_task_id()
+        task = graph_task_id()
         if task == self._task:
             return True
         if self._task is not None and task > self._task:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.autograd.graph import GradientEdge
 
-from heldin.errors import HeldinWarning, MixedSamplesWarning, NotObservable
+from heldin.errors import HeldinWarning, MixedSamplesWarning, NotObservable, more
 
 from .arguments import Arguments, Count
 from .graph import Graph, number_of, shape_of
@@ -300,7 +300,7 @@ class Knowledge:
             self._warned.add(why)
             warnings.warn(
                 f"the model is called {why}: such calls run as they would without heldin, and are "
-                "not observed",
+                "not observed " + more("calls-that-are-not-observed"),
                 HeldinWarning,
                 stacklevel=2,
             )
@@ -313,7 +313,8 @@ class Knowledge:
                 warnings.warn(
                     f"{place} mixes the samples of a batch ({why}): there is no per-sample "
                     "gradient as such. The contributions of each sample's rows are taken instead. "
-                    "An argument that only looks like a batch: batch_dim={name: None}",
+                    "An argument that only looks like a batch: batch_dim={name: None} "
+                    + more("samples-are-mixed"),
                     MixedSamplesWarning,
                     stacklevel=2,
                 )

@@ -14,6 +14,8 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from heldin._private_torch import version_of
+
 __all__ = ["Leftovers", "tell_of_steps"]
 
 
@@ -28,7 +30,7 @@ class Leftovers:
         for name, leaf in leaves.items():
             grad = leaf.grad
             if grad is not None:
-                self._left[name] = leaf, grad._version, _address(grad)
+                self._left[name] = leaf, version_of(grad), _address(grad)
 
     def used(self, parameters: Iterable[Tensor]) -> None:
         """An optimiser has stepped with the gradients of these: they are not thrown away."""
@@ -52,7 +54,7 @@ def _is_gone(leaf: Tensor, version: int, address: int) -> bool:
     grad = leaf.grad
     if grad is None:
         return True
-    if grad._version == version and _address(grad) == address:  # nobody has touched it
+    if version_of(grad) == version and _address(grad) == address:  # nobody has touched it
         return False
     return grad.numel() > 0 and not bool((grad.to_dense() if grad.is_sparse else grad).any())
 

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from heldin._private_torch import gradient_hooks
+
 from .contributions import CHUNK, Contributions, Lazy, Moved, Outer, Rows, moments
 from .graph import Graph
 from .hooks import Grads, NodeHooks
@@ -298,7 +300,7 @@ class Recorder:
         if (
             grad is None
             or penalised
-            or leaf._backward_hooks
+            or gradient_hooks(leaf)
             or grad.is_sparse
             or upcast(grad) is not grad
         ):

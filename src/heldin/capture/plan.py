@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from heldin._private_torch import gradient_hooks, outputs_of
+
 from .graph import Graph, shape_of
 from .layout import Layout
 from .ops import UseCache
@@ -119,7 +121,7 @@ class Plan:
         """
         nodes = graph.nodes
         for position, layouts in self.layouts.items():
-            for layout, found in zip(layouts, nodes[position]._input_metadata, strict=False):
+            for layout, found in zip(layouts, outputs_of(nodes[position]), strict=False):
                 if layout is not None and tuple(found.shape) != layout.shape:
                     return False
         return all(
@@ -172,7 +174,7 @@ def move(graph: Graph, path: ParameterPath, value: Tensor) -> Tensor:
         if graph.names[position] == "TBackward0":
             value = value.t()
             continue
-        grads: list[Tensor | None] = [None] * len(node._input_metadata)
+        grads: list[Tensor | None] = [None] * len(outputs_of(node))
         grads[output] = value
         if graph.names[position] == "ToCopyBackward0":
             continue  # a cast: statistics keep their own precision
@@ -194,8 +196,8 @@ def pull_back(
     have none, or a wrong one.
     """
     edge = torch.autograd.graph.GradientEdge(graph.nodes[path.node], path.output)
-    dtype = graph.nodes[path.node]._input_metadata[path.output].dtype
-    hooks = [(live, dict(live)) for leaf in leaves if (live := leaf._backward_hooks)]
+    dtype = outputs_of(graph.nodes[path.node])[path.output].dtype
+    hooks = [(live, dict(live)) for leaf in leaves if (live := gradient_hooks(leaf))]
     for live, _ in hooks:
         live.clear()  # the user's hooks are for the user's own backward pass
 

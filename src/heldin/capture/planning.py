@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from heldin._private_torch import outputs_of, saved, saved_names
 from heldin.errors import NotObservable
 
 from .graph import Graph, children_first, shape_of
@@ -137,7 +138,7 @@ def _cuts(
     cuts: dict[int, dict[int, Tensor | None]] = {}
     for (node, number), planes in slots.items():
         i = graph.index.get(node)
-        if i is None or planes is None or len(node._input_metadata) != 1:
+        if i is None or planes is None or len(outputs_of(node)) != 1:
             continue
         if kinds[i] == FREE and all(kinds[p] == DATA for p in graph.parents[i]):
             cuts[i] = {number: planes}
@@ -206,8 +207,8 @@ def _may_hold_data(graph: Graph, i: int, m: int) -> bool:
     ]
     if name not in _ENTRYWISE or shape_of(node, 0) not in (*shapes, ()):
         return True
-    for saved in dir(node):
-        value = getattr(node, saved) if saved.startswith("_saved_") else None
+    for each in saved_names(node):
+        value = saved(node, each)
         if isinstance(value, Tensor) and not value.requires_grad:
             if m in value.shape or (value.dim() and tuple(value.shape) not in shapes):
                 return True
@@ -247,7 +248,7 @@ def _layouts(
 ) -> list[Layout | None]:
     node = graph.nodes[position]
     result: list[Layout | None] = []
-    for number in range(len(node._input_metadata)):
+    for number in range(len(outputs_of(node))):
         planes = known.get(number)
         if planes is None:
             result.append(None)

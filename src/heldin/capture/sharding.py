@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from heldin._private_torch import own_parameters
 from heldin.errors import HeldinError, NotObservable
 
 __all__ = [
@@ -75,7 +76,7 @@ def watch_unsharded(model: nn.Module, found: Callable[[Tensor, str], None]) -> l
     def hook(places: list[tuple[nn.Module, str, str]]) -> Callable[[Any, Any], None]:
         def gathered(module: Any, args: Any) -> None:
             for holder, own, name in places:
-                parameter = holder._parameters.get(own)
+                parameter = own_parameters(holder).get(own)
                 if parameter is not None:
                     found(parameter, name)
 
@@ -87,7 +88,9 @@ def watch_unsharded(model: nn.Module, found: Callable[[Tensor, str], None]) -> l
         while stack:
             each = stack.pop()
             start = names[id(each)] + "." if names[id(each)] else ""
-            places += [(each, own, start + own) for own in each._parameters if start + own in first]
+            places += [
+                (each, own, start + own) for own in own_parameters(each) if start + own in first
+            ]
             stack += [child for child in each.children() if id(child) not in owners]
         handles.append(module.register_forward_pre_hook(hook(places)))
     return handles

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
+from typing import Any
 
 from heldin.errors import HeldinError
 
 from .progress import tell
 
-__all__ = ["bench"]
+__all__ = ["add_problems", "bench", "problems_of"]
 
 
 def bench(parser: argparse.ArgumentParser) -> None:
-    """Time training steps with and without observation, beside other libraries."""
-    parser.add_argument("workloads", nargs="*", help="default: all; see --list")
+    """Time training steps, beside other libraries; or "tables": compare small-table models."""
+    parser.add_argument(
+        "workloads", nargs="*", help='default: all; see --list; "tables": networks on small tables'
+    )
     parser.add_argument("--list", action="store_true", help="list workloads and methods")
     parser.add_argument("--methods", default="all", help="methods, separated by commas")
     parser.add_argument("--no-memory", action="store_true", help="do not measure peak memory")
@@ -27,7 +31,66 @@ def bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-counts", action="store_true", help="do not count operations")
     parser.add_argument("--no-growth", action="store_true", help="do not measure growth with size")
     parser.add_argument("--out", default="out/bench", help="folder for JSON, table and charts")
+    tables = parser.add_argument_group('for "tables"')
+    add_problems(tables, "confirmation")
     parser.set_defaults(run=_bench)
+
+
+def add_problems(parser: argparse._ActionsContainer, role: str) -> None:
+    """Options that say which small problems are cut from which tables."""
+    parser.add_argument(
+        "--data",
+        default=os.environ.get("HELDIN_DATA"),
+        help="folder of .npz files with X, y and task; scikit-learn's bundled datasets if neither "
+        "this nor HELDIN_DATA is given",
+    )
+    parser.add_argument("--n", default="50,100,200,500", help="numbers of training rows")
+    parser.add_argument("--seeds", type=int, default=1, help="draws of each problem (1)")
+    parser.add_argument("--seed", type=int, default=1000, help="of the first draw (1000)")
+    parser.add_argument(
+        "--role",
+        default=role,
+        choices=["confirmation", "development", "all"],
+        help=f"which tables; defaults were chosen on those for development ({role})",
+    )
+
+
+def problems_of(options: argparse.Namespace) -> Any:
+    """The problems that the options ask for."""
+    from heldin.lab.study.data import tables
+    from heldin.lab.tables import problems
+
+    try:
+        sizes = [int(part) for part in options.n.split(",")]
+    except ValueError:
+        raise HeldinError(f"--n: expected numbers separated by commas, got {options.n!r}") from None
+    seeds = range(options.seed, options.seed + options.seeds)
+    found = list(problems(tables(options.data), options.role, sizes, seeds))
+    if not found:
+        raise HeldinError(
+            f"--n {options.n} --role {options.role} --seeds {options.seeds}: no problem is left; a "
+            "table needs 100 rows more than are trained on"
+        )
+    return found
+
+
+def _tables(options: argparse.Namespace) -> int:
+    try:
+        from heldin.lab.tables import METHODS, compare, installed, write_comparison
+    except ImportError as error:
+        raise HeldinError(
+            f"bench tables: {error.name} is not installed; pip install 'heldin[study]'"
+        ) from error
+    names = installed() if options.methods == "all" else options.methods.split(",")
+    for name in names:
+        if name not in METHODS:
+            raise HeldinError(f"bench: {name!r} is unknown; there are {'; '.join(METHODS)}")
+        if name not in installed():
+            raise HeldinError(f"bench: {name} needs {METHODS[name].needs}, which is not installed")
+    rows = compare(problems_of(options), {name: METHODS[name] for name in names}, options.out, tell)
+    print(write_comparison(rows, names, options.out))
+    print(f"Results and table are in {options.out}")
+    return 0
 
 
 def _bench(options: argparse.Namespace) -> int:
@@ -43,6 +106,8 @@ def _bench(options: argparse.Namespace) -> int:
     from heldin.lab.bench.methods import METHODS
     from heldin.lab.bench.run import GROWTH
 
+    if options.workloads == ["tables"]:
+        return _tables(options)
     if options.list:
         for name, workload in WORKLOADS.items():
             print(f"{name:10} {workload.title}")

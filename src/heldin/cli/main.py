@@ -17,7 +17,12 @@ from heldin.errors import HeldinError
 
 __all__ = ["main"]
 
+OFFER = (
+    "Train on every row, know when to stop, and know how good the model will be: without a "
+    "validation set."
+)
 COMMANDS = {  # the module that has it, and what it does
+    "demo": (".demo", "See it work: one table, with and without a validation set; a minute."),
     "bench": (".bench", "Time training steps with and without observation."),
     "fit": (".fit", "Train a model on all rows of a table, without a held-out part."),
     "predict": (".fit", "Predict rows with a model of `heldin fit`; CSV to stdout."),
@@ -30,7 +35,7 @@ COMMANDS = {  # the module that has it, and what it does
 
 def parser(only: str | None = None) -> ArgumentParser:
     """The parser of all commands, of which one or all know their arguments."""
-    top = ArgumentParser(prog="heldin", description="Early stopping without a validation set.")
+    top = ArgumentParser(prog="heldin", description=OFFER)
     top.add_argument("--version", action="version", version=f"heldin {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (module, what) in COMMANDS.items():
@@ -45,6 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         options = parser(next((word for word in given if word[:1] != "-"), "")).parse_args(given)
+        options.given = given  # for messages that repeat the command
         code: int = options.run(options)
         return code
     except HeldinError as error:

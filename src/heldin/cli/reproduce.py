@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from heldin.errors import HeldinError
@@ -41,6 +42,18 @@ def reproduce(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", help="folder of datasets (default: HELDIN_DATA, else the cache)")
     parser.add_argument("--device", help="where to train (default: a GPU if there is one)")
     parser.add_argument("--docs", metavar="FILE", help="write the report as Markdown here, too")
+    parser.add_argument(
+        "--readings",
+        action="store_true",
+        help="check the claims under every reading of what the paper leaves open, from the runs in "
+        "--out; without names, only write the page --docs from what is stored beside it",
+    )
+    parser.add_argument(
+        "--plan",
+        action="store_true",
+        help="make the full-size runs that --readings looks at, one after the other, in --out; "
+        "started again, they go on from their checkpoints",
+    )
     parser.set_defaults(run=_reproduce)
 
 
@@ -63,6 +76,10 @@ def _reproduce(options: argparse.Namespace) -> int:
     if options.list:
         _list(options.preset)
         return 0
+    if options.plan:
+        return _plan(options)
+    if options.readings:
+        return _readings(options)
     import torch
 
     on_gpu = (options.device or "cuda") != "cpu" and torch.cuda.is_available()
@@ -87,6 +104,31 @@ def _reproduce(options: argparse.Namespace) -> int:
         return 130
     _print(found)
     return 1 if found.missing else 0
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from heldin.lab.reproduce import fullsize
+
+    if options.names:
+        raise HeldinError("reproduce: --plan takes no names; it makes all runs of the plan")
+    threads = options.jobs or os.cpu_count() or 1
+    for plan in (fullsize.TENTHS, fullsize.PLAN):
+        fullsize.make(plan, Path(options.out), options.data, threads)
+    return 0
+
+
+def _readings(options: argparse.Namespace) -> int:
+    from heldin.lab.reproduce.page import write_page
+    from heldin.lab.reproduce.survey import SEEDS, survey
+
+    page = Path(options.docs or "reproduction.md")
+    store = page.parent / "results" / page.stem
+    if options.names:
+        seeds = SEEDS if options.seeds is None else options.seeds
+        survey(options.names, Path(options.out), store, seeds=seeds, tell=print)
+    write_page(page, store, f"heldin reproduce --readings --docs {page.name}")
+    print(f"The page is {page}")
+    return 0
 
 
 def _list(preset: str) -> None:

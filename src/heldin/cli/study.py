@@ -9,6 +9,7 @@ from typing import Any
 
 from heldin.errors import HeldinError
 
+from .bench import add_problems, problems_of
 from .progress import tell
 
 __all__ = ["study"]
@@ -19,18 +20,24 @@ def study(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
     quality = kinds.add_parser(
         "quality",
-        help="test loss at the stop of every rule, on real tables",
-        description="Train small models on real tables, replay every stopping rule on each run, "
-        "and compare the test losses. Interrupted studies go on where they were.",
+        help="test loss at the stop of every rule, on real data",
+        description="Train small models on real tables, images or texts, replay every stopping "
+        "rule on each run, and compare the test losses. Interrupted studies go on where they were.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    quality.add_argument(
+        "--task",
+        default="tables",
+        choices=["tables", "images", "texts", "tuning"],
+        help="tables; small images; pieces of text; fine-tuning of a network trained on MNIST",
     )
     quality.add_argument(
         "--data",
         default=os.environ.get("HELDIN_DATA"),
-        help="folder of .npz files with X, y and task; scikit-learn's bundled datasets if neither "
-        "this nor HELDIN_DATA is given",
+        help="folder of .npz files with X, y and task, and of MNIST in its sub-folder mnist; "
+        "scikit-learn's bundled datasets if neither this nor HELDIN_DATA is given",
     )
-    quality.add_argument("--n", default="50,100,200", help="numbers of training rows")
+    quality.add_argument("--n", help="numbers of training rows (by default those of the task)")
     quality.add_argument("--runs", type=int, default=150, help="number of runs")
     quality.add_argument("--seed", type=int, default=0, help="of the plan")
     quality.add_argument("--rules", default="all", help="rules to replay, separated by commas")
@@ -42,8 +49,18 @@ def study(parser: argparse.ArgumentParser) -> None:
         help="which datasets; constants were chosen on those for development",
     )
     quality.add_argument("--jobs", type=int, default=1, help="processes")
-    quality.add_argument("--steps", type=int, default=2500, help="optimiser steps of a run")
+    quality.add_argument("--steps", type=int, help="optimiser steps of a run (as for --n)")
     quality.set_defaults(run=_quality)
+    choice = kinds.add_parser(
+        "tables",
+        help="settings of heldin's networks for tables, on tables for development",
+        description="Fit heldin's networks with other settings than the defaults, and compare the "
+        "test losses. Interrupted studies go on where they were.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add_problems(choice, "development")
+    choice.add_argument("--out", default="out/study-tables", help="folder for the results")
+    choice.set_defaults(run=_tables)
     agree = kinds.add_parser(
         "agreement",
         help="the sampled criterion beside the exact one, over whole runs",
@@ -65,11 +82,12 @@ def _quality(options: argparse.Namespace) -> int:
             f"study: {error.name} is not installed; pip install 'heldin[study]'"
         ) from error
     try:
-        sizes = [int(part) for part in options.n.split(",")]
+        sizes = None if options.n is None else [int(part) for part in options.n.split(",")]
     except ValueError:
         raise HeldinError(f"--n: expected numbers separated by commas, got {options.n!r}") from None
     summary = quality(
         options.data,
+        kind=options.task,
         sizes=sizes,
         runs=options.runs,
         seed=options.seed,
@@ -87,6 +105,19 @@ def _quality(options: argparse.Namespace) -> int:
             f"{line['worst']:7.2f} {line['win_rate']:5.2f} {line['runs']:5}"
         )
     print(f"Tables and report.html are in {options.out}")
+    return 0
+
+
+def _tables(options: argparse.Namespace) -> int:
+    try:
+        from heldin.lab.tables import SETTINGS, compare, write_comparison
+    except ImportError as error:
+        raise HeldinError(
+            f"study: {error.name} is not installed; pip install 'heldin[study]'"
+        ) from error
+    rows = compare(problems_of(options), SETTINGS, options.out, tell)
+    print(write_comparison(rows, list(SETTINGS), options.out, best_of=["default"]))
+    print(f"Results and table are in {options.out}")
     return 0
 
 

@@ -10,8 +10,11 @@ from typing import Any, ClassVar, TypeVar
 
 from torch import nn
 
-from heldin.errors import HeldinError
+from heldin.errors import HeldinError, docs
+from heldin.pages.run import Advice, RunPage
 from heldin.state.schema import check_settings, checked_state, load_or_roll_back
+
+from .reporting import Reporting, table
 
 __all__ = ["Closing", "StoppingRule", "deprecated"]
 
@@ -61,7 +64,7 @@ STATE_SCHEMA: dict[str, Any] = {  # of a saved state, for every rule
 }
 
 
-class StoppingRule(Closing, ABC):
+class StoppingRule(Closing, Reporting, ABC):
     """Says at each step of a training loop whether to stop.
 
     A rule adds how it decides, `_settings` (what a resumed run must have in common with the saved
@@ -96,6 +99,39 @@ class StoppingRule(Closing, ABC):
 
     def __repr__(self) -> str:
         return f"<heldin.{type(self).__name__}: {self.reason}>"
+
+    # -- showing
+
+    history: Any  # a rule has its own kind of checks
+
+    def _look(self) -> tuple[int, str]:
+        return self._step, self.reason
+
+    def _advice(self) -> list[Advice]:
+        """What to try if the run looks wrong."""
+        return [("Where rules go wrong is shown with figures.", docs("when-to-trust.html"))]
+
+    def _cost(self) -> dict[str, Any]:
+        """What the rule took, beside the training itself."""
+        return {"steps": self._step, "checks": len(self.history)}
+
+    def _plot(self, ax: Any, groups: bool) -> None:
+        self.history.plot(ax)
+
+    def _page(self, groups: bool) -> RunPage:
+        name = type(self).__name__
+        done = f"stopped at step {self.stopped_step}" if self.should_stop else "not stopped"
+        facts = {k.removeprefix("heldin/"): v for k, v in self.metrics().items()}
+        shown = {k: v for k, v in facts.items() if not k.startswith("group/") or groups}
+        return RunPage(
+            title=f"{name}: {done}",
+            verdict=self.reason,
+            facts=table({"steps": self._step, **shown}),
+            settings=table(self._settings()),
+            cost=table(self._cost()),
+            advice=self._advice(),
+            plot=(lambda ax: self._plot(ax, groups)) if len(self.history) else None,
+        )
 
     # -- saving
 

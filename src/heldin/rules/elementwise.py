@@ -30,6 +30,7 @@ from heldin.state.schema import (
 
 from .base import Closing
 from .optimizer_state import STATE_SCHEMA, own_averages, with_averages, without_averages
+from .reporting import ElementwiseReport
 from .wrapper import OptimizerWrapper
 
 __all__ = ["ElementwiseStopping"]
@@ -44,7 +45,7 @@ CALLBACKS = {
 }
 
 
-class ElementwiseStopping(Joinable, Closing, OptimizerWrapper):
+class ElementwiseStopping(Joinable, Closing, ElementwiseReport, OptimizerWrapper):
     """An optimiser that leaves weights without evidence where they are.
 
     It wraps any optimiser and is used in its place: learning-rate schedulers, gradient scalers,

@@ -41,13 +41,14 @@ from .foreign import PlainLoopOnly, callbacks_named
 from .order import CallOrder
 from .outlook import Outlook
 from .ranks import Joinable, ProcessGroup, ranks_of
+from .reporting import EvidenceReport
 
 __all__ = ["EvidenceStopping"]
 
 T = TypeVar("T")
 
 
-class EvidenceStopping(StoppingRule, Joinable, PlainLoopOnly):
+class EvidenceStopping(EvidenceReport, StoppingRule, Joinable, PlainLoopOnly):
     """Stops training when the gradients carry no more evidence than noise would.
 
     Call `step()` after `backward()` and before `optimizer.step()`, so that the weights that
@@ -55,9 +56,10 @@ class EvidenceStopping(StoppingRule, Joinable, PlainLoopOnly):
     accumulated micro-batches need nothing special. Where the optimiser takes a closure, `step()`
     belongs into it, after `backward()`.
 
-    The criterion is 1 - mean f per group, averaged over the groups and smoothed; above zero, it
-    asks to stop. The first block of arguments is the paper's rule and its pace, the second makes it
-    robust where the plain rule is not; `EvidenceStopping.paper` switches that off.
+    For when no second model is affordable, and as a diagnosis; else `heldin.stopping` ends with
+    better models (docs/which-rule.md). The criterion is 1 - mean f per group, averaged over groups
+    and smoothed; above zero, it asks to stop. Of the arguments, the first block is the paper's rule
+    and its pace, the second is for robustness; `EvidenceStopping.paper` switches that off.
 
     Args:
         model: the model that is trained. It is neither wrapped nor changed.
@@ -193,8 +195,8 @@ class EvidenceStopping(StoppingRule, Joinable, PlainLoopOnly):
 
         Every coordinate, no arming, no weights, no correction, the plain recursion
         c = b c + (1-b) x. The paper leaves open b (here 0.9), the start of the average (here zero)
-        and the meaning of 0/0 (here dead coordinates are left out: counted as zeros, they would
-        stop the paper's own MNIST runs at the first step). Arguments are those of the class.
+        and the meaning of 0/0 (here dead coordinates are left out; `docs/reproduction.md` shows
+        what the other readings give). Arguments are those of the class.
 
         >>> import heldin, torch
         >>> stopping = heldin.EvidenceStopping.paper(torch.nn.Linear(3, 1), smoothing=0.99)
@@ -230,7 +232,7 @@ class EvidenceStopping(StoppingRule, Joinable, PlainLoopOnly):
         return self._model is not None
 
     @property
-    def progress(self) -> tuple[int, int, int]:
+    def counts(self) -> tuple[int, int, int]:
         """Steps so far, the last one with a backward pass, and passes since the last step."""
         return self._step, self._seen_step, self._collector.passes
 

@@ -11,7 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from heldin.capture.collector import Collector
 from heldin.capture.graph import Backward
-from heldin.errors import HeldinWarning
+from heldin.errors import HeldinWarning, more
 
 __all__ = ["CallOrder"]
 
@@ -61,7 +61,8 @@ class CallOrder:
             self._told = True
             warnings.warn(
                 "EvidenceStopping.step: called after optimizer.step(), so the weights that ask for "
-                "a stop are not kept. Call it between loss.backward() and optimizer.step()",
+                "a stop are not kept. Call it between loss.backward() and optimizer.step() "
+                + more("step-after-the-optimiser"),
                 HeldinWarning,
                 stacklevel=5,
             )

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Mapping
 
 from heldin.capture.moments import Moments
-from heldin.errors import HeldinWarning
+from heldin.errors import HeldinWarning, more
 
 __all__ = ["INSTEAD", "Outlook"]
 
@@ -50,7 +50,7 @@ class Outlook:
             f"EvidenceStopping: after {step} steps the gradients of single samples are below a "
             f"thousandth of what they were, so the training loss is near zero, and the criterion "
             f"is {criterion:.3g}{unarmed}. Evidence will hardly stop this run: the model fits "
-            f"every row. {INSTEAD}",
+            f"every row. {INSTEAD} {more('evidence-will-hardly-stop')}",
             HeldinWarning,
             stacklevel=6,
         )

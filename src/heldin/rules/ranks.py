@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from heldin._private_torch import is_called_by_ddp
 from heldin.capture.collector import Collector
 from heldin.capture.moments import Moments, upcast
 from heldin.capture.sampling import Block
 from heldin.capture.sharding import fully_sharded
-from heldin.errors import HeldinError, HeldinWarning
+from heldin.errors import HeldinError, HeldinWarning, more
 
 from .agreement import compare
 from .weighting import LossWeight
@@ -242,7 +243,7 @@ class Ranks:
             f"{own:.4g}, the average over the ranks is {total / number:.4g}. Each rank's loss is "
             "taken for a mean over its own samples, so that the criterion is off. Pass the factor, "
             "stopping.step(scale=factor); or reduction='sum' to the rule if every rank divides the "
-            "sum over its samples by the same number",
+            "sum over its samples by the same number " + more("weighted-ranks"),
             HeldinWarning,
             stacklevel=2,
         )
@@ -389,7 +390,7 @@ class Joinable:
 def refuse_data_parallel(owner: str, model: nn.Module) -> None:
     """Refuse a model that several processes train together, for rules that look at one process."""
     parallel = nn.parallel.DistributedDataParallel
-    inside = getattr(parallel, "_active_ddp_module", None) is not None  # it is calling the model
+    inside = is_called_by_ddp()
     if inside or isinstance(model, parallel) or any(True for _ in fully_sharded(model)):
         raise HeldinError(
             f"{owner}: the model is trained by several processes, and each of them would decide by "

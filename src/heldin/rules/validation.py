@@ -19,11 +19,12 @@ from heldin.state.schema import (
 )
 
 from .base import StoppingRule, deprecated
+from .reporting import ValidationReport
 
 __all__ = ["ValidationStopping"]
 
 
-class ValidationStopping(StoppingRule):
+class ValidationStopping(ValidationReport, StoppingRule):
     """Stops training when the validation loss has not improved for `patience` checks.
 
     The counterpart of `heldin.EvidenceStopping`, with the same interface. Call `step()` before

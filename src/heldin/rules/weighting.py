@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from heldin._private_torch import saved
 from heldin.capture.collector import Collector
 from heldin.capture.graph import Backward
 
@@ -29,7 +30,7 @@ def root_factor(root: Any) -> tuple[float, int] | None:
         kind = type(node).__name__
         if kind in ("MulBackward0", "DivBackward0"):
             nexts = [step for step, _ in node.next_functions]
-            constant = node._saved_other if nexts[0] is not None else node._saved_self
+            constant = saved(node, "self" if nexts[0] is None else "other")
             if None not in nexts[:2] or constant is None or constant.numel() != 1:
                 return None  # no constant
             if kind == "DivBackward0" and nexts[0] is None:
@@ -40,7 +41,7 @@ def root_factor(root: Any) -> tuple[float, int] | None:
         elif kind.startswith(("MeanBackward", "SumBackward")):
             return factor, MEAN if kind.startswith("Mean") else SUM
         else:
-            reduction = getattr(node, "_saved_reduction", None)
+            reduction = saved(node, "reduction", None)
             return (factor, reduction) if reduction in (MEAN, SUM) else None
     return None
 

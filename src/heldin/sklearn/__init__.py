@@ -14,20 +14,14 @@ True
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 try:
-    import numpy as np
     import sklearn as _sklearn  # noqa: F401
 except ImportError as error:
     raise ImportError(
         f"heldin.sklearn: {error.name} is not installed; pip install 'heldin[sklearn]'"
     ) from error
-import torch
-from torch import nn
-
-from heldin.tables.trainer import TrainingConfig
 
 from .base import Layers
 from .kinds import Classifier, Hidden, Linear, Regressor
@@ -36,14 +30,20 @@ __all__ = ["LinearRegression", "LogisticRegression", "MLPClassifier", "MLPRegres
 
 
 class MLPClassifier(Classifier, Hidden):
-    """A neural network for classes, called as scikit-learn's `MLPClassifier`.
+    """Neural networks for classes, called as scikit-learn's `MLPClassifier`.
 
-    It trains on every row. Which rule stops it is `early_stopping`:
+    A committee of six networks trains in lock-step: one sees every row, each of the others misses a
+    fifth of them, so that every row is new to one. What they say of rows that are new to them tells
+    when to stop, how far to shrink towards the classes' shares, and how good the committee will be;
+    its prediction is the mean of their probabilities and costs six times that of one network. Where
+    the networks are no better than the shares, a warning says so, and these are predicted.
 
-    - "auto", or True: five shadow models in lock-step for fewer than 1,000 rows, one shadow above;
-      see `heldin.stopping`. Where that does not fit into memory, "evidence".
-    - "folds", "shadow", "leave-one-out": that rule, see `heldin.FoldStopping`,
-      `heldin.ShadowStopping`, `heldin.LeaveOneOutStopping`.
+    Which rule stops it is `early_stopping`:
+
+    - "auto", or True: as above. Where six networks do not fit into 1 GB, one, by "evidence".
+    - "folds": the same, or an error.
+    - "shadow", "leave-one-out": one network by that rule, see `heldin.ShadowStopping`,
+      `heldin.LeaveOneOutStopping`.
     - "evidence": `heldin.EvidenceStopping` over whole epochs. The fastest.
     - "validation": holds `validation_fraction` of the rows out and watches the loss there, with
       `n_iter_no_change` and `tol`.
@@ -59,27 +59,45 @@ class MLPClassifier(Classifier, Hidden):
             n_iter_no_change: as in scikit-learn, but for solver="lbfgs", which is refused, and
             max_iter, a limit that the rule should not reach. verbose may also be a function of the
             epoch, the training loss and what the rule says.
+        weight_decay: share of the weights, times the rate, by which they shrink in each step (as in
+            AdamW); None: 0.3, or 0 if there is a penalty alpha.
         early_stopping: the rule.
+        committee: how many networks predict; "auto": six. With 1, one that has seen every row,
+            beside five shadows with the same start (one, from 1,000 rows on). More than six are
+            asked about folds that are drawn again.
+        standardize: whether inputs are brought to mean 0 and standard deviation 1 and cut off at 4.
+        cv: the folds: None (five, at random), their number, a splitter of scikit-learn, such as
+            `TimeSeriesSplit` for rows in the order of time, or a list of splits. "auto" is then one
+            network for each fold, and one more.
         class_weight: None, "balanced" or a mapping from labels to weights.
 
     Attributes:
         classes_, coefs_, intercepts_, n_iter_, loss_, loss_curve_, t_, n_layers_, n_outputs_,
             out_activation_: as in scikit-learn. Losses are without the penalty.
+        members_: of each network, the weights and biases of its layers, for standardised inputs;
+            `coefs_` and `intercepts_` are those of the one that has seen every row.
+        oof_predictions_: (n, classes) predictions of each row by the network that it is new to (nan
+            for rows of weight 0), or None with rules without folds.
+        estimates_: by name ("accuracy", "auc") an estimate for new rows, with the ends of its
+            95 % interval. From single networks: the committee is rather a bit better.
+        calibration_curve_: predicted probabilities and how often they came true, out of fold.
+        shrinkage_: how far the outputs were moved to those of the constant, 0 to 1.
         stopping_rule_, stopping_choice_, stopping_reason_: the rule, why it was this one, and what
             it said at the end.
         n_steps_, best_step_: optimiser steps taken, and the one whose weights were kept.
         evidence_curve_: the criterion after each epoch (early_stopping="evidence"), or None.
-        estimate_, estimate_error_, estimate_curve_: estimated loss on new rows, its standard error,
-            and the estimate at every check, for the rules that have one, or None.
+        estimate_, estimate_error_: estimated loss on new rows (of the committee) and its standard
+            error, for the rules that have one, or None.
+        estimate_curve_: that of a single network at every check.
         history_: the rule's own record, with `plot()`.
 
     >>> from sklearn.datasets import load_breast_cancer
-    >>> from sklearn.pipeline import make_pipeline
-    >>> from sklearn.preprocessing import StandardScaler
     >>> X, y = load_breast_cancer(return_X_y=True)
-    >>> network = MLPClassifier((10,), learning_rate_init=0.02, random_state=0)
-    >>> model = make_pipeline(StandardScaler(), network).fit(X[:200], y[:200])
-    >>> model.score(X[200:], y[200:]) > 0.93
+    >>> model = MLPClassifier((10,), learning_rate_init=0.02, random_state=0)
+    >>> model.fit(X[:200], y[:200]).score(X[200:], y[200:]) > 0.93
+    True
+    >>> value, low, high = model.estimates_["accuracy"]
+    >>> 0.9 < low < value < high
     True
     """
 
@@ -89,10 +107,11 @@ class MLPClassifier(Classifier, Hidden):
         activation: str = "relu",
         *,
         solver: str = "adam",
-        alpha: float = 0.0001,
+        alpha: float = 0.0,
+        weight_decay: float | None = None,
         batch_size: Any = "auto",
         learning_rate: str = "constant",
-        learning_rate_init: float = 0.001,
+        learning_rate_init: float = 0.003,
         power_t: float = 0.5,
         max_iter: int = 2000,
         shuffle: bool = True,
@@ -108,24 +127,25 @@ class MLPClassifier(Classifier, Hidden):
         beta_2: float = 0.999,
         epsilon: float = 1e-8,
         n_iter_no_change: int = 10,
+        committee: Any = "auto",
+        standardize: bool = True,
+        cv: Any = None,
         class_weight: Any = None,
     ) -> None:
         self._remember(locals())
 
 
 class MLPRegressor(Regressor, Hidden):
-    """A neural network for numbers, called as scikit-learn's `MLPRegressor`.
+    """Neural networks for numbers, called as scikit-learn's `MLPRegressor`.
 
-    See `MLPClassifier` for arguments and attributes; the loss is the mean squared error. Scale
-    targets that are far from 1, as for scikit-learn's.
+    See `MLPClassifier` for arguments and attributes; the loss is the mean squared error, the scores
+    in `estimates_` are "rmse" and "r2". With `standardize`, targets are scaled inside, too; losses
+    and estimates are those of the targets as given.
 
-    >>> from sklearn.compose import TransformedTargetRegressor
     >>> from sklearn.datasets import load_diabetes
-    >>> from sklearn.preprocessing import StandardScaler
-    >>> X, y = load_diabetes(return_X_y=True, scaled=True)
-    >>> network = MLPRegressor((10,), learning_rate_init=0.02, random_state=0)
-    >>> model = TransformedTargetRegressor(network, transformer=StandardScaler())
-    >>> model.fit(20 * X[:300], y[:300]).score(20 * X[300:], y[300:]) > 0.4
+    >>> X, y = load_diabetes(return_X_y=True)
+    >>> model = MLPRegressor((10,), learning_rate_init=0.02, random_state=0).fit(X[:300], y[:300])
+    >>> model.score(X[300:], y[300:]) > 0.4
     True
     """
 
@@ -135,10 +155,11 @@ class MLPRegressor(Regressor, Hidden):
         activation: str = "relu",
         *,
         solver: str = "adam",
-        alpha: float = 0.0001,
+        alpha: float = 0.0,
+        weight_decay: float | None = None,
         batch_size: Any = "auto",
         learning_rate: str = "constant",
-        learning_rate_init: float = 0.001,
+        learning_rate_init: float = 0.003,
         power_t: float = 0.5,
         max_iter: int = 2000,
         shuffle: bool = True,
@@ -154,6 +175,9 @@ class MLPRegressor(Regressor, Hidden):
         beta_2: float = 0.999,
         epsilon: float = 1e-8,
         n_iter_no_change: int = 10,
+        committee: Any = "auto",
+        standardize: bool = True,
+        cv: Any = None,
     ) -> None:
         self._remember(locals())
 
@@ -162,8 +186,9 @@ class LogisticRegression(Classifier, Linear):
     """Linear classification that is regularised by stopping, not by a penalty.
 
     Inputs are standardised inside for training, so that their units do not matter; `coef_` and
-    `intercept_` are for the inputs as given. For other arguments and attributes see
-    `MLPClassifier`.
+    `intercept_` are for the inputs as given. Training starts at the classes' shares, and is stopped
+    and shrunk by five shadows that miss a fifth of the rows each (one, from 1,000 rows on); there
+    is no committee. For other arguments and attributes see `MLPClassifier`.
 
     Args:
         fit_intercept: whether there is one.
@@ -205,21 +230,22 @@ class LogisticRegression(Classifier, Linear):
         beta_2: float = 0.999,
         epsilon: float = 1e-8,
         n_iter_no_change: int = 10,
+        cv: Any = None,
         class_weight: Any = None,
     ) -> None:
         self._remember(locals())
 
     def decision_function(self, X: Any) -> Any:
         """(n,) for two classes, else (n, classes): the logarithms of odds."""
-        outputs = self._outputs(X)
+        outputs = self._outputs(X)[-1]
         return outputs[:, 0] if self.n_outputs_ == 1 else outputs
 
 
 class LinearRegression(Regressor, Linear):
     """Least squares that is regularised by stopping on the way to the solution.
 
-    Inputs are standardised inside for training, and Adam's steps are in units of the targets'
-    spread, so that no units matter; `coef_` and `intercept_` are for the inputs as given. For other
+    Inputs and targets are standardised inside for training, so that no units matter; `coef_` and
+    `intercept_` are for both as given. See `LogisticRegression` for how it is stopped; for other
     arguments and attributes see `MLPClassifier`; the loss is the mean squared error.
 
     Args:
@@ -260,24 +286,11 @@ class LinearRegression(Regressor, Linear):
         beta_2: float = 0.999,
         epsilon: float = 1e-8,
         n_iter_no_change: int = 10,
+        cv: Any = None,
     ) -> None:
         self._remember(locals())
 
-    def _begin(
-        self, model: nn.Sequential, config: TrainingConfig, y: Any, weights: Any
-    ) -> TrainingConfig:
-        middle = np.average(y, axis=0, weights=weights)
-        if self.fit_intercept:
-            with torch.no_grad():
-                dict(model.named_parameters())["0.bias"].copy_(torch.from_numpy(middle))
-        centre = middle if self.fit_intercept else 0.0
-        spread = float(np.sqrt(np.average((y - centre) ** 2, axis=0, weights=weights).mean()))
-        if self.solver != "adam" or spread == 0.0:
-            return config
-        rate, epsilon = self.learning_rate_init * spread, self.epsilon * spread
-        return replace(config, learning_rate_init=rate, epsilon=epsilon)
-
-    def _keep_layers(self, layers: Layers) -> None:
-        super()._keep_layers(layers)
+    def _keep_layers(self, members: list[Layers]) -> None:
+        super()._keep_layers(members)
         if self._one_dimensional:
             self.coef_, self.intercept_ = self.coef_[0], self.intercept_[0]

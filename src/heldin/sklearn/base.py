@@ -1,119 +1,72 @@
-"""What the scikit-learn estimators share: from arrays to a trained network and back."""
+"""What the scikit-learn estimators share: from arrays to trained networks and back."""
 
 from __future__ import annotations
 
-import math
+import copy
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from scipy import sparse
-from sklearn.base import BaseEstimator, is_regressor
 from sklearn.exceptions import ConvergenceWarning
-from sklearn.model_selection import train_test_split
 from sklearn.utils import check_random_state
-from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
+from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 
+from heldin.errors import HeldinWarning
 from heldin.rules.estimated.choose import ESTIMATED_RULES
 from heldin.state.estimates import EstimateHistory
-from heldin.tables.mlp import Inputs, build_network, network_outputs, set_weights
-from heldin.tables.trainer import Outcome, Report, Trainer, TrainingConfig
+from heldin.tables.assess import Assessment
+from heldin.tables.committee import FOLDS, Folds, drawn_folds, train_committee
+from heldin.tables.mlp import (
+    build_network,
+    constant_outputs,
+    network_of,
+    network_outputs,
+    set_weights,
+    start_at,
+)
+from heldin.tables.trainer import Outcome, Report, Trainer, in_units
 
-from .parameters import InvalidParameter, check_parameters
+from .data import Checked, Data, Targets
+from .inputs import as_rows, observations
 
-__all__ = ["Estimator", "Layers", "Targets"]
+__all__ = ["Estimator", "Layers"]
 
-MOST_COPIES, MOST_ROWS = 20, 10_000  # up to which a weight is taken for a number of rows
-DENSE = 2**28  # bytes up to which sparse inputs are made dense once, not batch by batch
+MEMORY = 2**30  # bytes that the members may take while they train
+TENSORS = 4  # of the size of the weights, for each member: weights, gradients, two moments
+MEMBERS = 6  # of a committee: one for each of five folds, and one that sees every row
+MANY = 1000  # rows from which one network is stopped by one shadow, not by five
 
 Layers = list[tuple[Any, Any]]  # weights (inputs, outputs) and biases (outputs,) or None
 
 
-@dataclass(frozen=True, eq=False)
-class Targets:
-    """What the network learns.
+class Estimator(Checked):
+    """Fits networks; a subclass says what the targets are and where the weights are kept."""
 
-    Attributes:
-        y: (n,) class numbers, or (n, outputs) numbers.
-        outputs: of the network.
-        loss: of outputs and targets.
-        single: whether each row belongs to one class.
-    """
-
-    y: Any
-    outputs: int
-    loss: nn.Module
-    single: bool = False
-
-
-class SparseRows:
-    """Rows of a sparse matrix, made dense when they are asked for."""
-
-    def __init__(self, matrix: Any) -> None:
-        self.matrix = matrix.tocsr()
-
-    def __len__(self) -> int:
-        return int(self.matrix.shape[0])
-
-    def __getitem__(self, index: Any, /) -> Tensor:
-        rows = index.numpy() if isinstance(index, Tensor) else index
-        return torch.from_numpy(self.matrix[rows].toarray())
-
-
-def _inputs(X: Any) -> Inputs:
-    return SparseRows(X) if sparse.issparse(X) else torch.tensor(X)  # a copy of what is read-only
-
-
-def observations(X: Any, y: Any, weights: Any) -> tuple[Any, Any, Any]:
-    """One row for each observation, in an order that depends on contents only.
-
-    A row whose weight is a whole number is so many observations, so that a row given twice is the
-    same as a row of weight 2, for every rule. Equal rows stay apart: in a table with few distinct
-    rows a fold would else take every copy of one away. Weights are left as they are if one of them
-    is not a whole number, or if the rows would become too many.
-
-    >>> X, y, w = observations(np.array([[2.0], [1.0]]), np.array([0, 1]), np.array([2.0, 1.0]))
-    >>> sorted(zip(X.ravel().tolist(), y.tolist(), w.tolist()))
-    [(1.0, 1, 1.0), (2.0, 0, 1.0), (2.0, 0, 1.0)]
-    """
-    whole = bool((weights == np.floor(weights)).all())
-    if whole and weights.sum() <= max(MOST_COPIES * len(weights), MOST_ROWS):
-        each = np.repeat(np.arange(len(weights)), weights.astype(np.int64))
-        X, y, weights = X[each], y[each], np.ones(len(each))
-    rows = np.column_stack([np.asarray(X, np.float64), y, weights]) + 0.0  # no -0
-    keys = np.ascontiguousarray(rows).view(np.dtype((np.void, rows.shape[1] * 8))).ravel()
-    order = np.argsort(keys, kind="stable")
-    return X[order], y[order], weights[order]
-
-
-class Estimator(BaseEstimator):  # type: ignore[misc]
-    """Fits a network; a subclass says what the targets are and where the weights are kept."""
-
-    early_stopping: Any
     hidden_layer_sizes: Any = ()
     activation: str = "identity"
     fit_intercept: bool = True
+    committee: Any = 1
     max_iter: int
-    validation_fraction: float
     shuffle: bool
     random_state: Any
     warm_start: bool
     verbose: Any
     _optimizer_state: Any
+    _unit: float = 1.0  # times a loss in training is one of the targets as given
 
     # -- what a subclass brings
 
     def _targets(self, y: Any, first: bool) -> Targets:
         raise NotImplementedError
 
-    def _layers(self) -> Layers:
+    def _all_layers(self) -> list[Layers]:
         raise NotImplementedError
 
-    def _keep_layers(self, layers: Layers) -> None:
+    def _keep_layers(self, members: list[Layers]) -> None:
         raise NotImplementedError
 
     def _weigh(self, targets: Targets, weights: Any) -> Any:
@@ -121,169 +74,182 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
         return weights
 
     def _scale(self, X: Any, weights: Any, first: bool) -> Any:
-        """Change the inputs; `_layers` and `_keep_layers` are about the inputs as given."""
+        """Inputs as the network is trained on them."""
+        return X
+
+    def _prepared(self, X: Any) -> Any:
+        """Inputs as the layers that were kept take them."""
         return X
 
     def _scaled(self, layers: Layers, back: bool) -> Layers:
-        """Layers for inputs as given -> for changed inputs, or back."""
+        """Layers that were kept -> layers in training, or back."""
         return layers
 
-    def _begin(
-        self, model: nn.Sequential, config: TrainingConfig, y: Any, weights: Any
-    ) -> TrainingConfig:
-        """Change the first weights and how to train."""
-        return config
+    def _scale_targets(self, targets: Targets, weights: Any, first: bool) -> Targets:
+        return targets
 
-    # -- parameters
-
-    def _remember(self, given: Mapping[str, Any]) -> None:
-        """Arguments of the constructor become attributes, untouched, as scikit-learn wants it."""
-        for name, value in given.items():
-            if name not in ("self", "__class__"):
-                setattr(self, name, value)
-
-    def __sklearn_tags__(self) -> Any:
-        tags = super().__sklearn_tags__()
-        tags.input_tags.sparse = True
-        return tags
-
-    def _refuse(self, message: str) -> InvalidParameter:
-        return InvalidParameter(f"{type(self).__name__}: {message}")
-
-    def _rule(self) -> Any:
-        """Check the parameters; the name of the rule."""
-        given = self.get_params(deep=False)
-        check_parameters(type(self).__name__, given)
-        rule = {True: "auto", False: "none"}.get(self.early_stopping, self.early_stopping)
-        slows_down = given["learning_rate"] == "adaptive" and given["solver"] == "sgd"
-        if slows_down and rule != "none":
-            raise self._refuse(
-                "learning_rate='adaptive' waits until the training loss no longer falls, which a "
-                "stopping rule is to prevent; use early_stopping=False or another learning_rate"
-            )
-        return rule
-
-    def _config(self) -> TrainingConfig:
-        given = self.get_params(deep=False)
-        return TrainingConfig(**{f.name: given[f.name] for f in fields(TrainingConfig)})
-
-    # -- data
-
-    def _checked(self, X: Any, y: Any, sample_weight: Any, first: bool) -> tuple[Any, Any, Any]:
-        """Arrays, without the rows whose weight is zero."""
-        X, y = validate_data(
-            self,
-            X,
-            y,
-            accept_sparse="csr",
-            dtype=(np.float64, np.float32),
-            multi_output=True,
-            y_numeric=is_regressor(self),
-            reset=first,
-        )
-        weights = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
-        used = weights > 0
-        if not used.any():
-            raise self._refuse("all sample weights are zero; at least some rows must count")
-        if not used.all():
-            X, y, weights = X[used], y[used], weights[used]
-        if sparse.issparse(X) and math.prod(X.shape) * X.dtype.itemsize <= DENSE:
-            X = X.toarray()
-        return X, y, weights
-
-    def _split(self, targets: Targets, seed: int) -> tuple[Any, Any]:
-        """Numbers of the rows to train on and to hold out."""
-        n, labels = len(targets.y), targets.y.ravel() if targets.single else None
-        if round(n * self.validation_fraction) < 2:
-            raise self._refuse(
-                f"validation_fraction={self.validation_fraction} of {n} rows is not two; raise it, "
-                "or use a rule that holds nothing out"
-            )
-        if labels is not None and np.unique(labels, return_counts=True)[1].min() < 2:
-            labels = None
-        try:
-            return tuple(
-                train_test_split(
-                    np.arange(n),
-                    test_size=self.validation_fraction,
-                    random_state=seed,
-                    stratify=labels,
-                )
-            )
-        except ValueError as error:
-            raise self._refuse(f"early_stopping='validation': {error}") from error
+    def _assessed(self, found: Assessment | None, data: Data, targets: Targets) -> None:
+        """Keep what rows that were not seen say."""
+        raise NotImplementedError
 
     # -- fitting
 
-    def _fit(self, X: Any, y: Any, sample_weight: Any = None) -> Any:
-        rule = self._rule()
+    def _fit(self, X: Any, y: Any, sample_weight: Any = None, groups: Any = None) -> Any:
+        rule = self._rule(groups)
         first = not (self.warm_start and hasattr(self, "n_iter_"))
-        X, y, weights = self._checked(X, y, sample_weight, first)
-        if X.shape[0] < 2:
+        data = self._checked(X, y, sample_weight, groups, first)
+        if len(data.weights) < 2:
             raise self._refuse("there is only one sample (n_samples=1), too few to learn from")
-        if sparse.issparse(X) and (rule == "auto" or rule in ESTIMATED_RULES):
-            if rule != "auto":
+        if sparse.issparse(data.X) and (rule == "auto" or rule in ESTIMATED_RULES):
+            if rule != "auto" or groups is not None:
                 raise self._refuse(
-                    f"early_stopping={rule!r} needs dense rows, and {X.shape[0]} x {X.shape[1]} of "
-                    "them are too many; use early_stopping='evidence'"
+                    f"early_stopping={self.early_stopping!r} needs dense rows, and "
+                    f"{data.X.shape[0]} x {data.X.shape[1]} of them are too many; use "
+                    "early_stopping='evidence'"
                 )
             rule = "evidence"
-        targets = self._targets(y, first)
-        if self.shuffle and not sparse.issparse(X):
-            apart = observations(X, targets.y, weights)
-            if len(apart[0]) > 1:  # a rule needs two rows
-                X, y, weights = apart
-                targets = replace(targets, y=y)
-        weights = self._weigh(targets, weights)
+        targets = self._targets(data.y, first)
+        data = replace(data, y=targets.y)
+        if self.shuffle and not sparse.issparse(data.X):
+            index, weights = observations(data.X, data.y, data.weights)
+            if len(index) > 1:  # a rule needs two rows
+                data = data.take(index, weights)
+        weights = self._weigh(replace(targets, y=data.y), data.weights)
+        data = replace(data, weights=weights / weights.mean())
         seed = int(check_random_state(self.random_state).randint(2**31))
-        held_out = None
+        held_out, used = None, data
         if rule == "validation":
-            train, test = self._split(targets, seed)
-            held_out = X[test], targets.y[test], weights[test]
-            X, targets, weights = X[train], replace(targets, y=targets.y[train]), weights[train]
-        trainer = self._trainer(X, targets, weights / weights.mean(), seed, first)
-        if held_out is not None:
-            X, y, weights = held_out
-            held_out = (
-                _inputs(self._scale(X, None, first=False)),
-                _tensor(y, trainer.model),
-                torch.from_numpy(weights / weights.mean()),
-            )
-        outcome = trainer.run(rule, held_out, self._report())
-        self._keep(trainer, outcome)
-        if not outcome.converged:
-            warnings.warn(
-                f"{type(self).__name__}: max_iter={self.max_iter} epochs were over before "
-                f"early_stopping={self.early_stopping!r} asked to stop ({outcome.reason}); raise "
-                "max_iter or learning_rate_init",
-                ConvergenceWarning,
-                stacklevel=3,
-            )
+            train, test = self._split(replace(targets, y=data.y), seed)
+            used, held_out = (data.take(part, data.weights[part]) for part in (train, test))
+            used = replace(used, weights=used.weights / used.weights.mean())
+        trainer = self._trainer(used, targets, seed, first)
+        members, found = [trainer.model], None
+        if rule in ("auto", "folds"):
+            members, folds = self._members(trainer, used, targets, rule, first)
+            if folds is None:
+                rule = "evidence"
+            else:
+                found = train_committee(
+                    trainer,
+                    members,
+                    folds,
+                    together=self._wanted() > 1,
+                    first=first,
+                    report=self._report(),
+                )
+                members = members if self._wanted() > 1 else members[-1:]
+        if found is None:
+            trainer.run(rule, self._held_out(held_out, targets, trainer), self._report())
+        self._keep(trainer, members)
+        self._assessed(found, used, targets)
+        self._warn(trainer.outcome, found)
         return self
+
+    def _wanted(self) -> int:
+        """Number of networks that predict."""
+        return MEMBERS if self.committee == "auto" else int(self.committee)
+
+    def _members(
+        self, trainer: Trainer, data: Data, targets: Targets, rule: str, first: bool
+    ) -> tuple[list[nn.Sequential], Folds | None]:
+        """Networks to train in lock-step, and who sees what; None if they do not fit."""
+        n, wanted, model, seed = len(data.y), self._wanted(), trainer.model, trainer.seed
+        given, splits = FOLDS if self.cv is None else self.cv, data.splits
+        folds = int(given) if splits is None else len(splits)
+        shadows = wanted - 1 if wanted > 1 else 1 if n >= MANY and self.cv is None else folds
+        if self.cv is not None and self.committee == "auto":
+            shadows = folds
+        each = TENSORS * sum(p.numel() * p.element_size() for p in model.parameters())
+        size = f"{n} rows and {sum(p.numel() for p in model.parameters())} parameters"
+        if (shadows + 1) * each > MEMORY:
+            said = f"{shadows + 1} networks would take {(shadows + 1) * each:,} bytes to train"
+            if rule != "auto" or self.cv is not None or data.groups is not None:
+                raise self._refuse(f"with {size}, {said}; use early_stopping='evidence'")
+            trainer.outcome.chosen = f"{size}: {said}, more than {MEMORY:,}"
+            return [model], None
+        what = "a committee" if wanted > 1 else "one network, beside shadows"
+        trainer.outcome.chosen = f"{size}: {what}; {shadows + 1} trained in lock-step"
+        if splits is not None:
+            parts = [(torch.as_tensor(a), torch.as_tensor(b)) for a, b in splits]
+            drawn = Folds.of(parts, data.given, shadows + 1).rows(torch.as_tensor(data.index))
+            if not bool(drawn.judges.any(1)[:-1].all() and drawn.sees.any(1).all()):
+                raise self._refuse(
+                    f"cv={self.cv!r}: a split has no row to train on or to judge; rows of weight 0 "
+                    "do not count"
+                )
+        else:
+            codes = torch.as_tensor(data.y.ravel().astype(np.int64)) if targets.single else None
+            groups = None if data.groups is None else torch.as_tensor(data.groups)
+            drawn = drawn_folds(n, shadows + 1, seed, groups, codes, folds)
+        previous = None if first else self._all_layers()
+        return self._starts(model, shadows, seed, previous, wanted > 1), drawn
+
+    def _starts(
+        self,
+        model: nn.Sequential,
+        shadows: int,
+        seed: int,
+        previous: list[Layers] | None,
+        apart: bool,
+    ) -> list[nn.Sequential]:
+        """Each with a start of its own, or all with that of the model, which is the last."""
+        starts = []
+        for number in range(shadows):
+            copied = copy.deepcopy(model)
+            if previous is not None and len(previous) == shadows + 1:
+                set_weights(copied, self._scaled(previous[number], back=False))
+            elif apart and previous is None:
+                generator = torch.Generator().manual_seed(seed + 1 + number)
+                copied = self._network(model, generator)
+            starts.append(copied)
+        return [*starts, model]
+
+    def _network(self, like: nn.Sequential, generator: torch.Generator) -> nn.Sequential:
+        linear = [layer for layer in like if isinstance(layer, nn.Linear)]
+        sizes = [linear[0].in_features, *(layer.out_features for layer in linear)]
+        has_bias = linear[0].bias is not None
+        return build_network(
+            sizes, self.activation, bias=has_bias, dtype=_dtype(like), generator=generator
+        )
+
+    def _held_out(self, data: Data | None, targets: Targets, trainer: Trainer) -> Any:
+        if data is None:
+            return None
+        scaled = self._scale_targets(replace(targets, y=data.y), None, first=False)
+        return (
+            as_rows(self._scale(data.X, None, first=False)),
+            _tensor(scaled.y, trainer.model),
+            torch.from_numpy(data.weights / data.weights.mean()),
+        )
 
     def _partial_fit(self, X: Any, y: Any, sample_weight: Any) -> Any:
         self._rule()
         first = not hasattr(self, "n_iter_")
-        X, y, weights = self._checked(X, y, sample_weight, first)
-        targets = self._targets(y, first=False)  # partial_fit is told the classes
-        weights = self._weigh(targets, weights)
+        data = self._checked(X, y, sample_weight, None, first)
+        targets = self._targets(data.y, first=False)  # partial_fit is told the classes
+        data = replace(data, y=targets.y, weights=self._weigh(targets, data.weights))
         seed = int(check_random_state(self.random_state).randint(2**31))
-        trainer = self._trainer(X, targets, weights, seed, first)
+        trainer = self._trainer(data, targets, seed, first)
         outcome = trainer.outcome
         if not first:
             trainer.seen, outcome.epochs = self.t_, self.n_iter_
-            outcome.steps, outcome.losses = self.n_steps_, list(self.loss_curve_)
+            outcome.steps = self.n_steps_
+            outcome.losses = [loss / self._unit for loss in self.loss_curve_]
             if self._optimizer_state is not None:
                 trainer.optimizer.load_state_dict(self._optimizer_state)
         for _ in trainer.steps():
             pass
         outcome.best_step, outcome.loss = outcome.steps, outcome.losses[-1]
-        self._keep(trainer, outcome)
+        self._keep(trainer, [trainer.model])
+        self._assessed(None, data, targets)
         self._optimizer_state = trainer.optimizer.state_dict()
         return self
 
-    def _trainer(self, X: Any, targets: Targets, weights: Any, seed: int, first: bool) -> Trainer:
+    def _trainer(self, data: Data, targets: Targets, seed: int, first: bool) -> Trainer:
+        """Of the network that sees every row."""
         hidden = np.atleast_1d(np.asarray(self.hidden_layer_sizes, int)).tolist()
+        X, weights = self._scale(data.X, data.weights, first), data.weights
+        targets = self._scale_targets(replace(targets, y=data.y), weights, first)
         model = build_network(
             [X.shape[1], *hidden, targets.outputs],
             self.activation,
@@ -291,77 +257,102 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
             dtype=torch.float32 if X.dtype == np.float32 else torch.float64,
             generator=torch.Generator().manual_seed(seed) if hidden else None,
         )
-        X, config = self._scale(X, weights, first), self._config()
+        y = _tensor(targets.y, model)
+        equal = bool((weights == 1.0).all())
+        some = None if equal else torch.from_numpy(weights).to(_dtype(model))
         if first:
-            config = self._begin(model, config, targets.y, weights)
-        elif not set_weights(model, self._scaled(self._layers(), back=False)):
+            start_at(model, constant_outputs(targets.loss, y, targets.outputs, some))
+        elif not set_weights(model, self._scaled(self._all_layers()[-1], back=False)):
             raise self._refuse(
                 "to go on from the fit before, the inputs, the layers and the classes must be the "
                 "same; set warm_start=False"
             )
-        equal = bool((weights == 1.0).all())
-        return Trainer(
-            model,
-            targets.loss,
-            _inputs(X),
-            _tensor(targets.y, model),
-            None if equal else torch.from_numpy(weights).to(_dtype(model)),
-            config,
-            seed,
-        )
+        return Trainer(model, targets.loss, as_rows(X), y, some, self._config(), seed)
 
-    def _keep(self, trainer: Trainer, outcome: Outcome) -> None:
-        linear = [layer for layer in trainer.model if isinstance(layer, nn.Linear)]
-        layers = [
-            (
-                layer.weight.detach().T.contiguous().numpy(),
-                None if layer.bias is None else layer.bias.detach().numpy().copy(),
-            )
-            for layer in linear
-        ]
-        if not all(
-            np.isfinite(part).all() for layer in layers for part in layer if part is not None
-        ):
+    def _keep(self, trainer: Trainer, members: list[nn.Sequential]) -> None:
+        kept = [layers_of(model) for model in members]
+        parts = (part for layers in kept for layer in layers for part in layer)
+        if not all(np.isfinite(part).all() for part in parts if part is not None):
             raise self._refuse(
                 "training ended in weights that are not finite; scale the inputs, or lower "
                 "learning_rate_init"
             )
-        self._keep_layers(self._scaled(layers, back=True))
+        self._keep_layers([self._scaled(layers, back=True) for layers in kept])
+        outcome, unit = trainer.outcome, self._unit
         self.n_iter_, self.n_steps_, self.t_ = outcome.epochs, outcome.steps, trainer.seen
         self.best_step_ = outcome.best_step
-        self.loss_, self.loss_curve_ = outcome.loss, outcome.losses
+        self.loss_, self.loss_curve_ = outcome.loss * unit, [x * unit for x in outcome.losses]
         self.stopping_rule_, self.stopping_choice_ = outcome.rule, outcome.chosen
         self.stopping_reason_, self.stopped_ = outcome.reason, outcome.stopped
         self.evidence_curve_ = outcome.evidence
         history = outcome.history
-        self.estimate_curve_ = (
-            [r.estimate for r in history] if isinstance(history, EstimateHistory) else None
-        )
-        self.estimate_, self.estimate_error_ = outcome.estimate, outcome.standard_error
+        self.estimate_curve_ = self.estimate_ = self.estimate_error_ = None
+        if isinstance(history, EstimateHistory):
+            history = in_units(history, unit)
+            self.estimate_curve_ = [record.estimate for record in history]
+            assert outcome.estimate is not None
+            assert outcome.standard_error is not None
+            self.estimate_ = outcome.estimate * unit
+            self.estimate_error_ = outcome.standard_error * unit
         self.history_ = history
         self._optimizer_state = None
+
+    def _warn(self, outcome: Outcome, found: Assessment | None) -> None:
+        name = type(self).__name__
+        if found is not None and found.share == 0 and found.constant > 0:
+            warnings.warn(
+                f"{name}: on rows that were not trained on, the network was no better than a "
+                "constant, which is predicted now. Do the inputs tell anything about the targets, "
+                "are there enough rows, do groups of rows belong together?",
+                HeldinWarning,
+                stacklevel=4,
+            )
+        elif not outcome.converged:
+            warnings.warn(
+                f"{name}: max_iter={self.max_iter} epochs were over before "
+                f"early_stopping={self.early_stopping!r} asked to stop ({outcome.reason}); raise "
+                "max_iter or learning_rate_init",
+                ConvergenceWarning,
+                stacklevel=4,
+            )
 
     def _report(self) -> Report | None:
         """What is told about each epoch: nothing, a line, or whatever the user's function does."""
         if not self.verbose:
             return None
+        unit = self._unit
         if callable(self.verbose):
             found: Report = self.verbose
-            return found
-        return lambda epoch, loss, status: print(f"Iteration {epoch}, loss = {loss:.8f} ({status})")
+            return lambda epoch, loss, status: found(epoch, loss * unit, status)
+        return lambda epoch, loss, status: print(
+            f"Iteration {epoch}, loss = {loss * unit:.8f} ({status})"
+        )
 
     # -- predicting
 
     def _outputs(self, X: Any) -> Any:
-        """(n, outputs) of the network."""
+        """(members, n, outputs) of the networks."""
         check_is_fitted(self)
-        X = validate_data(self, X, accept_sparse="csr", dtype=(np.float64, np.float32), reset=False)
-        layers = self._layers()
-        sizes = [layers[0][0].shape[0], *(weight.shape[1] for weight, _ in layers)]
-        kind = torch.from_numpy(layers[0][0]).dtype
-        model = build_network(sizes, self.activation, bias=layers[0][1] is not None, dtype=kind)
-        set_weights(model, layers)
-        return network_outputs(model, _inputs(X.astype(layers[0][0].dtype, copy=False))).numpy()
+        X, _ = self._numbers(X, None, first=False)
+        X = self._prepared(X)
+        found = []
+        for layers in self._all_layers():
+            kind = layers[0][0].dtype
+            model = network_of(layers, self.activation)
+            found.append(network_outputs(model, as_rows(X.astype(kind, copy=False))).numpy())
+        return np.stack(found)
+
+
+def layers_of(model: nn.Sequential) -> Layers:
+    """Weights and biases as arrays."""
+    return [
+        (
+            layer.weight.detach().T.contiguous().numpy().copy(),
+            None if layer.bias is None else layer.bias.detach().numpy().copy(),
+        )
+        for layer in model
+        if isinstance(layer, nn.Linear)
+    ]
 
 
 def _dtype(model: nn.Sequential) -> torch.dtype:

@@ -49,6 +49,21 @@ KNOWN: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "activation": _one_of(*ACTIVATIONS),
     "solver": _one_of("adam", "sgd"),
     "alpha": NOT_NEGATIVE,
+    "weight_decay": (lambda v: v is None or _number(v), "None or a number >= 0"),
+    "committee": (
+        lambda v: v == "auto" or (_count(v) and v != 2),
+        "'auto', 1, or a whole number above 2",
+    ),
+    "standardize": FLAG,
+    "cv": (
+        lambda v: (
+            v is None
+            or hasattr(v, "split")
+            or isinstance(v, (list, tuple))
+            or (_count(v) and v > 1)
+        ),
+        "None, a number of folds above 1, a splitter of scikit-learn or a list of splits",
+    ),
     "batch_size": (lambda v: v == "auto" or _count(v), "'auto' or a whole number above 0"),
     "learning_rate": _one_of("constant", "invscaling", "adaptive"),
     "learning_rate_init": POSITIVE,

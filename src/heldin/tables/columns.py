@@ -1,4 +1,4 @@
-"""Tables of numbers and categories: read, understood, turned into numbers.
+"""Columns of a table: understood, and turned into numbers.
 
 What is learnt from the training table (means, spreads, categories) is plain data, so that it can be
 stored as JSON and used on another table.
@@ -8,126 +8,43 @@ from __future__ import annotations
 
 import math
 import re
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
 from heldin.errors import HeldinError
 
-__all__ = ["Column", "Columns", "category", "named", "read_table"]
+from .reading import named, pandas_module
+from .written import Decimal, Order, date_order, decimal_mark, parse_dates, parse_numbers
+
+__all__ = ["Column", "Columns", "Unusable", "category", "with_numbers"]
 
 CATEGORIES = 1000  # different values beyond which a column is no category
-DATE = re.compile(r"\s*(\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}[-/.]\d{1,2}[-/.]\d{2,4})([T ,].*)?$")
 CLOCK = re.compile(r"\s*\d{1,2}:\d{2}(:\d{2}(\.\d+)?)?\s*([aApP][mM])?$")
+DAY = 86_400  # seconds
+TURNS = (365.2425 * DAY, 7 * DAY)  # of a year and a week; a day's where there are times of day
 
 
-# -- reading
+class Unusable(HeldinError):
+    """Columns that cannot become numbers.
 
-
-def read_table(path: str | Path, *, separator: str = ",", missing: Sequence[str] = ()) -> Any:
-    """A pandas DataFrame from a CSV or Parquet file; whatever is wrong with it is one line.
-
-    Args:
-        path: a file whose name ends in .csv (perhaps compressed, .csv.gz), .tsv, .parquet or .pq.
-        separator: between the fields of a CSV file.
-        missing: further texts that mean that a value is missing ("", "NA", "nan", "null" and such
-            do anyway).
+    Attributes:
+        reasons: by the names of the columns.
     """
-    pandas = _pandas()
-    path = Path(path)
-    if not path.is_file():
-        raise HeldinError(f"{path}: there is no such file")
-    ending = next((s for s in reversed(path.suffixes) if s not in (".gz", ".bz2", ".xz")), "")
-    if ending in (".parquet", ".pq"):
-        frame = _read_parquet(pandas, path)
-    elif ending in (".csv", ".tsv", ".txt"):
-        frame = _read_csv(pandas, path, "\t" if ending == ".tsv" else separator, missing)
-    else:
-        raise HeldinError(
-            f"{path}: the name must end in .csv, .csv.gz, .tsv, .parquet or .pq to say what is in "
-            "the file"
-        )
-    frame.columns = [str(name) for name in frame.columns]
-    twice = sorted({name for name in frame.columns if list(frame.columns).count(name) > 1})
-    if twice:
-        raise HeldinError(f"{path}: two columns are called {twice[0]!r}; rename one")
-    if not len(frame):
-        raise HeldinError(f"{path}: there are no rows")
-    return frame.reset_index(drop=True)
 
-
-def _pandas() -> Any:
-    try:
-        import pandas
-    except ImportError as error:
-        raise HeldinError("tables need pandas: pip install 'heldin[fit]'") from error
-    return pandas
-
-
-def _read_parquet(pandas: Any, path: Path) -> Any:
-    try:
-        return pandas.read_parquet(path)
-    except ImportError as error:
-        raise HeldinError(
-            f"{path}: Parquet needs pyarrow: pip install 'heldin[parquet]'"
-        ) from error
-    except Exception as error:  # pyarrow's errors have no common class
-        raise HeldinError(f"{path}: not a Parquet file ({_first_line(error)})") from error
-
-
-def _read_csv(pandas: Any, path: Path, separator: str, missing: Sequence[str]) -> Any:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", pandas.errors.ParserWarning)
-            options = {"sep": separator, "encoding": "utf-8-sig"}
-            header = pandas.read_csv(path, header=None, nrows=1, dtype=str, **options)
-            names = [str(name) for name in header.iloc[0]]
-            frame = pandas.read_csv(
-                path, index_col=False, low_memory=False, na_values=list(missing), **options
+    def __init__(self, reasons: Mapping[str, str]) -> None:
+        self.reasons = dict(reasons)
+        lines = list(self.reasons.values())
+        if len(lines) == 1:
+            (name,) = self.reasons
+            super().__init__(f"{lines[0]}; leave it out: --drop {name!r}")
+        else:
+            each = "\n  ".join(lines)
+            super().__init__(
+                f"{len(lines)} columns cannot be used:\n  {each}\nTo leave them out: "
+                "--drop-unusable"
             )
-    except pandas.errors.EmptyDataError as error:
-        raise HeldinError(f"{path}: the file is empty") from error
-    except pandas.errors.ParserWarning as error:
-        raise HeldinError(f"{path}: rows have more fields than the header has names") from error
-    except pandas.errors.ParserError as error:
-        raise HeldinError(f"{path}: malformed CSV: {_first_line(error)}") from error
-    except (UnicodeDecodeError, UnicodeError) as error:
-        raise HeldinError(
-            f"{path}: not UTF-8 text; convert it, or is it another format?"
-        ) from error
-    except (OSError, EOFError) as error:
-        raise HeldinError(f"{path}: cannot be read ({_first_line(error)})") from error
-    if len(names) == 1:
-        for other in ";\t|":
-            if other in names[0]:
-                raise HeldinError(
-                    f"{path}: there is only one column, {names[0]!r}; if {other!r} separates the "
-                    f"fields, say --separator {other!r}"
-                )
-    if len(names) == len(frame.columns):
-        frame.columns = names  # pandas would have numbered those that occur twice
-    return frame
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines() or [type(error).__name__]
-    return text[0].removeprefix("Error tokenizing data. C error: ")
-
-
-def named(frame: Any, name: str, path: str | Path, what: str = "the target column") -> Any:
-    """A column, or an error that lists what there is."""
-    if name in frame.columns:
-        return frame[name]
-    near = get_close_matches(name, list(frame.columns), 1)
-    shown = ", ".join(map(repr, frame.columns[:8])) + (", ..." if len(frame.columns) > 8 else "")
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise HeldinError(f"{path}: {what} {name!r} is not there{hint} (columns: {shown})")
-
-
-# -- understanding
 
 
 def category(value: Any) -> str:
@@ -141,54 +58,82 @@ def category(value: Any) -> str:
     return str(value).strip()
 
 
+def with_numbers(frame: Any, leave: Sequence[str] = ()) -> tuple[Any, dict[str, Decimal]]:
+    """A table in which columns that surely hold numbers, though written as texts, are numbers.
+
+    Args:
+        frame: the table.
+        leave: columns that stay as they are.
+
+    Returns:
+        The table, and by column what stood before the decimals.
+    """
+    found: dict[str, Decimal] = {}
+    numbers: dict[str, Any] = {}
+    for name in frame.columns:
+        values = frame[name]
+        if name in leave:
+            continue
+        there = values.dropna()
+        if not len(there) or _is_number(values) or not all(isinstance(v, str) for v in there):
+            continue
+        mark = decimal_mark([str(v) for v in there.unique()])
+        if mark in (".", ","):
+            found[name] = mark
+            numbers[name] = _parsed(values, found[name])
+    return (frame.assign(**numbers) if numbers else frame), found
+
+
 @dataclass(frozen=True)
 class Column:
     """A column and what was learnt of it.
 
     Attributes:
         name: in the table.
-        kind: "number" or "category".
-        mean, spread: of the numbers that are there.
+        kind: "number", "category" or "date".
+        mean, spread: of the numbers that are there; of a date in seconds.
         categories: the values of a category, sorted.
         missing: whether values were missing, which then is an input of its own.
+        decimal: what stands before the decimals, in numbers that are written as texts.
+        order: of day, month and year, in dates that are written as texts.
+        clock: whether dates have times of day.
     """
 
     name: str
-    kind: Literal["number", "category"]
+    kind: Literal["number", "category", "date"]
     mean: float = 0.0
     spread: float = 1.0
     categories: tuple[str, ...] = ()
     missing: bool = False
+    decimal: Decimal = "."
+    order: Order = "ymd"
+    clock: bool = False
 
     @property
     def width(self) -> int:
         """Number of inputs that the column becomes."""
+        if self.kind == "date":
+            return 1 + 2 * (len(TURNS) + self.clock) + self.missing
         return (len(self.categories) if self.kind == "category" else 1) + self.missing
 
     @classmethod
-    def learn(cls, name: str, values: Any) -> Column | None:
-        """From the training table; None if nothing varies."""
-        pandas = _pandas()
+    def learn(
+        cls,
+        name: str,
+        values: Any,
+        decimal: Decimal = ".",
+        order: Literal["auto", "dmy", "mdy"] = "auto",
+    ) -> Column | None:
+        """From the training table; None if nothing varies. What cannot be used is `Unusable`."""
         missing = bool(values.isna().any())
         there = values.dropna()
         if _is_number(values):
-            numbers = there.to_numpy(float)
-            if not all(map(math.isfinite, numbers)):
-                raise HeldinError(
-                    f"column {name!r} has infinite values; clean them, or {_drop(name)}"
-                )
-            varies = len(numbers) > 0 and numbers.min() < numbers.max()
-            if not varies:
-                return (
-                    cls(name, "number", float(numbers[0]), 1.0, (), True)
-                    if (missing and len(numbers))
-                    else None
-                )
-            spread = float(numbers.std())
-            if not math.isfinite(spread) or spread == 0.0:
-                raise HeldinError(f"column {name!r} has numbers too large or too close to scale")
-            return cls(name, "number", float(numbers.mean()), spread, (), missing)
-        _refuse_times(pandas, name, values)
+            return cls._number(name, there, missing, decimal)
+        if pandas_module().api.types.is_timedelta64_dtype(values.dtype):
+            raise _unusable(name, f"holds durations ({str(there.iloc[0])!r}): make them numbers")
+        found = _date(name, values, order)
+        if found is not None:
+            return cls._day(name, parse_dates(there, found), missing, found)
         texts = _texts(name, there)
         known = tuple(sorted(set(texts)))
         if len(known) + missing < 2:
@@ -196,28 +141,78 @@ class Column:
         _refuse_text(name, texts, known)
         return cls(name, "category", 0.0, 1.0, known, missing)
 
+    @classmethod
+    def _number(cls, name: str, there: Any, missing: bool, decimal: Decimal) -> Column | None:
+        import numpy as np
+
+        numbers = there.to_numpy(float)
+        if not np.isfinite(numbers).all():
+            raise _unusable(name, "has infinite values; clean them")
+        if not (len(numbers) and numbers.min() < numbers.max()):
+            gaps = missing and len(numbers)
+            return cls(name, "number", float(numbers[0]), 1.0, (), True) if gaps else None
+        spread = float(numbers.std())
+        if not math.isfinite(spread) or spread == 0.0:
+            raise _unusable(name, "has numbers too large or too close to scale")
+        return cls(name, "number", float(numbers.mean()), spread, (), missing, decimal)
+
+    @classmethod
+    def _day(cls, name: str, times: Any, missing: bool, order: Order) -> Column | None:
+        seconds = _seconds(times)
+        if not len(seconds) or (seconds.min() == seconds.max() and not missing):
+            return None
+        clock = bool((seconds % DAY != 0).any())
+        spread = float(seconds.std()) or 1.0
+        return cls(
+            name, "date", float(seconds.mean()), spread, (), missing, order=order, clock=clock
+        )
+
     def encode(self, values: Any) -> tuple[Any, int]:
         """(n, width) numbers, and how many rows have a category that was not there in training."""
         import numpy as np
 
         absent = values.isna().to_numpy()
+        unknown = 0
         if self.kind == "number":
             numbers = self._numbers(values)
             scaled = np.where(absent, 0.0, (numbers - self.mean) / self.spread)[:, None]
-            unknown = 0
+        elif self.kind == "date":
+            scaled = np.where(absent[:, None], 0.0, self._turns(values))
         else:
-            place = {text: i for i, text in enumerate(self.categories)}
-            texts = [None if gone else category(v) for v, gone in zip(values, absent, strict=True)]
-            codes = np.array([-1 if t is None else place.get(t, -1) for t in texts])
+            codes = self._codes(values, absent)
             scaled = (codes[:, None] == np.arange(len(self.categories))).astype(float)
             unknown = int(((codes < 0) & ~absent).sum())
         if self.missing:
             scaled = np.hstack([scaled, absent[:, None].astype(float)])
         return scaled, unknown
 
+    def _codes(self, values: Any, absent: Any) -> Any:
+        """Numbers of the categories, -1 for none of them: one look-up for each different value."""
+        import numpy as np
+
+        place = {text: i for i, text in enumerate(self.categories)}
+        inverse, different = pandas_module().factorize(values)
+        codes = np.array([place.get(category(v), -1) for v in different] + [-1])
+        return codes[np.where(absent, len(different), inverse)]
+
+    def _turns(self, values: Any) -> Any:
+        """How long ago, and the hands of a clock for year and week (and day)."""
+        import numpy as np
+
+        try:
+            seconds = _seconds(parse_dates(values, self.order))
+        except HeldinError as error:
+            raise HeldinError(f"column {self.name!r} held dates, but {error}") from error
+        hands = [*TURNS, DAY] if self.clock else TURNS
+        angles = [2 * np.pi * seconds / turn for turn in hands]
+        parts = [f(angle) for angle in angles for f in (np.sin, np.cos)]
+        return np.column_stack([(seconds - self.mean) / self.spread, *parts])
+
     def _numbers(self, values: Any) -> Any:
+        import numpy as np
+
         if not _is_number(values):
-            found = _pandas().to_numeric(values, errors="coerce")
+            found = _parsed(values, self.decimal)
             wrong = values[found.isna() & values.notna()]
             if len(wrong):
                 raise HeldinError(
@@ -226,117 +221,181 @@ class Column:
                 )
             values = found
         numbers = values.to_numpy(float, na_value=math.nan)
-        if any(map(math.isinf, numbers)):
+        if np.isinf(numbers).any():
             raise HeldinError(f"column {self.name!r} has infinite values")
         return numbers
 
 
-def _drop(name: str) -> str:
-    return f"leave it out: --drop {name!r}"
+def _seconds(times: Any) -> Any:
+    """Since 1970; nan where a time is missing."""
+    import numpy as np
+
+    raw = times.to_numpy("datetime64[s]")
+    return np.where(np.isnat(raw), np.nan, raw.astype("int64"))
+
+
+def _parsed(values: Any, decimal: Decimal) -> Any:
+    """Texts as numbers, nan where one is none."""
+    texts = [None if gone else str(v) for v, gone in zip(values, values.isna(), strict=True)]
+    numbers = iter(parse_numbers([t for t in texts if t is not None], decimal))
+    found = [math.nan if t is None else next(numbers) for t in texts]
+    plain = [math.nan if number is None else number for number in found]
+    return pandas_module().Series(plain, index=values.index, name=values.name, dtype=float)
 
 
 def _is_number(values: Any) -> bool:
-    types = _pandas().api.types
+    types = pandas_module().api.types
     return bool(types.is_numeric_dtype(values.dtype)) and not types.is_bool_dtype(values.dtype)
 
 
-def _refuse_times(pandas: Any, name: str, values: Any) -> None:
-    types = pandas.api.types
-    if types.is_datetime64_any_dtype(values.dtype) or types.is_timedelta64_dtype(values.dtype):
-        example = str(values.dropna().iloc[0]) if values.notna().any() else ""
-        raise HeldinError(_dates(name, example))
+def _unusable(name: str, reason: str) -> Unusable:
+    return Unusable({name: f"column {name!r} {reason}"})
 
 
-def _dates(name: str, example: str) -> str:
-    return (
-        f"column {name!r} holds dates or times ({example!r}), which are not understood; turn "
-        f"them into numbers (days since ..., month), or {_drop(name)}"
-    )
+def _date(name: str, values: Any, order: str) -> Order | None:
+    """How dates are written in a column; None if it holds none."""
+    there = values.dropna()
+    if pandas_module().api.types.is_datetime64_any_dtype(values.dtype):
+        return "ymd"
+    if len(there) and all(hasattr(v, "isoformat") and hasattr(v, "year") for v in there):
+        return "ymd"
+    if not len(there) or not all(isinstance(v, str) for v in there):
+        return None
+    found = date_order([str(v) for v in there.unique()])
+    if found == "either":
+        if order == "auto":
+            raise _unusable(
+                name,
+                f"holds dates ({there.iloc[0]!r}) in which day and month cannot be told apart; say "
+                "--dates dmy or --dates mdy",
+            )
+        return order  # type: ignore[return-value]
+    return found
 
 
 def _texts(name: str, there: Any) -> list[str]:
     for value in there:
         if not isinstance(value, (str, bool, int, float)) and not hasattr(value, "item"):
             if hasattr(value, "isoformat"):
-                raise HeldinError(_dates(name, str(value)))
-            raise HeldinError(
-                f"column {name!r} holds values of type {type(value).__name__}; {_drop(name)}"
-            )
+                raise _unusable(name, f"holds times ({str(value)!r}): make them numbers")
+            raise _unusable(name, f"holds values of type {type(value).__name__}")
     return [category(value) for value in there]
 
 
 def _refuse_text(name: str, texts: Sequence[str], known: Sequence[str]) -> None:
-    """Dates, free text and numbers with a blemish are not categories."""
-    dated = [t for t in known if DATE.match(t) or CLOCK.match(t)]
+    """Times, free text and numbers with a blemish are not categories."""
+    clocks = [t for t in known if CLOCK.match(t)]
+    dated = clocks or [t for t in known if date_order([t]) is not None]
     if len(dated) > len(known) / 2:
-        raise HeldinError(_dates(name, dated[0]))
-    odd = [t for t in known if not _reads_as_number(t)]
+        what = "times" if clocks else "dates, but not in all rows, or not in one order"
+        raise _unusable(name, f"holds dates or times ({dated[0]!r}): {what}; make them numbers")
+    if decimal_mark(known) == "either":
+        raise _unusable(
+            name,
+            f"holds numbers ({known[0]!r}) that may have thousands or decimals; say --decimal , or "
+            "--decimal .",
+        )
+    odd = [t for t in known if decimal_mark([t]) is None]
     if odd and len(odd) < len(known) / 2 and len(known) > 4:
-        raise HeldinError(
-            f"column {name!r} holds numbers, but also {odd[0]!r}; if that means missing, say "
-            f"--missing {odd[0]!r}, else clean it, or {_drop(name)}"
+        raise _unusable(
+            name,
+            f"holds numbers, but also {odd[0]!r}; if that means missing, say --missing {odd[0]!r}, "
+            "else clean it",
         )
     wordy = sum(len(t.split()) for t in known) / len(known) >= 4
     many = len(known) > max(10, len(texts) / 2) or len(known) > CATEGORIES
     if many or (wordy and len(known) > 10):
-        raise HeldinError(
-            f"column {name!r} holds free text or names ({len(known)} different values in "
-            f"{len(texts)} rows, {known[0][:30]!r} for instance), not categories; {_drop(name)}"
+        raise _unusable(
+            name,
+            f"holds free text or names ({len(known)} different values in {len(texts)} rows, "
+            f"{known[0][:30]!r} for instance), not categories",
         )
-
-
-def _reads_as_number(text: str) -> bool:
-    try:
-        return math.isfinite(float(text))
-    except ValueError:
-        return False
 
 
 @dataclass(frozen=True)
 class Columns:
-    """All columns that become inputs, in their order, and those that never vary."""
+    """All columns that become inputs, in their order, and those that never vary.
+
+    Attributes:
+        used: they become inputs.
+        constant: names of those that are the same in all rows.
+        unusable: names of those that were left out because they cannot become numbers.
+    """
 
     used: tuple[Column, ...]
     constant: tuple[str, ...] = ()
+    unusable: tuple[str, ...] = ()
 
     @classmethod
-    def learn(cls, frame: Any, leave_out: Sequence[str] = ()) -> Columns:
-        """From the training table."""
+    def learn(
+        cls,
+        frame: Any,
+        leave_out: Sequence[str] = (),
+        decimals: Mapping[str, Decimal] | None = None,
+        dates: Literal["auto", "dmy", "mdy"] = "auto",
+        drop_unusable: bool = False,
+    ) -> Columns:
+        """From the training table; all columns that cannot be used are named in one error.
+
+        Args:
+            frame: the table.
+            leave_out: names of columns that are no inputs.
+            decimals: what `with_numbers` found.
+            dates: the order of day and month where the dates themselves do not tell.
+            drop_unusable: leave out what cannot be used.
+        """
         names = [name for name in frame.columns if name not in leave_out]
         if not names:
             raise HeldinError("there is no column to predict from, only the target")
-        learnt = {name: Column.learn(name, frame[name]) for name in names}
+        learnt: dict[str, Column | None] = {}
+        wrong: dict[str, str] = {}
+        for name in names:
+            decimal: Decimal = (decimals or {}).get(name, ".")
+            try:
+                learnt[name] = Column.learn(name, frame[name], decimal, dates)
+            except Unusable as error:
+                wrong |= error.reasons
+        if wrong and not drop_unusable:
+            raise Unusable(wrong)
         used = tuple(column for column in learnt.values() if column is not None)
         constant = tuple(name for name, column in learnt.items() if column is None)
         if not used:
+            why = "cannot be used" if wrong else "has the same value in all rows"
             raise HeldinError(
-                "every column has the same value in all rows, so there is nothing to learn from: "
-                + ", ".join(map(repr, constant[:8]))
+                f"every column {why}, so there is nothing to learn from: "
+                + ", ".join(map(repr, names[:8]))
             )
-        return cls(used, constant)
+        return cls(used, constant, tuple(wrong))
 
     def encode(self, frame: Any, path: str | Path) -> tuple[Any, dict[str, int]]:
         """(n, inputs) numbers, and by column how many rows have an unknown category."""
         import numpy as np
 
-        parts, unknown = [], {}
+        unknown = {}
+        inputs = np.empty((len(frame), sum(column.width for column in self.used)))
+        at = 0
         for column in self.used:
             values = named(frame, column.name, path, "the column")
             try:
                 part, count = column.encode(values)
             except HeldinError as error:
                 raise HeldinError(f"{path}: {error}") from error
-            parts.append(part)
+            inputs[:, at : at + column.width] = part
+            at += column.width
             if count:
                 unknown[column.name] = count
-        return np.hstack(parts), unknown
+        return inputs, unknown
 
     def to_json(self) -> dict[str, Any]:
         """Lists, texts and numbers."""
-        return {"used": [asdict(c) for c in self.used], "constant": list(self.constant)}
+        return {
+            "used": [asdict(c) for c in self.used],
+            "constant": list(self.constant),
+            "unusable": list(self.unusable),
+        }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Columns:
         """What `to_json` gave."""
         used = [Column(**{**c, "categories": tuple(c["categories"])}) for c in data["used"]]
-        return cls(tuple(used), tuple(data["constant"]))
+        return cls(tuple(used), tuple(data["constant"]), tuple(data.get("unusable", ())))

@@ -18,8 +18,12 @@ __all__ = [
     "Inputs",
     "ManualBackprop",
     "build_network",
+    "constant_outputs",
+    "network_of",
     "network_outputs",
+    "predictions",
     "set_weights",
+    "start_at",
 ]
 
 CHUNK = 4096  # rows in one evaluation
@@ -67,6 +71,49 @@ def build_network(
                 p.zero_() if generator is None else p.uniform_(-bound, bound, generator=generator)
         layers.append(linear)
     return nn.Sequential(*layers)
+
+
+def constant_outputs(loss_fn: Any, y: Tensor, outputs: int, weights: Tensor | None) -> Tensor:
+    """(outputs,) that give the best constant prediction: the classes' shares, or the means.
+
+    A class that is missing counts as half a row.
+
+    >>> y = torch.tensor([0, 0, 0, 1])
+    >>> constant_outputs(nn.CrossEntropyLoss(), y, 2, None).exp()
+    tensor([0.7500, 0.2500], dtype=torch.float64)
+    """
+    weights = torch.ones(len(y), dtype=torch.float64) if weights is None else weights.double()
+    if isinstance(loss_fn, nn.CrossEntropyLoss):
+        counts = torch.zeros(outputs, dtype=torch.float64).index_add_(0, y, weights)
+        counts = torch.where(counts > 0, counts, 0.5)
+        return (counts / counts.sum()).log()
+    means = (y.double() * weights.unsqueeze(1)).sum(0) / weights.sum()
+    if isinstance(loss_fn, nn.BCEWithLogitsLoss):
+        half = 0.5 / (len(y) + 1)
+        means = torch.where(means <= 0, half, torch.where(means >= 1, 1 - half, means))
+        return means.logit()
+    return means
+
+
+@torch.no_grad()
+def start_at(model: nn.Sequential, outputs: Tensor) -> None:
+    """Make a network that was just built give the same outputs for all inputs."""
+    last = model[-1]
+    assert isinstance(last, nn.Linear)
+    last.weight.zero_()
+    if last.bias is not None:
+        last.bias.copy_(outputs)
+
+
+def predictions(loss_fn: Any, outputs: Tensor) -> Tensor:
+    """Probabilities, or the numbers themselves.
+
+    >>> predictions(nn.BCEWithLogitsLoss(), torch.zeros(1, 1))
+    tensor([[0.5000]])
+    """
+    if isinstance(loss_fn, nn.CrossEntropyLoss):
+        return outputs.softmax(-1)
+    return outputs.sigmoid() if isinstance(loss_fn, nn.BCEWithLogitsLoss) else outputs
 
 
 class ManualBackprop:
@@ -159,6 +206,15 @@ def set_weights(model: nn.Sequential, layers: Sequence[tuple[Any, Any]]) -> bool
         if bias is not None:
             layer.bias.copy_(torch.tensor(bias))
     return True
+
+
+def network_of(layers: Sequence[tuple[Any, Any]], activation: str) -> nn.Sequential:
+    """A network with weights (inputs, outputs) and biases."""
+    sizes = [layers[0][0].shape[0], *(weight.shape[1] for weight, _ in layers)]
+    kind = torch.tensor(layers[0][0][:0]).dtype
+    model = build_network(sizes, activation, bias=layers[0][1] is not None, dtype=kind)
+    set_weights(model, layers)
+    return model
 
 
 @torch.no_grad()

@@ -12,17 +12,19 @@ from typing import Any, Literal
 import torch
 
 from heldin.errors import HeldinError
-from heldin.state.estimates import Estimate, EstimateHistory
+from heldin.state.estimates import EstimateHistory
 
 from .columns import Columns, category
-from .mlp import build_network, network_outputs, set_weights
+from .mlp import network_of, network_outputs
+from .trainer import in_units
 
 __all__ = ["TabularModel", "Target"]
 
 FEW = 10  # different whole numbers up to which a target is taken for classes
-VERSION = 1
+VERSION = 2
 
 Task = Literal["classification", "regression"]
+Layers = list[tuple[Any, Any]]
 
 
 @dataclass(frozen=True)
@@ -112,21 +114,6 @@ class Target:
         return self.spread**2
 
 
-def _in_units(history: EstimateHistory, unit: float) -> EstimateHistory:
-    found = EstimateHistory(history.rule)
-    for record in history:
-        found.append(
-            Estimate(
-                record.step,
-                record.estimate * unit,
-                record.standard_error * unit,
-                record.training_loss * unit,
-            )
-        )
-    found.best_step, found.stopped_step = history.best_step, history.stopped_step
-    return found
-
-
 def _without_nan(value: Any) -> Any:
     """JSON has no nan: null stands for it."""
     if isinstance(value, dict):
@@ -144,49 +131,94 @@ def _order(text: str) -> tuple[int, float, str]:
         return 1, 0.0, text
 
 
-def _layers(estimator: Any) -> list[tuple[Any, Any]]:
-    """Weights (inputs, outputs) and biases of a fitted estimator, layer by layer."""
+def _members(estimator: Any) -> list[Layers]:
+    """Weights (inputs, outputs) and biases of a fitted estimator, network by network."""
     import numpy as np
 
-    if hasattr(estimator, "coefs_"):
-        return list(zip(estimator.coefs_, estimator.intercepts_, strict=True))
-    return [(np.atleast_2d(estimator.coef_).T, np.atleast_1d(estimator.intercept_))]
+    if hasattr(estimator, "members_"):
+        return [list(layers) for layers in estimator.members_]
+    return [[(np.atleast_2d(estimator.coef_).T, np.atleast_1d(estimator.intercept_))]]
+
+
+def _scores(estimator: Any, target: Target) -> dict[str, list[float]]:
+    """Estimates of scores on new rows: value, low and high end, in the target's own units."""
+    found = getattr(estimator, "estimates_", None) or {}
+    units = {"rmse": target.spread}
+    return {n: [value * units.get(n, 1.0) for value in each] for n, each in found.items()}
+
+
+def _calibration(estimator: Any) -> list[list[float]] | None:
+    """Probabilities out of fold, and how often they came true."""
+    found = getattr(estimator, "calibration_curve_", None)
+    return None if found is None else [part.tolist() for part in found]
+
+
+@dataclass(frozen=True, eq=False)
+class Scale:
+    """How a network's inputs are scaled: (x - mean) / spread, cut off at +-clip."""
+
+    mean: Any
+    spread: Any
+    clip: float
+
+    @classmethod
+    def of(cls, estimator: Any, inputs: int) -> Scale:
+        """Of a fitted estimator; a linear one takes inputs as they are."""
+        import numpy as np
+
+        scaler = getattr(estimator, "_scaler", None) if hasattr(estimator, "members_") else None
+        if scaler is None:
+            return cls(np.zeros(inputs), np.ones(inputs), math.inf)
+        return cls(scaler.standard.mean_, scaler.standard.scale_, scaler.clip)
+
+    def __call__(self, inputs: Any) -> Any:
+        return ((inputs - self.mean) / self.spread).clip(-self.clip, self.clip)
 
 
 @dataclass
 class TabularModel:
-    """A network with what is needed to use it on a table.
+    """Networks with what is needed to use them on a table.
 
     Attributes:
         columns, target: what was learnt of the table.
-        layers: weights (inputs, outputs) and biases.
-        activation: between them.
+        members: weights (inputs, outputs) and biases, layer by layer, of each network.
+        scale: of their inputs.
+        activation: between layers.
         facts: how training went, for summaries.
     """
 
     columns: Columns
     target: Target
-    layers: list[tuple[Any, Any]]
+    members: list[Layers]
+    scale: Scale
     activation: str
     facts: dict[str, Any] = field(default_factory=dict)
     history: Any = None
 
     @classmethod
-    def fit(cls, frame: Any, columns: Columns, target: Target, estimator: Any) -> TabularModel:
-        """Train an estimator of `heldin.sklearn` on all rows of a table."""
+    def fit(
+        cls, frame: Any, columns: Columns, target: Target, estimator: Any, groups: Any = None
+    ) -> TabularModel:
+        """Train an estimator of `heldin.sklearn` on all rows of a table.
+
+        Args:
+            frame, columns, target: the rows, and what was learnt of them.
+            estimator: not fitted yet.
+            groups: rows with the same value belong together; None: each is by itself.
+        """
         inputs, _ = columns.encode(frame, "the table")
         targets = target.encode(frame[target.name])
-        estimator.fit(inputs, targets)
+        estimator.fit(inputs, targets, **({} if groups is None else {"groups": groups}))
         unit = target.unit
         history, reason = estimator.history_, estimator.stopping_reason_
         estimate, error = estimator.estimate_, estimator.estimate_error_
         if isinstance(history, EstimateHistory):
-            history = _in_units(history, unit)
+            history = in_units(history, unit)
             estimate, error = estimate * unit, error * unit
             last = history.last()
             reason = (
-                f"estimated loss {last.estimate:.4g} at step {last.step}, lowest {estimate:.4g} at "
-                f"step {estimator.best_step_}"
+                f"estimated loss {last.estimate:.4g} at step {last.step}, lowest "
+                f"{min(record.estimate for record in history):.4g} at step {estimator.best_step_}"
             )
         elif estimator.stopping_rule_ == "validation" and target.task == "regression":
             reason += " (of the target divided by its standard deviation)"
@@ -206,26 +238,37 @@ class TabularModel:
             "evidence_curve": estimator.evidence_curve_,
             "estimate": estimate,
             "standard_error": error,
+            "scores": _scores(estimator, target),
+            "calibration": _calibration(estimator),
+            "shrinkage": getattr(estimator, "shrinkage_", None),
+            "members": len(_members(estimator)),
         }
-        return cls(columns, target, _layers(estimator), estimator.activation, facts, history)
+        scale = Scale.of(estimator, inputs.shape[1])
+        return cls(
+            columns, target, _members(estimator), scale, estimator.activation, facts, history
+        )
 
-    def outputs(self, frame: Any, path: str | Path) -> tuple[Any, dict[str, int]]:
-        """(n, outputs) of the network, and the numbers of unknown categories by column."""
+    def predictions(self, frame: Any, path: str | Path) -> tuple[Any, dict[str, int]]:
+        """(n, classes) probabilities or (n, 1) scaled numbers, and how many categories are unknown.
+
+        The mean over the networks.
+        """
         inputs, unknown = self.columns.encode(frame, path)
-        sizes = [len(self.layers[0][0]), *(weight.shape[1] for weight, _ in self.layers)]
-        network = build_network(sizes, self.activation)
-        set_weights(network, self.layers)
-        return network_outputs(network, torch.from_numpy(inputs)), unknown
+        rows = torch.from_numpy(self.scale(inputs))
+        found = [network_outputs(network_of(m, self.activation), rows) for m in self.members]
+        if self.target.task == "classification":
+            found = [self._shares(outputs) for outputs in found]
+        return torch.stack(found).mean(0), unknown
 
     def predict(self, frame: Any, path: str | Path) -> tuple[Any, dict[str, int]]:
         """A DataFrame of predictions (and probabilities), and the numbers of unknown categories."""
         import pandas
 
-        outputs, unknown = self.outputs(frame, path)
+        outputs, unknown = self.predictions(frame, path)
         if self.target.task == "regression":
             values = outputs[:, 0].numpy() * self.target.spread + self.target.mean
             return pandas.DataFrame({self.target.name: values}), unknown
-        shares = self._shares(outputs).numpy()
+        shares = outputs.numpy()
         labels = [self.target.classes[i] for i in shares.argmax(1)]
         table: dict[str, Any] = {self.target.name: labels}
         table |= {f"p({name})": shares[:, i] for i, name in enumerate(self.target.classes)}
@@ -241,7 +284,7 @@ class TabularModel:
         rows = frame[frame[self.target.name].notna()]
         if not len(rows):
             raise HeldinError(f"{path}: no row has a value of the target {self.target.name!r}")
-        outputs, _ = self.outputs(rows, path)
+        outputs, _ = self.predictions(rows, path)
         truth = torch.from_numpy(self.target.encode(rows[self.target.name]))
         if self.target.task == "regression":
             losses = (outputs[:, 0] - truth).square() * self.target.unit
@@ -251,9 +294,8 @@ class TabularModel:
             if bool((truth < 0).any()):
                 odd = category(rows[self.target.name].iloc[int((truth < 0).nonzero()[0])])
                 raise HeldinError(f"{path}: class {odd!r} was not there in training")
-            shares = self._shares(outputs)
-            losses = -shares.gather(1, truth[:, None])[:, 0].log()
-            score = float((shares.argmax(1) == truth).double().mean())
+            losses = -outputs.gather(1, truth[:, None])[:, 0].log()
+            score = float((outputs.argmax(1) == truth).double().mean())
         error = float(losses.std() / len(losses) ** 0.5) if len(losses) > 1 else math.nan
         return {
             "rows": len(losses), "loss": float(losses.mean()), "error": error, "score": score
@@ -267,10 +309,14 @@ class TabularModel:
 
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        weights = {}
-        for i, (weight, bias) in enumerate(self.layers):
-            weights[f"{i}.weight"] = torch.tensor(weight)
-            weights[f"{i}.bias"] = torch.tensor(bias)
+        weights = {
+            "scale.mean": torch.tensor(self.scale.mean),
+            "scale.spread": torch.tensor(self.scale.spread),
+        }
+        for number, layers in enumerate(self.members):
+            for i, (weight, bias) in enumerate(layers):
+                weights[f"{number}.{i}.weight"] = torch.tensor(weight)
+                weights[f"{number}.{i}.bias"] = torch.tensor(bias)
         save_file(weights, folder / "weights.safetensors")
         content = {
             "heldin": "TabularModel",
@@ -278,6 +324,8 @@ class TabularModel:
             "target": asdict(self.target),
             "columns": self.columns.to_json(),
             "activation": self.activation,
+            "members": len(self.members),
+            "clip": self.scale.clip if math.isfinite(self.scale.clip) else None,
             "facts": _without_nan(self.facts),
         }
         text = json.dumps(content, indent=1, allow_nan=False)
@@ -301,15 +349,22 @@ class TabularModel:
                     f"{content['version']!r}, this one reads {VERSION}); fit again"
                 )
             weights = load_file(folder / "weights.safetensors")
-            layers = [
-                (weights[f"{i}.weight"].numpy(), weights[f"{i}.bias"].numpy())
-                for i in range(len(weights) // 2)
+            count = content["members"]
+            members = [
+                [
+                    (weights[f"{m}.{i}.weight"].numpy(), weights[f"{m}.{i}.bias"].numpy())
+                    for i in range((len(weights) // 2 - 1) // count)
+                ]
+                for m in range(count)
             ]
+            clip = math.inf if content["clip"] is None else float(content["clip"])
+            scale = Scale(weights["scale.mean"].numpy(), weights["scale.spread"].numpy(), clip)
             target = content["target"]
             return cls(
                 Columns.from_json(content["columns"]),
                 Target(**{**target, "classes": tuple(target["classes"])}),
-                layers,
+                members,
+                scale,
                 content["activation"],
                 content["facts"],
             )

@@ -6,7 +6,7 @@ What the scikit-learn estimators and `heldin fit` have in common.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -20,12 +20,12 @@ from heldin.rules.estimated.folds import FoldStopping, ShadowStopping
 from heldin.rules.estimated.losses import LossFunction, RowLoss
 from heldin.rules.evidence import EvidenceStopping
 from heldin.rules.validation import ValidationStopping
-from heldin.state.estimates import EstimateHistory
+from heldin.state.estimates import Estimate, EstimateHistory
 from heldin.state.history import History
 
 from .mlp import Inputs, ManualBackprop, network_outputs
 
-__all__ = ["RULE_NAMES", "Outcome", "Report", "Trainer", "TrainingConfig"]
+__all__ = ["RULE_NAMES", "Outcome", "Report", "Trainer", "TrainingConfig", "in_units"]
 
 RULE_NAMES = ("auto", *ESTIMATED_RULES, "evidence", "validation")  # beside "none"
 SMOOTHING = 0.8  # of the evidence of whole epochs, see docs/which-rule.md
@@ -40,6 +40,7 @@ class TrainingConfig:
 
     solver: str = "adam"
     alpha: float = 0.0
+    weight_decay: float = 0.0
     batch_size: int | Literal["auto"] = "auto"
     learning_rate: str = "constant"
     learning_rate_init: float = 1e-3
@@ -59,20 +60,24 @@ class TrainingConfig:
         return min(200 if self.batch_size == "auto" else self.batch_size, n)
 
     def optimizer(self, model: nn.Module, rows: int) -> Optimizer:
-        """Over the weights, which decay by alpha / rows as in scikit-learn, and the biases."""
+        """Over the weights, which decay by alpha / rows as in scikit-learn, and the biases.
+
+        Or by `weight_decay` of the rate in each step, whatever the gradients (AdamW).
+        """
         named = list(model.named_parameters())
         parts = {end: [p for n, p in named if n.endswith(end)] for end in ("weight", "bias")}
         groups: list[dict[str, Any]] = [
-            {"params": parts["weight"], "weight_decay": self.alpha / rows}
+            {"params": parts["weight"], "weight_decay": self.weight_decay or self.alpha / rows}
         ]
         if parts["bias"]:
-            groups.append({"params": parts["bias"]})
+            groups.append({"params": parts["bias"], "weight_decay": 0.0})
         if self.solver == "sgd":
             nesterov = self.nesterovs_momentum and self.momentum > 0
             return torch.optim.SGD(
                 groups, self.learning_rate_init, momentum=self.momentum, nesterov=nesterov
             )
-        return torch.optim.Adam(
+        kind = torch.optim.AdamW if self.weight_decay else torch.optim.Adam
+        return kind(
             groups,
             self.learning_rate_init,
             betas=(self.beta_1, self.beta_2),
@@ -159,11 +164,16 @@ class Trainer:
             torch.randperm(n, generator=self.generator) if self.config.shuffle else torch.arange(n)
         )
 
+    def batches(self) -> Sequence[Tensor]:
+        """Row numbers of the minibatches of an epoch."""
+        found: Sequence[Tensor] = self._order().split(self.rows)
+        return found
+
     def steps(self) -> Iterator[Tensor]:
         """Take the optimiser steps of an epoch; what is given are the row numbers of each."""
         assert self.loss.row_gradient is not None
         summed, weights = torch.zeros((), dtype=torch.float64), self.weights
-        for index in self._order().split(self.rows):
+        for index in self.batches():
             outputs = self.passes.forward(self.x[index])
             losses = self.loss.per_row(outputs, self.y[index])
             slope = self.loss.row_gradient(outputs, self.ready[index])
@@ -175,9 +185,10 @@ class Trainer:
             self.optimizer.step()
             self.outcome.steps += 1
             yield index
-        self._end(float(summed) / len(self.y))
+        self.end_epoch(float(summed) / len(self.y))
 
-    def _end(self, loss: float) -> None:
+    def end_epoch(self, loss: float) -> None:
+        """Take notice of the training loss, and lower the rate if it is to be."""
         self.outcome.epochs += 1
         self.outcome.losses.append(loss)
         self.seen += len(self.y)
@@ -274,21 +285,16 @@ class Trainer:
         out.best_step = rule.best_step * (out.steps // out.epochs)
 
     def _by_estimate(self, wanted: str, tell: Report) -> None:
-        """Until the estimated test loss has passed its lowest value."""
-        out, n = self.outcome, len(self.y)
+        """Until the estimated test loss has passed its lowest value.
+
+        For several networks, and for what the estimators do with folds, see
+        `heldin.tables.committee`.
+        """
+        out = self.outcome
         options: dict[str, Any] = {"sample_weight": self.weights, "seed": self.seed % 2**31}
         name: Any = wanted
-        if n < 5 and wanted in ("auto", "folds"):
-            name, options["folds"] = "folds", n
-        try:
-            data = (self.x, self.y)
-            rule = stopping(name, self.model, self.optimizer, self.loss_fn, data, **options)
-        except HeldinError as error:
-            if wanted != "auto":
-                raise
-            out.rule, out.chosen = "evidence", str(error)
-            self._by_evidence(tell)
-            return
+        data = (self.x, self.y)
+        rule = stopping(name, self.model, self.optimizer, self.loss_fn, data, **options)
         out.rule, out.chosen = rule.name, rule.reason_chosen
         follow = self._inside if isinstance(rule, (FoldStopping, ShadowStopping)) else self._beside
         with rule:
@@ -309,11 +315,21 @@ class Trainer:
             generator=self.generator,
         )
         self.outcome.steps = rule._step
-        self._end(self.mean_loss(self.x, self.y, self.weights))
+        self.end_epoch(self.mean_loss(self.x, self.y, self.weights))
 
     def _beside(self, rule: Any) -> None:
         """An epoch that the rule only looks at."""
         for index in self.steps():
             if rule.step(indices=index):
-                self._end(self.mean_loss(self.x, self.y, self.weights))
+                self.end_epoch(self.mean_loss(self.x, self.y, self.weights))
                 return
+
+
+def in_units(history: EstimateHistory, unit: float) -> EstimateHistory:
+    """The same history, of losses that are so many times as large."""
+    found = EstimateHistory(history.rule)
+    for r in history:
+        error = r.standard_error * unit
+        found.append(Estimate(r.step, r.estimate * unit, error, r.training_loss * unit))
+    found.best_step, found.stopped_step = history.best_step, history.stopped_step
+    return found

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from heldin._private_torch import all_raw_saved, outputs_of
 from heldin.capture.contributions import Contributions, Lazy, Rows
 from heldin.capture.moments import upcast
 from heldin.errors import NotObservable
@@ -19,12 +20,11 @@ __all__ = ["all_at_once", "generic"]
 
 def generic(use: OpUse) -> Contributions:
     """Call the node with all samples but one blanked: slow, and right for any op."""
-    for name in dir(use.node):
-        if name.startswith("_raw_saved_"):
-            keep_readable(getattr(use.node, name))
+    for handle in all_raw_saved(use.node):
+        keep_readable(handle)
     given = [i for i, grad in enumerate(use.grads) if grad is not None]
     if not given:  # an op of the user's above has stopped the gradient
-        output = use.node._input_metadata[0]
+        output = outputs_of(use.node)[0]
         zero = torch.zeros((), dtype=output.dtype, device=output.device)
         return Rows(upcast(zero).expand(use.m, *use.shape))
     call, at = use.node, use.argument
@@ -79,7 +79,7 @@ def _position(use: OpUse) -> int:
 
 def _zeros(use: OpUse) -> list[Tensor | None]:
     """What a `torch.autograd.Function` gets for outputs that no gradient comes to."""
-    outputs = use.node._input_metadata
+    outputs = outputs_of(use.node)
     return [
         torch.zeros(tuple(out.shape), dtype=out.dtype, device=out.device) if grad is None else None
         for grad, out in zip(use.grads, outputs, strict=True)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from heldin._private_torch import raw_saved, saved
 from heldin.capture.contributions import Contributions, Owned, Rows
 from heldin.capture.layout import Layout
 from heldin.capture.moments import upcast
@@ -78,13 +79,13 @@ class OpUse:
 
     def saved(self, name: str) -> Tensor:
         """A tensor that the op saved for its backward pass."""
-        keep_readable(getattr(self.node, f"_raw_saved_{name}", None))
-        tensor: Tensor = getattr(self.node, f"_saved_{name}")
+        keep_readable(raw_saved(self.node, name))
+        tensor: Tensor = saved(self.node, name)
         return tensor
 
     def option(self, name: str) -> Any:
         """A number, flag or list that the op saved."""
-        return getattr(self.node, f"_saved_{name}")
+        return saved(self.node, name)
 
     def per_sample_sum(self, values: Tensor, axis: int | None = None) -> Contributions:
         """Sum values of the output's shape over all that the argument is broadcast over.

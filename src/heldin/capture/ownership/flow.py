@@ -16,6 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from heldin._private_torch import decompositions
+
 from .op import Op
 from .planes import align, canonical, is_mixed, merge, tensors_in
 
@@ -133,9 +135,7 @@ def _decomposed(call: OpCall) -> Owners | None:
     """Run PyTorch's own decomposition of an op on the same inputs, only for its owners."""
     if call.op.written or call.op.random:
         return None
-    from torch._decomp import decomposition_table
-
-    decomposition = decomposition_table.get(call.func)
+    decomposition = decompositions().get(call.func)
     if decomposition is None:
         return None
     try:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from heldin._private_torch import TorchDispatchMode, dispatch_depth, without_modes
 
 from . import flows as flows  # registers how each op passes owners on
 from .flow import OpCall, flow
@@ -162,7 +163,7 @@ class Tracker(TorchDispatchMode):
             return False
         if any(t.dtype is not torch.bool and t.numel() == 1 for t in tensors):
             return False  # item() of a number
-        with _disable_current_modes():
+        with without_modes():
             known = [p for t in tensors if (p := self.owners(t)) is not None]
             return all(bool(is_mixed(p[:2]).all()) for p in known)
 
@@ -203,8 +204,8 @@ class Tracker(TorchDispatchMode):
                 self._planes[tensor] = canonical(torch.stack(each))
             return out
         out = func(*args, **kwargs)
-        if torch._C._len_torch_dispatch_stack():  # others follow, too: what we do is not for them
-            with _disable_current_modes():
+        if dispatch_depth():  # others follow, too: what we do is not for them
+            with without_modes():
                 self._follow(op, func, args, kwargs, out)
         else:
             self._follow(op, func, args, kwargs, out)

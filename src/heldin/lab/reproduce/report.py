@@ -13,7 +13,7 @@ from typing import Any
 
 from heldin.pages import markdown_table, render
 
-from .experiment import CLOSE, NEAR, SHARE, Verdict
+from .experiment import CLOSE, NEAR, SHARE, SLIGHT, Verdict
 from .outcomes import Outcome, Reproduction
 from .tables import versions
 
@@ -26,7 +26,8 @@ HEAD = ("claim", "paper", "ours: median (range)", "holds if", "verdict")
 TITLE = "Early stopping without a validation set: a reproduction"
 WORDS = (
     "A claim is confirmed if it holds with more than half of the seeds. The paper's words are "
-    f'read the same way everywhere: "near" and "comparable" are at most {NEAR - 1:.0%} above, '
+    f'read the same way everywhere: "acceptable", "near" and "comparable" are at most {SLIGHT:.2f} '
+    f'times as much, which the paper calls "slightly worse" elsewhere, with {NEAR:.2f} beside it; '
     f'"as good as" and "almost identical" at most {CLOSE - 1:.0%}, shares of weights within '
     f"{SHARE:.0%} of all weights. A rule that does not stop confirms nothing about its stop."
 )
@@ -106,7 +107,12 @@ def claim_rows(outcomes: Sequence[Outcome]) -> Iterable[dict[str, Any]]:
 def _verdict(verdict: Verdict) -> str:
     seeds = len(verdict.values)
     word = "confirmed" if verdict.confirmed else "not confirmed"
-    return word if seeds == 1 else f"{word} ({verdict.held} of {seeds})"
+    if seeds > 1:
+        word += f" ({verdict.held} of {seeds})"
+    claim = verdict.claim
+    if claim.beside is not None:
+        word += f"; {verdict.held_beside} of {seeds} within {claim.beside:{claim.form}}"
+    return word
 
 
 def cells(verdict: Verdict) -> tuple[str, ...]:

@@ -70,6 +70,7 @@ class Run:
     ) -> None:
         self.seed, self.settings, self.data, self.device = seed, settings, data, device
         self.rows: list[dict[str, float]] = []
+        self.arrays: dict[str, Any] = {}  # what was logged to replay readings
         self.path, self.pause = path, pause
         self.key = json.dumps([seed, described(settings), dict(part or {})], sort_keys=True)
         self._saved = self._ticked = time.monotonic()

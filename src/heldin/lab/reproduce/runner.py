@@ -48,6 +48,7 @@ class Task:
     device: str
     folder: Path
     pause: float
+    threads: int = 1
 
     @property
     def name(self) -> str:
@@ -87,10 +88,11 @@ class Task:
 def work(task: Task) -> None:
     """Make a run and write its table.
 
-    On one thread: then its numbers do not depend, to the last bit, on how many run beside it.
+    On one thread, but for the longest runs: then its numbers do not depend, to the last bit, on
+    how many run beside it.
     """
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(task.threads)
     try:
         run = Run(
             task.seed,
@@ -266,6 +268,7 @@ def _make(tasks: Sequence[Task], resume: bool, jobs: int | None, watch: Watch | 
         if resume and task.finished:
             continue
         task.table.unlink(missing_ok=True)
+        task.table.with_suffix(".npz").unlink(missing_ok=True)
         if not resume:
             task.checkpoint.unlink(missing_ok=True)
             task.checkpoint.with_suffix(".step").unlink(missing_ok=True)

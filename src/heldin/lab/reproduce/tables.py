@@ -18,11 +18,13 @@ from heldin.state.files import replacing
 
 from .run import Run, described
 
-__all__ = ["at", "last", "least", "read", "step_of", "write"]
+__all__ = ["at", "last", "least", "read", "read_log", "step_of", "write"]
 
 
 def write(path: Path, run: Run, **about: Any) -> None:
     """Write a finished run; what is the same in all rows (settings, versions, ...) comes last.
+
+    What it has logged goes beside it, into a file of the same name that ends in npz.
 
     Args:
         path: of the CSV file.
@@ -42,8 +44,23 @@ def write(path: Path, run: Run, **about: Any) -> None:
     for name, value in versions().items():
         table[name] = value
     table["settings"] = json.dumps(described(run.settings), sort_keys=True)
+    if run.arrays:
+        import numpy
+
+        with replacing(path.with_suffix(".npz")) as part, open(part, "wb") as file:
+            numpy.savez_compressed(file, **run.arrays)
     with replacing(path) as part:
         table.to_csv(part, index=False)
+
+
+def read_log(path: Path) -> dict[str, Any]:
+    """What a run has logged beside its table, as numpy arrays; nothing if it logs nothing."""
+    import numpy
+
+    if not path.with_suffix(".npz").exists():
+        return {}
+    with numpy.load(path.with_suffix(".npz")) as found:
+        return dict(found)
 
 
 def read(path: Path) -> Any:

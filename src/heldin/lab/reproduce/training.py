@@ -14,13 +14,17 @@ __all__ = ["Rows", "batch", "chunks", "mean_loss", "perceptron"]
 Rows = Callable[[Tensor], tuple[Tensor, Tensor]]  # row numbers to inputs and labels
 
 
-def perceptron(widths: Iterable[int], seed: int, std: float | None = None) -> nn.Sequential:
+def perceptron(
+    widths: Iterable[int], seed: int, std: float | None = None, init: str = "he"
+) -> nn.Sequential:
     """Linear layers with ReLU between them, biases zero.
 
     Args:
         widths: of the layers, the inputs first.
         seed: of the weights.
-        std: of the weights (default: He's sqrt(2 / inputs)).
+        std: of the weights (default: as `init` says).
+        init: "he", normal with variance 2 / inputs; or "glorot", uniform with variance
+            2 / (inputs + outputs).
 
     >>> sum(p.numel() for p in perceptron([784, 2500, 2000, 1500, 1000, 500, 10], 0).parameters())
     11972510
@@ -30,8 +34,11 @@ def perceptron(widths: Iterable[int], seed: int, std: float | None = None) -> nn
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(sizes):
         layer = nn.utils.skip_init(nn.Linear, inputs, outputs)
-        scale = (2.0 / inputs) ** 0.5 if std is None else std
-        nn.init.normal_(layer.weight, std=scale, generator=generator)
+        if std is None and init == "glorot":
+            nn.init.xavier_uniform_(layer.weight, generator=generator)
+        else:
+            scale = (2.0 / inputs) ** 0.5 if std is None else std
+            nn.init.normal_(layer.weight, std=scale, generator=generator)
         nn.init.zeros_(layer.bias)
         layers += [layer, nn.ReLU()]
     return nn.Sequential(*layers[:-1])

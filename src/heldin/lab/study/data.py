@@ -11,13 +11,15 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from heldin.errors import HeldinError
 from heldin.rules.estimated.losses import LossFunction
 
-__all__ = ["LEAST_TEST", "Problem", "Role", "Table", "role", "tables"]
+from .spec import Spec, network
+
+__all__ = ["LEAST_TEST", "Problem", "Role", "Table", "other_classes", "role", "tables"]
 
 Role = Literal["development", "confirmation", "all"]
 LEAST_TEST, MOST_TEST = 100, 2000  # rows of a test set
@@ -54,6 +56,14 @@ class Table:
         if classes:
             y = np.unique(y, return_inverse=True)[1]
         return x, y, classes
+
+    def problem(self, spec: Spec) -> Problem:
+        """Training and test rows of a run."""
+        return Problem.cut(self, spec.n, spec.noise, 2 if spec.model == "degree2" else 1, spec.seed)
+
+    def model(self, spec: Spec, problem: Problem) -> nn.Sequential:
+        """The network at the start of a run."""
+        return network(spec, problem.x.shape[1], problem.outputs)
 
 
 _BUNDLED = {
@@ -131,10 +141,7 @@ class Problem:
             x = _standard(_products(x, generator), n)
         clean = y.copy()
         if classes:
-            many = int(y.max()) + 1
-            flipped = generator.random(len(y)) < noise
-            # to one of the other classes, all the same likely
-            y = np.where(flipped, (y + generator.integers(1, max(2, many), len(y))) % many, y)
+            y = other_classes(y, noise, int(y.max()) + 1, generator)
         else:
             centre, spread = y[:n].mean(), max(float(y[:n].std()), 1e-12)
             clean = (y - centre) / spread
@@ -154,11 +161,18 @@ class Problem:
         if self.loss_fn is F.mse_loss:
             rest = (outputs - self.y_clean).square().mean() / self.y_clean.var()
             return float(1 - rest)
-        return float((classes_of(outputs) == self.y_clean.flatten()).float().mean())
+        found = classes_of(outputs).flatten()
+        return float((found == self.y_clean.flatten()).float().mean())
+
+
+def other_classes(y: Any, noise: float, many: int, generator: Any) -> Any:
+    """Classes of which that share is one of the others, all the same likely."""
+    flipped = generator.random(y.shape) < noise
+    return np.where(flipped, (y + generator.integers(1, max(2, many), y.shape)) % many, y)
 
 
 def classes_of(outputs: Tensor) -> Tensor:
-    """(b,) predicted classes."""
+    """(b,) predicted classes, or (b, places)."""
     return outputs.argmax(1) if outputs.shape[1] > 1 else (outputs[:, 0] > 0).long()
 
 

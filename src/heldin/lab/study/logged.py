@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 from torch.func import functional_call
 
 from .data import Problem, Table
-from .spec import Spec, network
+from .networks import NetworkTask
+from .spec import Spec
+from .witnesses import Values, test_values
 
-__all__ = ["Choice", "LoggedRun", "Outcome"]
+__all__ = ["Choice", "LoggedRun", "Outcome", "Task", "moving"]
+
+Task = Table | NetworkTask
+
+
+def moving(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """What training changes: trainable parameters, and buffers with a fraction."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            yield name, parameter.detach()
+    for name, buffer in model.named_buffers():
+        if buffer.is_floating_point():
+            yield name, buffer
 
 
 @dataclass(frozen=True)
@@ -58,6 +73,8 @@ class Outcome:
     best_clean_loss: float = math.nan
     estimate: float = math.nan
     standard_error: float = math.nan
+    test_error: float = math.nan  # standard error of test_loss
+    cost: float = math.nan  # optimiser steps of all its models, in runs of one to the last step
 
 
 @dataclass(eq=False)
@@ -65,7 +82,7 @@ class LoggedRun:
     """A log, with ways to look things up in it."""
 
     spec: Spec
-    table: Table
+    task: Task
     log: Mapping[str, Any]
     _problem: list[Problem] = field(default_factory=list)
 
@@ -78,31 +95,24 @@ class LoggedRun:
         return self.spec.steps
 
     def tested(self, step: int, split: int | None) -> Any:
-        """Test loss, accuracy and clean loss at the logged step nearest in ratio."""
+        """See `test_values`; at the logged step nearest in ratio."""
         steps = self["steps"]
         near = int(np.argmin(np.abs(np.log1p(steps) - math.log1p(step))))
         return self["tested"][near] if split is None else self["split_tested"][near, split]
 
-    def averaged(self, shares: Mapping[int, float]) -> tuple[float, float, float]:
+    def averaged(self, shares: Mapping[int, float]) -> Values:
         """The same for weights averaged over checks."""
         if not self._problem:
-            degree = 2 if self.spec.model == "degree2" else 1
-            spec = self.spec
-            self._problem.append(Problem.cut(self.table, spec.n, spec.noise, degree, spec.seed))
+            self._problem.append(self.task.problem(self.spec))
         problem = self._problem[0]
-        model = network(self.spec, problem.x.shape[1], problem.outputs)
+        model = self.task.model(self.spec, problem).eval()
         places = {int(step): i for i, step in enumerate(self["weight_steps"])}
         flat = sum(share * self["weights"][places[step]] for step, share in shares.items())
-        params = dict(model.named_parameters())
-        parts = torch.tensor(flat).split([p.numel() for p in params.values()])
+        tensors = dict(moving(model))
+        parts = torch.tensor(flat).split([t.numel() for t in tensors.values()])
         state = {
-            name: part.view_as(p).float()
-            for (name, p), part in zip(params.items(), parts, strict=True)
+            name: part.view_as(t).to(t.dtype)
+            for (name, t), part in zip(tensors.items(), parts, strict=True)
         }
         with torch.no_grad():
-            outputs = functional_call(model, state, (problem.x_test,))
-            return (
-                float(problem.loss_fn(outputs, problem.y_test)),
-                problem.accuracy(outputs),
-                float(problem.loss_fn(outputs, problem.y_clean)),
-            )
+            return test_values(problem, functional_call(model, state, (problem.x_test,)))

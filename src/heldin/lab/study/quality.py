@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -17,24 +17,35 @@ from heldin.rules.estimated import leave_one_out as _leaveoneout
 
 from . import rules as _rules
 from . import run as _run
+from .along import log_network
 from .data import LEAST_TEST, Role, Table, role, tables
-from .logged import LoggedRun
+from .logged import LoggedRun, Task
+from .networks import KINDS, Kind, network_task
 from .report import write_report
-from .rules import RULES, replay
+from .rules import NETWORK_RULES, RULES, replay
 from .run import log, save
-from .spec import MODELS, NOISE, OPTIMIZERS, WIDTH, Spec
+from .spec import NOISE, TABLES, WIDTH, Spec, Ways
 from .tables import BASE, COLUMNS, COVERAGE, SUMMARY, coverage, summarise, write
 from .witnesses import DISPARITY_BATCHES
 
 __all__ = ["constants", "plan", "quality"]
 
-EXTRA = (*COLUMNS[:7], "clean_loss", "best_clean_loss", "estimate", "standard_error")
+DEVELOPMENT = 1_000_000  # added to the seed of plans on which constants may be chosen
+EXTRA = (
+    *(*COLUMNS[:7], "test_loss", "clean_loss", "best_clean_loss"),
+    *("estimate", "standard_error", "test_error"),
+)
 
 
 def plan(
-    available: Sequence[Table], sizes: Sequence[int], runs: int, seed: int, steps: int = 2500
+    available: Sequence[Task],
+    sizes: Sequence[int],
+    runs: int,
+    seed: int,
+    steps: int = 2500,
+    ways: Ways = TABLES,
 ) -> list[Spec]:
-    """What is trained: datasets in turn, everything else drawn.
+    """What is trained: datasets in turn, everything else drawn from the ways of its kind.
 
     >>> from heldin.lab.study.data import tables
     >>> [spec.dataset for spec in plan(tables(None), [50], runs=3, seed=0)]
@@ -48,7 +59,7 @@ def plan(
             "smaller --n, or another --role or --data"
         )
     generator = np.random.default_rng(seed)
-    waiting: dict[int, list[Table]] = {n: [] for n in sizes}
+    waiting: dict[int, list[Task]] = {n: [] for n in sizes}
     found = []
     for i in range(runs):
         n = sizes[i % len(sizes)]
@@ -58,9 +69,9 @@ def plan(
             Spec(
                 waiting[n].pop().name,
                 n,
-                float(generator.choice(NOISE)),
-                str(generator.choice(MODELS)),
-                str(generator.choice(OPTIMIZERS)),
+                float(generator.choice(ways.noise)),
+                str(generator.choice(ways.models)),
+                str(generator.choice(ways.optimizers)),
                 1000 * seed + i,
                 steps,
             )
@@ -68,10 +79,10 @@ def plan(
     return found
 
 
-def one_run(spec: Spec, table: Table, rules: Sequence[str], folder: Path) -> list[dict[str, Any]]:
+def one_run(spec: Spec, task: Task, rules: Sequence[str], folder: Path) -> list[dict[str, Any]]:
     """Train if there is no log yet, replay the rules, return the rows."""
     torch.set_num_threads(1)
-    run = LoggedRun(spec, table, _log_of(spec, table, folder))
+    run = LoggedRun(spec, task, _log_of(spec, task, folder))
     rows = []
     for name in rules:
         outcome = replay(run, name)
@@ -80,40 +91,41 @@ def one_run(spec: Spec, table: Table, rules: Sequence[str], folder: Path) -> lis
     return rows
 
 
-def _log_of(spec: Spec, table: Table, folder: Path) -> dict[str, Any]:
+def _log_of(spec: Spec, task: Task, folder: Path) -> dict[str, Any]:
     path = folder / f"{spec.key}.npz"
     if not path.exists():
-        save(path, log(spec, table))
+        save(path, log(spec, task) if isinstance(task, Table) else log_network(spec, task))
     with np.load(path, allow_pickle=False) as file:
         return {key: file[key] for key in file.files}
 
 
-def chosen_rules(text: str) -> list[str]:
+def chosen_rules(text: str, known: Sequence[str] = tuple(RULES)) -> list[str]:
     """Names of rules from a comma-separated list, or "all".
 
     >>> chosen_rules("folds, last iterate")
     ['split 20 %', 'folds', 'last iterate']
     """
     if text == "all":
-        return list(RULES)
+        return list(known)
     names = [part.strip() for part in text.split(",") if part.strip()]
-    unknown = [name for name in names if name not in RULES]
+    unknown = [name for name in names if name not in known]
     if unknown:
-        raise HeldinError(f"study: unknown rule {unknown[0]!r}; known are all, {', '.join(RULES)}")
+        raise HeldinError(f"study: unknown rule {unknown[0]!r}; known are all, {', '.join(known)}")
     return list(dict.fromkeys([BASE, *names]))
 
 
 def quality(
     data: str | Path | None = None,
     *,
-    sizes: Sequence[int] = (50, 100, 200),
+    kind: str = "tables",
+    sizes: Sequence[int] | None = None,
     runs: int = 150,
     seed: int = 0,
     rules: str = "all",
     out: str | Path = "study",
     datasets: Role = "confirmation",
     jobs: int = 1,
-    steps: int = 2500,
+    steps: int | None = None,
     progress: Callable[[Iterable[Any], int], Iterable[Any]] | None = None,
 ) -> list[dict[str, Any]]:
     """Run the study, write its tables and report, and return the summary.
@@ -122,27 +134,33 @@ def quality(
     where it was, and other rules can be replayed on the same runs.
 
     Args:
-        data: folder of .npz files (X, y, task); None: scikit-learn's bundled datasets.
-        sizes: numbers of training rows.
+        data: folder of .npz files (X, y, task), and of MNIST in a sub-folder `mnist`; None:
+            scikit-learn's bundled datasets.
+        kind: "tables", "images", "texts" or "tuning", see `heldin.lab.study.networks`.
+        sizes: numbers of training rows (default: those of the kind).
         runs: number of runs.
         seed: of the plan.
         rules: "all", or names separated by commas.
         out: folder for the results.
-        datasets: "confirmation" (to report), "development" (to choose constants) or "all".
+        datasets: "confirmation" (to report), "development" (to choose constants) or "all": by the
+            names of tables; runs of networks are divided by their seeds.
         jobs: processes, through joblib; its other backends carry the runs to a cluster.
-        steps: optimiser steps of a run.
+        steps: optimiser steps of a run (default: those of the kind).
         progress: wraps the finished runs, given their number, to show how far the study is.
     """
     joblib = _joblib()
-    names = chosen_rules(rules)
-    available = [t for t in tables(data) if datasets == "all" or role(t.name) == datasets]
-    if not available:
-        raise HeldinError(f"study: no dataset is for {datasets}; use --role all")
-    specs = plan(available, sizes, runs, seed, steps)
-    by_name = {table.name: table for table in available}
+    if kind != "tables" and kind not in KINDS:
+        raise HeldinError(f"study: expected tables, {', '.join(KINDS)}, got {kind!r}")
+    ways = TABLES if kind == "tables" else KINDS[kind]
+    names = chosen_rules(rules, tuple(RULES) if kind == "tables" else NETWORK_RULES)
     folder = Path(out)
     logs = folder / "runs"
     logs.mkdir(parents=True, exist_ok=True)
+    available = _available(kind, data, datasets, folder)
+    if kind != "tables" and datasets == "development":
+        seed += DEVELOPMENT
+    specs = plan(available, sizes or ways.sizes, runs, seed, steps or ways.steps, ways)
+    by_name = {task.name: task for task in available}
     finished: Iterable[list[dict[str, Any]]] = joblib.Parallel(
         n_jobs=jobs, return_as="generator_unordered"
     )(joblib.delayed(one_run)(spec, by_name[spec.dataset], names, logs) for spec in specs)
@@ -154,8 +172,17 @@ def quality(
     return _write(folder, rows, by_name)
 
 
+def _available(kind: str, data: str | Path | None, datasets: Role, folder: Path) -> list[Task]:
+    if kind in KINDS:
+        return [network_task(cast("Kind", kind), data, folder)]
+    found: list[Task] = [t for t in tables(data) if datasets == "all" or role(t.name) == datasets]
+    if not found:
+        raise HeldinError(f"study: no dataset is for {datasets}; use --role all")
+    return found
+
+
 def _write(
-    folder: Path, rows: list[dict[str, Any]], by_name: dict[str, Table]
+    folder: Path, rows: list[dict[str, Any]], by_name: dict[str, Task]
 ) -> list[dict[str, Any]]:
     summary = summarise(rows)
     groups = {name: summarise(part, resamples=200) for name, part in _parts(rows).items()}
@@ -173,8 +200,8 @@ def _write(
         if row["seed"] not in seen and len(worst) < 6:
             seen.add(row["seed"])
             spec = Spec(**{key: row[key] for key in Spec.__dataclass_fields__})
-            table = by_name[spec.dataset]
-            worst.append((LoggedRun(spec, table, _log_of(spec, table, folder / "runs")), row))
+            task = by_name[spec.dataset]
+            worst.append((LoggedRun(spec, task, _log_of(spec, task, folder / "runs")), row))
     write_report(folder / "report.html", rows, summary, groups, covered, worst, constants())
     return summary
 

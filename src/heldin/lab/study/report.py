@@ -135,9 +135,9 @@ def _draw_worst(runs: Sequence[tuple[LoggedRun, Row]]) -> str:
         ax = figure.add_subplot(math.ceil(len(runs) / 2), 2, place + 1)
         ax.plot(run["steps"], run["tested"][:, 0], color="black", label="test")
         ax.plot(run["fold_steps"], run["fold_curves"].mean(0), color="tab:orange", label="folds")
-        ax.plot(
-            run["loo_steps"], run["loo_curves"].mean(0), color="tab:green", label="leave-one-out"
-        )
+        if "loo_curves" in run.log:
+            curve = run["loo_curves"].mean(0)
+            ax.plot(run["loo_steps"], curve, color="tab:green", label="leave-one-out")
         ax.plot(run["fold_steps"], run["training_loss"], color="0.6", label="training")
         ax.axvline(row["stop_step"], color="tab:blue", linewidth=1)
         ax.set_xscale("symlog", linthresh=1)
@@ -172,6 +172,7 @@ def write_report(
         "win_rate": f"wins against {BASE}",
         "never_fired": "never fired",
         "steps_spent": "steps (median)",
+        "cost": "cost in runs",
         "stop_ratio": "stop / best step",
         "accuracy": "accuracy or R²",
     }

@@ -7,6 +7,7 @@ were chosen on the development datasets or taken from the rules' sources.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,7 +32,7 @@ from .rivals import (
 )
 from .run import FOLDS
 
-__all__ = ["RULES", "replay"]
+__all__ = ["NETWORK_RULES", "RULES", "replay"]
 
 FOLD_PATIENCE, LOO_PATIENCE = _shadows.PATIENCE, _leaveoneout.PATIENCE
 RESAMPLES = 100  # of rows, for bagged weights
@@ -61,6 +62,7 @@ def _curve(
     bagged: bool,
     models: int,
     parts: Sequence[str],
+    trained: float,
 ) -> Choice:
     steps, values = [int(s) for s in steps], torch.tensor(curves)
     means = values.mean(0)
@@ -76,24 +78,30 @@ def _curve(
         shares,
         models * end,
         fired,
-        estimate=mean_and_error(values[:, best]),
+        estimate=mean_and_error(values[:, best], len(values) / trained),
         parts=parts,
         progress=end / run.last,
     )
 
 
-def folds(run: LoggedRun, rule: Patience | None = None, bagged: bool = False) -> Choice:
-    return _curve(run, run["fold_steps"], run["fold_curves"], rule, bagged, FOLDS + 1, ("folds",))
+def folds(
+    run: LoggedRun, rule: Patience | None = None, bagged: bool = False, shadows: int = FOLDS
+) -> Choice:
+    """All five, or the first so many of them."""
+    curves = run["fold_curves"][run["fold_label"] < shadows]
+    trained = run.spec.n * (1 - 1 / FOLDS)
+    steps = run["fold_steps"]
+    return _curve(run, steps, curves, rule, bagged, shadows + 1, ("folds",), trained)
 
 
 def shadow(run: LoggedRun, rule: Patience | None = None, bagged: bool = False) -> Choice:
     """A shadow without 20 % of the rows is the first of five folds."""
-    curves = run["fold_curves"][run["fold_label"] == 0]
-    return _curve(run, run["fold_steps"], curves, rule, bagged, 2, ("folds",))
+    return folds(run, rule, bagged, shadows=1)
 
 
 def leave_one_out(run: LoggedRun, rule: Patience | None = None, bagged: bool = False) -> Choice:
-    return _curve(run, run["loo_steps"], run["loo_curves"], rule, bagged, 1, ("loo",))
+    steps, curves = run["loo_steps"], run["loo_curves"]
+    return _curve(run, steps, curves, rule, bagged, 1, ("loo",), run.spec.n - 1)
 
 
 def committee(run: LoggedRun) -> Choice:
@@ -266,6 +274,8 @@ RULES: dict[str, Rule] = {
     "folds patience": lambda run: folds(run, FOLD_PATIENCE),
     "folds bagged": lambda run: folds(run, None, True),
     "folds bagged patience": lambda run: folds(run, FOLD_PATIENCE, True),
+    "2 folds bagged patience": lambda run: folds(run, FOLD_PATIENCE, True, 2),
+    "3 folds bagged patience": lambda run: folds(run, FOLD_PATIENCE, True, 3),
     "folds committee": committee,
     "shadow": shadow,
     "shadow patience": lambda run: shadow(run, FOLD_PATIENCE),
@@ -295,6 +305,13 @@ RULES: dict[str, Rule] = {
     "gradient-weight alignment": aligned,
     "last iterate": last,
 }
+
+# Of networks, whose runs have five folds, evidence and one split beside them.
+NETWORK_RULES = tuple(
+    name
+    for name in RULES
+    if re.match("oracle|folds(?! committee)|. folds|shadow|evidence|split 20 %|last", name)
+)
 
 
 def replay(run: LoggedRun, name: str) -> Outcome | None:
@@ -326,4 +343,6 @@ def replay(run: LoggedRun, name: str) -> Outcome | None:
         float(found[2]),
         float(np.nanmin(run["tested"][:, 2])),
         *choice.estimate,
+        float(found[3]),
+        choice.spent / run.last,
     )

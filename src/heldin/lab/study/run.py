@@ -19,27 +19,31 @@ from heldin.rules.estimated.leave_one_out import LeaveOneOutStopping
 from heldin.state.files import replacing
 
 from .data import Problem, Table
-from .spec import Spec, minibatches, network, optimizer_of, rate, sharpness
-from .witnesses import Epochs, GradientSums, Splits, row_loss, test_values
+from .spec import Spec, minibatches, optimizer_of, rate, sharpness
+from .witnesses import Epochs, GradientSums, Splits, Values, row_loss, test_values
 
-__all__ = ["FOLDS", "log", "save"]
+__all__ = ["FOLDS", "Clock", "log", "save", "steps_of"]
 
 FOLDS = 5
 FINE = 1.03  # ratio of the steps at which the test loss is logged
 
 
 @dataclass
-class _Clock:
+class Clock:
+    """Processor time, by what it was spent on."""
+
     spent: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
     def on(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
+        """Count what is done inside."""
+        start = time.process_time()
         yield
-        self.spent[name] = self.spent.get(name, 0.0) + time.perf_counter() - start
+        self.spent[name] = self.spent.get(name, 0.0) + time.process_time() - start
 
 
-def _steps(spec: Spec, ratio: float) -> list[int]:
+def steps_of(spec: Spec, ratio: float) -> list[int]:
+    """Steps from 0 to the last, on a grid of that ratio."""
     found = [0]
     while found[-1] < spec.steps:
         found.append(min(spec.steps, next_check(found[-1], ratio)))
@@ -50,16 +54,16 @@ def log(spec: Spec, table: Table) -> dict[str, Any]:
     """Train once and write down what all rules could have seen.
 
     Returns:
-        Arrays. Rows of `tested` and `split_tested` are (test loss, accuracy, clean test loss) at
-        the steps `steps`; `*_curves` are (rows, checks).
+        Arrays. Rows of `tested` and `split_tested` are `test_values` at the steps `steps`;
+        `*_curves` are (rows, checks).
     """
-    problem = Problem.cut(table, spec.n, spec.noise, 2 if spec.model == "degree2" else 1, spec.seed)
-    model = network(spec, problem.x.shape[1], problem.outputs)
+    problem = table.problem(spec)
+    model = table.model(spec, problem)
     loss = row_loss(problem, model)
     lr = rate(spec, sharpness(model, loss, problem.x, problem.y))
     optimizer = optimizer_of(spec, model, lr)
     data = (problem.x, problem.y)
-    clock = _Clock()
+    clock = Clock()
     folds = FoldStopping(
         model,
         optimizer,
@@ -78,10 +82,10 @@ def log(spec: Spec, table: Table) -> dict[str, Any]:
     window = max(1, spec.n // spec.batch)
     seen = GradientSums(model, window)
 
-    logged = sorted({*_steps(spec, FINE), *_steps(spec, folds.grid), *_steps(spec, loo.grid)})
+    logged = sorted({*steps_of(spec, FINE), *steps_of(spec, folds.grid), *steps_of(spec, loo.grid)})
     wanted = set(logged)
-    tested: list[tuple[float, float, float]] = []
-    split_tested: list[list[tuple[float, float, float]]] = []
+    tested: list[Values] = []
+    split_tested: list[list[Values]] = []
     weights: dict[int, Tensor] = {}
     shadow_outputs: list[Tensor] = []
     epoch_steps: list[int] = []
@@ -165,9 +169,7 @@ def log(spec: Spec, table: Table) -> dict[str, Any]:
     }
 
 
-def _committee(
-    problem: Problem, folds: FoldStopping, outputs: list[Tensor]
-) -> tuple[float, float, float]:
+def _committee(problem: Problem, folds: FoldStopping, outputs: list[Tensor]) -> Values:
     """The shadows' mean prediction, each at the minimum of its own fold's curve."""
     curves = torch.stack(folds._curves, dim=1)
     chosen = [best_check(curves[folds._label == k].mean(0)) for k in range(FOLDS)]

@@ -18,7 +18,10 @@ __all__ = [
     "MODELS",
     "NOISE",
     "OPTIMIZERS",
+    "TABLES",
     "Spec",
+    "Ways",
+    "factor",
     "minibatches",
     "network",
     "optimizer_of",
@@ -30,6 +33,20 @@ MODELS = ("linear", "degree2", "hidden1", "hidden2")
 OPTIMIZERS = ("gd", "sgd", "adam")
 NOISE = (0.0, 0.1, 0.2, 0.4)
 WIDTH = 32  # of a hidden layer
+
+
+@dataclass(frozen=True)
+class Ways:
+    """What runs of a kind are drawn from."""
+
+    models: tuple[str, ...]
+    optimizers: tuple[str, ...]
+    noise: tuple[float, ...]
+    sizes: tuple[int, ...]  # numbers of training rows
+    steps: int
+
+
+TABLES = Ways(MODELS, OPTIMIZERS, NOISE, (50, 100, 200), 2500)
 
 
 @dataclass(frozen=True)
@@ -78,11 +95,15 @@ def rate(spec: Spec, curvature: float) -> float:
         spec: of the run; its seed draws a factor between 0.2 and 1.
         curvature: largest eigenvalue of the Gauss-Newton matrix at the start.
     """
-    factor = 10 ** np.random.default_rng([spec.seed, 1]).uniform(math.log10(0.2), 0.0)
     if spec.optimizer == "adam":
-        return float(0.003 * factor)
+        return 0.003 * factor(spec)
     share, most = (1.0, 0.3) if spec.optimizer == "gd" else (0.3, 0.1)
-    return float(factor * min(share / curvature, most))
+    return float(factor(spec) * min(share / curvature, most))
+
+
+def factor(spec: Spec) -> float:
+    """Between 0.2 and 1, drawn by the run's seed."""
+    return float(10 ** np.random.default_rng([spec.seed, 1]).uniform(math.log10(0.2), 0.0))
 
 
 def sharpness(model: nn.Module, loss: RowLoss, x: Tensor, y: Tensor) -> float:

@@ -78,6 +78,7 @@ SUMMARY = (
     "datasets",
     *(f"{name}{end}" for name in STATISTICS for end in ("", "_low", "_high")),
     "steps_spent",
+    "cost",  # mean number of runs
     "accuracy",
     "stop_ratio",  # median of stop step / step of the lowest test loss, both plus 1
 )
@@ -121,6 +122,7 @@ def summarise(
             low, high = np.quantile(values[name][1:], [0.025, 0.975])
             line[f"{name}_low"], line[f"{name}_high"] = float(low), float(high)
         line["steps_spent"] = float(np.median([row["steps_spent"] for row in own]))
+        line["cost"] = float(np.mean([row["cost"] for row in own]))
         line["accuracy"] = float(np.mean([row["test_accuracy"] for row in own]))
         known = [(row["stop_step"], lowest.get(same_run(row))) for row in own]
         ratios = [(stop + 1) / (best + 1) for stop, best in known if best is not None]
@@ -150,7 +152,11 @@ COVERAGE = ("rule", "runs", "log_bias", "within_1", "within_2", "within_3")
 
 
 def coverage(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """How the rules' own estimates compare with the test loss of what they keep."""
+    """How the rules' own estimates compare with the test loss of what they keep.
+
+    A test loss has an error of its own, the larger the fewer test rows there are: the difference is
+    measured in both errors together.
+    """
     result = []
     for rule in dict.fromkeys(row["rule"] for row in rows):
         own = [
@@ -161,7 +167,11 @@ def coverage(rows: Sequence[Row]) -> list[dict[str, Any]]:
         if not own:
             continue
         off = np.array(
-            [(row["estimate"] - row["test_loss"]) / row["standard_error"] for row in own]
+            [
+                (row["estimate"] - row["test_loss"])
+                / math.hypot(row["standard_error"], row["test_error"])
+                for row in own
+            ]
         )
         bias = np.array([math.log(row["estimate"] / row["test_loss"]) for row in own])
         line = {"rule": rule, "runs": len(own), "log_bias": float(np.median(bias))}

@@ -18,11 +18,12 @@ from .data import Problem, classes_of
 from .rivals import alignment, disparity, pooled_evidence
 from .spec import Spec, minibatches
 
-__all__ = ["SPLITS", "Epochs", "GradientSums", "Splits", "row_loss", "test_values"]
+__all__ = ["SPLITS", "Epochs", "GradientSums", "Splits", "Values", "row_loss", "test_values"]
 
 SPLITS = (0.1, 0.2, 0.3)
 DISPARITY_BATCHES = 5
 KEYS = ("total", "squares")
+Values = tuple[float, float, float, float]
 
 
 def row_loss(problem: Problem, model: nn.Module) -> RowLoss:
@@ -31,13 +32,15 @@ def row_loss(problem: Problem, model: nn.Module) -> RowLoss:
         return RowLoss.of(problem.loss_fn, model(problem.x), problem.y)
 
 
-def test_values(problem: Problem, outputs: Tensor) -> tuple[float, float, float]:
-    """Test loss, accuracy and loss on clean targets."""
-    clean = problem.y_clean
+def test_values(problem: Problem, outputs: Tensor) -> Values:
+    """Test loss, accuracy, loss on clean targets, and the standard error of the first."""
+    rows = problem.loss_fn(outputs, problem.y_test, reduction="none")  # type: ignore[call-arg]
+    rows = rows.double().reshape(len(rows), -1).mean(1)
     return (
-        float(problem.loss_fn(outputs, problem.y_test)),
+        float(rows.mean()),
         problem.accuracy(outputs),
-        float(problem.loss_fn(outputs, clean)),
+        float(problem.loss_fn(outputs, problem.y_clean)),
+        float(rows.std() / len(rows) ** 0.5),
     )
 
 
@@ -93,7 +96,7 @@ class Splits:
             train.append(float(rows[number, self.kept[number]].mean()))
         return valid, errors, train
 
-    def test(self) -> list[tuple[float, float, float]]:
+    def test(self) -> list[Values]:
         """See `test_values`, for each split."""
         x = self.problem.x_test
         outputs = self.stack.evaluate([x.expand(len(SPLITS), *x.shape)])

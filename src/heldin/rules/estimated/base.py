@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from heldin.errors import HeldinError, HeldinWarning
+from heldin.errors import HeldinError, HeldinWarning, more
 from heldin.rules.base import StoppingRule
 from heldin.rules.ranks import refuse_data_parallel
+from heldin.rules.reporting import EstimateReport
 from heldin.state.estimates import STATE_SCHEMA as HISTORY
 from heldin.state.estimates import Estimate, EstimateHistory
 from heldin.state.schema import (
@@ -40,7 +41,21 @@ STATE_SCHEMA = {  # of a saved state
 }
 
 
-class PathStopping(StoppingRule):
+# Moving averages of weights, by the names that torch, timm and other packages give them.
+AVERAGES = {"AveragedModel", "ModelEma", "ModelEmaV2", "ModelEmaV3", "EMA", "EMAModel"}
+
+
+def _refuse_averages(name: str, model: nn.Module) -> None:
+    for module in model.modules():
+        if any(kind.__name__ in AVERAGES for kind in type(module).__mro__):
+            raise HeldinError(
+                f"{name}: {type(module).__name__} is a moving average of weights, which shadows do "
+                "not follow; give the model that the optimiser trains. The estimate and the "
+                "restored weights are those of that model, not of its average"
+            )
+
+
+class PathStopping(EstimateReport, StoppingRule):
     """Follows an estimated test loss at log-spaced checks and keeps the weights of the best one.
 
     A rule says how to follow an optimiser step (`_follow`) and how to estimate the loss of rows
@@ -69,6 +84,7 @@ class PathStopping(StoppingRule):
                 f"{name}: optimizer must be a torch.optim.Optimizer, got {type(optimizer)!r}"
             )
         refuse_data_parallel(name, model)
+        _refuse_averages(name, model)
         parameter = next((p for p in model.parameters() if p.requires_grad), None)
         if parameter is None:
             raise HeldinError(
@@ -119,6 +135,10 @@ class PathStopping(StoppingRule):
         """(rows,) estimated losses of rows as if they had not been trained on."""
 
     @abstractmethod
+    def _held_per_trained(self) -> float:
+        """Rows that `_held_out` looks at, over those that each model behind it was trained on."""
+
+    @abstractmethod
     def _training_loss(self) -> float:
         """Of the model (or of its shadows), for the history."""
 
@@ -165,6 +185,11 @@ class PathStopping(StoppingRule):
             self._check()
         return self.should_stop
 
+    @property
+    def pending(self) -> bool:
+        """Whether the optimiser has stepped since the last `step()`."""
+        return bool(self._watch.steps)
+
     def _due(self) -> bool:
         """Whether it is time for a check."""
         return self._step >= next_check(self.history.last().step, self.grid)
@@ -180,7 +205,7 @@ class PathStopping(StoppingRule):
 
     def _check(self) -> None:
         losses = self._held_out().detach().cpu().double()
-        middle, error = mean_and_error(losses)
+        middle, error = mean_and_error(losses, self._held_per_trained())
         self._curves.append(losses)
         self._kept[len(self._curves) - 1] = self._snapshot()
         self.history.append(Estimate(self._step, middle, error, self._training_loss()))
@@ -244,7 +269,10 @@ class PathStopping(StoppingRule):
 
     @property
     def standard_error(self) -> float:
-        """Of the estimate. See docs/which-rule.md for how often the truth lies within it."""
+        """Of the estimate: the test loss lay within one in 2 of 3 runs of our study.
+
+        See docs/which-rule.md for how it is computed, and how often the truth lies within it.
+        """
         return self._best().standard_error
 
     @property
@@ -271,7 +299,8 @@ class PathStopping(StoppingRule):
                 f"{type(self).__name__}: in {self._step} steps the estimated loss never fell below "
                 f"that of the model before training ({self.estimate:.4g}), so its untrained "
                 "weights are restored. Is the learning rate too high, do the inputs tell nothing "
-                "about the targets, or does a fold take all rows of a kind away?",
+                "about the targets, or does a fold take all rows of a kind away? "
+                + more("never-better-than-untrained"),
                 HeldinWarning,
                 stacklevel=2,
             )

@@ -10,13 +10,15 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from heldin._private_torch import BatchNorm
 from heldin.errors import HeldinError
 
 from .base import PathStopping
 from .dense import is_plain
 from .folds import FoldStopping, ShadowStopping
-from .leave_one_out import KNOWN, LeaveOneOutStopping
+from .leave_one_out import LeaveOneOutStopping
 from .losses import LossFunction
+from .optimizers import KNOWN
 from .rows import Rows
 from .separate import BatchLoss
 from .source import Source
@@ -33,6 +35,18 @@ FEW = 1000  # rows below which several shadows are worth more than one (docs/whi
 SOME = 200  # rows from which two shadows of a network are as good as five
 SMALL = 20_000  # parameters up to which calls, not arithmetic, are what a step costs
 TENSORS = 4  # of the size of the weights, for each copy: weights, gradients, two moments
+# Time of a run with k shadows is base + each x k, in runs without, by engine and whether the model
+# is small. The most that was measured in runs of a second and more (benchmarks).
+COSTS: dict[tuple[str, bool], tuple[float, float]] = {
+    ("dense", True): (2.1, 0.1),
+    ("dense", False): (1.25, 0.95),
+    ("vmap", True): (2.2, 0.5),
+    ("vmap", False): (1.45, 1.25),
+    ("loop", True): (1.45, 1.05),
+    ("loop", False): (1.45, 1.05),
+    ("copies", True): (2.0, 0.95),
+    ("copies", False): (1.45, 1.05),
+}
 PROBES = 2e9  # samples^2 x parameters up to which a check of leave-one-out is a matter of seconds
 
 
@@ -45,16 +59,20 @@ class _Case:
     bytes: int
     plain: bool  # a network that can be stacked by hand
     known: bool  # an optimiser whose steps leave-one-out can follow, on tensors
+    normed: bool = False  # with a BatchNorm, so that its copies run one after the other
     general: bool = False  # any model on any batches, shadows one after the other
 
     def cost(self, shadows: int) -> float:
-        """Time of a run with so many shadows, in runs without (benchmarks/shadows.py, folds.py)."""
+        """Time of a run with so many shadows, in runs without: see `COSTS`."""
         small = self.parameters <= SMALL
         if self.general:
-            return round(1.85 + 1.45 * shadows if small else 1.35 + 0.85 * shadows, 1)
-        if small:
-            return round(2.1 + 0.1 * shadows if self.plain else 2.25 + 0.45 * shadows, 1)
-        return round(1.25 + 0.95 * shadows if self.plain else 1.1 + 0.98 * shadows, 1)
+            kind = "copies"
+        elif self.plain:
+            kind = "dense"
+        else:
+            kind = "loop" if self.normed else "vmap"
+        base, each = COSTS[kind, small]
+        return round(base + each * shadows, 1)
 
     def wanted(self) -> int:
         """How many shadows are worth their time."""
@@ -190,5 +208,6 @@ def _case(model: nn.Module, optimizer: Optimizer, loss_fn: Any, data: Any, gener
         bytes=sum(p.numel() * p.element_size() for p in params),
         plain=plain,
         known=not general and type(optimizer) in KNOWN,
+        normed=any(isinstance(module, BatchNorm) for module in model.modules()),
         general=general,
     )

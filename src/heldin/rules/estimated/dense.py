@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from heldin._private_torch import forward_hooks
+
 from .hooks import of_the_model
 
 __all__ = ["ACTIVATIONS", "DenseNetwork", "LayerNames", "Linear", "is_plain", "plain_layers"]
@@ -154,7 +156,7 @@ def plain_layers(
 
     def walk(module: nn.Module, prefix: str) -> bool:
         nonlocal flattens
-        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        hooks = forward_hooks(module)
         if any(of_the_model(hook) for hook in hooks):
             return False
         if type(module) is nn.Sequential:

@@ -8,8 +8,8 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from heldin._private_torch import BatchNorm, own_parameters
 from heldin.errors import HeldinError
 
 from .dense import ACTIVATIONS, DenseNetwork, LayerNames, Linear, plain_layers
@@ -80,7 +80,7 @@ def engine_for(
 
 
 def _why_not_mapped(model: nn.Module, mapped: _Vmap, inputs: Sequence[Tensor]) -> str | None:
-    if any(isinstance(module, _BatchNorm) for module in model.modules()):
+    if any(isinstance(module, BatchNorm) for module in model.modules()):
         return "the rows that a shadow must not see would enter its batch statistics"
     some = [x[:2] for x in inputs]
     try:
@@ -161,9 +161,9 @@ class _Vmap:
         # network's forward pass. The skeleton is ours, so nothing has to be put back either.
         numbers = {id(p): i for i, p in enumerate(_named(model, stack.blocks))}
         self.places = [
-            (module._parameters, name, numbers[id(p)])
+            (own_parameters(module), name, numbers[id(p)])
             for module in self.model.modules()
-            for name, p in module._parameters.items()
+            for name, p in own_parameters(module).items()
             if id(p) in numbers
         ]
         weights = (0,) * len(stack.blocks)

@@ -16,8 +16,7 @@ squares.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,12 +28,14 @@ from heldin.state.schema import check_int, check_schema
 
 from .base import Average, PathStopping
 from .curves import Patience
+from .displacements import directions, solve
 from .jacobians import chosen
 from .losses import LossFunction
+from .optimizers import KNOWN, Travelled, pulse, second_moment
 from .tensors import TensorData
 from .watch import Taken
 
-__all__ = ["KNOWN", "LeaveOneOutStopping", "directions", "pulse", "solve"]
+__all__ = ["LeaveOneOutStopping"]
 
 MEMORY = 256 * 2**20
 PATIENCE = Patience(factor=2.0, slack=200, checks=5)
@@ -42,136 +43,6 @@ FLOOR = 0.1  # of a second moment, as a share of what the noise of a minibatch a
 MOST = 1024  # samples that carry a state, unless told otherwise
 FOLLOWED = 1000  # samples x directions of their outputs that are followed, see `directions`
 WIDE = 256  # outputs beyond which only one direction is
-
-
-def solve(
-    gram: Tensor, shift: Tensor, residual: Tensor, curvature: Tensor, source: float, share: float
-) -> tuple[Tensor, Tensor]:
-    """One implicit step of all leave-one-out displacements, seen through b outputs of q samples.
-
-    Args:
-        gram: (q, b, q, b), J P J^T over the time of the step.
-        shift: (q, b, q), J_j D_i at [j, :, i], before the step.
-        residual: (q, b), derivative of each sample's loss by its outputs.
-        curvature: (q, b, b), second derivative, positive semidefinite.
-        source: weight of a sample in the training loss, 1 / M.
-        share: weight of a sample in the curvature, 1 / q.
-
-    Returns:
-        The shifts after the step, and the coefficients B such that D_i moves by P J^T B[..., i].
-
-    >>> one = torch.ones(1, dtype=torch.float64)          # a single sample: nothing pulls back
-    >>> gram, shift = 2 * one.view(1, 1, 1, 1), 0 * one.view(1, 1, 1)
-    >>> shift, _ = solve(gram, shift, one.view(1, 1), one.view(1, 1, 1), source=1.0, share=1.0)
-    >>> round(shift.item(), 9)
-    2.0
-    """
-    q, b = residual.shape
-    size = q * b
-    c = share * curvature
-    pull = torch.einsum("jaib,ibc->jaic", gram, c).reshape(size, size)
-    system = pull + torch.eye(size, dtype=gram.dtype, device=gram.device)
-    known = torch.cat([gram.reshape(size, size), shift.reshape(size, q)], dim=1)
-    both = torch.linalg.solve(system, known)
-    response = both[:, :size].reshape(q, b, q, b)
-    shifts = both[:, size:].reshape(q, b, q)
-    shifts = shifts + source * torch.einsum("jaib,ib->jai", response, residual)
-    # The sample itself does not pull back: Sherman-Morrison-Woodbury on its own columns.
-    each = torch.arange(q, device=gram.device)
-    own = response[each, :, each]  # (q, b, b)
-    room = torch.eye(b, dtype=gram.dtype, device=gram.device) - own @ c
-    freed = torch.linalg.solve(room, shifts[each, :, each])
-    freed = torch.einsum("iab,ib->ia", c, freed)
-    shifts = shifts + torch.einsum("jaib,ib->jai", response, freed)
-    moves = -torch.einsum("jab,jbi->jai", c, shifts)
-    moves[each, :, each] = source * residual
-    return shifts, moves
-
-
-def directions(slope: Tensor, bend: Callable[[Tensor], Tensor], count: int) -> Tensor:
-    """Orthonormal directions in each sample's outputs in which its loss changes and bends most.
-
-    All of them if there are no more than `count`; else the slope and the leading eigenvectors of
-    the second derivative.
-
-    Args:
-        slope: (q, outputs), of the losses.
-        bend: second derivative of the losses, times vectors (q, outputs).
-        count: number of directions.
-
-    Returns:
-        (q, count, outputs).
-
-    >>> slope = torch.tensor([[3.0, 4.0]])
-    >>> directions(slope, lambda v: v, 1)
-    tensor([[[0.6000, 0.8000]]])
-    """
-    q, outputs = slope.shape
-    every = torch.eye(outputs, dtype=slope.dtype, device=slope.device).expand(q, -1, -1)
-    if count >= outputs:
-        return every
-    first = torch.nn.functional.normalize(slope, dim=1, eps=1e-30).unsqueeze(2)
-    if count == 1:
-        return first.transpose(1, 2)
-    second = torch.stack([bend(every[:, c]) for c in range(outputs)], dim=2)
-    vectors = torch.linalg.eigh(second + second.transpose(1, 2)).eigenvectors
-    lead = vectors[:, :, 1 - count :].flip(2)
-    frame: Tensor = torch.linalg.qr(torch.cat([first, lead], dim=2)).Q
-    return frame.transpose(1, 2)
-
-
-# -- what the optimiser does with a gradient
-
-
-@dataclass
-class _Group:
-    """How far a constant unit gradient has carried the weights of a group since the last check."""
-
-    velocity: float = 0.0  # of a momentum buffer that is fed with ones
-    time: float = 0.0
-    decay: float = 0.0  # the same for decoupled weight decay
-
-
-def pulse(
-    kind: type[Optimizer], setting: Mapping[str, Any], velocity: float
-) -> tuple[float, float]:
-    """Velocity after a step and how far the step went, for a gradient of one.
-
-    >>> velocity = travelled = 0.0
-    >>> for _ in range(200):
-    ...     velocity, far = pulse(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, velocity)
-    >>> round(far, 6)                                             # lr / (1 - momentum)
-    1.0
-    """
-    rate = float(setting["lr"])
-    momentum = float(setting.get("momentum", 0.0))
-    if momentum == 0.0 or issubclass(kind, (torch.optim.Adam, torch.optim.AdamW)):
-        return 1.0, rate
-    first = velocity == 0.0 and kind is torch.optim.SGD
-    damped = 1.0 if first else 1.0 - float(setting.get("dampening", 0.0))
-    velocity = momentum * velocity + damped
-    if setting.get("nesterov"):
-        return velocity, rate * (1.0 + momentum * velocity)
-    return velocity, rate * velocity
-
-
-def _second_moment(optimizer: Optimizer, p: Tensor, setting: Mapping[str, Any]) -> Tensor:
-    """The bias-corrected second moment by whose root the optimiser divides."""
-    state: Mapping[str, Tensor] = optimizer.state.get(p, {})
-    if not state:
-        return torch.zeros_like(p)
-    v: Tensor
-    if isinstance(optimizer, torch.optim.RMSprop):
-        v = state["square_avg"].detach()
-        if setting["centered"]:
-            v = v - state["grad_avg"].square()
-        return v
-    v = state.get("max_exp_avg_sq", state["exp_avg_sq"]).detach()
-    v = v / (1 - float(setting["betas"][1]) ** float(state["step"]))
-    return v
-
-
-KNOWN = (torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adam, torch.optim.AdamW)
 
 
 class LeaveOneOutStopping(PathStopping):
@@ -278,7 +149,7 @@ class LeaveOneOutStopping(PathStopping):
             )
         self._derive = chosen(model, list(self._places), self._rows.inputs)
         self._optimizer = optimizer
-        self._groups = [_Group() for _ in optimizer.param_groups]
+        self._groups = [Travelled() for _ in optimizer.param_groups]
         self._batch = float(len(self._rows))
         self._probes = self._choose(probes)
         self._shape()
@@ -334,7 +205,7 @@ class LeaveOneOutStopping(PathStopping):
         times = torch.full_like(squares, group.time)
         if not isinstance(self._optimizer, torch.optim.SGD):
             v = torch.maximum(
-                _second_moment(self._optimizer, p, setting), FLOOR * squares / self._batch
+                second_moment(self._optimizer, p, setting), FLOOR * squares / self._batch
             )
             times = times / (v.sqrt() + float(setting["eps"]))
         apart = isinstance(self._optimizer, torch.optim.AdamW)
@@ -345,6 +216,9 @@ class LeaveOneOutStopping(PathStopping):
         return times * left, left
 
     # -- the estimate
+
+    def _held_per_trained(self) -> float:
+        return len(self._probes) / max(1, self._count - 1)
 
     def _held_out(self) -> Tensor:
         rows, probes = self._rows, self._probes
@@ -360,7 +234,7 @@ class LeaveOneOutStopping(PathStopping):
             each = torch.arange(len(probes), device=probes.device)
             own = torch.einsum("qb,qb...->q...", shifts[each, :, each], basis.double())
             outputs = outputs + own.view_as(outputs).to(outputs.dtype)
-            self._groups = [_Group(group.velocity) for group in self._groups]
+            self._groups = [Travelled(group.velocity) for group in self._groups]
         losses = self._loss.per_row(outputs, targets).double()
         if weights is not None:
             losses, base = losses * weights, base * weights
@@ -478,5 +352,5 @@ class LeaveOneOutStopping(PathStopping):
         self._probes = state["probes"].to(self._probes.device)
         self._moved = state["moved"].to(self._moved)
         self._basis = state["basis"].to(self._basis)
-        self._groups = [_Group(*values) for values in state["groups"]]
+        self._groups = [Travelled(*values) for values in state["groups"]]
         self._batch = state["batch"]

@@ -95,6 +95,12 @@ class RowOrder:
     """
 
     def __init__(self, loader: Any) -> None:
+        self._delivered: deque[Delivery] = deque(maxlen=KEPT)
+        self._followed: list[tuple[DataLoader[Any], Any]] = []
+        self.follow(loader)
+
+    def follow(self, loader: Any) -> None:
+        """Listen to a loader; also to another one over the same rows, as for a resumed epoch."""
         inner = getattr(loader, "base_dataloader", loader)  # accelerate wraps the real one
         if not isinstance(inner, DataLoader):
             raise HeldinError(
@@ -111,26 +117,26 @@ class RowOrder:
                 "data: a DataLoader with in_order=False hands its batches out in another order "
                 "than its sampler; use in_order=True"
             )
+        if any(known is inner for known, _ in self._followed):
+            return
         if "_get_iterator" in vars(inner):
             raise HeldinError(
                 "data: this DataLoader is followed by another rule already; close() that one first"
             )
-        self._delivered: deque[Delivery] = deque(maxlen=KEPT)
-        self._loader = inner
         me, it = weakref.ref(self), weakref.ref(inner)  # a cycle would outlive both
 
         def get_iterator() -> Any:
             order, loader = me(), it()
             assert loader is not None
             plain = type(loader)._get_iterator
-            return plain(loader) if order is None else order._iterate(plain)
+            return plain(loader) if order is None else order._iterate(loader, plain)
 
-        self._installed = get_iterator
+        self._followed.append((inner, get_iterator))
         vars(inner)["_get_iterator"] = get_iterator
 
-    def _iterate(self, plain: Any) -> Any:
+    def _iterate(self, loader: DataLoader[Any], plain: Any) -> Any:
         """An iterator of the loader whose sampler is listened to."""
-        loader, handed = self._loader, deque[list[int]]()
+        handed = deque[list[int]]()
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
         sampler = getattr(loader, name)
         vars(loader)[name] = _Listened(sampler, handed)  # only while the iterator is made
@@ -201,13 +207,15 @@ class RowOrder:
             pass
 
     def close(self) -> None:
-        """Leave the loader as it was."""
-        if vars(self._loader).get("_get_iterator") is self._installed:  # not a later rule's
-            del vars(self._loader)["_get_iterator"]
+        """Leave the loaders as they were."""
+        for loader, installed in self._followed:
+            if vars(loader).get("_get_iterator") is installed:  # not a later rule's
+                del vars(loader)["_get_iterator"]
+        self._followed = []
         self._delivered.clear()
 
     def __del__(self) -> None:
-        if hasattr(self, "_installed"):
+        if hasattr(self, "_followed"):
             self.close()
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
+from heldin._private_torch import BatchNorm
 from heldin.errors import HeldinError
 from heldin.state.schema import check_schema
 
@@ -69,7 +69,7 @@ class SeparateShadows:
             Shadow(parameters, optimizer, self._stage.buffers()) for _ in range(self.copies)
         ]
         self._trained = parameters
-        self._least = 2 if any(isinstance(m, _BatchNorm) for m in model.modules()) else 1
+        self._least = 2 if any(isinstance(m, BatchNorm) for m in model.modules()) else 1
         self._autocast: Autocast | None = None
         self._steps, self._rows = 0, 0
         self._total = torch.zeros((), dtype=torch.float64, device=self._device)
@@ -147,16 +147,17 @@ class SeparateShadows:
             for (batch, index), some in zip(micro, kept, strict=True)
             if len(some) >= min(self._least, len(index))
         ]
-        if not any(len(some) for _, some in parts):
+        parts = [(batch, some) for batch, some in parts if len(some)]
+        if not parts:
             return
         rows = sum(len(some) for _, some in parts)
+        shares = self._shares(parts, rows)
 
         def gradients() -> Tensor:
             shadow.forget_gradients()
             total = torch.zeros_like(self._total)
-            for batch, some in parts:
-                if len(some):
-                    share = 1.0 if self._adds_up else len(some) / rows
+            for (batch, _), share in zip(parts, shares, strict=True):
+                if share:
                     with self._stage.with_weights(shadow, True) as model, self._precision():
                         loss = self._number(self._loss(model, batch)) * share
                     shadow.add_gradients(loss)
@@ -177,6 +178,18 @@ class SeparateShadows:
             self._total += total if self._adds_up else total * rows
             self._rows += rows
             shadow.forget_gradients()
+
+    def _shares(self, parts: Sequence[tuple[Any, Tensor]], rows: int) -> list[float]:
+        """What the losses of accumulated batches are multiplied by before they are added up.
+
+        By their numbers of rows, unless the loss says it itself by a method `shares(batches)`: by
+        tokens, for instance. It may return None.
+        """
+        own = getattr(self._loss, "shares", None)
+        found = own([batch for batch, _ in parts]) if own is not None else None
+        if found is not None:
+            return [float(share) for share in found]
+        return [1.0 if self._adds_up else len(some) / rows for _, some in parts]
 
     def _number(self, loss: Any) -> Tensor:
         if not isinstance(loss, Tensor) or loss.numel() != 1:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from heldin._private_torch import own_parameters
 from heldin.errors import HeldinError
 from heldin.state.schema import check_schema
 
@@ -67,15 +68,17 @@ class Stage:
                     ) from error
                 self.apart = False
         self._pairs = list(zip(model.modules(), self.module.modules(), strict=True))
+        values = [v for _, mine in self._pairs for k, v in vars(mine).items() if k[0] != "_"]
+        self._lists = [v for v in values if type(v) is list] if self.apart else []
         parameters = dict(self.module.named_parameters())
         wanted = {id(parameters[name]): name for name in names}
         self._weights: list[tuple[dict[str, Any], str, str]] = []
         self._buffers: list[tuple[dict[str, Any], str, str]] = []
         numbers: dict[int, str] = {}  # a buffer in two places is one
         for module in self.module.modules():
-            for name, p in module._parameters.items():
+            for name, p in own_parameters(module).items():
                 if id(p) in wanted:
-                    self._weights.append((module._parameters, name, wanted[id(p)]))
+                    self._weights.append((own_parameters(module), name, wanted[id(p)]))
             for name, b in module._buffers.items():
                 if b is not None:
                     key = numbers.setdefault(id(b), str(len(numbers)))
@@ -90,12 +93,15 @@ class Stage:
         """The model as it is with a shadow's weights and buffers, in its mode or in evaluation."""
         before = [(table, name, table[name]) for table, name, _ in (*self._weights, *self._buffers)]
         modes = [(mine, mine.training) for _, mine in self._pairs]
+        lengths = [len(each) for each in self._lists]
         try:
             for table, name, key in self._weights:
                 table[name] = shadow.weights[key]
             for table, name, key in self._buffers:
                 table[name] = shadow.buffers[key]
             for theirs, mine in self._pairs:
+                if self.apart:
+                    _follow_attributes(theirs, mine)
                 mode = train and theirs.training
                 if mine.training != mode:
                     mine.training = mode
@@ -105,9 +111,26 @@ class Stage:
         finally:
             for table, name, value in before:
                 table[name] = value
+            for each, length in zip(self._lists, lengths, strict=True):
+                del each[length:]  # losses that a step collects would pile up
             if not self.apart:
                 for mine, mode in modes:
                     mine.training = mode
+
+
+_OF_ALL_MODULES = {*vars(nn.Module())}
+
+
+def _follow_attributes(theirs: nn.Module, mine: nn.Module) -> None:
+    """Give a copied module the numbers and texts that the original has just now.
+
+    A loop may set them along the run: a temperature, the weight of a penalty.
+    """
+    own = vars(mine)
+    for name, value in vars(theirs).items():
+        if value is None or isinstance(value, (bool, int, float, str)):
+            if name not in _OF_ALL_MODULES:
+                own[name] = value
 
 
 class Shadow:

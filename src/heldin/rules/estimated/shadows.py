@@ -284,6 +284,10 @@ class ShadowModels(PathStopping):
         self._seen_at_check = self._seen
         return self._team.held_out()
 
+    def _held_per_trained(self) -> float:
+        hidden = int((self._label >= 0).sum()) / self._team.copies  # from each shadow
+        return self._team.held / (self._count - hidden)
+
     def _training_loss(self) -> float:
         return self._team.training_loss()
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from heldin.errors import HeldinError, HeldinWarning
+from heldin.errors import HeldinError, HeldinWarning, more
 from heldin.state.schema import check_schema
 
 from .engines import Engine
@@ -280,7 +280,8 @@ def differs(
     warnings.warn(
         "the model's first step is not the one that loss_fn and the optimiser give on the same "
         f"rows (relative difference {found:.2g}). The shadows know nothing of penalties, clipping "
-        f"or scaling in your loop: {way_out}, or the estimate is that of another training",
+        f"or scaling in your loop: {way_out}, or the estimate is that of another training "
+        + more("another-training-step"),
         HeldinWarning,
         stacklevel=6,
     )

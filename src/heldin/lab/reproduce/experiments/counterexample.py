@@ -6,12 +6,24 @@ from collections.abc import Mapping
 from typing import Any
 
 from heldin.lab.reproduce.experiment import NEAR, Claim, Experiment, Tables
+from heldin.lab.reproduce.readings import Choice, Value
 from heldin.lab.reproduce.run import Run
 from heldin.lab.reproduce.tables import at, last, least
 
-from .quadratic import SPECTRA, Settings, draw, problem, train
+from .quadratic import EIGENVALUES, SPECTRA, Settings, draw, problem, train
 
 __all__ = ["EXPERIMENT"]
+
+
+START = Choice(
+    "start",
+    'What the factor 5 of the file name "initFactor5_noOver" multiplies.',
+    (
+        Value("beyond", "the minimiser of the training loss: the path cannot overfit", "beyond"),
+        Value("random", "a draw of the law of zeta that knows nothing of it", "random"),
+    ),
+    replayed=False,
+)
 
 
 def descend(run: Run, kind: str) -> None:
@@ -67,4 +79,5 @@ EXPERIMENT = Experiment(
         "path leads towards both minimisers (the paper's file names have a factor 5, not what it "
         "multiplies). Everything else as in the experiment before.",
     ),
+    readings=lambda settings: (START, EIGENVALUES),
 )

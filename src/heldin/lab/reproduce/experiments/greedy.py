@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch.nn import functional as F
 
 from heldin import ElementwiseStopping
-from heldin.lab.reproduce.experiment import NEAR, SHARE, Claim, Experiment, Results, Tables
+from heldin.lab.reproduce.experiment import NEAR, SHARE, SLIGHT, Claim, Experiment, Results, Tables
 from heldin.lab.reproduce.figures import BLUE, GREY, fractions, legend, logarithmic, new
+from heldin.lab.reproduce.readings import (
+    DIVISION,
+    ELEMENTWISE_SMOOTHING,
+    ELEMENTWISE_START,
+    Choice,
+)
 from heldin.lab.reproduce.run import Run
 from heldin.lab.reproduce.tables import last, least
 from heldin.lab.reproduce.training import batch, mean_loss
@@ -41,11 +47,13 @@ class Settings(Net):
         return math.ceil(math.log(self.start) / -math.log(self.smoothing))
 
 
-def train(run: Run, optimizer: Any, model: Any, size: int, note: Any) -> None:
+def train(
+    run: Run, optimizer: Any, model: Any, size: int, note: Any, steps: int | None = None
+) -> None:
     """Train on all images and note the losses, and what else is to be noted."""
     s = run.settings
     data = digits(run, held_out=False)
-    for step in run.steps(s.steps, model=model, optimizer=optimizer):
+    for step in run.steps(steps or s.steps, model=model, optimizer=optimizer):
         x, y = data.train(batch(step, data.rows, size, run.seed))
         F.cross_entropy(model(x), y).backward()
         if step == 1 or step % s.every == 0:
@@ -69,12 +77,12 @@ def descend(run: Run, rate: float, dead: Reading | None) -> None:
     model = net(run)
     plain = torch.optim.SGD(model.parameters(), lr=rate)
     if dead is None:
-        train(run, plain, model, s.batch, dict)
+        train(run, plain, model, s.batch, dict, s.length(rate))
         return
     optimizer = ElementwiseStopping(
         plain, model, greedy=True, smoothing=s.smoothing, start=s.start, dead=dead
     )
-    train(run, optimizer, model, s.batch, lambda: shares(optimizer))
+    train(run, optimizer, model, s.batch, lambda: shares(optimizer), s.length(rate))
     optimizer.close()
 
 
@@ -124,9 +132,6 @@ def _claims(settings: Settings, rate: float, reading: str = "") -> list[Claim]:
         table = tables[own]
         return float(table.off[table.step > settings.warmup].iloc[0])
 
-    def largest(tables: Tables) -> float:
-        return max(last(tables[own], n) for n in tables[own].columns if n.startswith("off/"))
-
     return [
         Claim(
             f"{name}: 10 % of the weights or more stop right after the warm-up (share at the first "
@@ -134,13 +139,6 @@ def _claims(settings: Settings, rate: float, reading: str = "") -> list[Claim]:
             "10 % or more",
             after,
             above=0.0999,
-        ),
-        Claim(
-            f"{name}: up to 80 % in a single layer at the end (largest share of a tensor)",
-            "up to 80 %",
-            largest,
-            above=0.8 - SHARE,
-            most=0.8 + SHARE,
         ),
         Claim(
             f"{name}: about 50 % of the whole net at the end",
@@ -153,15 +151,71 @@ def _claims(settings: Settings, rate: float, reading: str = "") -> list[Claim]:
             f"{name}: a test loss comparable to plain SGD's (least on the paths, greedy / plain)",
             "comparable",
             lambda tables: least(tables[own], "test_loss") / least(tables[plain], "test_loss"),
-            most=NEAR,
+            most=SLIGHT,
+            beside=NEAR,
+            replayed=False,
+        ),
+        Claim(
+            f"{name}: towards the end, where overfitting sets in, weights stop faster (growth of "
+            "the share per step after the least test loss / before it)",
+            "suddenly at a higher rate",
+            lambda tables: acceleration(tables[own], settings.warmup),
+            above=1.0,
+            missing="no overfitting",
         ),
     ]
+
+
+def acceleration(table: Any, warmup: int) -> float:
+    """Growth of the stopped share after the least test loss over that before; nan if at an end."""
+    after = table[table.step > warmup]
+    turn = float(table.step[table.test_loss.idxmin()])
+    if not len(after) or not float(after.step.iloc[0]) < turn < float(table.step.iloc[-1]):
+        return math.nan
+    first, last_row = after.iloc[0], table.iloc[-1]
+    middle_row = table[table.step == turn].iloc[0]
+    before = (middle_row.off - first.off) / (turn - first.step)
+    late = (last_row.off - middle_row.off) / (last_row.step - turn)
+    return float(late / before) if before > 0 else math.inf
+
+
+def largest(settings: Settings, reading: str = "") -> Claim:
+    """About the largest of all tensors at all rates that were run."""
+
+    def value(tables: Tables) -> float:
+        shown = [
+            tables[f"rate {rate:g}, greedy{reading}"]
+            for rate in settings.rates
+            if f"rate {rate:g}, greedy{reading}" in tables
+        ]
+        return max(last(t, n) for t in shown for n in t.columns if n.startswith("off/"))
+
+    return Claim(
+        f"up to 80 % in a layer at the end{reading} (largest share of all tensors and rates)",
+        "up to 80 %",
+        value,
+        above=0.8 - SHARE,
+        most=0.8 + SHARE,
+    )
 
 
 def claims(settings: Settings) -> list[Claim]:
     """For each rate, and for the other reading of 0/0."""
     found = [claim for rate in settings.rates for claim in _claims(settings, rate)]
-    return found + _claims(settings, middle(settings), ", 0/0 left out")
+    found += _claims(settings, middle(settings), ", 0/0 left out")
+    return [*found, largest(settings), largest(settings, ", 0/0 left out")]
+
+
+def choices(settings: Settings) -> tuple[Choice, ...]:
+    """Ours first: the settings' smoothing, and 0/0 read as 0."""
+    own = [v for v in ELEMENTWISE_SMOOTHING.values if v.setting == settings.smoothing]
+    others = [v for v in ELEMENTWISE_SMOOTHING.values if v.setting != settings.smoothing]
+    out, zero, *epsilons = DIVISION.values
+    return (
+        replace(ELEMENTWISE_SMOOTHING, values=(*own, *others)),
+        ELEMENTWISE_START,
+        replace(DIVISION, values=(zero, out, *epsilons)),
+    )
 
 
 EXPERIMENT = Experiment(
@@ -171,15 +225,16 @@ EXPERIMENT = Experiment(
     settings={
         "quick": Settings(),
         "full": Settings(
-            steps=60_000,
-            every=200,
+            steps=50_000,
+            every=250,
+            travel=250.0,
             widths=FULL_NET,
             training=40_000,
             validation=10_000,
             test=10_000,
             rates=(0.003, 0.005, 0.01),
             smoothing=0.999,
-            shown=10_000,
+            shown=5_000,
         ),
     },
     parts=parts,
@@ -203,7 +258,8 @@ EXPERIMENT = Experiment(
     ),
     differs={
         "quick": "Net and images as for MNIST; learning rates ten times the paper's, 1,000 steps.",
-        "full": "Nothing; 60,000 steps (the paper does not give their number).",
+        "full": "Nothing; rate times steps is 250 (the paper does not give the number of steps).",
     },
     data="mnist",
+    readings=choices,
 )

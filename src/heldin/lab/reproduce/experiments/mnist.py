@@ -11,15 +11,47 @@ from torch.nn import functional as F
 
 from heldin import EvidenceStopping, ValidationStopping
 from heldin.lab.reproduce import data as _data
+from heldin.lab.reproduce.averages import Averages
 from heldin.lab.reproduce.experiment import Tables
+from heldin.lab.reproduce.ledger import Log
+from heldin.lab.reproduce.readings import Choice, Value
 from heldin.lab.reproduce.run import Run
 from heldin.lab.reproduce.tables import at
 from heldin.lab.reproduce.training import Rows, batch, chunks, mean_loss, perceptron
 
-__all__ = ["FULL_NET", "QUICK_NET", "Digits", "Settings", "against", "digits", "net", "train"]
+__all__ = [
+    "FULL_NET",
+    "INITIAL",
+    "PIXELS",
+    "QUICK_NET",
+    "Digits",
+    "Settings",
+    "against",
+    "digits",
+    "net",
+    "train",
+]
 
 FULL_NET = (784, 2500, 2000, 1500, 1000, 500, 10)
 QUICK_NET = (784, 250, 200, 150, 100, 50, 10)
+PIXELS = Choice(
+    "pixels",
+    "How pixels are scaled.",
+    (
+        Value("0 to 1", "divided by 255, the most common", "unit"),
+        Value("standard", "mean 0 and variance 1 over all pixels, as common", "standard"),
+    ),
+    replayed=False,
+)
+INITIAL = Choice(
+    "initial weights",
+    "How weights are initialised.",
+    (
+        Value("He", "normal, variance 2 / inputs: made for ReLUs", "he"),
+        Value("Glorot", "uniform, variance 2 / (inputs + outputs): TensorFlow's default", "glorot"),
+    ),
+    replayed=False,
+)
 
 
 @dataclass(frozen=True)
@@ -37,6 +69,14 @@ class Settings:
     batch: int | None = 128  # None: all images, accumulated in pieces
     piece: int = 2500  # images worked on at a time
     smoothing: float = 0.9
+    travel: float | None = None  # rate times steps, where that decides how long a rate is run
+    budget: int | None = None  # coordinates of each tensor looked at in a step; None: all
+    pixels: str = "unit"  # 0 to 1; or "standard": mean 0 and variance 1 over all pixels
+    init: str = "he"
+
+    def length(self, rate: float) -> int:
+        """The number of steps at a rate."""
+        return self.steps if self.travel is None else round(self.travel / rate)
 
 
 @dataclass(frozen=True)
@@ -60,8 +100,13 @@ def digits(run: Run, held_out: bool) -> Digits:
     if not held_out:
         train = torch.cat([train, validation])
 
+    mean, std = 0.0, 1.0
+    if s.pixels == "standard":
+        shown = x[train].float() / 255
+        mean, std = float(shown.mean()), float(shown.std())
+
     def rows(chosen: Tensor) -> Rows:
-        images = (x[chosen].float() / 255).to(run.device)
+        images = x[chosen].float().div_(255).sub_(mean).div_(std).to(run.device)
         labels = y[chosen].to(run.device)
         return lambda places: (images[places], labels[places])
 
@@ -70,7 +115,8 @@ def digits(run: Run, held_out: bool) -> Digits:
 
 def net(run: Run) -> nn.Sequential:
     """The perceptron of a seed."""
-    return perceptron(run.settings.widths, run.seed).to(run.device)
+    s = run.settings
+    return perceptron(s.widths, run.seed, init=s.init).to(run.device)
 
 
 def train(run: Run, rate: float, method: str) -> None:
@@ -79,20 +125,30 @@ def train(run: Run, rate: float, method: str) -> None:
     data = digits(run, held_out=method == "validation")
     model = net(run)
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    steps = s.length(rate)
+    log: Log | None = None
     rule: EvidenceStopping | ValidationStopping
     if method == "validation":
         rule = ValidationStopping(
             model,
             lambda: mean_loss(model, data.validation, s.validation, s.piece),
-            patience=s.steps,
+            patience=steps,
             every=s.every,
             restore_best=False,
             history=2,
         )
     else:
-        rule = EvidenceStopping.paper(model, smoothing=s.smoothing)
+        # what the log has seen is given to the rule, which needs not look again
+        rule = EvidenceStopping.paper(model, smoothing=s.smoothing, every=2 * steps)
+        sizes = {name: p.numel() for name, p in model.named_parameters()}
+        log = Log(model, s.budget, Averages(sizes, s.every) if s.batch else None)
+    everything: dict[str, Any] = {"model": model, "optimizer": optimizer, "rule": rule}
+    if log is not None:
+        everything["log"] = log
     with rule:
-        for step in run.steps(s.steps, model=model, optimizer=optimizer, rule=rule):
+        for step in run.steps(steps, **everything):
+            if log is not None:
+                log.before(step)
             if s.batch is None:
                 pieces = list(chunks(data.rows, s.piece))
             else:
@@ -101,7 +157,10 @@ def train(run: Run, rate: float, method: str) -> None:
             for piece in pieces:
                 x, y = data.train(piece)
                 (F.cross_entropy(model(x), y, reduction="sum") / samples).backward()
-            rule.step()
+            if log is not None and isinstance(rule, EvidenceStopping):
+                rule.take(log.after(step))
+            else:
+                rule.step()
             if step == 1 or step % s.every == 0 or rule.stopped_step == step:
                 run.note(step, test_loss=mean_loss(model, data.test, s.test, s.piece))
                 if isinstance(rule, EvidenceStopping):
@@ -112,6 +171,9 @@ def train(run: Run, rate: float, method: str) -> None:
             optimizer.zero_grad()
         found = rule.stopped_step if isinstance(rule, EvidenceStopping) else rule.best_step
         run.mark(found, "stop")
+    if log is not None:
+        run.arrays = log.arrays()
+        log.close()
 
 
 def against(held: str, own: str) -> Any:

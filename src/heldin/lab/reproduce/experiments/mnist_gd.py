@@ -7,9 +7,10 @@ from typing import Any
 
 from heldin.lab.reproduce.experiment import CLOSE, Claim, Experiment, Results, Tables
 from heldin.lab.reproduce.figures import Column, columns
+from heldin.lab.reproduce.readings import DIVISION, SMOOTHING, START
 from heldin.lab.reproduce.tables import at, least, step_of
 
-from .mnist import FULL_NET, Settings, against, train
+from .mnist import FULL_NET, INITIAL, PIXELS, Settings, against, train
 
 __all__ = ["EXPERIMENT", "column"]
 
@@ -110,4 +111,5 @@ EXPERIMENT = Experiment(
         "full": "Nothing; 20,000 steps (the paper does not give their number).",
     },
     data="mnist",
+    readings=lambda settings: (SMOOTHING, START, DIVISION, PIXELS, INITIAL),
 )

@@ -11,12 +11,23 @@ import torch
 from torch import Tensor, nn
 
 from heldin import EvidenceStopping
-from heldin.lab.reproduce.experiment import NEAR, Claim, Experiment, Results, Tables
+from heldin.lab.reproduce.experiment import NEAR, SLIGHT, Claim, Experiment, Results, Tables
 from heldin.lab.reproduce.figures import GREY, RED, bar, criterion, logarithmic, new
+from heldin.lab.reproduce.readings import Choice, Value
 from heldin.lab.reproduce.run import Run
 from heldin.lab.reproduce.tables import at, least, step_of
 
-__all__ = ["EXPERIMENT", "SPECTRA", "Quadratic", "Settings", "draw", "problem", "train"]
+__all__ = [
+    "EIGENVALUES",
+    "EXPERIMENT",
+    "SPECTRA",
+    "Quadratic",
+    "Settings",
+    "draw",
+    "problem",
+    "spectrum",
+    "train",
+]
 
 
 @dataclass(frozen=True)
@@ -31,6 +42,25 @@ class Settings:
     start: float = 0.5
 
 
+START = Choice(
+    "start",
+    'What the factor 0.5 of the file name "initFactor0-5" multiplies.',
+    (
+        Value("opposite", "zeta: the path passes by the true minimiser", "opposite"),
+        Value("random", "a draw of the law of zeta that knows nothing of it", "random"),
+        Value("unit", "a draw of N(0, I)", "unit"),
+    ),
+    replayed=False,
+)
+EIGENVALUES = Choice(
+    "eigenvalues",
+    "Which eigenvalues the three spectra have.",
+    (
+        Value("ours", "1 to 0.01; 1 to 0.001 in equal ratios; 2 % at 1, the others at 0.01", 1.0),
+        Value("steeper", "the same with all logarithms doubled: partially ill-conditioned", 2.0),
+    ),
+    replayed=False,
+)
 SPECTRA = ("uniform", "exponential", "structured")
 
 
@@ -155,7 +185,8 @@ def _near(part: str) -> Claim:
         "(test loss at the stop / least on the path)",
         "a meaningful stop",
         value,
-        most=NEAR,
+        most=SLIGHT,
+        beside=NEAR,
     )
 
 
@@ -183,4 +214,5 @@ EXPERIMENT = Experiment(
         "The paper defines the error of the gradient instead of drawing samples; two samples, one "
         "error above and one below, give the rule the same numbers.",
     ),
+    readings=lambda settings: (START, EIGENVALUES),
 )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from heldin import EvidenceStopping, ValidationStopping
-from heldin.lab.reproduce.experiment import NEAR, Claim, Experiment, Results, Tables
+from heldin.lab.reproduce.experiment import NEAR, SLIGHT, Claim, Experiment, Results, Tables
 from heldin.lab.reproduce.figures import (
     BLUE,
     GREEN,
@@ -22,6 +22,7 @@ from heldin.lab.reproduce.figures import (
     logarithmic,
     new,
 )
+from heldin.lab.reproduce.readings import Choice, Value
 from heldin.lab.reproduce.run import Run
 from heldin.lab.reproduce.tables import at, last, least, step_of
 
@@ -45,6 +46,58 @@ class Settings:
     noise: float = 1.0
     rate: float = 0.01
     early: int = 3  # the step of the fit that is too early
+
+
+CHOICES = (
+    Choice(
+        "inputs",
+        "Where x lies.",
+        (
+            Value("[-4, 4]", "a few periods of the slowest waves", 4.0),
+            Value("[-1, 1]", "the usual interval", 1.0),
+            Value("[-10, 10]", "many periods", 10.0),
+        ),
+        replayed=False,
+    ),
+    Choice(
+        "frequencies",
+        'The "varying" frequencies a_j.',
+        (
+            Value("j / 2", "half the whole numbers", 0.5),
+            Value("j", "the whole numbers", 1.0),
+            Value("j / 4", "quarters", 0.25),
+        ),
+        replayed=False,
+    ),
+    Choice(
+        "noise",
+        "The standard deviation of the noise (the slope is 1).",
+        (
+            Value("1", "as large as the slope", 1.0),
+            Value("0.5", "half of it", 0.5),
+            Value("2", "twice as large", 2.0),
+        ),
+        replayed=False,
+    ),
+    Choice(
+        "start",
+        "Where the weights start.",
+        (
+            Value("zero", "the least that can be said", 0.0),
+            Value("small", '"weights are initialized small": normal, deviation 0.1', 0.1),
+        ),
+        replayed=False,
+    ),
+    Choice(
+        "length",
+        "How many steps are shown.",
+        (
+            Value("600", "the overfitted fit of the figure is well visible", 600),
+            Value("200", "a third of it", 200),
+            Value("2000", "three times as many", 2000),
+        ),
+    ),
+)
 
 
 def features(x: Tensor, settings: Settings) -> Tensor:
@@ -170,13 +223,15 @@ def claims(settings: Settings) -> list[Claim]:
             f"validation stops in the flat region around its minimum {ratio}",
             "an acceptable point",
             near("validation_stop"),
-            most=NEAR,
+            most=SLIGHT,
+            beside=NEAR,
         ),
         Claim(
             f"evidence stops in the flat region around its minimum {ratio}",
             "an acceptable point",
             near("stop"),
-            most=NEAR,
+            most=SLIGHT,
+            beside=NEAR,
         ),
     ]
 
@@ -205,4 +260,5 @@ EXPERIMENT = Experiment(
         "Start at zero, learning rate 0.01, 600 steps, no smoothing: Eq. 10 as it stands.",
         "The validation stop is the least validation loss of the whole run, as in the paper.",
     ),
+    readings=lambda settings: CHOICES,
 )

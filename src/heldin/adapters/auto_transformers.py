@@ -1,0 +1,257 @@
+"""`heldin.transformers.AutoStoppingCallback`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import transformers.trainer as trainer_module
+from torch import Tensor, nn
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_callback import CallbackHandler
+from transformers.utils import logging
+
+from heldin.errors import HeldinError
+from heldin.rules.estimated.base import Average, PathStopping
+from heldin.rules.estimated.curves import Patience
+from heldin.rules.estimated.separate import BatchLoss
+from heldin.rules.estimated.shadows import PATIENCE
+from heldin.state.checkpoint import load, save
+
+from .estimating import EstimatingSession, own_loader
+from .session import Guard, MethodWrapper
+from .settings import spelled_out
+from .trainer_hooks import LOOP, add_to_logs, callers, local, put_before_loggers
+
+__all__ = ["AutoStoppingCallback"]
+
+logger = logging.get_logger("heldin.transformers")
+NAME = "AutoStoppingCallback"
+FILE = "heldin.ckpt"  # in the folder of a checkpoint
+
+
+class AutoStoppingCallback(TrainerCallback):
+    """Stops a Hugging Face `Trainer` by an estimated test loss, and keeps the best weights.
+
+    The model trains on all rows. Shadows of its trainable parameters (of the adapters alone, with
+    LoRA) train beside it by the Trainer's own `compute_loss`, each without some of the rows, and
+    their loss on these is the estimate: no `eval_dataset`, no `metric_for_best_model`. The estimate
+    and its standard error are in the logs as `heldin/estimate` and `heldin/standard_error`.
+
+    Batches may be padded, grouped by length and accumulated; bf16, label smoothing, clipping and
+    schedulers are followed. One process, and a map-style dataset. The state is in the file
+    `heldin.ckpt` of every checkpoint, and a resumed run takes it up by itself.
+
+    Args:
+        rule: "auto", "folds" or "shadow", see `heldin.stopping`.
+        budget: for "auto": how many times the time of a plain run training may take.
+        groups: (n,) names or numbers of the rows; equal ones are held out together.
+        restore: put the weights of the best estimate into the model at the end.
+        memory: for "auto": bytes that the shadows may take.
+        stratify: (n,) classes; each fold gets its share of every class.
+        eval_data: the same rows without augmentation: a Dataset, or a DataLoader over one.
+        eval_loss: (model, inputs) -> the loss to estimate (default: `compute_loss`).
+        average, grid, patience, engine, seed: see `heldin.FoldStopping`; average=None is the
+            rule's own.
+
+    Attributes:
+        stopping: the rule of the last run, with its history and estimate.
+
+    >>> from heldin.transformers import AutoStoppingCallback
+    >>> callback = AutoStoppingCallback(budget=2.5)
+    """
+
+    @spelled_out
+    def __init__(
+        self,
+        rule: Literal["auto", "folds", "shadow"] = "auto",
+        budget: float = 6.0,
+        groups: Any = None,
+        restore: bool = True,
+        *,
+        memory: int = 2**30,
+        stratify: Any = None,
+        eval_data: Any = None,
+        eval_loss: BatchLoss | None = None,
+        average: Average | None = None,
+        grid: float = 1.2,
+        patience: Patience | None = PATIENCE,
+        engine: Literal["auto", "copies", "swap"] = "auto",
+        seed: int = 0,
+    ) -> None:
+        self._run = EstimatingSession(NAME, locals())
+        self._guard = Guard(self._end)
+        self._detours: list[MethodWrapper] = []
+        self._trainer: Any = None
+
+    @property
+    def stopping(self) -> PathStopping | None:
+        """The rule of the last run, with its history and estimate."""
+        return self._run.stopping
+
+    # -- the run
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Take the state of the checkpoint, if there is one, and look out for errors."""
+        self._end()
+        found = callers((Trainer, CallbackHandler))
+        trainer = next((each for each in found if isinstance(each, Trainer)), None)
+        if trainer is None:
+            raise HeldinError(f"{NAME}: it is for transformers.Trainer and what derives from it")
+        _refuse(trainer, self._run.options["restore"])
+        self._run.load_state_dict({})
+        if state.global_step:
+            folder = local("resume_from_checkpoint", "_inner_training_loop")
+            path = Path(str(folder), FILE)
+            if path.is_file():
+                self._run.load_state_dict(load(path)["run"])
+        put_before_loggers(self)
+        self._trainer = trainer
+        for owner in found:
+            self._guard.over(owner, *LOOP)
+
+    def on_epoch_begin(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        *,
+        optimizer: Any,
+        train_dataloader: Any,
+        **_: Any,
+    ) -> None:
+        """Make the shadows: not before all callbacks have begun, which may fail."""
+        trainer = self._trainer
+        if trainer is None or self._detours:
+            return
+        self._detours = [
+            MethodWrapper(trainer, "training_step", self._train),
+            MethodWrapper(trainer, "_save_rng_state", self._save),
+            MethodWrapper(trainer_module, "skip_first_batches", self._skip),
+        ]
+        noisy = getattr(trainer, "neftune_noise_alpha", None) is not None
+        self._run.follow(train_dataloader)
+        rule = self._run.begin(
+            trainer.model,
+            optimizer,
+            TrainerLoss(trainer),
+            own_loader(NAME, train_dataloader),
+            clip=args.max_grad_norm if args.max_grad_norm > 0 else None,
+            resumed=state.global_step > 0,
+            engine="swap" if noisy else None,  # a copy has not the hook that makes the noise
+        )
+        logger.info(f"{NAME}: {rule.reason_chosen}")
+
+    def _train(self, step: Callable[..., Any], model: Any, inputs: Any, *rest: Any) -> Any:
+        """A batch of an optimiser step."""
+        loss = step(model, inputs, *rest)
+        self._run.add(inputs)
+        return loss
+
+    def _skip(self, skip: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The loader of an epoch that goes on in its middle."""
+        loader = skip(*args, **kwargs)
+        if self._run.running:
+            self._run.follow(loader)
+        return loader
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Follow the step of the optimiser; log and save the last one."""
+        if self._run.step():
+            assert self.stopping is not None
+            logger.info(f"{self.stopping.reason}. Stopping training.")
+            control.should_training_stop = control.should_log = True
+            if args.save_strategy == "steps":
+                control.should_save = True
+
+    def on_log(self, args: Any, state: Any, control: Any, *, logs: Any, **_: Any) -> None:
+        """Add the values to those that the Trainer logs while it trains."""
+        if "loss" in logs:
+            add_to_logs(state, logs, self._run.metrics())
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Put the best weights into the model."""
+        self._run.finish()
+        self._end()
+
+    def _save(self, save_rng_state: Callable[..., Any], output_dir: Any) -> Any:
+        """Called by the Trainer for every checkpoint from which a run can go on."""
+        save(Path(output_dir, FILE), run=self._run.state_dict())
+        return save_rng_state(output_dir)
+
+    def _end(self) -> None:
+        self._run.end()
+        self._guard.close()
+        for detour in self._detours:
+            detour.close()
+        self._detours, self._trainer = [], None
+
+
+class TrainerLoss:
+    """The mean loss of a batch by a Trainer's own `compute_loss`, which leaves no trace there."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        """The mean over tokens or samples."""
+        trainer = self._trainer
+        inputs = trainer._prepare_inputs(batch)
+        with _untouched(trainer), trainer.compute_loss_context_manager():
+            loss: Tensor = trainer.compute_loss(
+                model, inputs, num_items_in_batch=self._items(batch)
+            )
+        return loss
+
+    def _items(self, batch: Any) -> Any:
+        return self._trainer._get_num_items_in_batch([batch], self._trainer.args.device)
+
+    def shares(self, batches: list[Any]) -> list[float] | None:
+        """By the number of tokens, where the Trainer divides by it."""
+        items = [self._items(batch) for batch in batches]
+        if any(each is None for each in items):
+            return None
+        total = float(sum(items))
+        return [float(each) / total if total else 0.0 for each in items]
+
+
+@contextmanager
+def _untouched(trainer: Any) -> Iterator[None]:
+    """Counts and metrics that `compute_loss` collects are as before, and nothing is logged."""
+    before = {k: v for k, v in vars(trainer).items() if isinstance(v, (bool, int, float, str))}
+    if "_metrics" in vars(trainer):  # of the trainers of TRL
+        before["_metrics"] = copy.deepcopy(trainer._metrics)
+    detour = MethodWrapper(trainer, "log", lambda log, *args, **kwargs: None)
+    try:
+        yield
+    finally:
+        detour.close()
+        vars(trainer).update(before)
+
+
+def _refuse(trainer: Any, restore: bool) -> None:
+    """What cannot be followed."""
+    args = trainer.args
+    if args.world_size > 1 or args.n_gpu > 1:
+        raise HeldinError(
+            f"{NAME}: several processes or GPUs train this model, and each would estimate by its "
+            "own rows. Train on one (CUDA_VISIBLE_DEVICES=0), or use EvidenceStoppingCallback, "
+            "whose processes decide together"
+        )
+    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+        raise HeldinError(
+            f"{NAME}: DeepSpeed and FSDP divide the parameters, and shadows have them whole; leave "
+            "them out, or use EvidenceStoppingCallback (with FSDP)"
+        )
+    if trainer.accelerator.scaler is not None:
+        raise HeldinError(
+            f"{NAME}: shadows do not scale their loss, as fp16=True needs; use bf16=True"
+        )
+    if restore and args.load_best_model_at_end:
+        raise HeldinError(
+            f"{NAME}: load_best_model_at_end=True and restore=True would both put weights into the "
+            "model at the end; set one of them to False"
+        )

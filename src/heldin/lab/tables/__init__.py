@@ -1,0 +1,18 @@
+"""How good networks on small tables are, beside what else can be installed."""
+
+from .compare import compare, compared, covered, write_comparison
+from .problems import SmallProblem, problems
+from .rivals import METHODS, installed
+from .settings import SETTINGS
+
+__all__ = [
+    "METHODS",
+    "SETTINGS",
+    "SmallProblem",
+    "compare",
+    "compared",
+    "covered",
+    "installed",
+    "problems",
+    "write_comparison",
+]

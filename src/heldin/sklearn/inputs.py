@@ -1,0 +1,145 @@
+"""From what users have to what a network takes: rows, gaps, categories, scales."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from scipy import sparse
+from sklearn.compose import make_column_selector, make_column_transformer
+from sklearn.impute import SimpleImputer
+from sklearn.preprocessing import OneHotEncoder, StandardScaler
+from torch import Tensor
+
+from heldin.tables.mlp import Inputs
+
+from .parameters import InvalidParameter
+
+__all__ = ["Gaps", "Scaler", "as_rows", "encoder_of", "has_categories", "observations"]
+
+MOST_COPIES, MOST_ROWS = 20, 10_000  # up to which a weight is taken for a number of rows
+CLIP = 4.0  # standard deviations beyond which an input is cut off
+FEW = 10  # different texts that a column of categories may have in any case
+
+
+class SparseRows:
+    """Rows of a sparse matrix, made dense when they are asked for."""
+
+    def __init__(self, matrix: Any) -> None:
+        self.matrix = matrix.tocsr()
+
+    def __len__(self) -> int:
+        return int(self.matrix.shape[0])
+
+    def __getitem__(self, index: Any, /) -> Tensor:
+        rows = index.numpy() if isinstance(index, Tensor) else index
+        return torch.from_numpy(self.matrix[rows].toarray())
+
+
+def as_rows(X: Any) -> Inputs:
+    """A tensor, or a sparse matrix that is one row by row."""
+    return SparseRows(X) if sparse.issparse(X) else torch.tensor(X)  # a copy of what is read-only
+
+
+def observations(X: Any, y: Any, weights: Any) -> tuple[Any, Any]:
+    """Numbers of the rows, once for each observation, and the weights of these.
+
+    A row whose weight is a whole number is so many observations, so that a row given twice is the
+    same as a row of weight 2, for every rule. Equal rows stay apart: in a table with few distinct
+    rows a fold would else take every copy of one away. Weights are left as they are if one of them
+    is not a whole number, or if the rows would become too many. The order depends on contents only.
+
+    >>> X, y, w = np.array([[2.0], [1.0]]), np.array([0, 1]), np.array([2.0, 1.0])
+    >>> index, weights = observations(X, y, w)
+    >>> sorted(index.tolist()), weights.tolist()
+    ([0, 0, 1], [1.0, 1.0, 1.0])
+    """
+    index = np.arange(len(weights))
+    whole = bool((weights == np.floor(weights)).all())
+    if whole and weights.sum() <= max(MOST_COPIES * len(weights), MOST_ROWS):
+        index = np.repeat(index, weights.astype(np.int64))
+        weights = np.ones(len(index))
+    rows = np.column_stack([np.asarray(X, np.float64)[index], y[index], weights]) + 0.0  # no -0
+    keys = np.ascontiguousarray(rows).view(np.dtype((np.void, rows.shape[1] * 8))).ravel()
+    order = np.argsort(keys, kind="stable")
+    return index[order], weights[order]
+
+
+class Scaler:
+    """Inputs with mean 0 and standard deviation 1; those far out are cut off, constant ones are 0.
+
+    >>> scaler = Scaler(clip=4.0).fit(np.array([[0.0, 5.0], [2.0, 5.0]]), None)
+    >>> scaler(np.array([[1.0, 5.0], [100.0, 5.0]]))
+    array([[0., 0.],
+           [4., 0.]])
+    """
+
+    def __init__(self, clip: float | None = None, with_mean: bool = True) -> None:
+        self.clip = clip
+        self.standard = StandardScaler(with_mean=with_mean)
+
+    def fit(self, X: Any, weights: Any) -> Scaler:
+        """Learn means and spreads."""
+        self.standard.fit(X, sample_weight=weights)
+        return self
+
+    def __call__(self, X: Any) -> Any:
+        """The same for other rows."""
+        found = self.standard.transform(X)
+        if self.clip is None or sparse.issparse(found):
+            return found
+        return np.clip(found, -self.clip, self.clip)
+
+
+class Gaps:
+    """Missing numbers become means; where some were missing in training, an input says so."""
+
+    def __init__(self) -> None:
+        self.imputer = SimpleImputer(add_indicator=True, keep_empty_features=True)
+
+    def fit(self, X: Any) -> Gaps:
+        """Learn means, and in which columns values are missing."""
+        self.imputer.fit(X)
+        return self
+
+    def __call__(self, X: Any) -> Any:
+        """The same for other rows."""
+        indicator = self.imputer.indicator_
+        # a gap where there was none in training is a mean, and no more
+        unknown = np.setdiff1d(np.flatnonzero(np.isnan(X).any(0)), indicator.features_)
+        if len(unknown):
+            X = X.copy()
+            X[:, unknown] = self.imputer.statistics_[unknown]
+        return self.imputer.transform(X)
+
+
+def has_categories(X: Any) -> bool:
+    """Whether it is a DataFrame of pandas with columns that are not numbers."""
+    return hasattr(X, "select_dtypes") and not X.select_dtypes(exclude="number").empty
+
+
+def encoder_of(X: Any, owner: str) -> Any:
+    """scikit-learn's own encoder: one input for each category, numbers as they are.
+
+    A category that was not there in training is none of those known.
+    """
+    for name in X.select_dtypes(exclude="number").columns:
+        values = X[name].dropna()
+        if X[name].dtype.kind in "mM":
+            raise InvalidParameter(
+                f"{owner}: column {name!r} holds dates or times; turn them into numbers (days "
+                "since ..., month), or leave it out"
+            )
+        if values.nunique() > max(FEW, len(values) / 2):
+            raise InvalidParameter(
+                f"{owner}: column {name!r} holds free text or names ({values.nunique()} different "
+                f"values in {len(values)} rows), not categories; leave it out"
+            )
+    return make_column_transformer(
+        (
+            OneHotEncoder(handle_unknown="ignore", sparse_output=False),
+            make_column_selector(dtype_exclude="number"),
+        ),
+        remainder="passthrough",
+    ).fit(X)

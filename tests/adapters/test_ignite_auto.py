@@ -1,0 +1,130 @@
+"""heldin.ignite.AutoStopping against the plain loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader
+
+import heldin
+from tests.support import estimated, plain
+
+ignite = pytest.importorskip("ignite")
+
+from ignite.engine import Events, create_supervised_trainer
+from ignite.handlers import Checkpoint, DiskSaver
+
+from heldin.ignite import AutoStopping
+
+pytestmark = plain.foreign
+PLAIN = estimated.CASES[0]
+
+
+def made(case: plain.Case, **options: Any) -> tuple[Any, nn.Module, Any, AutoStopping]:
+    model = plain.net(case.dtype)
+    optimizer = plain.sgd(model)
+
+    def clip(*_: Any) -> None:
+        if case.clip:
+            nn.utils.clip_grad_norm_(model.parameters(), case.clip)
+
+    optimizer.register_step_pre_hook(clip)
+
+    def loss(outputs: Any, y: Any) -> Any:
+        with case.autocast():
+            return F.cross_entropy(outputs, y)
+
+    def forward(model: nn.Module, x: Any) -> Any:
+        with case.autocast():
+            return model(x)
+
+    trainer = create_supervised_trainer(
+        model, optimizer, loss, gradient_accumulation_steps=case.accumulate, model_fn=forward
+    )
+    settings = {**estimated.OPTIONS, "clip": case.clip, **options}
+    with case.autocast():
+        return trainer, model, optimizer, AutoStopping(model, optimizer, loss, **settings)
+
+
+@estimated.cases
+def test_same_as_plain(case: plain.Case) -> None:
+    """Ignite goes on accumulating over the end of an epoch."""
+    trainer, model, _, stopping = made(case)
+    batches = estimated.loader(case)
+    stopping.attach(trainer)
+    trainer.run(batches, max_epochs=case.epochs)
+    near = 2e-3 if case.bf16 else None
+    estimated.expect_same(case, stopping.stopping, model, flush=False, rtol=near)
+    estimated.expect_no_trace(model, batches)
+    assert stopping.stopping is not None
+    assert trainer.state.iteration == (stopping.stopping.stopped_step or 0) * case.accumulate
+    assert trainer.state.metrics["heldin/should_stop"] == 1.0
+    assert trainer.state.metrics["heldin/standard_error"] > 0
+
+
+def test_exact_resume(tmp_path: Path) -> None:
+    """From a checkpoint that a handler attached earlier has written."""
+    trainer, model, optimizer, stopping = made(PLAIN)
+    parts = {"model": model, "optimizer": optimizer, "trainer": trainer, "stopping": stopping}
+    saver = Checkpoint(parts, DiskSaver(str(tmp_path)))
+    trainer.add_event_handler(Events.EPOCH_COMPLETED(once=5), saver)
+    stopping.attach(trainer)
+    trainer.run(estimated.loader(PLAIN, shuffle=False), max_epochs=6)
+
+    trainer, model, optimizer, stopping = made(PLAIN)
+    parts = {"model": model, "optimizer": optimizer, "trainer": trainer, "stopping": stopping}
+    stopping.attach(trainer)
+    (path,) = tmp_path.glob("*.pt")
+    Checkpoint.load_objects(parts, path)
+    trainer.run(estimated.loader(PLAIN, shuffle=False), max_epochs=PLAIN.epochs)
+    estimated.expect_same(PLAIN, stopping.stopping, model, shuffle=False, rtol=plain.EXACT)
+
+
+def test_a_pause_is_none_for_the_rule() -> None:
+    trainer, model, _, stopping = made(PLAIN)
+    batches = estimated.loader(PLAIN, shuffle=False)
+    stopping.attach(trainer)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=6), trainer.interrupt)
+    trainer.run(batches, max_epochs=PLAIN.epochs)
+    assert trainer.state.iteration == 6
+    trainer.run(batches, max_epochs=PLAIN.epochs)
+    estimated.expect_same(PLAIN, stopping.stopping, model, shuffle=False)
+    estimated.expect_no_trace(model, batches)
+
+
+def test_any_batch_by_a_loss_of_ones_own() -> None:
+    trainer, model, optimizer, _ = made(PLAIN)
+    stopping = AutoStopping(
+        model, optimizer, batch_loss=estimated.batch_loss, **estimated.OPTIONS
+    ).attach(trainer)
+    trainer.run(estimated.loader(PLAIN), max_epochs=PLAIN.epochs)
+    estimated.expect_same(PLAIN, stopping.stopping, model)
+
+
+def test_what_cannot_be_followed_is_refused() -> None:
+    trainer, model, optimizer, stopping = made(PLAIN)
+    stopping.attach(trainer)
+    with pytest.raises(heldin.HeldinError, match=r"must be a torch\.utils\.data\.DataLoader"):
+        trainer.run(list(estimated.loader(PLAIN)), max_epochs=1)
+    estimated.expect_no_trace(model)
+    with pytest.raises(heldin.HeldinError, match="either loss_fn"):
+        AutoStopping(model, optimizer)
+    with pytest.raises(heldin.HeldinError, match="optimizer must be the one that trains"):
+        AutoStopping(model, F.cross_entropy)  # type: ignore[arg-type]
+
+
+@plain.broken
+def test_errors_and_interrupts_leave_no_trace(error: type[BaseException]) -> None:
+    fuse = plain.Fuse(error)
+    fuse.calls = -30
+    trainer, model, _, stopping = made(PLAIN, patience=None)
+    stopping.attach(trainer)
+    batches = DataLoader(plain.Rows(fuse), batch_size=16)
+    with pytest.raises(error):
+        trainer.run(batches, max_epochs=40)
+    assert trainer.state.iteration > 3
+    estimated.expect_no_trace(model, batches)

@@ -1,0 +1,352 @@
+"""heldin.lightning.AutoStopping against the plain loop."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+import heldin
+from tests.support import estimated, plain
+
+lightning = pytest.importorskip("lightning")
+
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+
+from heldin.lightning import AutoStopping
+
+pytestmark = plain.foreign
+PLAIN = estimated.CASES[0]
+
+
+class Module(lightning.LightningModule):
+    """Does not use its own forward, logs, and asks for the epoch, as many do."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        self.net = plain.net(dtype)
+        self.losses: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        assert self.current_epoch < 1000
+        assert batch_idx < 4
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("train_loss", loss)
+        self.losses.append(loss.detach())
+        return {"loss": loss}
+
+    def configure_optimizers(self) -> Any:
+        return plain.sgd(self.net)
+
+
+class Manual(Module):
+    """Accumulates and clips by itself."""
+
+    def __init__(self, case: plain.Case) -> None:
+        super().__init__(case.dtype)
+        self.automatic_optimization = False
+        self.case = case
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        self.manual_backward(loss / self.case.accumulate)
+        if (batch_idx + 1) % self.case.accumulate and batch_idx != 3:
+            return loss
+        if self.case.clip is not None:
+            self.clip_gradients(optimizer, self.case.clip, "norm")
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+
+def trainer(case: plain.Case, *callbacks: Any, **options: Any) -> Any:
+    settings = {
+        "callbacks": list(callbacks),
+        "max_epochs": case.epochs,
+        "precision": "bf16-mixed" if case.bf16 else "64-true",
+        "gradient_clip_val": case.clip,
+        "accumulate_grad_batches": case.accumulate,
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "log_every_n_steps": 1,
+    }
+    return lightning.Trainer(**{**settings, **options})
+
+
+def rule(**options: Any) -> AutoStopping:
+    return AutoStopping(**{**estimated.OPTIONS, **options})
+
+
+@estimated.cases
+def test_same_as_plain(case: plain.Case) -> None:
+    callback, module, batches = rule(), Module(case.dtype), estimated.loader(case)
+    fit = trainer(case, callback)
+    fit.fit(module, batches)
+    estimated.expect_same(case, callback.stopping, module.net)
+    assert callback.stopping is not None
+    assert fit.global_step == callback.stopping.stopped_step
+    assert callback.stopped_epoch == fit.current_epoch - 1
+    estimated.expect_no_trace(module, batches)
+    assert not vars(fit.strategy).keys() & {"process_dataloader"}
+    assert not vars(fit.precision_plugin).keys() & {"convert_input"}
+    batches_seen = 4 * callback.stopped_epoch + 4
+    assert len(module.losses) <= batches_seen  # those of the shadows are not among them
+
+
+@pytest.mark.parametrize("case", estimated.CASES[:3], ids=lambda case: case.name)
+def test_manual_optimisation(case: plain.Case) -> None:
+    callback, module = rule(), Manual(case)
+    trainer(case, callback, gradient_clip_val=None, accumulate_grad_batches=1).fit(
+        module, estimated.loader(case)
+    )
+    estimated.expect_same(case, callback.stopping, module.net, even=True)
+    estimated.expect_no_trace(module)
+
+
+@pytest.mark.parametrize("engine", ["copies", "swap"])
+def test_engines(engine: Any) -> None:
+    callback, module = rule(rule="folds", engine=engine), Module()
+    trainer(PLAIN, callback).fit(module, estimated.loader(PLAIN))
+    stopping = callback.stopping
+    assert stopping is not None
+    assert stopping.engine == engine  # type: ignore[attr-defined]
+    estimated.expect_same(PLAIN, stopping, module.net, rule="folds")
+    assert len(module.losses) == stopping.stopped_step or engine == "swap"
+
+
+def test_validation_on_the_same_loader_does_not_count() -> None:
+    class Validated(Module):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val_loss", F.cross_entropy(self.net(batch[0]), batch[1]))
+
+    callback, module, batches = rule(), Validated(), estimated.loader(PLAIN, shuffle=False)
+    fit = trainer(PLAIN, callback, val_check_interval=2)
+    fit.fit(module, batches, batches)
+    assert "val_loss" in fit.callback_metrics
+    estimated.expect_same(PLAIN, callback.stopping, module.net, shuffle=False)
+
+
+def test_batches_may_change_on_their_way_to_the_module() -> None:
+    class Moved(Module):
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            return [batch[0] + 0.0, batch[1]]  # another tensor
+
+    callback, module = rule(), Moved()
+    trainer(PLAIN, callback).fit(module, estimated.loader(PLAIN))
+    estimated.expect_same(PLAIN, callback.stopping, module.net)
+
+
+def test_a_loss_of_ones_own_is_estimated() -> None:
+    """One for each row here, and groups are held out together."""
+
+    def errors(module: Any, batch: Any) -> Tensor:
+        return (module.net(batch[0]).argmax(1) != batch[1]).double()
+
+    groups = [i // 2 for i in range(plain.ROWS)]
+    callback = rule(eval_loss=errors, groups=groups, restore=False, rule="folds")
+    module = Module()
+    trainer(PLAIN, callback, max_epochs=3).fit(module, estimated.loader(PLAIN))
+    stopping = callback.stopping
+    assert stopping is not None
+    assert {len(curve) for curve in stopping._curves} == {plain.ROWS}
+    assert {float(v) for v in stopping._curves[0]} == {0.0, 1.0}
+    label = stopping._label.view(-1, 2)  # type: ignore[attr-defined]
+    assert torch.equal(label[:, 0], label[:, 1])
+    assert stopping._step == 12
+
+
+def test_without_restoring_the_last_weights_stay() -> None:
+    found = {}
+    for restore in (True, False):
+        callback, module = rule(restore=restore), Module()
+        trainer(PLAIN, callback).fit(module, estimated.loader(PLAIN))
+        found[restore] = module.net[0].weight.detach()
+    model = plain.net()
+    optimizer = plain.sgd(model)
+    batches, steps = estimated.loader(PLAIN), 0
+    assert callback.stopping is not None
+    while steps < (callback.stopping.stopped_step or 0):
+        for batch in batches:
+            if steps < (callback.stopping.stopped_step or 0):
+                estimated.batch_loss(model, batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                steps += 1
+    torch.testing.assert_close(found[False], model[0].weight.detach())
+    assert not torch.equal(found[True], found[False])
+
+
+# -- checkpoints
+
+
+@pytest.mark.parametrize("steps", [20, 22])
+def test_exact_resume(steps: int, tmp_path: Path) -> None:
+    """From a checkpoint that was made during the run: between epochs, or in the middle of one."""
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=steps, save_top_k=-1)
+    options = {"enable_checkpointing": True, "max_steps": steps}
+    first = trainer(PLAIN, rule(), saver, **options)
+    first.fit(Module(), estimated.loader(PLAIN, shuffle=False))
+    (path,) = tmp_path.glob("*.ckpt")
+    state = torch.load(path, weights_only=True)["callbacks"]["AutoStopping"]
+    assert state["run"]["rule"]["step"] == steps
+
+    callback, module = rule(), Module()
+    batches: Any = estimated.loader(PLAIN, shuffle=False)
+    if steps % 4:  # Lightning leaves it to the sampler to go on in the middle of an epoch
+        batches = DataLoader(
+            batches.dataset, batch_sampler=Skipping(list(batches.batch_sampler), steps % 4)
+        )
+    trainer(PLAIN, callback).fit(module, batches, ckpt_path=path, weights_only=True)
+    estimated.expect_same(PLAIN, callback.stopping, module.net, rtol=plain.EXACT, shuffle=False)
+
+
+class Skipping:
+    """A batch sampler that knows where it was."""
+
+    def __init__(self, batches: list[list[int]], skip: int) -> None:
+        self.batches, self.skip = batches, skip
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Any:
+        skip, self.skip = self.skip, 0
+        return iter(self.batches[skip:])
+
+
+def test_after_the_end_training_goes_on_from_the_last_weights(tmp_path: Path) -> None:
+    """What was restored is for use; the optimiser and the shadows are further on."""
+    callback, module = rule(patience=None), Module()
+    first = trainer(PLAIN, callback, max_epochs=20)
+    first.fit(module, estimated.loader(PLAIN))
+    first.save_checkpoint(tmp_path / "run.ckpt")
+    again, other = rule(patience=None, restore=False), Module()
+    trainer(PLAIN, again, max_epochs=21).fit(
+        other, estimated.loader(PLAIN), ckpt_path=tmp_path / "run.ckpt", weights_only=True
+    )
+    straight, third = rule(patience=None, restore=False), Module()
+    batches = estimated.loader(PLAIN)
+    trainer(PLAIN, straight, max_epochs=20).fit(third, batches)
+    last = third.net[0].weight.detach().clone()
+    assert callback.stopping is not None
+    assert callback.stopping.best_step < 40
+    assert not torch.equal(module.net[0].weight, last)
+    torch.testing.assert_close(callback._run._last["net.0.weight"], last)
+    assert again.stopping is not None
+    assert again.stopping._step == 84
+
+
+def test_other_settings_are_refused_on_resume(tmp_path: Path) -> None:
+    first = trainer(PLAIN, rule(), max_steps=8)
+    first.fit(Module(), estimated.loader(PLAIN))
+    first.save_checkpoint(tmp_path / "run.ckpt")
+    module, batches = Module(), estimated.loader(PLAIN)
+    with pytest.raises(heldin.HeldinError, match=r"grid=1\.2"):
+        trainer(PLAIN, rule(grid=1.5)).fit(
+            module, batches, ckpt_path=tmp_path / "run.ckpt", weights_only=True
+        )
+    estimated.expect_no_trace(module, batches)
+
+
+# -- logs
+
+
+def test_logged_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    callback, logger = rule(verbose=True), CSVLogger(tmp_path)
+    fit = trainer(PLAIN, callback, logger=logger)
+    with caplog.at_level(logging.INFO, "lightning.pytorch.utilities.rank_zero"):
+        logging.getLogger("lightning.pytorch").propagate = True
+        fit.fit(Module(), estimated.loader(PLAIN))
+    stopping = callback.stopping
+    assert stopping is not None
+    told = [r.message for r in caplog.records if r.message.startswith("AutoStopping: ")]
+    assert told[0] == f"AutoStopping: {stopping.reason_chosen}"
+    assert "of five folds, for about" in told[0]
+    assert f"step {stopping.stopped_step}: estimated loss" in told[1]
+    assert {"heldin/estimate", "heldin/standard_error"} <= {*fit.progress_bar_metrics}
+    assert "train_loss" in fit.callback_metrics
+    text = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()
+    assert "heldin/best_estimate" in text[0]
+    column = text[0].split(",").index("heldin/estimate")
+    values = sorted({float(line.split(",")[column]) for line in text[1:]})
+    assert values == pytest.approx(sorted(r.estimate for r in stopping.history if r.step))
+
+
+# -- what cannot be followed
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(zip(*plain.data(), strict=True))
+
+
+class Two(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        return [plain.sgd(self.net[0]), plain.sgd(self.net[2])]
+
+
+class Backward(Manual):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        F.cross_entropy(self.net(batch[0]), batch[1]).backward()
+        self.optimizers().step()
+
+
+@pytest.mark.parametrize(
+    ("module", "data", "message"),
+    [
+        (Module(), DataLoader(Stream(), batch_size=4), "IterableDataset has no row numbers.*map-"),
+        (Module(), {"a": DataLoader([1.0])}, "must be a torch.utils.data.DataLoader"),
+        (Two(), None, "trained by 2 optimisers.*groups of one optimiser"),
+        (Backward(PLAIN), None, "self.manual_backward"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused(module: Any, data: Any, message: str) -> None:
+    batches = data if data is not None else estimated.loader(PLAIN)
+    with pytest.raises(heldin.HeldinError, match=message):
+        trainer(PLAIN, rule(), gradient_clip_val=None).fit(module, batches)
+    estimated.expect_no_trace(module, batches if data is None else None)
+
+
+def test_wrong_settings_are_refused_at_once() -> None:
+    for options, message in (
+        ({"rule": "leave-one-out"}, "'auto', 'folds' or 'shadow'"),
+        ({"budget": 0}, "budget must be a number above 0"),
+        ({"patience": 3}, "AutoStopping: patience must be a heldin.Patience"),
+        ({"engine": "vmap"}, "'copies' or 'swap'"),
+        ({"grid": 1.0}, "grid must be"),
+        ({"restore": 1}, "restore must be True or False"),
+        ({"eval_loss": 1}, "eval_loss must be a function"),
+        ({"rule": "shadow", "stratify": [1]}, "stratify is for"),
+        ({"fold": 3}, "unknown argument 'fold'"),
+    ):
+        with pytest.raises(heldin.HeldinError, match=message):
+            AutoStopping(**options)  # type: ignore[arg-type]
+
+
+@plain.broken
+def test_errors_and_interrupts_leave_no_trace(error: type[BaseException]) -> None:
+    fuse, module = plain.Fuse(RuntimeError), Module()
+    fuse.calls, fuse.error = -40, error  # the rule looks at rows as well
+
+    batches = DataLoader(plain.Rows(fuse), batch_size=16)
+    fit = trainer(PLAIN, rule(patience=None))
+    with pytest.raises((error, SystemExit)):
+        fit.fit(module, batches)
+    assert 0 < fit.global_step < 160
+    estimated.expect_no_trace(module, batches)
+    assert not vars(fit.strategy).keys() & {"process_dataloader"}

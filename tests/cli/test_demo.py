@@ -1,0 +1,61 @@
+"""`heldin demo` and the picture at the top of the README."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+for needed in ("sklearn", "matplotlib", "rich"):
+    pytest.importorskip(needed)
+
+from heldin.cli.main import main
+from heldin.lab import demo
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_demo_ends_with_a_table_and_a_figure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figure = tmp_path / "out" / "demo.png"
+    assert main(["demo", "--splits", "2", "--epochs", "4", "--out", str(figure)]) == 0
+    printed = capsys.readouterr()
+    assert figure.stat().st_size > 5000
+    lines = printed.out.splitlines()
+    for rule in ("auto", "validation", "evidence"):
+        assert demo.RULES[rule] in printed.out
+    assert "of 2" in next(line for line in lines if 'stopping("auto")' in line)
+    assert " 80 " in next(line for line in lines if "held out, patience" in line)
+    assert "run 7 of 7" in printed.err  # plain lines, as there is no terminal
+
+
+@pytest.mark.parametrize("wrong", [["--splits", "0"], ["--epochs", "0"], ["--out", "demo.txt"]])
+def test_demo_refuses(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", *wrong]) == 2
+    assert wrong[0] in capsys.readouterr().err
+
+
+def test_rows_that_are_tested_with_are_not_trained_on() -> None:
+    problem = demo.load(3)
+    assert (len(problem.x), len(problem.test_x)) == (100, 469)
+    rows = {tuple(row) for row in problem.x.tolist()}
+    assert not rows & {tuple(row) for row in problem.test_x.tolist()}
+    assert demo.train("validation", 3, epochs=1).rows == 80
+    assert demo.train("auto", 3, epochs=1).rows == 100
+
+
+def test_hero_figure_can_be_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("PIL")
+    place = ROOT / "docs" / "figures" / "hero.py"
+    spec = importlib.util.spec_from_file_location("hero", place)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.main(["--out", str(tmp_path)], epochs=5, frames=2)
+    for name in ("hero.png", "hero.gif"):
+        assert (tmp_path / name).stat().st_size > 5000
+        assert (place.parent / name).stat().st_size < 400_000
+    assert "auto: 100 rows" in capsys.readouterr().out

@@ -1,0 +1,227 @@
+"""`heldin fit` on tables as people have them: encodings, decimal commas, dates, IDs, groups."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+for needed in ("sklearn", "pandas", "matplotlib", "safetensors", "rich"):
+    pytest.importorskip(needed)
+
+import numpy as np
+import pandas
+
+from heldin.cli.main import main
+from heldin.errors import HeldinError
+from heldin.tables.columns import Columns, Unusable, with_numbers
+from heldin.tables.reading import read_table
+from heldin.tables.written import decimal_mark, parse_numbers
+
+FAST = ["--target", "y", "--hidden", "4", "--max-epochs", "8"]
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def write(columns: dict[str, list[Any]], name: str = "t.csv", **options: Any) -> str:
+    pandas.DataFrame(columns).to_csv(name, index=False, **options)
+    return name
+
+
+def classes(n: int) -> list[str]:
+    return ["pq"[i % 2] for i in range(n)]
+
+
+def fit(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = main(["fit", *arguments, *FAST])
+    found = capsys.readouterr()
+    return code, found.out, found.err
+
+
+# -- encodings
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_encodings_that_say_what_they_are(encoding: str) -> None:
+    write({"Straße": ["Zürich", "Genève"], "y": [1, 2]}, encoding=encoding)
+    frame = read_table("t.csv")
+    assert list(frame.columns) == ["Straße", "y"]
+    assert frame["Straße"].tolist() == ["Zürich", "Genève"]
+
+
+def test_another_encoding_is_asked_for_with_an_example() -> None:
+    write({"city": ["Bern", "Zürich"], "y": [1, 2]}, encoding="cp1252")
+    with pytest.raises(HeldinError, match="--encoding cp1252 it would read 'Zürich'"):
+        read_table("t.csv")
+    assert read_table("t.csv", encoding="cp1252")["city"].tolist() == ["Bern", "Zürich"]
+    with pytest.raises(HeldinError, match="--encoding: 'klingon' is unknown"):
+        read_table("t.csv", encoding="klingon")
+    with pytest.raises(HeldinError, match="not ascii text"):
+        read_table("t.csv", encoding="ascii")
+
+
+# -- numbers as people write them
+
+
+@pytest.mark.parametrize(
+    ("texts", "mark", "numbers"),
+    [
+        (["1.234,50 €", "7,00 €"], ",", [1234.5, 7.0]),
+        (["$1,234.50", "$7.00"], ".", [1234.5, 7.0]),
+        (["1'234.50 CHF", "7 CHF"], ".", [1234.5, 7.0]),
+        (["1 234,5", "-7,25"], ",", [1234.5, -7.25]),
+        (["12 %", "3.5 %"], ".", [12.0, 3.5]),
+        (["12.345.678", "1"], ",", [12345678.0, 1.0]),
+        (["1,234", "5,678"], "either", None),
+        (["1.5 EUR", "2.5 USD"], None, None),  # not the same thing
+        (["1,2,3"], None, None),
+        (["KLM 12", "KLM 13"], None, None),
+    ],
+)
+def test_numbers(texts: list[str], mark: str | None, numbers: list[float] | None) -> None:
+    assert decimal_mark(texts) == mark
+    if numbers is not None:
+        assert mark in (".", ",")
+        assert parse_numbers(texts, mark) == numbers  # type: ignore[arg-type]
+
+
+def test_a_column_keeps_its_way_of_writing() -> None:
+    frame, decimals = with_numbers(pandas.DataFrame({"price": ["1.234,50 €", "7,5 €", None]}))
+    assert decimals == {"price": ","}
+    assert frame["price"].tolist()[:2] == [1234.5, 7.5]
+    columns = Columns.learn(frame, decimals=decimals)
+    columns = Columns.from_json(json.loads(json.dumps(columns.to_json())))
+    new = pandas.DataFrame({"price": ["7,500 €"]})  # by itself it might be thousands
+    middle, spread = np.mean([1234.5, 7.5]), np.std([1234.5, 7.5])
+    assert columns.encode(new, "new.csv")[0][0, 0] == pytest.approx((7.5 - middle) / spread)
+    with pytest.raises(HeldinError, match="held numbers in training, but row 1 has 'dear'"):
+        columns.encode(pandas.DataFrame({"price": ["dear"]}), "new.csv")
+
+
+def test_decimal_is_obeyed(capsys: pytest.CaptureFixture[str]) -> None:
+    n = 24
+    write({"x": [f"{i},00{i % 9}" for i in range(n)], "y": classes(n)}, sep=";")
+    code, _, _ = fit(capsys, "t.csv", "--separator", ";", "--decimal", ",", "--out", "m")
+    assert code == 0
+    (column,) = json.loads(Path("m/model.json").read_text())["columns"]["used"]
+    assert column["kind"] == "number"
+    assert column["mean"] == pytest.approx(np.mean([i + (i % 9) / 1000 for i in range(n)]))
+
+
+# -- dates
+
+
+@pytest.mark.parametrize("form", ["%Y-%m-%d", "%d.%m.%Y", "%m/%d/%Y"])
+def test_dates_become_features(form: str) -> None:
+    days = pandas.date_range("2023-01-05", periods=40, freq="5D")
+    columns = Columns.learn(pandas.DataFrame({"d": days.strftime(form)}))
+    plain = Columns.learn(pandas.DataFrame({"d": days}))
+    found = columns.encode(pandas.DataFrame({"d": days.strftime(form)}), "t")[0]
+    np.testing.assert_allclose(found, plain.encode(pandas.DataFrame({"d": days}), "t")[0])
+    assert found.shape == (40, 5)  # how long ago; sine and cosine of year and week
+    assert found[:, 0].mean() == pytest.approx(0, abs=1e-9)
+    angle = 2 * np.pi * (days - pandas.Timestamp(0)).days / 7
+    np.testing.assert_allclose(found[:, 3], np.sin(angle), atol=1e-9)
+    with pytest.raises(HeldinError, match="column 'd' held dates, but row 1 has 'soon'"):
+        columns.encode(pandas.DataFrame({"d": ["soon"]}), "t")
+
+
+def test_times_of_day_and_gaps() -> None:
+    times = ["2024-01-01 06:00", "2024-01-02 12:00", None]
+    columns = Columns.learn(pandas.DataFrame({"d": times}))
+    found = columns.encode(pandas.DataFrame({"d": times}), "t")[0]
+    assert found.shape == (3, 8)  # also of the day; and whether it is missing
+    assert found[0, 5] == pytest.approx(1)  # six o'clock: a quarter of the day
+    assert found[2].tolist() == [0] * 7 + [1]
+
+
+# -- columns that cannot be used
+
+
+def unusable() -> dict[str, list[Any]]:
+    n = 30
+    return {
+        "a": [i % 7 for i in range(n)],
+        "notes": [f"once upon a time {i}" for i in range(n)],
+        "clock": [f"{i % 24}:30" for i in range(n)],
+        "y": classes(n),
+    }
+
+
+def test_all_unusable_columns_are_named_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(Unusable) as caught:
+        Columns.learn(pandas.DataFrame(unusable()), ["y"])
+    assert list(caught.value.reasons) == ["notes", "clock"]
+    write(unusable())
+    code, _, err = fit(capsys, "t.csv", "--out", "m")
+    assert code == 2
+    assert "2 columns cannot be used" in err
+    assert "'notes' holds free text" in err
+    assert "'clock' holds dates or times" in err
+    command = err.strip().splitlines()[-1].partition("To leave them out: ")[2]
+    assert command.startswith("--drop-unusable: heldin fit t.csv")
+    mended = command.partition("heldin ")[2].split()
+    assert main(mended) == 0
+    assert "'notes', 'clock': left out" in capsys.readouterr().out
+
+
+# -- IDs and groups
+
+
+def test_ids_are_kept_and_not_learnt_from(capsys: pytest.CaptureFixture[str]) -> None:
+    n = 30
+    table = {"id": [f"{i:03}" for i in range(n)], "a": [i % 7 for i in range(n)], "y": classes(n)}
+    write(table)
+    code, _, err = fit(capsys, "t.csv", "--out", "looks")
+    assert code == 0
+    assert "column 'id' is different in every row and looks like an ID" in err
+    code, _, err = fit(capsys, "t.csv", "--id", "id", "--out", "m")
+    assert code == 0
+    assert "looks like an ID" not in err
+    assert [c["name"] for c in json.loads(Path("m/model.json").read_text())["columns"]["used"]] == [
+        "a"
+    ]
+    assert main(["predict", "m", "t.csv"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("id,y,")
+    assert [line.split(",")[0] for line in lines[1:4]] == ["000", "001", "002"]  # as written
+
+
+def test_groups_are_not_torn_apart(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from heldin.sklearn import MLPClassifier
+
+    seen: list[Any] = []
+    plain = MLPClassifier.fit
+
+    def fit_and_note(self: Any, X: Any, y: Any, **options: Any) -> Any:
+        seen.append(options["groups"])
+        return plain(self, X, y, **options)
+
+    monkeypatch.setattr(MLPClassifier, "fit", fit_and_note)
+    n = 40
+    write(
+        {"a": [i % 7 for i in range(n)], "who": [f"p{i // 4}" for i in range(n)], "y": classes(n)}
+    )
+    code, out, _ = fit(capsys, "t.csv", "--groups", "who", "--out", "m")
+    assert code == 0
+    assert list(seen[0]) == [f"p{i // 4}" for i in range(n)]
+    assert "columns:         1, as 1 inputs" in out
+
+
+@pytest.mark.parametrize("option", ["--id", "--groups"])
+def test_named_columns_have_to_be_there(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    write({"a": [1, 2, 3, 4], "g": [1, None, 2, 2], "y": classes(4)})
+    for name, message in (("z", "is not there"), ("y", "is the target")):
+        code, _, err = fit(capsys, "t.csv", option, name, "--out", "m")
+        assert code == 2
+        assert message in err
+    code, _, err = fit(capsys, "t.csv", "--groups", "g", "--out", "m")
+    assert code == 2
+    assert "which belong together?" in err

@@ -1,0 +1,122 @@
+"""The bench of small tables: problems, results that go on, and the table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sklearn")
+
+import numpy as np
+
+from heldin.cli.main import main
+from heldin.lab.study.data import tables
+from heldin.lab.tables import METHODS, SETTINGS, SmallProblem, compare, compared, covered, problems
+from heldin.lab.tables.rivals import Method
+
+
+def row(table: str, method: str, loss: float, **more: Any) -> dict[str, Any]:
+    """A result."""
+    kind = {"table": table, "n": 50, "seed": 0, "method": method}
+    return {**kind, "loss": loss, "constant": 1.0, "seconds": 1.0, "test_error": 0.1, **more}
+
+
+def test_problems_are_of_a_role_and_leave_enough_to_test() -> None:
+    found = list(problems(tables(None), "confirmation", [50, 100], [3, 4]))
+    assert {table.name for table, _, _ in found} == {"sk_wdbc", "sk_wine"}
+    assert [(n, seed) for table, n, seed in found if table.name == "sk_wine"] == [(50, 3), (50, 4)]
+    everything = {table.name for table, _, _ in problems(tables(None), "all", [50], [0])}
+    assert "sk_diabetes" in everything
+
+
+def test_a_problem_has_no_row_twice_and_no_unknown_class() -> None:
+    table = next(t for t in tables(None) if t.name == "sk_digits")
+    problem = SmallProblem.cut(table, 12, 0)
+    assert set(problem.y) == set(range(problem.classes))
+    assert set(problem.y_test) <= set(problem.y)
+    together = np.vstack([problem.x, problem.x_test])
+    assert len(np.unique(together, axis=0)) == len(together)
+    sure = np.zeros((len(problem.y_test), problem.classes))
+    sure[:, 0] = 1.0  # zeros count as a thousandth
+    wrong = problem.losses(sure)[problem.y_test != 0]
+    assert wrong == pytest.approx(-np.log(1e-3 / (1 + 1e-3 * (problem.classes - 1))))
+    assert problem.score(np.eye(problem.classes)[problem.y_test]) == 1
+
+
+def test_methods_of_scikit_learn_run_and_go_on(tmp_path: Path) -> None:
+    names = ["constant", "linear CV"]
+    cases = list(problems(tables(None), "all", [50], [0]))[:3]
+    rows = compare(cases, {name: METHODS[name] for name in names}, tmp_path)
+    assert len(rows) == 6
+    assert not any("error" in each for each in rows)
+    for each in rows:
+        if each["method"] == "constant":
+            assert each["loss"] == pytest.approx(each["constant"])
+    told: list[str] = []
+    again = compare(cases, {name: METHODS[name] for name in names}, tmp_path, told.append)
+    assert (again, told) == (rows, [])
+
+    def fails(classes: bool, seed: int) -> Any:
+        raise RuntimeError("no")
+
+    broken = compare(cases, {"broken": Method(fails, "trees")}, tmp_path)
+    assert broken[-1]["error"] == "RuntimeError: no"
+    lines = {line["method"]: line for line in compared(broken, [*names, "broken"])}
+    assert lines["broken"]["failed"] == 3
+
+
+def test_ratios_ranks_and_wins() -> None:
+    rows = [
+        row("a", "one", 0.5),
+        row("a", "two", 0.25),
+        row("b", "one", 0.5),
+        row("b", "two", 1.1),
+        row("c", "one", 0.1),  # two has no result there
+    ]
+    one, two = compared(rows, ["one", "two"])
+    assert one["problems"] == 2
+    assert (one["rank"], two["rank"]) == (1.5, 1.5)
+    assert one["ratio"] == pytest.approx(2**0.5)
+    assert two["ratio"] == pytest.approx(2.2**0.5)
+    assert (one["wins"], two["wins"]) == (1, 1)
+    assert (one["worse_than_constant"], two["worse_than_constant"]) == (0, 1)
+    assert two["worst_of_constant"] == pytest.approx(1.1)
+    to_one = compared(rows, ["one", "two"], best_of=["one"])[1]
+    assert to_one["ratio"] == pytest.approx((0.5 * 2.2) ** 0.5)
+
+
+def test_coverage_counts_the_error_of_the_test_as_well() -> None:
+    error = {"estimate_error": 0.1 * 3**0.5}  # with the test's 0.1: 0.2
+    rows = [
+        row("a", "one", 1.0, estimate=1.19, **error),
+        row("b", "one", 1.0, estimate=1.39, **error),
+        row("c", "one", 1.0, estimate=1.41, **error),
+    ]
+    found = covered(rows, "one")
+    assert found["within_1"] == pytest.approx(1 / 3)
+    assert found["within_2"] == pytest.approx(2 / 3)
+    assert found["bias"] == pytest.approx(1.39)
+
+
+def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "bench"
+    code = main(
+        ["bench", "tables", "--n", "60", "--methods", "constant,linear CV", "--out", str(out)]
+    )
+    assert code == 0
+    assert "| linear CV | 1.00 | 1.000 [1.00, 1.00] |" in capsys.readouterr().out
+    lines = (out / "results.jsonl").read_text().splitlines()
+    assert {json.loads(line)["method"] for line in lines} == {"constant", "linear CV"}
+    assert (out / "table.md").is_file()
+    for wrong, said in (
+        (["--methods", "magic"], "'magic' is unknown"),
+        (["--n", "many"], "--n: expected numbers"),
+        (["--n", "100000"], "no problem is left"),
+    ):
+        assert main(["bench", "tables", "--out", str(out), *wrong]) == 2
+        assert said in capsys.readouterr().err
+    assert main(["study", "tables", "--n", "100000"]) == 2
+    assert "default" in SETTINGS

@@ -1,0 +1,145 @@
+"""The plain loop that every framework's `AutoStopping` is compared with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import heldin
+from heldin.rules.estimated.base import PathStopping
+from tests.support import plain
+
+CASES = [
+    plain.Case("plain"),
+    plain.Case("clipping", clip=0.8),
+    plain.Case("accumulation", accumulate=3, epochs=60),
+    plain.Case("bf16", bf16=True),
+]
+PATIENCE = heldin.Patience(factor=1.5, slack=12, checks=1)
+OPTIONS: dict[str, Any] = {"rule": "auto", "budget": 4.0, "patience": PATIENCE}  # two shadows
+_KNOWN: dict[str, tuple[PathStopping, nn.Module]] = {}
+
+cases = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+
+def batch_loss(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+class Even:
+    """The loss in a loop that divides by the number of accumulated batches, however many rows."""
+
+    def __init__(self, accumulate: int) -> None:
+        self.accumulate = accumulate
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        return batch_loss(model, batch)
+
+    def shares(self, batches: list[Any]) -> list[float]:
+        return [1 / self.accumulate] * len(batches)
+
+
+def loader(case: plain.Case, shuffle: bool = True, dataset: Any = None) -> DataLoader[Any]:
+    """In an order that depends on nothing but the number of the epoch."""
+    data = dataset if dataset is not None else TensorDataset(*plain.data(case.dtype))
+    return DataLoader(
+        data, batch_size=case.batch, shuffle=shuffle, generator=torch.Generator().manual_seed(3)
+    )
+
+
+def train(
+    case: plain.Case,
+    shuffle: bool = True,
+    flush: bool = True,
+    true_mean: bool = False,
+    epochs: int | None = None,
+    even: bool = False,
+    **options: Any,
+) -> tuple[PathStopping, nn.Module]:
+    """Train until the rule stops, and restore.
+
+    Args:
+        case: how.
+        shuffle: whether the rows come in another order in every epoch.
+        flush: an accumulated step ends with its epoch, complete or not.
+        true_mean: the losses of an incomplete step are divided by their own number.
+        epochs: in place of those of the case.
+        even: accumulated batches count alike in the shadows, and not by their rows.
+        options: of `heldin.stopping`.
+    """
+    model = plain.net(case.dtype)
+    optimizer = plain.sgd(model)
+    batches = loader(case, shuffle)
+    options = {**OPTIONS, **options}
+    if options["rule"] != "auto":
+        del options["budget"]
+    with case.autocast():  # also for the check before the first step
+        stopping = heldin.stopping(
+            options.pop("rule"),
+            model,
+            optimizer,
+            data=batches,
+            batch_loss=Even(case.accumulate) if even else batch_loss,
+            clip=case.clip,
+            **options,
+        )
+    with stopping:
+        waiting = 0
+        for _ in range(epochs or case.epochs):
+            for number, batch in enumerate(batches):
+                end = number == len(batches) - 1
+                with case.autocast():
+                    loss = batch_loss(model, batch)
+                alone = true_mean and end  # one batch is left over
+                (loss / (1 if alone else case.accumulate)).backward()
+                stopping.add_batch(batch)  # type: ignore[attr-defined]
+                waiting += 1
+                if waiting < case.accumulate and not (flush and end):
+                    continue
+                waiting = 0
+                if case.clip is not None:
+                    nn.utils.clip_grad_norm_(model.parameters(), case.clip)
+                optimizer.step()
+                optimizer.zero_grad()
+                if stopping.step():
+                    return stopping, model
+    return stopping, model
+
+
+def expect_same(
+    case: plain.Case,
+    found: PathStopping | None,
+    model: nn.Module,
+    rtol: float | None = None,
+    **how: Any,
+) -> None:
+    """The run has the same estimates, stops at the same step and ends with the same weights."""
+    key = f"{case.name} {sorted(how.items())}"
+    if key not in _KNOWN:
+        _KNOWN[key] = train(case, **how)
+    stopping, trained = _KNOWN[key]
+    near = rtol or case.rtol
+    assert found is not None
+    assert stopping.stopped_step is not None
+    assert stopping.stopped_step > 16
+    assert 0 < stopping.best_step < stopping.stopped_step
+    assert [r.step for r in found.history] == [r.step for r in stopping.history]
+    for name in ("estimate", "standard_error", "training_loss"):
+        a, b = (rule.history.columns()[name] for rule in (found, stopping))
+        assert a == pytest.approx(b, rel=near, nan_ok=True), name
+    assert found.stopped_step == stopping.stopped_step
+    assert found.best_step == stopping.best_step
+    for p, q in zip(model.parameters(), trained.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=near, atol=near)
+
+
+def expect_no_trace(model: nn.Module, batches: Any = None) -> None:
+    """Nothing is left of the run in PyTorch, in the model or in the loader."""
+    plain.expect_no_trace(model)
+    if batches is not None:
+        assert "_get_iterator" not in vars(getattr(batches, "base_dataloader", batches))

@@ -1,0 +1,134 @@
+"""Inputs of the estimators: scales, gaps and categories."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sklearn")
+
+import numpy as np
+from sklearn.base import clone
+
+import heldin
+from heldin.sklearn import LogisticRegression, MLPClassifier, MLPRegressor
+
+pytestmark = pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
+QUICK: dict[str, Any] = {"max_iter": 40, "learning_rate_init": 0.02, "random_state": 0}
+
+
+def table(n: int = 100, seed: int = 0) -> tuple[Any, Any]:
+    """Numbers, gaps, categories and truth values; and labels that depend on them."""
+    pandas = pytest.importorskip("pandas")
+    rng = np.random.default_rng(seed)
+    frame = pandas.DataFrame(
+        {
+            "age": rng.normal(50, 10, n),
+            "city": rng.choice(["Bern", "Basel", "Zug"], n),
+            "member": rng.random(n) < 0.5,
+        }
+    )
+    score = (frame["age"] - 50) / 10 + 2 * (frame["city"] == "Bern")
+    frame.loc[[2, 5], "age"] = np.nan
+    frame.loc[[3, 9], "city"] = None
+    return frame, (score.fillna(0) + rng.normal(size=n) > 0.5).to_numpy()
+
+
+def test_units_do_not_matter_to_networks() -> None:
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(60, 4))
+    y = X[:, 0] + 0.3 * rng.normal(size=60)
+    units = np.array([1e-3, 1.0, 1e4, 10.0])
+    model = MLPRegressor((5,), shuffle=False, **QUICK)
+    plain = clone(model).fit(X, y)
+    scaled = clone(model).fit(X * units + 100 * units, 1e5 * y + 7)
+    found, expected = scaled.predict(X * units + 100 * units), 1e5 * plain.predict(X) + 7
+    np.testing.assert_allclose(found, expected, atol=2e-3 * expected.std())
+    assert scaled.estimate_ == pytest.approx(1e10 * plain.estimate_, rel=1e-3)
+    assert scaled.loss_ == pytest.approx(1e10 * plain.loss_, rel=1e-3)
+    assert not hasattr(model, "_scaler")
+    as_given = MLPRegressor((5,), standardize=False, **QUICK).fit(X, y)
+    assert as_given._scaler is None
+
+
+def test_inputs_far_out_are_cut_off() -> None:
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(60, 3))
+    model = MLPRegressor((5,), **QUICK).fit(X, X[:, 0])
+    far, farther = np.full((1, 3), 1e3), np.full((1, 3), 1e9)
+    np.testing.assert_array_equal(model.predict(far), model.predict(farther))
+
+
+@pytest.mark.parametrize("kind", [MLPClassifier, LogisticRegression])
+def test_wide_tables_and_constant_columns(kind: Any) -> None:
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(60, 300))
+    X[:, 25] = 3.0
+    y = X[:, :20].sum(1) > 0
+    X[:, :20] += 0.8 * (2 * y[:, None] - 1)
+    model = kind(**QUICK).fit(X[:40], y[:40])
+    assert model.score(X[40:], y[40:]) > 0.7
+    moved = X.copy()
+    moved[:, 25] = 3.0 + 1e-9
+    np.testing.assert_allclose(model.predict_proba(moved), model.predict_proba(X), atol=1e-6)
+
+
+def test_gaps_are_filled_and_marked() -> None:
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(80, 3))
+    gone = rng.random(80) < 0.3
+    y = gone + 0.1 * rng.normal(size=80)  # that it is missing is all that there is to know
+    X[gone, 1] = np.nan
+    model = MLPRegressor((5,), **{**QUICK, "max_iter": 200}).fit(X, y)
+    assert model.score(X, y) > 0.8
+    assert model.n_features_in_ == 3
+    new = np.array([[np.nan, 0.0, 0.0]])  # never missing in training: the mean
+    mean = np.array([[X[:, 0].mean(), 0.0, 0.0]])
+    np.testing.assert_allclose(model.predict(new), model.predict(mean))
+    with pytest.raises(ValueError, match="infinity"):
+        model.fit(np.where(np.isnan(X), np.inf, X), y)
+
+
+def test_categories_of_a_table() -> None:
+    pandas = pytest.importorskip("pandas")
+    frame, y = table()
+    model = MLPClassifier((8,), **{**QUICK, "max_iter": 200}).fit(frame, y)
+    assert model.n_features_in_ == 3
+    assert list(model.feature_names_in_) == ["age", "city", "member"]
+    assert model.score(frame, y) > 0.75
+    by_hand = pandas.DataFrame(
+        {
+            "Basel": frame["city"] == "Basel",
+            "Bern": frame["city"] == "Bern",
+            "Zug": frame["city"] == "Zug",
+            "none": frame["city"].isna(),
+            "no": ~frame["member"],
+            "yes": frame["member"],
+            "age": frame["age"],
+        }
+    ).astype(float)
+    twin = MLPClassifier((8,), **{**QUICK, "max_iter": 200}).fit(by_hand.to_numpy(), y)
+    np.testing.assert_allclose(
+        model.predict_proba(frame), twin.predict_proba(by_hand.to_numpy()), atol=1e-9
+    )
+    new = frame.iloc[:2].assign(city="Chur")
+    none = by_hand.iloc[:2].assign(Basel=0, Bern=0, Zug=0, none=0)
+    np.testing.assert_allclose(
+        model.predict_proba(new), twin.predict_proba(none.to_numpy()), atol=1e-9
+    )
+
+
+def test_columns_that_are_no_categories_are_refused() -> None:
+    pandas = pytest.importorskip("pandas")
+    frame, y = table()
+    dated = frame.assign(day=pandas.Timestamp("2020-01-01"))
+    named = frame.assign(name=[f"person {i}" for i in range(len(frame))])
+    for wrong, message in ((dated, "'day' holds dates"), (named, "'name' holds free text")):
+        with pytest.raises(heldin.HeldinError, match=message):
+            MLPClassifier((4,), **QUICK).fit(wrong, y)
+    model = MLPClassifier((4,), **QUICK).fit(frame, y)
+    with pytest.raises(ValueError, match="give one"):
+        model.predict(frame.to_numpy())
+    with pytest.raises(ValueError, match="feature names"):
+        model.predict(frame[["age", "member"]])
