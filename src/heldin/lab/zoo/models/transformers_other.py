@@ -137,13 +137,13 @@ ENTRIES = [
     hugging_face("VideoMAEForVideoClassification", {
         **IMAGE, "num_frames": 2, "tubelet_size": 1
     }, video),
-    hugging_face("Wav2Vec2ForCTC", SPEECH, sound),
+    hugging_face("Wav2Vec2ForCTC", SPEECH, sound, mixes=False),
     hugging_face("Wav2Vec2ForSequenceClassification", {
         **SPEECH, "classifier_proj_size": 8
-    }, sound),
-    hugging_face("HubertForCTC", SPEECH, sound),
-    hugging_face("WavLMForCTC", SPEECH, sound),
-    hugging_face("SEWForCTC", {**SPEECH, "squeeze_factor": 2}, sound),
+    }, sound, mixes=False),
+    hugging_face("HubertForCTC", SPEECH, sound, mixes=False),
+    hugging_face("WavLMForCTC", SPEECH, sound, mixes=False),
+    hugging_face("SEWForCTC", {**SPEECH, "squeeze_factor": 2}, sound, mixes=False),
     hugging_face("ASTForAudioClassification", {
         **LAYERS, "num_mel_bins": 16, "max_length": 24, "patch_size": 8, "frequency_stride": 8,
         "time_stride": 8,

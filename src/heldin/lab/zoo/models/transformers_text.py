@@ -206,20 +206,9 @@ ENTRIES = [
         **PAIR, "attention_window": 4, "max_encoder_position_embeddings": 40,
         "max_decoder_position_embeddings": 40,
     }, lambda m: {"input_ids": ids(m, 24), "decoder_input_ids": ids(m, 5)}),
-    hugging_face("ProphetNetForConditionalGeneration", {
-        "vocab_size": SIZE, "hidden_size": 16, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32,
-        "num_encoder_layers": 1, "num_decoder_layers": 1, "num_encoder_attention_heads": 2,
-        "num_decoder_attention_heads": 2, "max_position_embeddings": 40, "ngram": 2,
-        "pad_token_id": 0, "num_buckets": 4, "relative_max_distance": 8,
-    }, pairs),
     hugging_face("XLNetLMHeadModel", {
         "vocab_size": SIZE, "d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 32
     }, padded),
-    hugging_face("CanineForSequenceClassification", {
-        "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
-        "intermediate_size": 32, "num_hash_buckets": 16, "local_transformer_stride": 4,
-        "downsampling_rate": 2, "max_position_embeddings": 40,
-    }, plain),
     hugging_face("PerceiverForMaskedLM", {
         "vocab_size": SIZE, "d_model": 16, "d_latents": 16, "num_latents": 4,
         "num_self_attends_per_block": 1, "num_blocks": 1, "num_self_attention_heads": 2,
