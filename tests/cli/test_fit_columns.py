@@ -16,9 +16,9 @@ import pandas
 
 from heldin.cli.main import main
 from heldin.errors import HeldinError
-from heldin.tables.columns import Columns, Unusable, with_numbers
+from heldin.tables.columns import Columns, with_numbers
 from heldin.tables.reading import read_table
-from heldin.tables.written import decimal_mark, parse_numbers
+from heldin.tables.written import Unusable, decimal_mark, parse_numbers
 
 FAST = ["--target", "y", "--hidden", "4", "--max-epochs", "8"]
 
