@@ -191,7 +191,7 @@ def test_parquet(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("fit", "dated.parquet", "--target", "label", "--out", "d", "--drop", "long")
     assert run(capsys, *arguments, *FAST)[0] == 0
     Path("no.parquet").write_text("a,b\n1,2\n")
-    said = fails(capsys, "fit", "no.parquet", "--target", "a", "--out", "d")
+    said = fails(capsys, "fit", "no.parquet", "--target", "a", "--out", "n")
     assert "not a Parquet file" in said
 
 
