@@ -64,8 +64,9 @@ frameworks: $(READY)  ## install the frameworks that the adapters are tested wit
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[frameworks]"
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps fastai
 
-reproduction: $(READY)  ## run the paper's experiments (heldin data fetch first) and write docs/reproduction.md
-	$(BIN)/python -m heldin reproduce all --seeds $(SEEDS) --resume --out out/reproduction --docs docs/reproduction.md
+reproduction: $(READY)  ## run the paper's experiments (heldin data fetch first) and write their pages
+	$(BIN)/python -m heldin reproduce all --seeds $(SEEDS) --resume --out out/reproduction/quick --docs docs/reproduction-quick.md
+	$(BIN)/python -m heldin reproduce all --readings --out out/reproduction --docs docs/reproduction.md
 
 docs: $(READY)  ## build the documentation into site/ (open site/index.html)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

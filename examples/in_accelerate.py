@@ -1,36 +1,55 @@
-"""Accelerate: a plain loop that stops in all processes at the same step."""
+"""Accelerate: a plain loop with an Accelerator."""
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from heldin.accelerate import EvidenceStopping
+from heldin.accelerate import AutoStopping, EvidenceStopping
 
 torch.manual_seed(0)
 accelerator = Accelerator(cpu=True)
 x = torch.randn(200, 20)
 y = (x[:, 0] + x[:, 1] + torch.randn(200) > 0).long()
-model = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 2))
-model, optimizer, loader = accelerator.prepare(
-    model,
-    torch.optim.Adam(model.parameters(), lr=0.003),
-    DataLoader(TensorDataset(x, y), batch_size=40, shuffle=True),
-)
 
 
-def train(evidence: EvidenceStopping, max_epochs: int) -> None:
-    for _ in range(max_epochs):
-        for a, b in loader:
-            accelerator.backward(F.cross_entropy(model(a), b))
-            if evidence.step():
-                return
+def prepared() -> Any:
+    model = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 2))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.003)
+    loader = DataLoader(TensorDataset(x, y), batch_size=40, shuffle=True)
+    return accelerator.prepare(model, optimizer, loader)
+
+
+def batch_loss(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+# By an estimated test loss; the weights of the best estimate are in the model at the end.
+model, optimizer, loader = prepared()
+with AutoStopping(accelerator, model, optimizer, loader, batch_loss, budget=3.5) as first:
+    auto = first.stopping  # its state is in accelerator.save_state
+    while not auto.should_stop:
+        for batch in loader:
+            accelerator.backward(batch_loss(model, batch))
             optimizer.step()
             optimizer.zero_grad()
+            if first.step(batch):  # after the optimiser's step
+                break
+accelerator.print(f"stopped at {auto.reason}")
+accelerator.print(f"expected test loss {auto.estimate:.2f} ± {auto.standard_error:.2f}")
 
-
-with EvidenceStopping(accelerator, model) as evidence:  # its state is in accelerator.save_state
-    train(evidence, max_epochs=200)
-stopping = evidence.stopping
-accelerator.print(f"stopped at {stopping.reason}")
+# By evidence, where no second model is affordable, and in several processes.
+model, optimizer, loader = prepared()
+with EvidenceStopping(accelerator, model) as second:
+    evidence = second.stopping
+    while not evidence.should_stop:
+        for batch in loader:
+            accelerator.backward(batch_loss(model, batch))
+            if second.step():  # before it, in all processes alike
+                break
+            optimizer.step()
+            optimizer.zero_grad()
+accelerator.print(f"stopped at {evidence.reason}")

@@ -8,7 +8,7 @@ from fastai.learner import Learner
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from heldin.fastai import EvidenceStopping
+from heldin.fastai import AutoStopping, EvidenceStopping
 
 torch.manual_seed(0)
 x = torch.randn(200, 20)
@@ -18,15 +18,17 @@ loaders = DataLoaders(
     DataLoader(TensorDataset(x[:0], y[:0]), bs=40, num_workers=0),
     device="cpu",
 )
-callback = EvidenceStopping(verbose=True)
-learn = Learner(
-    loaders,
-    nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 2)),
-    loss_func=F.cross_entropy,
-    lr=0.003,
-    cbs=callback,
-)
-with learn.no_bar(), learn.no_logging():
-    learn.fit(200)
-stopping = callback.stopping
-print(f"stopped at {stopping.reason}")
+first, second = AutoStopping(budget=3.5, verbose=True), EvidenceStopping(verbose=True)
+for callback in (first, second):  # an estimated test loss; or evidence, which needs no second model
+    learn = Learner(
+        loaders,
+        nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 2)),
+        loss_func=F.cross_entropy,
+        lr=0.003,
+        cbs=callback,
+    )
+    with learn.no_bar(), learn.no_logging():
+        learn.fit(200)
+    print(f"stopped at {callback.stopping.reason}")
+auto, evidence = first.stopping, second.stopping
+print(f"expected test loss {auto.estimate:.2f} ± {auto.standard_error:.2f}")

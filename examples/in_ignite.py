@@ -6,15 +6,32 @@ from ignite.engine import create_supervised_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from heldin.ignite import EvidenceStopping
+from heldin.ignite import AutoStopping, EvidenceStopping
 
 torch.manual_seed(0)
 x = torch.randn(200, 20)
 y = (x[:, 0] + x[:, 1] + torch.randn(200) > 0).long()
-model = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 2))
-optimizer = torch.optim.Adam(model.parameters(), lr=0.003)
+loader = DataLoader(TensorDataset(x, y), batch_size=40, shuffle=True)
+
+
+def network() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 2))
+    return model, torch.optim.Adam(model.parameters(), lr=0.003)
+
+
+# By an estimated test loss; the weights of the best estimate are in the model at the end.
+model, optimizer = network()
 trainer = create_supervised_trainer(model, optimizer, F.cross_entropy)
-handler = EvidenceStopping(model).attach(trainer)
-trainer.run(DataLoader(TensorDataset(x, y), batch_size=40, shuffle=True), max_epochs=200)
-stopping = handler.stopping
-print(f"stopped at {stopping.reason}")
+first = AutoStopping(model, optimizer, F.cross_entropy, budget=3.5).attach(trainer)
+trainer.run(loader, max_epochs=200)
+auto = first.stopping
+print(f"stopped at {auto.reason}")
+print(f"expected test loss {auto.estimate:.2f} ± {auto.standard_error:.2f}")
+
+# By evidence, where no second model is affordable.
+model, optimizer = network()
+trainer = create_supervised_trainer(model, optimizer, F.cross_entropy)
+second = EvidenceStopping(model).attach(trainer)
+trainer.run(loader, max_epochs=200)
+evidence = second.stopping
+print(f"stopped at {evidence.reason}")

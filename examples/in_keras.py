@@ -7,21 +7,23 @@ os.environ["KERAS_BACKEND"] = "torch"
 import keras
 import numpy as np
 
-from heldin.keras import EvidenceStopping
+from heldin.keras import AutoStopping, EvidenceStopping
 
 keras.utils.set_random_seed(0)
 stream = np.random.default_rng(0)
 x = stream.normal(size=(200, 20))
 y = x[:, 0] + x[:, 1] + stream.normal(size=200) > 0
-model = keras.Sequential(
-    [
-        keras.layers.Input((20,)),
-        keras.layers.Dense(32, activation="relu"),
-        keras.layers.Dense(2, activation="softmax"),
-    ]
-)
-model.compile(keras.optimizers.Adam(0.003), "sparse_categorical_crossentropy")
-callback = EvidenceStopping(verbose=1)
-model.fit(x, y, batch_size=40, epochs=200, callbacks=[callback], verbose=0)
-stopping = callback.stopping
-print(f"stopped at {stopping.reason}")
+first, second = AutoStopping(budget=3.5, verbose=1), EvidenceStopping(verbose=1)
+for callback in (first, second):  # an estimated test loss; or evidence, which needs no second model
+    model = keras.Sequential(
+        [
+            keras.layers.Input((20,)),
+            keras.layers.Dense(32, activation="relu"),
+            keras.layers.Dense(2, activation="softmax"),
+        ]
+    )
+    model.compile(keras.optimizers.Adam(0.003), "sparse_categorical_crossentropy")
+    model.fit(x, y, batch_size=40, epochs=200, callbacks=[callback], verbose=0)
+    print(f"stopped at {callback.stopping.reason}")
+auto, evidence = first.stopping, second.stopping
+print(f"expected test loss {auto.estimate:.2f} ± {auto.standard_error:.2f}")

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from heldin.lightning import EvidenceStopping
+from heldin.lightning import AutoStopping, EvidenceStopping
 
 
 class Classifier(lightning.LightningModule):
@@ -25,16 +25,19 @@ class Classifier(lightning.LightningModule):
 lightning.seed_everything(0, verbose=False)
 x = torch.randn(200, 20)
 y = (x[:, 0] + x[:, 1] + torch.randn(200) > 0).long()
-callback = EvidenceStopping(verbose=True)
-trainer = lightning.Trainer(
-    max_epochs=200,
-    callbacks=[callback],
-    accelerator="cpu",
-    logger=False,  # or your logger: it gets heldin/criterion
-    enable_checkpointing=False,
-    enable_progress_bar=False,
-    enable_model_summary=False,
-)
-trainer.fit(Classifier(), DataLoader(TensorDataset(x, y), batch_size=40, shuffle=True))
-stopping = callback.stopping
-print(f"stopped at {stopping.reason}")
+loader = DataLoader(TensorDataset(x, y), batch_size=40, shuffle=True)
+first, second = AutoStopping(budget=3.5, verbose=True), EvidenceStopping(verbose=True)
+for callback in (first, second):  # an estimated test loss; or evidence, which needs no second model
+    trainer = lightning.Trainer(
+        max_epochs=200,
+        callbacks=[callback],
+        accelerator="cpu",
+        logger=False,  # or your logger: it gets heldin/estimate and heldin/standard_error
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Classifier(), loader)
+    print(f"stopped at {callback.stopping.reason}")
+auto, evidence = first.stopping, second.stopping
+print(f"expected test loss {auto.estimate:.2f} ± {auto.standard_error:.2f}")

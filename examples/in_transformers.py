@@ -9,7 +9,8 @@ from transformers import (
     set_seed,
 )
 
-from heldin.transformers import EvidenceStoppingCallback
+import heldin
+from heldin.transformers import AutoStoppingCallback, EvidenceStoppingCallback
 
 set_seed(0)
 config = BertConfig(
@@ -22,22 +23,26 @@ config = BertConfig(
 ids = torch.randint(1, 50, (200, 8))
 labels = (ids[:, 0] + 20 * torch.randn(200) > 25).long()
 rows = [{"input_ids": i, "labels": y} for i, y in zip(ids, labels, strict=True)]
-callback = EvidenceStoppingCallback()
-trainer = Trainer(
-    BertForSequenceClassification(config),
-    TrainingArguments(
-        "out",
-        num_train_epochs=60,
-        per_device_train_batch_size=40,
-        learning_rate=1e-3,
-        save_strategy="no",
-        report_to="none",  # or your tracker: it gets heldin/criterion
-        disable_tqdm=True,
-        use_cpu=True,
-    ),
-    train_dataset=rows,
-    callbacks=[callback],
-)
-trainer.train()
-stopping = callback.stopping
-print(f"stopped at {stopping.reason}")
+patience = heldin.Patience(factor=2, slack=50, checks=3)  # less than usual: a short run
+first = AutoStoppingCallback(budget=2.5, patience=patience)
+second = EvidenceStoppingCallback()
+for callback in (first, second):  # an estimated test loss; or evidence, which needs no second model
+    trainer = Trainer(
+        BertForSequenceClassification(config),
+        TrainingArguments(
+            "out",
+            num_train_epochs=100,
+            per_device_train_batch_size=40,
+            learning_rate=1e-3,
+            save_strategy="no",
+            report_to="none",  # or your tracker: it gets heldin/estimate and its standard error
+            disable_tqdm=True,
+            use_cpu=True,
+        ),
+        train_dataset=rows,
+        callbacks=[callback],
+    )
+    trainer.train()
+    print(f"stopped at {callback.stopping.reason}")
+auto, evidence = first.stopping, second.stopping
+print(f"expected test loss {auto.estimate:.2f} ± {auto.standard_error:.2f}")

@@ -3,6 +3,9 @@
     heldin study quality --data DIR --n 50,100,200 --runs 150 --seed 0 --out out/small
     heldin study quality --data DIR --n 500,1000 --runs 34 --seed 1 --out out/large
     python benchmarks/folds.py --out out/folds.json
+    for task in images texts tuning; do
+        heldin study quality --task $task --data DIR --out out/$task; done
+    python docs/figures/errors.py --data DIR --out out/errors.csv
     python docs/figures/which_rule.py outlier --data DIR --out out/outlier.csv
     python docs/figures/which_rule.py gather out        # copies the tables to docs/study
     python docs/figures/which_rule.py page              # writes them into the page
@@ -27,11 +30,13 @@ import numpy as np
 
 from heldin.lab.study.data import Table, role, tables
 from heldin.lab.study.logged import LoggedRun
+from heldin.lab.study.networks import KINDS
 from heldin.lab.study.quality import constants
 from heldin.lab.study.rules import RULES, replay
 from heldin.lab.study.run import log
 from heldin.lab.study.spec import Spec
 from heldin.lab.study.tables import COLUMNS, read, summarise, write
+from heldin.lab.study.tables import coverage as covered
 
 DOCS = Path(__file__).parent.parent
 PAGE, STUDY = DOCS / "which-rule.md", DOCS / "study"
@@ -127,15 +132,22 @@ def outlier(data: str, out: Path, runs: int) -> None:
 
 
 def gather(source: Path) -> None:
-    """Copy the tables that the page is made from."""
+    """Copy the tables that the page is made from, those of them that were made again."""
     STUDY.mkdir(exist_ok=True)
-    for name in ("small", "large"):
+    for name in ("small", "large", *KINDS):
         for table in TABLES:
-            shutil.copyfile(source / name / f"{table}.csv", STUDY / f"{name}-{table}.csv")
-        datasets = sorted({row["dataset"] for row in read(source / name / "results.csv")})
-        (STUDY / f"{name}-datasets.txt").write_text("\n".join(datasets) + "\n")
-    shutil.copyfile(source / "folds.json", STUDY / "folds.json")
-    shutil.copyfile(source / "outlier.csv", STUDY / "outlier.csv")
+            _copy(source / name / f"{table}.csv", STUDY / f"{name}-{table}.csv")
+    for name in ("small", "large"):
+        if (source / name / "results.csv").exists():
+            datasets = sorted({row["dataset"] for row in read(source / name / "results.csv")})
+            (STUDY / f"{name}-datasets.txt").write_text("\n".join(datasets) + "\n")
+    for name in ("folds.json", "outlier.csv", "errors.csv"):
+        _copy(source / name, STUDY / name)
+
+
+def _copy(source: Path, target: Path) -> None:
+    if source.exists():
+        shutil.copyfile(source, target)
 
 
 # --- the blocks of the page -------------------------------------------------------------------
@@ -260,15 +272,54 @@ def targets() -> str:
 
 
 def coverage() -> str:
-    """Of the bands around the estimates."""
+    """Of the bands around the estimates, on fresh runs (docs/figures/errors.py)."""
+    rows = read(STUDY / "errors.csv")
     lines = []
-    for name, title in (("small", "n <= 200"), ("large", "n >= 500")):
-        found = _by_rule(_study(name, "coverage"))
-        for rule in (AUTO, "leave-one-out bagged patience", "shadow patience", SPLIT):
-            row = found[rule]
+    groups = {
+        "n <= 200": [row for row in rows if row["n"] <= 200],
+        "n >= 500": [row for row in rows if row["n"] > 200],
+        "all": rows,
+    }
+    for title, part in groups.items():
+        for row in covered(part):
+            if row["runs"] < LEAST:
+                continue
             widths = [f"{row[f'within_{width}']:.2f}" for width in (1, 2, 3)]
-            lines.append([f"{rule}, {title}", f"{row['log_bias']:+.3f}", *widths])
-    return _table(["rule", "median log bias", "within 1", "within 2", "within 3"], lines)
+            lines.append(
+                [f"{row['rule']}, {title}", str(row["runs"]), f"{row['log_bias']:+.3f}", *widths]
+            )
+    return _table(["rule", "runs", "median log bias", "within 1", "within 2", "within 3"], lines)
+
+
+def networks() -> str:
+    """Images, texts and fine-tuning."""
+    rules = {
+        AUTO: "five folds, patience (**auto**)",
+        "3 folds bagged patience": "three of the five folds",
+        "2 folds bagged patience": "two of them",
+        "shadow patience": "one shadow",
+        "evidence, epochs": "evidence, an epoch's window",
+        SPLIT: "20 % held out",
+        "split 20 % patience": "20 % held out, patience",
+        "split 20 % refit": "20 % held out, then again on all rows",
+        "last iterate": "no early stopping",
+    }
+    parts = []
+    for kind, title in (("images", "Images"), ("texts", "Texts"), ("tuning", "Fine-tuning")):
+        if not (STUDY / f"{kind}-summary.csv").exists():
+            parts.append(f"{title}: **not run yet**.")
+            continue
+        found = _by_rule(_study(kind, "summary"))
+        bands = _by_rule(_study(kind, "coverage"))
+        lines = []
+        for rule, label in rules.items():
+            row, band = found[rule], bands.get(rule)
+            within = ["", ""] if band is None else [f"{band[f'within_{w}']:.2f}" for w in (1, 2)]
+            shown = [f"{row['gm']:.3f}", f"{row['p90']:.2f}", f"{row['win_rate']:.2f}"]
+            lines.append([label, *shown, *within, f"{row['cost']:.1f}"])
+        head = ["rule", "gm", "p90", "wins against the 20 % split", "within 1", "within 2", "cost"]
+        parts.append(f"{title}, {found[SPLIT]['runs']} runs:\n\n{_table(head, lines)}")
+    return "\n\n".join(parts)
 
 
 def better() -> str:
@@ -368,6 +419,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "small": lambda: _full("small"),
     "large": lambda: _full("large"),
     "coverage": coverage,
+    "networks": networks,
     "better": better,
     "two-layers": two_layers,
     "outlier": outliers,

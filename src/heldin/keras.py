@@ -1,4 +1,4 @@
-"""heldin in Keras 3 on PyTorch: `model.fit(x, y, callbacks=[EvidenceStopping()])`."""
+"""heldin in Keras 3 on PyTorch: `model.fit(x, y, callbacks=[AutoStopping()])`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ if keras.backend.backend() != "torch":
         "KERAS_BACKEND=torch in the environment, before keras is imported"
     )
 
-__all__ = ["EvidenceStopping"]
+from .adapters.auto_keras import AutoStopping, Watched
+
+__all__ = ["AutoStopping", "EvidenceStopping"]
 
 IN_TORCH = re.compile(r"/[\w.]*_torch_params\.")  # where PyTorch has the variables of a Keras model
 
@@ -250,23 +252,6 @@ def in_one_piece(
     x = inputs.float().movedim(layer.axis, 1)
     out = F.batch_norm(x, None, None, scale, shift, training=True, eps=layer.epsilon)
     return out.movedim(1, layer.axis).to(dtype)
-
-
-class Watched:
-    """An iterator whose errors are seen; its end is none."""
-
-    def __init__(self, inner: Any, watched: Callable[..., Any]) -> None:
-        self._inner, self._watched = iter(inner), watched
-
-    def __iter__(self) -> Watched:
-        return self
-
-    def __next__(self) -> Any:
-        nothing = object()
-        found = self._watched(next, self._inner, nothing)
-        if found is nothing:
-            raise StopIteration
-        return found
 
 
 class SavedWithWeights(KerasSaveable):

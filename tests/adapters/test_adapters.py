@@ -21,6 +21,7 @@ from torch import nn
 
 import heldin
 from heldin.adapters.epochs import Epochs
+from heldin.adapters.estimating import OPTIONS
 from heldin.adapters.session import BeforeStep, StoppingSession
 from heldin.rules.foreign import ASKED_BY
 from heldin.state.packed import packed, unpacked
@@ -178,6 +179,24 @@ def test_every_option_is_in_the_signature(name: str) -> None:
             key = option if option in own else OWN_NAMES[option]
             assert own[key].default == wanted.default, option
             assert own[key].annotation == wanted.annotation, option
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_auto_stopping_is_spelled_out_alike(name: str) -> None:
+    """All of its arguments are in every framework, with the rule's own defaults."""
+    module = pytest.importorskip(f"heldin.{name}", exc_type=ImportError)
+    kind = "AutoStoppingCallback" if name == "transformers" else "AutoStopping"
+    own = inspect.signature(getattr(module, kind)).parameters
+    assert not [p for p in own.values() if p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    missing = {"fastai": {"eval_data"}, "keras": {"eval_data", "eval_loss", "engine"}}
+    assert {*OPTIONS} - {*own} == missing.get(name, set())
+    for rule in (heldin.FoldStopping, heldin.stopping):
+        for option, wanted in inspect.signature(rule).parameters.items():
+            if option in own and option in OPTIONS and option not in ("rule", "average"):
+                known = own[option].default
+                assert known == wanted.default or option == "memory", option
+    assert (own["rule"].default, own["restore"].default) == ("auto", True)
+    assert own["memory"].default == inspect.signature(heldin.stopping).parameters["memory"].default
 
 
 @pytest.mark.parametrize("kind", [heldin.EvidenceStopping, heldin.ElementwiseStopping])

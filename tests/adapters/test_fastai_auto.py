@@ -110,7 +110,7 @@ def test_fits_go_on(pickled: bool) -> None:
 def test_a_second_fit_that_starts_anew_is_warned_about() -> None:
     learn = learner(PLAIN, rule())
     fit(learn, 1)
-    with pytest.warns(heldin.HeldinWarning, match="has trained on the rows they hold out"):
+    with pytest.warns(heldin.HeldinWarning, match="perhaps on the rows they hold out"):
         fit(learn, 1)
 
 

@@ -54,16 +54,17 @@ class Manual(Module):
         self.automatic_optimization = False
         self.case = case
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
         optimizer = self.optimizers()
         loss = F.cross_entropy(self.net(batch[0]), batch[1])
         self.manual_backward(loss / self.case.accumulate)
         if (batch_idx + 1) % self.case.accumulate and batch_idx != 3:
-            return
+            return loss
         if self.case.clip is not None:
             self.clip_gradients(optimizer, self.case.clip, "norm")
         optimizer.step()
         optimizer.zero_grad()
+        return loss
 
 
 def trainer(case: plain.Case, *callbacks: Any, **options: Any) -> Any:
@@ -271,7 +272,7 @@ def test_logged_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> No
     assert stopping is not None
     told = [r.message for r in caplog.records if r.message.startswith("AutoStopping: ")]
     assert told[0] == f"AutoStopping: {stopping.reason_chosen}"
-    assert "2 of five folds" in told[0]
+    assert "of five folds, for about" in told[0]
     assert f"step {stopping.stopped_step}: estimated loss" in told[1]
     assert {"heldin/estimate", "heldin/standard_error"} <= {*fit.progress_bar_metrics}
     assert "train_loss" in fit.callback_metrics

@@ -13,7 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import heldin
-from tests.support.cases import Fn
+from heldin.capture import forward
+from heldin.capture.knowledge import IDLE
+from tests.support.cases import Fn, rows
 from tests.support.truth import error, truth
 
 
@@ -54,10 +56,17 @@ def over_time(s: Any, t: Tensor, x: Tensor) -> Tensor:
     [
         (outer, torch.randn(5, 2), torch.randn(4, 3)),
         (outer, torch.randn(4, 2), torch.randn(5, 3)),
+        (outer, torch.randn(5, 2), torch.randn(3, 3)),
         (over_time, torch.randn(5), torch.randn(4, 3)),
         (over_time, torch.randn(5), torch.randn(1, 3)),
     ],
-    ids=["points, functions", "more functions", "times, states", "times, one state"],
+    ids=[
+        "points, functions",
+        "more functions",
+        "square functions",
+        "times, states",
+        "times, one state",
+    ],
 )
 def test_what_may_be_counted_in_two_ways_is_refused(
     forward: Any, first: Tensor, second: Tensor
@@ -392,6 +401,46 @@ def test_evaluation_without_no_grad_keeps_no_graphs(training: bool) -> None:
         x = torch.randn(5, 64)
         model(x).sin().sum().backward()
         agree(seen, model, model(x).sin().sum(1))
+
+
+def test_evaluation_without_no_grad_is_not_followed_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    followed = []
+    tracker = forward.Tracker
+    monkeypatch.setattr(forward, "Tracker", lambda *a: (followed.append(1), tracker(*a))[1])
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double().eval()
+    with heldin.observe(model) as seen:
+        for _ in range(4):
+            for _ in range(30):
+                model(X)
+            seen.clear()
+        assert len(followed) <= forward.RECENT + IDLE + 1
+        for _ in range(4):  # a backward pass is seen all the same, and the next calls are followed
+            seen.clear()
+            model.zero_grad()
+            losses = rows(model(X))
+            losses.sum().backward(retain_graph=True)
+            agree(seen, model, losses)
+
+
+def test_evaluation_whose_rows_are_shared_out_by_numbers_is_followed() -> None:
+    """Rows of samples, one after the other, as many as the lengths say."""
+
+    def unpadded(s: Any, x: Tensor, n: Tensor) -> Tensor:
+        return s.a(torch.cat([row[:length] for row, length in zip(x, n.tolist(), strict=True)]))
+
+    model = Fn(unpadded, a=nn.Linear(3, 2)).double().eval()
+    x = torch.randn(3, 4, 3).double()
+    with heldin.observe(model) as seen:
+        for _ in range(30):
+            model(x, torch.tensor([2, 2, 2]))
+        seen.clear()
+        lengths = torch.tensor([1, 4, 1])
+        out = model(x, lengths).square().sum(1)
+        losses = torch.stack([part.sum() for part in out.split(lengths.tolist())])
+        losses.sum().backward(retain_graph=True)
+        agree(seen, model, losses)
 
 
 @pytest.mark.parametrize("calls", [3, 30])

@@ -38,7 +38,8 @@ def surroundings() -> dict[str, Any]:
     """What the pages take for granted: a model, data, a loss and an optimiser."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 2))
-    x, y = torch.randn(40, 5), torch.randint(0, 2, (40,))
+    x = torch.randn(40, 5)
+    y = (x[:, 0] > 0).long()
     data = torch.utils.data.TensorDataset(x, y)
     return {
         "torch": torch,

@@ -1,4 +1,4 @@
-"""Every example runs, and its training stops by evidence."""
+"""Every example runs, and its trainings stop: by an estimated loss first, then by evidence."""
 
 from __future__ import annotations
 
@@ -28,9 +28,16 @@ def test_runs(
     except ImportError as error:
         pytest.skip(str(error))
     monkeypatch.chdir(tmp_path)
-    stopping = runpy.run_path(str(path), run_name="__main__")["stopping"]
-    assert stopping.should_stop
-    assert 20 < stopping.stopped_step < 300
-    assert min(record.criterion for record in stopping.history) < -0.5
-    assert f"stopped at step {stopping.stopped_step}: " in capsys.readouterr().out
+    found = runpy.run_path(str(path), run_name="__main__")
+    auto, evidence = found["auto"], found["evidence"]
+    told = capsys.readouterr().out
+    assert told.count("stopped at step ") == 2
+    for rule in (auto, evidence):
+        assert rule.should_stop
+        assert f"stopped at step {rule.stopped_step}: " in told
+    assert 0 < auto.best_step < auto.stopped_step < 1000
+    assert 0.3 < auto.estimate < 0.7
+    assert f"expected test loss {auto.estimate:.2f}" in told
+    assert 20 < evidence.stopped_step < 300
+    assert min(record.criterion for record in evidence.history) < -0.5
     assert not [p for p in tmp_path.rglob("*") if p.is_file()]

@@ -273,9 +273,16 @@ def test_the_plan_is_resumed(data: Path, tmp_path: Path, monkeypatch: pytest.Mon
 def test_descents_are_the_experiments() -> None:
     """All seeds at once against one after the other with heldin's rule, stops included."""
     s = replace(EXPERIMENTS["wdbc"].settings["quick"], steps=240)
-    how = {"scaling": "both", "by": "train", "initial": 0.0, "rate": s.rate}
     paths = {
-        method: wdbc_paths(method, **how, steps=240, seeds=2, dtype=torch.float64)  # type: ignore[arg-type]
+        method: wdbc_paths(
+            method,
+            scaling="both",
+            by="train",
+            settings=[(0.1, 0.001), (0.0, s.rate)],
+            steps=240,
+            seeds=2,
+            dtype=torch.float64,
+        )[1]
         for method in ("validation", "evidence")
     }
     values = wdbc_values(
@@ -387,6 +394,8 @@ def test_a_survey_becomes_a_page(surveyed: Path) -> None:
     assert ("mnist-sgd", "a tenth of the width") in sizes
     assert ("mnist-sgd", "a tenth of the width, pixels and initial weights varied") in sizes
     assert {("sector", "quick preset"), ("rmsprop", "quick preset")} <= sizes
+    real = {u.experiment: u for u in found if u.size.endswith("real runs")}
+    assert [len(real[name].claims) for name in ("greedy", "rmsprop")] == [1, 2]
     varied = next(u for u in found if u.size.endswith("varied"))
     assert len(varied.rows) == 40 * 4
     page = surveyed.parent.parent / "page.md"

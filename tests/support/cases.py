@@ -1295,6 +1295,36 @@ add(
     lambda: (torch.randn(M, 5, 3), torch.randint(1, 6, (M,))),
     autocast=False,
 )
+add(
+    "packed, in both directions, GRU",
+    model(_packed_both_ways, l=lambda: nn.GRU(3, 4, 2, batch_first=True, bidirectional=True)),
+    lambda: (torch.randn(M, 5, 3), torch.randint(1, 6, (M,))),
+    autocast=False,
+)
+add(
+    "activations in place that are not marked as such",
+    model(
+        lambda s, x: s.c(F.mish(F.hardswish(s.b(s.a(x).abs_()), inplace=True), inplace=True)),
+        a=linear(3, 4), b=linear(4, 4), c=linear(4, 2),
+    ),
+    normal(M, M, 3),
+)  # fmt: skip
+add(
+    "products of vectors, bins, solved matrices",
+    model(
+        lambda s, x: s.b(torch.linalg.cross(s.a(x), x)) * (_bins(s.a(x)) + 1)
+        + torch.cholesky_solve(s.a(x), torch.eye(3) + x.tril() ** 2),
+        a=linear(3, 3), b=linear(3, 3),
+    ),
+    normal(M, 3, 3),
+    autocast=False,
+)  # fmt: skip
+
+
+def _bins(x: Tensor) -> Tensor:
+    return torch.searchsorted(x.detach().sort(-1)[0], x.detach()).to(x.dtype)
+
+
 _bags = iter([([0, 2, 3, 6], [0, 1, 5, 6], [0, 3, 4, 5])[i % 3] for i in range(3000)])
 for _mode in ("mean", "sum"):
     add(

@@ -325,6 +325,8 @@ def test_groups_are_kept_together() -> None:
     assert aware.estimate_ > 1.5 * blind.estimate_
     split = MLPRegressor((30,), cv=GroupKFold(3), **options).fit(X, y, groups=groups)
     assert len(split.members_) == 4
+    with pytest.raises(heldin.HeldinError, match="all rows are in one group"):
+        MLPRegressor((30,), **options).fit(X, y, groups=np.zeros(120))
     assert split.estimate_ > 1.5 * blind.estimate_
 
 

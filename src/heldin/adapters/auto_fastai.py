@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -22,14 +21,14 @@ from fastai.torch_core import get_model, to_device
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from heldin.errors import HeldinError, HeldinWarning
+from heldin.errors import HeldinError
 from heldin.rules.estimated.base import Average, PathStopping
 from heldin.rules.estimated.curves import Patience
 from heldin.rules.estimated.separate import BatchLoss, Clip
 from heldin.rules.estimated.shadows import PATIENCE
 
 from .bridge import Bridge
-from .estimating import EstimatingSession
+from .estimating import EstimatingSession, warn_of_seen_rows
 from .session import Guard, MethodWrapper
 from .settings import spelled_out
 
@@ -121,12 +120,8 @@ class AutoStopping(Callback):
         if not self.reset_on_fit:
             self._session.load_state_dict(self._session.state_dict())
         elif self.stopping is not None and not self._session.state_waits:
-            warnings.warn(
-                "heldin.fastai.AutoStopping: the shadows of this fit start from a model that an "
-                "earlier one has trained on the rows they hold out, so that their estimate is too "
-                "low. Train in one fit, or set reset_on_fit=False to go on with the shadows",
-                HeldinWarning,
-                stacklevel=2,
+            warn_of_seen_rows(
+                "heldin.fastai.AutoStopping", "or set reset_on_fit=False to go on with the shadows"
             )
         metrics = [ValueMetric(partial(self._value, name), name) for name in SHOWN]
         learn.metrics = self._others() + metrics

@@ -34,8 +34,8 @@ class AutoStopping(Callback):
     `heldin/standard_error` and shown in the progress bar. State is in the Trainer's checkpoints.
 
     With automatic or manual optimisation, one optimiser, a DataLoader over a map-style dataset, and
-    one process. In manual optimisation, losses are given to `self.manual_backward`, and one batch
-    has at most one step.
+    one process. In manual optimisation, losses are given to `self.manual_backward`, one batch has
+    at most one step, and the loss that the step returns, if any, is the one that is estimated.
 
     Args:
         rule: "auto", "folds" or "shadow", see `heldin.stopping`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,14 +11,21 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
-from heldin.errors import HeldinError
+from heldin.errors import HeldinError, HeldinWarning
 from heldin.rules.estimated.base import PathStopping
 from heldin.rules.estimated.choose import stopping as choose
 from heldin.rules.estimated.folds import FoldStopping
 from heldin.rules.estimated.order import RowOrder
 from heldin.rules.estimated.separate import BatchLoss, Clip
 
-__all__ = ["OPTIONS", "EstimatingSession", "only_optimizer", "own_loader", "refuse_processes"]
+__all__ = [
+    "OPTIONS",
+    "EstimatingSession",
+    "only_optimizer",
+    "own_loader",
+    "refuse_processes",
+    "warn_of_seen_rows",
+]
 
 # What every AutoStopping takes; the rest of its arguments is the framework's.
 OPTIONS = (
@@ -280,6 +288,17 @@ def refuse_processes(owner: str) -> None:
             f"{owner}: several processes train this model, and each would estimate by its own "
             "rows. Train in one process, or use EvidenceStopping, whose processes decide together"
         )
+
+
+def warn_of_seen_rows(owner: str, instead: str) -> None:
+    """A fit begins anew with a model that was trained on the same rows before."""
+    warnings.warn(
+        f"{owner}: the shadows of this fit start from a model that an earlier one has trained, "
+        "perhaps on the rows they hold out; their estimate would then be too low. Train in one "
+        f"fit, {instead}",
+        HeldinWarning,
+        stacklevel=3,
+    )
 
 
 def only_optimizer(owner: str, optimizers: Sequence[Any]) -> Any:

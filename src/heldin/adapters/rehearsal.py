@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from heldin.errors import HeldinError
@@ -22,8 +23,8 @@ NO_LOSS = (
 class Rehearsal:
     """The loss of a batch by a module's `training_step`; nothing is logged and nobody steps.
 
-    With manual optimisation the loss is the sum of what is given to `manual_backward`, and
-    `clip_gradients` is taken down for `clip`.
+    With manual optimisation the loss is the sum of what is given to `manual_backward` (of held-out
+    rows: what the step returns, if it does), and `clip_gradients` is taken down for `clip`.
 
     Args:
         trainer: that the module asks for epochs, steps and so on.
@@ -60,11 +61,13 @@ class Rehearsal:
                 if self._manual and "does not require grad" in str(error):
                     raise HeldinError(NO_LOSS) from error  # a backward pass in an evaluation
                 raise
+        loss = out.get("loss") if isinstance(out, Mapping) else out
         if self._manual:
             if not losses:
                 raise HeldinError(NO_LOSS)
+            if isinstance(loss, Tensor) and not torch.is_grad_enabled():
+                return loss  # an evaluation: not divided by a number of accumulated batches
             return sum(losses[1:], losses[0])
-        loss = out.get("loss") if isinstance(out, Mapping) else out
         if not isinstance(loss, Tensor):
             raise HeldinError(
                 "AutoStopping: training_step returned no loss for the rows that a shadow may see; "

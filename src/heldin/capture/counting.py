@@ -180,9 +180,15 @@ def _without_masks(options: Sequence[Option], calls: Sequence[Call], dim: int) -
         return [tuple(e.tensor.shape) for i, e in enumerate(batched) if i in option.members]
 
     along = [o for o in options if any(layout.dim == dim for _, layout in o.outputs)]
-    lengths = {s[dim + 1] for o in along for s in shapes(o) if len(s) > max(dim, 0) + 1}
-    looks = {(t, t) for t in lengths} | {(t,) for t in lengths}
-    masks = [o for o in options if not looks.isdisjoint(shapes(o))]
+
+    def is_mask(option: Option) -> bool:
+        """Beside the samples of another option: a square batch is no mask of its own."""
+        others = [s for o in along if o is not option for s in shapes(o)]
+        lengths = {s[dim + 1] for s in others if len(s) > max(dim, 0) + 1}
+        looks = {(t, t) for t in lengths} | {(t,) for t in lengths}
+        return not looks.isdisjoint(shapes(option))
+
+    masks = [o for o in options if is_mask(o)]
     return [o for o in options if o not in masks] or list(options)
 
 

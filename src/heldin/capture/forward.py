@@ -101,6 +101,8 @@ class Calls:
     def drop(self) -> None:
         """Forget calls that no backward pass went through."""
         for call in self.pending:
+            if not call.sealed:
+                self._knowledge.note_idle(call)
             call.release()
         self.pending = []
 
@@ -226,6 +228,7 @@ class Calls:
             call.ends = [(t.grad_fn, t.output_nr) for t in tensors_in(output)]
         self.pending.append(call)
         if len(self.pending) > RECENT:  # evaluation without no_grad: its graphs must not pile up
+            self._knowledge.note_idle(self.pending[-1 - RECENT])
             self.pending[-1 - RECENT].seal()
         if call.candidates or call.numbers is not None:
             call.note_answers(self._knowledge.questions.get(call.kind))

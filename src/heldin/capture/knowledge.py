@@ -28,6 +28,7 @@ __all__ = ["Call", "Candidate", "Knowledge"]
 
 KINDS = 512  # entries that are kept in each table, by kind of call; the oldest goes
 ANSWERED = 4  # calls to follow before it is clear which values that Python reads follow from data
+IDLE = 3  # evaluations without no_grad() after which such calls are not followed any more
 UNEXPECTED = 3  # surprises (unknown graphs of known calls) after which a kind is always followed
 
 
@@ -143,6 +144,7 @@ class Knowledge:
     _outputs: dict[Any, list[Layout | None]] = field(default_factory=dict)  # by key of the call
     _output_forms: dict[Any, OutputForms] = field(default_factory=dict)  # by kind
     _unexpected: Counter[Any] = field(default_factory=Counter)  # unknown graphs of known calls
+    _idle: Counter[Any] = field(default_factory=Counter)  # followed in vain, by key of the call
     _warned: set[str] = field(default_factory=set)
     # by kind: which of the values that Python reads out of tensors follow from the data
     questions: dict[Any, tuple[bool, ...]] = field(default_factory=dict)
@@ -155,12 +157,23 @@ class Knowledge:
 
     def knows(self, kind: Any, sizes: Sizes) -> bool:
         """Whether a call need not be followed."""
+        if self._idle and self._idle[kind, sizes] >= IDLE:
+            return not self._unexpected[kind, sizes]
         if self.questions and kind in self.questions and self._asked[kind] < ANSWERED:
             return False
         if (kind, sizes) in self._known:
             return True
         between = self._ranges.get(kind)
         return between is not None and sizes in between and kind not in self._own_sizes
+
+    def note_idle(self, call: Call) -> None:
+        """No backward pass has come to a call; if it was an evaluation, none will to the next."""
+        training, trackers = call.kind[2], [candidate.tracker for candidate in call.candidates]
+        lasting = all(tracker is None or tracker.volatile is None for tracker in trackers)
+        if trackers and lasting and not training:
+            if len(self._idle) > KINDS:
+                self._idle.clear()
+            self._idle[call.key] += 1
 
     def doubt(self, calls: Sequence[Call]) -> None:
         """These calls led to a graph that was not known: follow the next ones again."""

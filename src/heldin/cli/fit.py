@@ -302,12 +302,15 @@ def summary(model: Any) -> list[tuple[str, str]]:
     lines.append(("stopped", why))
     lines.append(("training loss", f"{facts['training_loss']:.4g} ({kind})"))
     if facts["estimate"] is not None:
-        covered = COVERAGE[facts["rule"]][2]
+        covered = ""
+        if not facts["scores"]:  # the rule by itself, of which the study was
+            share = COVERAGE[facts["rule"]][2]
+            covered = f" (two of them covered {share:.0%} in our study)"
         lines.append(
             (
                 "estimate",
                 f"{facts['estimate']:.4g} on new rows, standard error "
-                f"{facts['standard_error']:.2g} (two of them covered {covered:.0%} in our study)",
+                f"{facts['standard_error']:.2g}{covered}",
             )
         )
     if facts["members"] > 1:

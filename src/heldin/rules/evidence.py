@@ -56,9 +56,10 @@ class EvidenceStopping(EvidenceReport, StoppingRule, Joinable, PlainLoopOnly):
     accumulated micro-batches need nothing special. Where the optimiser takes a closure, `step()`
     belongs into it, after `backward()`.
 
-    The criterion is 1 - mean f per group, averaged over the groups and smoothed; above zero, it
-    asks to stop. The first block of arguments is the paper's rule and its pace, the second makes it
-    robust where the plain rule is not; `EvidenceStopping.paper` switches that off.
+    For when no second model is affordable, and as a diagnosis; else `heldin.stopping` ends with
+    better models (docs/which-rule.md). The criterion is 1 - mean f per group, averaged over groups
+    and smoothed; above zero, it asks to stop. Of the arguments, the first block is the paper's rule
+    and its pace, the second is for robustness; `EvidenceStopping.paper` switches that off.
 
     Args:
         model: the model that is trained. It is neither wrapped nor changed.

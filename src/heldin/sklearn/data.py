@@ -193,6 +193,8 @@ class Checked(BaseEstimator):  # type: ignore[misc]
         if groups is not None:
             check_consistent_length(X, groups)
             groups = np.unique(np.asarray(groups), return_inverse=True)[1]
+            if groups.max() < 1:
+                raise self._refuse("groups: all rows are in one group; there must be at least two")
         used = np.flatnonzero(weights > 0)
         if not len(used):
             raise self._refuse("all sample weights are zero; at least some rows must count")

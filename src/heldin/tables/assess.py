@@ -79,36 +79,40 @@ def assess(
         weights: (n,) with mean 1, or None.
         together: whether all members predict, or the last one alone.
     """
-    outputs, constants = outputs.double(), constants.double().unsqueeze(1)
+    outputs, constants = outputs.double(), constants.double()
+    member, row = judges.nonzero().unbind(1)  # who is asked about what
     asked = judges.sum(0)
     some = asked > 0
-    each = judges.double() / asked.clamp(min=1)  # a row counts once, however many judge it
+    counts = 1 / asked.clamp(min=1).double()  # a row counts once, however many judge it
     if weights is not None:
-        each = each * weights.double()
+        counts = counts * weights.double()
+    said, without, truth = outputs[member, row], constants[member], y[row]
 
-    def row_losses(share: float) -> Tensor:
-        mixed = share * outputs + (1 - share) * constants
-        return prediction_losses(loss_fn, predictions(loss_fn, mixed), y)
+    def mixed(share: float) -> Tensor:
+        return predictions(loss_fn, share * said + (1 - share) * without)
 
-    def of_rows(losses: Tensor) -> Tensor:
-        return torch.where(judges, losses * each, 0.0).sum(0)[some]
+    def of_rows(predicted: Tensor) -> Tensor:
+        losses = prediction_losses(loss_fn, predicted, truth) * counts[row]
+        return torch.zeros_like(counts).index_add_(0, row, losses)[some]
 
-    candidates = [of_rows(row_losses(step / STEPS)) for step in range(STEPS + 1)]
-    means = torch.stack(candidates).mean(1)
-    best = int(torch.where(means.isfinite(), means, math.inf).argmin())
-    share = best / STEPS
-    constant = float(means[0])
+    means = torch.stack([of_rows(mixed(step / STEPS)).mean() for step in range(STEPS + 1)])
+    share = int(torch.where(means.isfinite(), means, math.inf).argmin()) / STEPS
 
-    predicted = predictions(loss_fn, share * outputs + (1 - share) * constants)
-    honest = torch.where(judges.unsqueeze(-1), predicted, 0.0).sum(0) / asked.unsqueeze(-1)
-    losses = of_rows(row_losses(share))
+    chosen = mixed(share)
+    honest = torch.full(outputs.shape[1:], math.nan, dtype=torch.float64)
+    honest[some] = torch.zeros_like(honest).index_add_(0, row, chosen)[some] / asked[
+        some
+    ].unsqueeze(-1)
+    losses = of_rows(chosen)
     if together and share > 0:
+        everything = share * outputs + (1 - share) * constants.unsqueeze(1)
+        predicted = predictions(loss_fn, everything)
         losses = losses - _gain(loss_fn, predicted, ~judges, y, weights)[some]
     found = torch.full((outputs.shape[1],), math.nan, dtype=torch.float64)
     found[some] = losses
     count = int(some.sum())
     error = float(losses.std()) / math.sqrt(count) * WIDER if count > 1 else math.nan
-    return Assessment(share, honest, found, float(losses.mean()), error, constant)
+    return Assessment(share, honest, found, float(losses.mean()), error, float(means[0]))
 
 
 def _gain(

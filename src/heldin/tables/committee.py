@@ -6,6 +6,7 @@ stop, how much to believe, and how good the committee will be; together they pre
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,8 @@ __all__ = ["Committee", "Folds", "drawn_folds", "train_committee"]
 
 FOLDS = 5  # of the rows; a member misses one of them
 LOOKED_AT = 2048  # rows that are evaluated at a check
+CHEAP = 1024  # rows up to which a check costs nothing to speak of
+SHARE = 0.1  # of the time of training, that checks may take where there are more
 CHUNK = 4096  # rows in one evaluation
 GRID = 1.2  # ratio of the steps of successive checks
 PATIENCE = Patience(factor=2.0, slack=200, checks=3)
@@ -166,10 +169,17 @@ class Committee:
                 None if self.weights is None else self.weights[index],
             )
             self.step += 1
-            if self.step >= next_check(self.history.last().step, GRID):
+            last = self.history.last().step
+            if self.step >= max(next_check(last, GRID), last + self._apart(len(index))):
                 self._check()
                 if self.should_stop:
                     return
+
+    def _apart(self, batch: int) -> int:
+        """Steps between checks, of which a forward pass is a third, so that these cost little."""
+        if len(self.y) <= CHEAP:
+            return 1
+        return math.ceil(len(self._looked_at) / (3 * batch * SHARE))
 
     def _check(self) -> None:
         rows = self._looked_at
@@ -266,11 +276,13 @@ def train_committee(
         starts, trainer.optimizer, trainer.loss, trainer.x, y, weights, folds, trainer.seed
     )
     out, history = trainer.outcome, committee.history
+    shown = slice(None, None, -(-len(y) // LOOKED_AT))  # the training loss of an epoch is of these
+    shown_weights = None if weights is None else weights[shown]
     while out.epochs < trainer.config.max_iter and not committee.should_stop:
         committee.epoch(trainer.batches())
         out.steps = committee.step
         _put(starts[-1], committee.weights_of(len(starts) - 1))
-        trainer.end_epoch(trainer.mean_loss(trainer.x, y, weights))
+        trainer.end_epoch(trainer.mean_loss(trainer.x[shown], y[shown], shown_weights))
         out.reason = (
             f"step {out.steps}: estimated loss {history.last().estimate:.4g}, lowest "
             f"{history[_best(history)].estimate:.4g} at step {history.best_step}"

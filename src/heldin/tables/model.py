@@ -147,6 +147,12 @@ def _scores(estimator: Any, target: Target) -> dict[str, list[float]]:
     return {n: [value * units.get(n, 1.0) for value in each] for n, each in found.items()}
 
 
+def _calibration(estimator: Any) -> list[list[float]] | None:
+    """Probabilities out of fold, and how often they came true."""
+    found = getattr(estimator, "calibration_curve_", None)
+    return None if found is None else [part.tolist() for part in found]
+
+
 @dataclass(frozen=True, eq=False)
 class Scale:
     """How a network's inputs are scaled: (x - mean) / spread, cut off at +-clip."""
@@ -233,6 +239,7 @@ class TabularModel:
             "estimate": estimate,
             "standard_error": error,
             "scores": _scores(estimator, target),
+            "calibration": _calibration(estimator),
             "shrinkage": getattr(estimator, "shrinkage_", None),
             "members": len(_members(estimator)),
         }

@@ -12,13 +12,15 @@ __all__ = ["write_report"]
 
 
 def _figure(model: Any) -> str:
-    """Training loss by epoch, and the rule's own curve, as SVG."""
+    """Training loss by epoch, the rule's own curve, and how true probabilities are, as SVG."""
     from matplotlib.figure import Figure
 
     facts = model.facts
     own = model.history is not None and facts["rule"] != "validation"
-    figure = Figure(figsize=(7, 5.5 if own else 3), layout="constrained")
-    axes = figure.subplots(2 if own else 1, 1, squeeze=False)[:, 0]
+    calibration = facts.get("calibration")
+    rows = 1 + own + (calibration is not None)
+    figure = Figure(figsize=(7, 2.75 * rows + 0.25 * (rows == 1)), layout="constrained")
+    axes = figure.subplots(rows, 1, squeeze=False)[:, 0]
     losses = facts["loss_curve"]
     axes[0].plot(range(1, len(losses) + 1), losses, color="0.4", label="training loss")
     axes[0].set_xlabel("epoch")
@@ -27,6 +29,12 @@ def _figure(model: Any) -> str:
         model.history.plot(axes[1])
         axes[1].set_xlim(left=0)
         axes[1].set_title(f"rule: {facts['rule']}", fontsize="medium", loc="left")
+    if calibration is not None:
+        axes[-1].plot([0, 1], [0, 1], color="0.8", linewidth=1)
+        axes[-1].plot(*calibration, marker="o", label="rows out of fold")
+        axes[-1].set_xlabel("predicted probability")
+        axes[-1].set_ylabel("share that came true")
+        axes[-1].legend(fontsize="small")
     return svg(figure)
 
 

@@ -173,6 +173,17 @@ def joined(parts: Sequence[Tensor | None], ndim: int) -> Tensor | None:
     "tril",
     "triu",
     "lerp",
+    "hardswish",
+    "polar",
+    "complex",
+    "real",
+    "imag",
+    "_conj",
+    "poisson",
+    "normal",
+    "binomial",
+    "isclose",
+    "fake_quantize_per_tensor_affine_cachemask",
 )
 def pointwise(call: OpCall) -> Owners:
     tensors = [t for t in tensors_in(list(call.args.values())) if call.owners(t) is not None]

@@ -30,6 +30,10 @@ class Op:
         self.base = self.name.removesuffix("_") if self.written else self.name
         self.turns = bool(self.written) and self.base in _TURNS
         self.pointwise = torch.Tag.pointwise in func.tags
+        if self.written and not self.pointwise:  # some say it of the op that writes a new tensor
+            twin = getattr(torch.ops.aten, self.base, None)
+            other = getattr(twin, func._overloadname, None)
+            self.pointwise = other is not None and torch.Tag.pointwise in other.tags
         self.random = torch.Tag.nondeterministic_seeded in func.tags
 
     def bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:

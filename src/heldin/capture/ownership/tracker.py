@@ -25,6 +25,7 @@ __all__ = ["Tracker"]
 # buffers), or with the data.
 SETTLED, CHANGING, DATA = range(3)
 PLAIN = (Tensor, nn.Parameter)
+_SPLITTING = {"clone", "split", "split_with_sizes", "chunk", "unsafe_chunk", "unsafe_split"}
 
 
 def _memory_of(tensor: Tensor) -> Any:
@@ -53,6 +54,7 @@ class Tracker(TorchDispatchMode):
         self._stamps: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
         self._fickle: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
         self._mixed_by: MutableMapping[Tensor, str] = WeakTensorKeyDictionary()
+        self._pieces: MutableMapping[Tensor, tuple[Tensor, int | None]] = WeakTensorKeyDictionary()
         self._numbers = Numbers(self._asked, self._copied)
         self._buffers = {id(b) for b in model.buffers()} if model is not None else set()
         self._whole: dict[int, tuple[Tensor, int]] = {}  # storage -> planes of all its elements
@@ -91,6 +93,7 @@ class Tracker(TorchDispatchMode):
         self._planes = WeakTensorKeyDictionary()
         self._stamps = WeakTensorKeyDictionary()
         self._fickle = WeakTensorKeyDictionary()
+        self._pieces = WeakTensorKeyDictionary()
 
     def rename(self, renamed: Callable[[Any], Any]) -> None:
         """Call the nodes by other names; those that are None are left out."""
@@ -233,7 +236,10 @@ class Tracker(TorchDispatchMode):
         if owned:
             found = flow(OpCall(self, func, op, bound, outs, (args, kwargs)))
             results = [p if t.numel() else None for t, p in zip(outs, found, strict=True)]
-            self._note_slots(op, bound, inputs, outs[0], results[0])
+            if op.base in _SPLITTING:
+                self._note_pieces(inputs[0], bound.get("dim"), outs)
+            else:
+                self._note_slots(op, bound, inputs, outs[0], results[0])
             self._note_cause(op, inputs, outs, results)
         written = {id(t) for name in op.written for t in tensors_in(bound.get(name))}
         for tensor, planes in zip(outs, results, strict=True):
@@ -241,6 +247,7 @@ class Tracker(TorchDispatchMode):
             if tensor.layout is torch.strided and not tensor.is_nested:
                 self._memory[_memory_of(tensor)] = planes
             if id(tensor) in written:
+                self._pieces.pop(tensor, None)
                 self._overwrite(tensor, planes)
                 if tensor._base is not None:
                     self._fickle[tensor._base] = fickle
@@ -319,7 +326,6 @@ class Tracker(TorchDispatchMode):
             if tensor.grad_fn is not None and (
                 known_planes is None or bool(is_nobody(known_planes).any())
             ):
-                key = (tensor.grad_fn, tensor.output_nr)
                 place: Tensor | None = None
                 if planes is not None and not bool(is_mixed(planes).any()):
                     if joined:
@@ -328,9 +334,25 @@ class Tracker(TorchDispatchMode):
                         place = planes if constant else planes.narrow(dim, offset, width)
                     elif op.pointwise and tensor.shape == out.shape:
                         place = planes
-                if key in self.slots:
-                    known = self.slots[key]
-                    same = known is not None and place is not None and torch.equal(known, place)
-                    place = place if same else None
-                self.slots[key] = place
+                self._note_slot(tensor, place)
             offset += width
+
+    def _note_slot(self, tensor: Tensor, place: Tensor | None) -> None:
+        """One place of a tensor, and of what it is a piece of, unless there are several."""
+        key = (tensor.grad_fn, tensor.output_nr)
+        if key in self.slots:
+            known = self.slots[key]
+            same = known is not None and place is not None and torch.equal(known, place)
+            place = place if same else None
+        self.slots[key] = place
+        if tensor in self._pieces:
+            whole, dim = self._pieces[tensor]
+            if place is not None and dim is not None and place.shape[dim % whole.dim() + 1] > 1:
+                place = None
+            self._note_slot(whole, place)
+
+    def _note_pieces(self, whole: Tensor, dim: int | None, pieces: Sequence[Tensor]) -> None:
+        """A tensor is put where the pieces that it is split into (gates, say), or copies, are."""
+        if whole.grad_fn is not None:
+            for piece in pieces:
+                self._pieces[piece] = whole, dim

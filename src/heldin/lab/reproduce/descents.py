@@ -7,7 +7,7 @@ compare both.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +44,7 @@ def recorded(steps: int, dense: int = 100, growth: float = 1.02) -> list[int]:
     """Steps that are recorded: all at first, then ever fewer, as the descent becomes slow.
 
     >>> recorded(20, dense=3, growth=1.5)
-    [1, 2, 3, 4, 6, 9, 14, 20]
+    [1, 2, 3, 4, 6, 9, 13, 19, 20]
     """
     found = list(range(1, min(dense, steps) + 1))
     while found[-1] < steps:
@@ -53,10 +53,10 @@ def recorded(steps: int, dense: int = 100, growth: float = 1.02) -> list[int]:
 
 
 def _criterion(g: Tensor, squares: Tensor, n: int, epsilon: float) -> Tensor:
-    """1 - mean f over the last axis, from mean gradients and mean squares."""
+    """1 - mean f over the second axis, from mean gradients and mean squares."""
     spread = (squares - g.square()).clamp_min(0.0)
     variance = spread.mul_(n / (n - 1)).add_(epsilon or torch.finfo(g.dtype).tiny)
-    return 1 - (n * g.square() / variance).mean(-1)
+    return 1 - (n * g.square() / variance).mean(1)
 
 
 # --- logistic regression on WDBC -------------------------------------------------------------
@@ -81,13 +81,21 @@ def wdbc_paths(
     *,
     scaling: str,
     by: str,
-    initial: float,
-    rate: float,
+    settings: Sequence[tuple[float, float]],
     steps: int,
     seeds: int,
     dtype: torch.dtype = torch.float32,
-) -> Path:
-    """Descents of all seeds; weights move in the space that the training rows span."""
+) -> list[Path]:
+    """Descents of all seeds; weights move in the space that the training rows span.
+
+    Args:
+        method: "validation" or "evidence".
+        scaling, by: see the choices of WDBC.
+        settings: deviations of the initial weights and rates, side by side: a path for each.
+        steps: of each.
+        seeds: number of seeds.
+        dtype: of the descents.
+    """
     s = _wdbc.EXPERIMENT.settings["quick"]
     x, y = _data.wdbc()
     held = s.validation if method == "validation" else 0
@@ -104,18 +112,21 @@ def wdbc_paths(
         generator = torch.Generator().manual_seed(10_000 + seed)
         firsts.append(torch.randn(parts[0][0].shape[1], generator=generator, dtype=x.dtype))
     train, val, test = (torch.stack(each) for each in parts)
-    w0 = initial * torch.stack(firsts)[:, :, None]
-    start = [(table @ w0)[..., 0].to(dtype) for table in (train, val, test)]
+    initial, rates = torch.tensor(settings, dtype=torch.float64).T
+    w0 = torch.stack(firsts)[:, :, None] * initial  # seeds x features x settings
+    rates = rates.to(dtype)
+    start = [(table @ w0).to(dtype) for table in (train, val, test)]
     kernels = [(table @ train.mT).to(dtype) for table in (train, val, test)]
-    targets = [torch.stack(each).to(dtype) for each in answers]
-    features, squares = train.to(dtype), train.square().to(dtype)
+    targets = [torch.stack(each)[..., None].to(dtype) for each in answers]
+    features, squares = train.mT.to(dtype), train.mT.square().to(dtype)
     n = train.shape[1]
-    a, bias = torch.zeros(seeds, n, dtype=dtype), torch.zeros(seeds, 1, dtype=dtype)
+    a = torch.zeros(seeds, n, len(settings), dtype=dtype)
+    bias = torch.zeros(seeds, 1, len(settings), dtype=dtype)
 
     def loss(which: int) -> Tensor:
-        z = torch.baddbmm(start[which][..., None], kernels[which], a[..., None])[..., 0] + bias
-        each = F.binary_cross_entropy_with_logits(z, targets[which], reduction="none")
-        return each.mean(1)
+        z = torch.baddbmm(start[which], kernels[which], a) + bias
+        answer = targets[which].expand_as(z)
+        return F.binary_cross_entropy_with_logits(z, answer, reduction="none").mean(1)
 
     kept = recorded(steps)
     losses: dict[str, list[Tensor]] = {"test_loss": []}
@@ -124,27 +135,33 @@ def wdbc_paths(
     criteria: dict[str | float, list[Tensor]] = {} if held else {d: [] for d in DIVISIONS}
     marks = set(kept)
     for step in range(1, steps + 1):
-        z = torch.baddbmm(start[0][..., None], kernels[0], a[..., None])[..., 0] + bias
-        r = torch.sigmoid(z) - targets[0]
+        z = torch.baddbmm(start[0], kernels[0], a).add_(bias)
+        r = z.sigmoid_().sub_(targets[0])
         if step in marks:
             losses["test_loss"].append(loss(2))
             if held:
                 losses["validation_loss"].append(loss(1))
             else:
-                g = torch.bmm(r[:, None], features)[:, 0] / n
-                q = torch.bmm(r.square()[:, None], squares)[:, 0] / n
+                g, q = torch.bmm(features, r).div_(n), torch.bmm(squares, r.square()).div_(n)
                 gb, qb = r.mean(1, keepdim=True), r.square().mean(1, keepdim=True)
                 for division in DIVISIONS:
                     epsilon = division if isinstance(division, float) else 0.0
                     both = _criterion(g, q, n, epsilon) + _criterion(gb, qb, n, epsilon)
                     criteria[division].append(both / 2)
-        a -= rate / n * r
-        bias -= rate * r.mean(1, keepdim=True)
-    return Path(
-        torch.tensor(kept).numpy(),
-        {name: torch.stack(values).double().numpy() for name, values in losses.items()},
-        {name: torch.stack(values).double().numpy() for name, values in criteria.items()},
-    )
+        bias -= rates * r.mean(1, keepdim=True)
+        a -= rates / n * r
+
+    def column(values: Sequence[Tensor], place: int) -> Any:
+        return torch.stack(list(values))[..., place].double().numpy()
+
+    return [
+        Path(
+            torch.tensor(kept).numpy(),
+            {name: column(values, place) for name, values in losses.items()},
+            {name: column(values, place) for name, values in criteria.items()},
+        )
+        for place in range(len(settings))
+    ]
 
 
 # --- the toy problem -------------------------------------------------------------------------

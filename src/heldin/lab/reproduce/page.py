@@ -18,7 +18,7 @@ from .figures import BLUE, GREY, RED, new
 from .lessons import sentences
 from .multiverse import Universe, judge, read_universe
 from .registry import EXPERIMENTS
-from .survey import SIZES
+from .survey import REAL, SIZES
 
 __all__ = ["CORRECTIONS", "universes", "write_page"]
 
@@ -43,7 +43,7 @@ CORRECTIONS = (
     "The docstring of `EvidenceStopping.paper` said that zeros for 0/0 stop the paper's MNIST runs "
     "at the first step. They do not.",
     "MNIST with SGD was shown at 2,500 images and ten times the rates. That is not the paper's "
-    "experiment: with all images and a tenth of the width the loss turns where the paper's does.",
+    "experiment; the largest size that has been run takes its place in the table.",
 )
 
 
@@ -79,7 +79,6 @@ def write_page(path: Path, store: Path, command: str) -> None:
         shutil.copy(store / f"{shown}.png", figures / "mnist-sgd-largest.png")
     facts = store / "facts.json"
     known = json.loads(facts.read_text(encoding="utf-8")) if facts.exists() else {}
-    details = store / "quick.md"
     rows = [row for each in largest for row in _rows(each)]
     path.write_text(
         render(
@@ -95,21 +94,22 @@ def write_page(path: Path, store: Path, command: str) -> None:
             table=markdown_table,
             progress_head=PROGRESS,
             progress=_progress(store),
-            lessons=sentences(known),
+            lessons=[*sentences(known), *(line for each in largest for line in _depends(each))],
             corrections=CORRECTIONS,
             charts=[_section(each, name) for each, name in charts],
             choices=list(_choices()),
-            details=details.read_text(encoding="utf-8") if details.exists() else "",
         ),
         encoding="utf-8",
     )
 
 
 def _largest(found: Sequence[Universe]) -> Iterator[Universe]:
-    """Of each experiment the largest size."""
+    """Of each experiment the largest size, and what was not replayed."""
     seen = set()
     for each in found:
-        if each.experiment not in seen:
+        if each.size.endswith(REAL):
+            yield each
+        elif each.experiment not in seen:
             seen.add(each.experiment)
             yield each
 
@@ -126,7 +126,7 @@ def _claim(found: Universe, place: int) -> Claim | None:
 
 def _about(text: str) -> str:
     """A claim's text without its rate and without how it is measured."""
-    words = text.split(" (")[0]
+    words = text.split(" (")[0].replace(", opposite start", "")
     return words.split(": ", 1)[1] if words.startswith("rate ") else words
 
 
@@ -146,6 +146,20 @@ def _rows(found: Universe) -> Iterator[tuple[str, ...]]:
         size = f", {found.size}" if found.size else ""
         words = "" if claim is None else f"{claim.paper}; holds if {claim.condition}"
         yield (f"{found.experiment}{size}", text, words, mine, share, matters, judged.verdict)
+
+
+def _depends(found: Universe) -> Iterator[str]:
+    """What each claim depends on, where a choice moves its share by 30 points or more."""
+    for place, text in enumerate(found.claims):
+        judged = judge(found, place)
+        if judged.spread[1] - judged.spread[0] >= 0.3:
+            shares = found.by_choice(place)[judged.choice]
+            words = ", ".join(f"{value}: {share:.0%}" for value, share in shares.items())
+            size = f" ({found.size})" if found.size else ""
+            yield (
+                f'{found.experiment}{size}: whether "{_short(text)}" holds depends most on '
+                f"{judged.choice}. Share of readings: {words}."
+            )
 
 
 def _counts(found: Sequence[Universe]) -> dict[str, int]:
@@ -230,7 +244,7 @@ def _overview(found: Sequence[Universe]) -> Any:
 
 def _short(text: str) -> str:
     words = text.split(" (")[0]
-    return words if len(words) <= 70 else words[:67] + "..."
+    return words if len(words) <= 90 else words[:87] + "..."
 
 
 def _chart(found: Universe) -> Any:

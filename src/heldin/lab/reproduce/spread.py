@@ -69,30 +69,25 @@ def toy_values(path: Path, length: int) -> list[Any]:
 
 
 def wdbc(seeds: int) -> Iterator[Values]:
-    """Of logistic regression on WDBC."""
+    """Of logistic regression on WDBC; all starts and rates of one scaling are made together."""
     runs, replays = _shown(_wdbc.CHOICES, False), _shown(_wdbc.CHOICES, True)
     longest = max(v.setting for v in replays[0].values)
-    for chosen in readings(runs):
-        s = _settings(runs, chosen)
-        paths = [
-            wdbc_paths(
-                method,
-                scaling=s["scaling"],
-                by=s["rows of the scaling"],
-                initial=s["initial weights"],
-                rate=s["rate"],
-                steps=longest,
-                seeds=seeds,
-            )
+    together = list(readings(runs[2:]))
+    beside = [tuple(choice.setting(each) for choice in runs[2:]) for each in together]
+    for chosen in readings(runs[:2]):
+        scaling, by = (choice.setting(chosen) for choice in runs[:2])
+        held, own = (
+            wdbc_paths(method, scaling=scaling, by=by, settings=beside, steps=longest, seeds=seeds)
             for method in ("validation", "evidence")
-        ]
-        smoothed: dict[tuple[Any, ...], Any] = {}
-        for replayed in readings(replays):
-            length, *how = (choice.setting(replayed) for choice in replays)
-            if tuple(how) not in smoothed:
-                smoothed[tuple(how)] = _every_step(paths[1], *how)
-            values = wdbc_values(paths[0], paths[1], smoothed[tuple(how)], length)
-            yield {**chosen, **replayed}, values
+        )
+        for each, red, blue in zip(together, held, own, strict=True):
+            stops: dict[tuple[Any, ...], Any] = {}
+            for replayed in readings(replays):
+                length, *how = (choice.setting(replayed) for choice in replays)
+                if tuple(how) not in stops:
+                    stops[tuple(how)] = _every_step(blue, *how)
+                values = wdbc_values(red, blue, stops[tuple(how)], length)
+                yield {**chosen, **each, **replayed}, values
 
 
 def _every_step(path: Path, smoothing: float, start: float, division: str | float) -> Any:

@@ -25,15 +25,16 @@ from .multiverse import (
     universe,
     write_universe,
 )
-from .readings import Choice
+from .readings import DIVISION, Choice
 from .registry import EXPERIMENTS
 from .runner import Task
 from .spread import SPREADS
 
-__all__ = ["SIZES", "quick_tasks", "survey"]
+__all__ = ["REAL", "SIZES", "quick_tasks", "survey"]
 
 SEEDS = 20  # of what is cheap
 SIZES = ("full size", "a fifth of the width", "a tenth of the width", "quick preset", "")
+REAL = "real runs"  # of sizes whose claims are not replayed
 REPLAYED = ("mnist-gd", "mnist-sgd", "sector", "greedy", "rmsprop")
 
 
@@ -76,7 +77,9 @@ def survey(
 def _claims_of(name: str, settings: Any) -> list[Claim]:
     """The claims of an experiment; of the quadratics those of one start, as the starts vary."""
     claims = list(EXPERIMENTS[name].claims(settings))
-    return claims[:3] if name == "quadratic" else claims
+    if name != "quadratic":
+        return claims
+    return [replace(c, text=c.text.replace(", opposite start", "")) for c in claims[:3]]
 
 
 def _keep(store: Path, found: Universe, tell: Callable[[str], object]) -> None:
@@ -229,6 +232,9 @@ def _from_quick(
             _criterion(store, name, "quick preset", claims, found[name], tell)
     if found["sector"]:
         _lessons.from_sector(facts, found["sector"])
+    for name in ("greedy", "rmsprop"):
+        if found[name]:
+            _real(store, name, found[name], tell)
     plain = _logged(found["mnist-sgd"])
     if plain:
         e = EXPERIMENTS["greedy"]
@@ -243,6 +249,22 @@ def _from_quick(
         claims, values = replay_rmsprop(settings, plain, part, found["rmsprop"], settings.steps)
         size = "quick preset"
         _keep(store, universe("rmsprop", size, claims, e.readings(settings), values), tell)
+
+
+def _real(store: Path, name: str, runs: Collected, tell: Callable[[str], object]) -> None:
+    """Claims that cannot be replayed, under the two readings of 0/0 that were run."""
+    e = EXPERIMENTS[name]
+    claims = [c for c in e.claims(e.settings["quick"]) if not c.replayed]
+    out = [c for c in claims if "0/0 left out" in c.text]
+    plain = [c.text.replace(", 0/0 left out", "").replace("0/0 left out: ", "") for c in out]
+    zero = [c for c in claims if c.text in plain]
+    choice = replace(DIVISION, values=(DIVISION.values[1], DIVISION.values[0]))
+    tables = [{p: one.table for p, one in each.items()} for each in runs.values()]
+    values = [
+        ({choice.name: value.name}, [[float(c.value(t)) for t in tables] for c in asked])
+        for value, asked in zip(choice.values, (zero, out), strict=True)
+    ]
+    _keep(store, universe(name, f"quick preset, {REAL}", zero, (choice,), values), tell)
 
 
 def _figure(store: Path, name: str, rates: Sequence[float], runs: Collected) -> None:

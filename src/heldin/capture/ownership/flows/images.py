@@ -55,7 +55,8 @@ def _per_first(call: OpCall) -> Owners:
 @flows(
     "linalg_inv_ex", "linalg_cholesky_ex", "linalg_solve_ex", "_linalg_solve_ex", "linalg_qr",
     "_linalg_svd", "_linalg_eigh", "_linalg_det", "linalg_lu_factor_ex", "_linalg_slogdet",
-    "linalg_matrix_exp", "triangular_solve", "linalg_solve_triangular",
+    "linalg_matrix_exp", "triangular_solve", "linalg_solve_triangular", "cholesky_solve",
+    "cholesky_inverse", "linalg_pinv", "linalg_lstsq", "linalg_eig", "linalg_lu_solve",
 )  # fmt: skip
 def _matrices(call: OpCall) -> Owners:
     """Batched linear algebra: each matrix on its own."""

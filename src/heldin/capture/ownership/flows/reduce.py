@@ -50,6 +50,27 @@ def _along(call: OpCall) -> Owners:
     return [result] * len(call.outs)
 
 
+@flows("multinomial")
+def _drawn(call: OpCall) -> Owners:
+    return [over(call.owners(call["self"]), [-1])]
+
+
+@flows("linalg_cross")
+def _cross(call: OpCall) -> Owners:
+    return [over(joined(call.owned(), call.out.dim()), [call["dim"]])]
+
+
+@flows("searchsorted")
+def _searched(call: OpCall) -> Owners:
+    """Places in a row of its own for each row of values, or in one row for all."""
+    values, row = call["self"], call["sorted_sequence"]
+    known = call.owners(row)
+    beside = known is not None and row.dim() != values.dim()
+    if not isinstance(values, Tensor) or beside or call.args.get("sorter") is not None:
+        return everything(call)
+    return [joined([call.owners(values), over(known, [-1])], call.out.dim())]
+
+
 @flows("native_layer_norm", "_fused_rms_norm", "rms_norm")
 def _norm_last(call: OpCall) -> Owners:
     source = call["input"]

@@ -210,10 +210,6 @@ def policy(name: str) -> Entry:
             "MLP": lambda: m.MLP(in_features=4, out_features=2, num_cells=[8, 8]),
             "ConvNet": lambda: m.ConvNet(
                 in_features=3, num_cells=[4, 4], kernel_sizes=[3, 3], strides=[1, 1]),
-            "DuelingMlpDQNet": lambda: m.DuelingMlpDQNet(
-                out_features=2, mlp_kwargs_feature={"in_features": 4, "num_cells": [8],
-                                                    "out_features": 8},
-                mlp_kwargs_output={"num_cells": [8], "in_features": 8}),
             "NoisyLinear": lambda: nn.Sequential(m.NoisyLinear(4, 6), nn.Tanh(),
                                                  m.NoisyLinear(6, 2)),
             "LSTM": lambda: _First(m.LSTM(4, 6, batch_first=True)),
@@ -264,7 +260,7 @@ ENTRIES = [
              channel_mlp_skip="linear"),
     Entry("pykan", "KAN", lambda: lib("kan").KAN(
         width=[3, 4, 1], grid=3, k=3, auto_save=False, symbolic_enabled=False), normal(3)),
-    *(Entry("snntorch", kind, partial(spiking, kind), normal(5, 4))
+    *(Entry("snntorch", kind, partial(spiking, kind), normal(5, 4), double=False)
       for kind in ("Leaky", "Synaptic")),
     adapted("LoraConfig", r=2, target_modules=["c_attn"], fan_in_fan_out=True),
     Entry("peft", "DoRA", adapted(
@@ -277,5 +273,5 @@ ENTRIES = [
     Entry("sentence-transformers", "BERT, mean, normalised", sentences, padded_words,
           sentence_losses),
     Entry("gpytorch", "ExactGP", gaussian_process, normal(1), mixes=True),
-    *(policy(name) for name in ("MLP", "ConvNet", "DuelingMlpDQNet", "NoisyLinear", "LSTM", "GRU")),
+    *(policy(name) for name in ("MLP", "ConvNet", "NoisyLinear", "LSTM", "GRU")),
 ]  # fmt: skip

@@ -14,15 +14,16 @@ __all__ = ["ENTRIES"]
 
 
 def graphs(m: int) -> Batch:
-    """Graphs of 5 to 7 nodes in one batch of torch_geometric."""
+    """Lists of the nodes, the edges and the edges' attributes of graphs with 5 to 7 nodes."""
+    sizes = [int(n) for n in torch.randint(5, 8, (m,))]
+    edges = [torch.randint(0, n, (2, 3 * n)) for n in sizes]
+    return [torch.randn(n, 4) for n in sizes], edges, [torch.randn(3 * n, 2) for n in sizes]
+
+
+def batched(m: int) -> Batch:
+    """The same as one batch of torch_geometric."""
     data = lib("torch_geometric.data")
-    found = []
-    for _ in range(m):
-        n = int(torch.randint(5, 8, ()))
-        edges = torch.randint(0, n, (2, 3 * n))
-        found.append(
-            data.Data(x=torch.randn(n, 4), edge_index=edges, edge_attr=torch.randn(3 * n, 2))
-        )
+    found = [data.Data(*three) for three in zip(*graphs(m), strict=True)]
     return (data.Batch.from_data_list(found),)
 
 
@@ -32,17 +33,34 @@ def alike(m: int) -> Batch:
 
 
 class OfGraphs(nn.Module):
-    """A network on nodes, pooled for each graph."""
+    """A network on the nodes of a list of graphs, pooled for each of them."""
 
     def __init__(self, net: nn.Module, readout: str = "mean", edges: bool = False) -> None:
         super().__init__()
         self.net, self.readout, self.edges = net, readout, edges
 
-    def forward(self, data: Any) -> Any:
-        more = {"edge_attr": data.edge_attr} if self.edges else {}
-        nodes = self.net(data.x, data.edge_index, **more)
+    def forward(self, nodes: list[Tensor], edges: list[Tensor], attributes: list[Tensor]) -> Any:
+        sizes = [len(each) for each in nodes]
+        starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        joined = torch.cat([e + start for e, start in zip(edges, starts, strict=True)], 1)
+        more = {"edge_attr": torch.cat(attributes)} if self.edges else {}
+        values = self.net(torch.cat(nodes), joined, **more)
+        return self._pooled(values, _owners(sizes), len(sizes))
+
+    def _pooled(self, values: Tensor, owner: Tensor, count: int) -> Any:
         pool = getattr(lib("torch_geometric.nn"), f"global_{self.readout}_pool")
-        return pool(nodes, data.batch, size=data.num_graphs)
+        return pool(values, owner, size=count)
+
+
+class OfBatches(OfGraphs):
+    """The same for the library's own batches."""
+
+    def forward(self, data: Any) -> Any:  # type: ignore[override]
+        return self._pooled(self.net(data.x, data.edge_index), data.batch, data.num_graphs)
+
+
+def _owners(sizes: list[int]) -> Tensor:
+    return torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
 
 
 def on_graphs(name: str, readout: str = "mean", edges: bool = False, **options: Any) -> Entry:
@@ -53,16 +71,26 @@ def on_graphs(name: str, readout: str = "mean", edges: bool = False, **options: 
 
 
 def molecules(m: int) -> Batch:
-    """Numbers of atoms, their places, and whose they are."""
-    sizes = torch.randint(3, 6, (m,))
-    n = int(sizes.sum())
-    batch = torch.repeat_interleave(torch.arange(m), sizes)
-    return torch.randint(1, 9, (n,)), torch.randn(n, 3), batch
+    """Lists of the numbers of atoms, and of their places."""
+    sizes = [int(n) for n in torch.randint(3, 6, (m,))]
+    return [torch.randint(1, 9, (n,)) for n in sizes], [torch.randn(n, 3) for n in sizes]
+
+
+class OfAtoms(nn.Module):
+    """A network on the atoms of a list of molecules."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, numbers: list[Tensor], places: list[Tensor]) -> Any:
+        owner = _owners([len(each) for each in numbers])
+        return self.net(torch.cat(numbers), torch.cat(places), owner)
 
 
 def of_atoms(name: str, **options: Any) -> Entry:
-    def make() -> Any:
-        return getattr(lib("torch_geometric.nn"), name)(**options)
+    def make() -> nn.Module:
+        return OfAtoms(getattr(lib("torch_geometric.nn"), name)(**options))
 
     return Entry("torch-geometric", name, make, molecules, mixes=False)
 
@@ -114,6 +142,8 @@ ENTRIES = [
     on_graphs("FiLMConv", in_channels=4, out_channels=3),
     of_atoms("SchNet", hidden_channels=8, num_filters=8, num_interactions=2, num_gaussians=4,
              interaction_graph=lambda pos, batch: _near(pos, batch)),
+    Entry("torch-geometric", "GCN on a Batch", lambda: OfBatches(lib("torch_geometric.nn").GCN(
+        **HIDDEN, out_channels=3)), batched, mixes=False),
     Entry("torch-geometric", "DenseGCNConv", lambda: lib(
         "torch_geometric.nn").DenseGCNConv(4, 3), alike),
     Entry("torch-geometric", "DenseSAGEConv", lambda: lib(

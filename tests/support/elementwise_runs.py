@@ -1,0 +1,62 @@
+"""What the tests of elementwise share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import heldin
+from tests.support.loops import data
+
+# Every optimiser of torch.optim, with all that can move a weight without a gradient.
+OPTIMISERS: dict[str, dict[str, Any]] = {
+    "ASGD": {"lambd": 0.1, "weight_decay": 0.1},
+    "Adadelta": {"lr": 0.5, "weight_decay": 0.1},
+    "Adafactor": {"lr": 0.1, "weight_decay": 0.1},
+    "Adagrad": {"lr": 0.1, "weight_decay": 0.1},
+    "Adam": {"lr": 0.1, "weight_decay": 0.1, "amsgrad": True},
+    "AdamW": {"lr": 0.1, "weight_decay": 0.1},
+    "Adamax": {"lr": 0.1, "weight_decay": 0.1},
+    "LBFGS": {"lr": 0.1},
+    "Muon": {"lr": 0.1, "weight_decay": 0.1},
+    "NAdam": {"lr": 0.1, "weight_decay": 0.1, "decoupled_weight_decay": True},
+    "RAdam": {"lr": 0.1, "weight_decay": 0.1},
+    "RMSprop": {"lr": 0.01, "weight_decay": 0.1, "momentum": 0.9, "centered": True},
+    "Rprop": {"lr": 0.1},
+    "SGD": {"lr": 0.1, "weight_decay": 0.1, "momentum": 0.9, "nesterov": True},
+    "SparseAdam": {"lr": 0.1},
+}
+
+
+CLASSES = {
+    name
+    for name, kind in vars(torch.optim).items()
+    if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+} - {"Optimizer"}
+
+
+def wrapped(model: nn.Module, kind: str = "SGD", **options: Any) -> heldin.ElementwiseStopping:
+    optimizer = getattr(torch.optim, kind)(model.parameters(), **OPTIMISERS[kind])
+    return heldin.ElementwiseStopping(optimizer, model, **options)
+
+
+def backward(model: nn.Module, rows: slice = slice(0, 32)) -> None:
+    x, y = data(64)
+    F.cross_entropy(model(x[rows]), y[rows]).backward()
+
+
+def values(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def stop_some(optimizer: heldin.ElementwiseStopping, share: float = 0.5) -> dict[str, Tensor]:
+    """Let a random share of the weights be stopped, and say which."""
+    generator = torch.Generator().manual_seed(7)
+    for name, average in optimizer._averages.items():
+        low = torch.rand(average.shape, generator=generator) < share
+        optimizer._averages[name] = torch.where(low, 0.5, average).contiguous()
+    optimizer._updates = 10**6
+    return optimizer.masks()
