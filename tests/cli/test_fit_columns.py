@@ -16,9 +16,9 @@ import pandas
 
 from heldin.cli.main import main
 from heldin.errors import HeldinError
-from heldin.tables.columns import Columns, Unusable, with_numbers
+from heldin.tables.columns import Columns, with_numbers
 from heldin.tables.reading import read_table
-from heldin.tables.written import decimal_mark, parse_numbers
+from heldin.tables.written import Unusable, decimal_mark, parse_numbers
 
 FAST = ["--target", "y", "--hidden", "4", "--max-epochs", "8"]
 
@@ -225,3 +225,21 @@ def test_named_columns_have_to_be_there(option: str, capsys: pytest.CaptureFixtu
     code, _, err = fit(capsys, "t.csv", "--groups", "g", "--out", "m")
     assert code == 2
     assert "which belong together?" in err
+
+
+def test_large_tables_are_kept_in_single_precision(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """... and their models predict small tables, which are not."""
+    n = 30
+    write({"a": [i % 7 for i in range(n)], "b": [i % 5 for i in range(n)], "y": classes(n)})
+    monkeypatch.setattr("heldin.tables.columns.SINGLE", 59)
+    code, _, _ = fit(capsys, "t.csv", "--out", "m")
+    assert code == 0
+    assert main(["predict", "m", "t.csv"]) == 0
+    many = capsys.readouterr().out
+    monkeypatch.setattr("heldin.tables.columns.SINGLE", 60)
+    assert main(["predict", "m", "t.csv"]) == 0
+    few = capsys.readouterr().out
+    numbers = [[float(line.split(",")[1]) for line in t.splitlines()[1:]] for t in (many, few)]
+    np.testing.assert_allclose(*numbers, rtol=1e-5)

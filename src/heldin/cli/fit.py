@@ -115,10 +115,11 @@ def run_fit(options: Options) -> int:
         import safetensors  # noqa: F401
         import sklearn  # noqa: F401
 
-        from heldin.tables.columns import Columns, Unusable, with_numbers
+        from heldin.tables.columns import Columns, with_numbers
         from heldin.tables.model import Target
         from heldin.tables.reading import named
         from heldin.tables.report import write_report
+        from heldin.tables.written import Unusable
     hidden = _hidden(options.hidden)
     if options.committee is not None and options.model == "linear":
         raise HeldinError("--committee: a linear model has none; leave it out, or use --model mlp")

@@ -16,35 +16,23 @@ from typing import Any, Literal
 from heldin.errors import HeldinError
 
 from .reading import named, pandas_module
-from .written import Decimal, Order, date_order, decimal_mark, parse_dates, parse_numbers
+from .written import (
+    Decimal,
+    Order,
+    Unusable,
+    date_order,
+    decimal_mark,
+    parse_dates,
+    parse_numbers,
+)
 
-__all__ = ["Column", "Columns", "Unusable", "category", "with_numbers"]
+__all__ = ["Column", "Columns", "category", "with_numbers"]
 
 CATEGORIES = 1000  # different values beyond which a column is no category
 CLOCK = re.compile(r"\s*\d{1,2}:\d{2}(:\d{2}(\.\d+)?)?\s*([aApP][mM])?$")
+SINGLE = 2**22  # numbers beyond which a table is kept in single precision, for the room
 DAY = 86_400  # seconds
 TURNS = (365.2425 * DAY, 7 * DAY)  # of a year and a week; a day's where there are times of day
-
-
-class Unusable(HeldinError):
-    """Columns that cannot become numbers.
-
-    Attributes:
-        reasons: by the names of the columns.
-    """
-
-    def __init__(self, reasons: Mapping[str, str]) -> None:
-        self.reasons = dict(reasons)
-        lines = list(self.reasons.values())
-        if len(lines) == 1:
-            (name,) = self.reasons
-            super().__init__(f"{lines[0]}; leave it out: --drop {name!r}")
-        else:
-            each = "\n  ".join(lines)
-            super().__init__(
-                f"{len(lines)} columns cannot be used:\n  {each}\nTo leave them out: "
-                "--drop-unusable"
-            )
 
 
 def category(value: Any) -> str:
@@ -368,11 +356,16 @@ class Columns:
         return cls(used, constant, tuple(wrong))
 
     def encode(self, frame: Any, path: str | Path) -> tuple[Any, dict[str, int]]:
-        """(n, inputs) numbers, and by column how many rows have an unknown category."""
+        """(n, inputs) numbers, and by column how many rows have an unknown category.
+
+        Tables with more than four million numbers are in single precision.
+        """
         import numpy as np
 
         unknown = {}
-        inputs = np.empty((len(frame), sum(column.width for column in self.used)))
+        width = sum(column.width for column in self.used)
+        precise = len(frame) * width <= SINGLE
+        inputs = np.empty((len(frame), width), np.float64 if precise else np.float32)
         at = 0
         for column in self.used:
             values = named(frame, column.name, path, "the column")

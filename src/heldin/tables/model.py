@@ -254,7 +254,8 @@ class TabularModel:
         The mean over the networks.
         """
         inputs, unknown = self.columns.encode(frame, path)
-        rows = torch.from_numpy(self.scale(inputs))
+        weights = torch.from_numpy(self.members[0][0][0])
+        rows = torch.from_numpy(self.scale(inputs)).to(weights.dtype)
         found = [network_outputs(network_of(m, self.activation), rows) for m in self.members]
         if self.target.task == "classification":
             found = [self._shares(outputs) for outputs in found]

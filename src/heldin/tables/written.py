@@ -6,7 +6,7 @@ A way of writing is only taken where a whole column leaves no doubt; else it is 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from heldin.errors import HeldinError
@@ -14,6 +14,7 @@ from heldin.errors import HeldinError
 __all__ = [
     "Decimal",
     "Order",
+    "Unusable",
     "date_order",
     "decimal_mark",
     "looks_like_id",
@@ -40,6 +41,27 @@ DAY = re.compile(
     r"|(?P<a>\d{1,2})(?P<mark>[-/.])(?P<b>\d{1,2})[-/.](?P<year>\d{4}|\d{2}))"
     r"(?:[T ,]\s*(?P<time>\d{1,2}:\d{2}.*))?\s*"
 )
+
+
+class Unusable(HeldinError):
+    """Columns that cannot become numbers.
+
+    Attributes:
+        reasons: by the names of the columns.
+    """
+
+    def __init__(self, reasons: Mapping[str, str]) -> None:
+        self.reasons = dict(reasons)
+        lines = list(self.reasons.values())
+        if len(lines) == 1:
+            (name,) = self.reasons
+            super().__init__(f"{lines[0]}; leave it out: --drop {name!r}")
+        else:
+            each = "\n  ".join(lines)
+            super().__init__(
+                f"{len(lines)} columns cannot be used:\n  {each}\nTo leave them out: "
+                "--drop-unusable"
+            )
 
 
 def _bare(text: str) -> tuple[str, str] | None:
