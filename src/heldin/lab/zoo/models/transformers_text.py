@@ -193,7 +193,7 @@ ENTRIES = [
     hugging_face("LongT5ForConditionalGeneration", {
         **T5, "local_radius": 3, "encoder_attention_type": "transient-global",
         "global_block_size": 4,
-    }, pairs),
+    }, pairs, mixes=False),
     hugging_face("SwitchTransformersForConditionalGeneration", {
         **T5, "num_experts": 4, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1
     }, pairs),
