@@ -37,7 +37,7 @@ CORRECTIONS = (
     "rates. We had asked it of each rate.",
     'The paper\'s "acceptable" is wider than 1.10 times the least loss: it calls 1.32 '
     '"slightly worse". The limit is 1.32 now, and 1.10 is told beside it.',
-    '"Lower test losses throughout the optimization process" (WDBC), the "slightly early" stop '
+    '"Lower test losses throughout" (WDBC), the "slightly early" stop '
     "there, and that weights stop faster once overfitting sets in (greedy stopping) were not "
     "checked. They are now.",
     "The docstring of `EvidenceStopping.paper` said that zeros for 0/0 stop the paper's MNIST runs "

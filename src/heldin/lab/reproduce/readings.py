@@ -98,7 +98,7 @@ START = Choice(
     "Where the running average of the criterion starts.",
     (
         Value("zero", "the plain recursion; a bias-corrected one stops at the same step", 0.0),
-        Value("high", 'f = 10: "initialized at high values" (Sec. 3.6)', -9.0),
+        Value("high", 'f = 10: "high values" (Sec. 3.6)', -9.0),
     ),
 )
 DIVISION = Choice(

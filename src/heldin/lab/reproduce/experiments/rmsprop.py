@@ -82,8 +82,8 @@ C_START = Choice(
     "Where the average c of Eq. 15 starts.",
     (
         Value("c = 0", "the plain recursion", 1.0),
-        Value("c = -9", 'f = 10: "initialized at high values" (Sec. 3.6)', 10.0),
-        Value("c = -99", 'f = 100: "initialized at high values" (Sec. 3.6)', 100.0),
+        Value("c = -9", 'f = 10: "high values" (Sec. 3.6)', 10.0),
+        Value("c = -99", 'f = 100: "high values" (Sec. 3.6)', 100.0),
     ),
 )
 STOPPING: dict[str, Reading] = {

@@ -84,7 +84,7 @@ CHOICES = (
         "Where the weights start.",
         (
             Value("zero", "the least that can be said", 0.0),
-            Value("small", '"weights are initialized small": normal, deviation 0.1', 0.1),
+            Value("small", '"small", as Sec. 3.2 says of weights: normal, deviation 0.1', 0.1),
         ),
         replayed=False,
     ),

@@ -60,7 +60,7 @@ CHOICES = (
         "Where the weights start.",
         (
             Value("zero", "usual for logistic regression", 0.0),
-            Value("small", '"weights are initialized small": normal, deviation 0.01', 0.01),
+            Value("small", '"small", as Sec. 3.2 says of weights: normal, deviation 0.01', 0.01),
             Value("0.1", "normal, deviation 0.1", 0.1),
         ),
         replayed=False,
