@@ -135,8 +135,7 @@ class Collector:
         """Let go of the model."""
         self.pause()
         self.calls.close()
-        self._model = None
-        self._spare = {}
+        self._model, self._spare = None, {}
         self._names.forget()
 
     def clear(self, redraw: bool = True) -> None:

@@ -63,8 +63,7 @@ class EvidenceStopping(EvidenceReport, StoppingRule, Joinable, PlainLoopOnly):
 
     Args:
         model: the model that is trained. It is neither wrapped nor changed.
-        groups: "tensor" (each parameter is a group), "all" (one group), or a mapping or function
-            from parameter names to group names.
+        groups: "tensor" (one each), "all" (one), or names of parameters to names of groups.
         smoothing: decay b of the exponential average, in [0, 1). 0 gives the values of Eq. 5, or
             Eq. 10 if each step sees the whole training set.
         window: number of observed steps whose sums add up before a value is formed. An epoch's
@@ -85,8 +84,7 @@ class EvidenceStopping(EvidenceReport, StoppingRule, Joinable, PlainLoopOnly):
         reduction: whether the loss is a "mean" or a "sum" over the samples of a step. Matters only
             for windows over batches of different sizes, and for ranks with such.
         estimator, budget, seed: "sampled" looks at a random block of coordinates of each parameter,
-            new at every check; see `heldin.observe`, where also "exact" and "microbatch" are
-            explained.
+            new at every check; `heldin.observe` explains it, "exact" and "microbatch".
         batch_dim, parameters: see `heldin.observe`.
         process_group: the data-parallel processes whose samples make up a step; they all come to
             the same decision. "auto": those of DistributedDataParallel or `fully_shard`, else all
