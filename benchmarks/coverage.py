@@ -1,6 +1,6 @@
 """How many models each library gives the right second moment for, and how the others end.
 
-Runs every case of `tests/support/cases.py` in float64 against one backward pass per sample:
+Runs every case of `tests/support/cases/` in float64 against one backward pass per sample:
 
     python -m benchmarks.coverage --out out/coverage        # `make peers` installs the others
 

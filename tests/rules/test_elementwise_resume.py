@@ -1,4 +1,4 @@
-"""Single weights stopped"""
+"""Single weights stopped: runs that go on where they were saved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Leave-one-out in whole runs"""
+"""Leave-one-out in whole runs: stops, weights, schedules, resumed runs, refusals."""
 
 from __future__ import annotations
 

@@ -1,0 +1,225 @@
+"""Folds: rows, batches and the loop that they come from."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import heldin
+from heldin.rules.estimated.rows import RowMatcher, Rows
+from tests.support.folds_runs import (
+    MODELS,
+    OPTIMIZERS,
+    D,
+    check_shadows,
+    data,
+    minibatches,
+    train_once,
+)
+
+
+@pytest.mark.parametrize("name", ["relu", "layernorm", "batchnorm"])
+def test_train_takes_the_steps_of_the_loop(name: str) -> None:
+    torch.manual_seed(16)
+    start = MODELS[name]().double()
+    x, y = rows = data()
+    looped, trained = copy.deepcopy(start), copy.deepcopy(start)
+    make = OPTIMIZERS["adam"]
+    optimizer = make(looped.parameters())
+    first = heldin.FoldStopping(looped, optimizer, F.mse_loss, rows, 3)
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(5):
+        for a, b in first.batches(12, generator=generator):
+            F.mse_loss(looped(a), b).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            first.step()
+    second = heldin.FoldStopping(trained, make(trained.parameters()), F.mse_loss, rows, 3)
+    second.train(12, max_steps=11, generator=torch.Generator().manual_seed(2))
+    saved = copy.deepcopy(second.state_dict())
+    second.train(12, max_steps=11)  # nothing left to do
+    assert [r.step for r in second.history] == [0, 1, 2, 3, 4, 5, 6, 8, 10]
+    second = heldin.FoldStopping(trained, make(trained.parameters()), F.mse_loss, rows, 3)
+    with pytest.raises(heldin.HeldinError, match="follows a loop of yours"):
+        first.train(12)
+    third = copy.deepcopy(start)
+    whole = heldin.FoldStopping(third, make(third.parameters()), F.mse_loss, rows, 3)
+    whole.train(12, max_steps=15, generator=torch.Generator().manual_seed(2))
+    for a, b in zip(whole.history, first.history, strict=True):
+        for key in ("step", "estimate", "standard_error", "training_loss"):
+            assert math.isclose(getattr(a, key), getattr(b, key), rel_tol=1e-9)
+    for a, b in zip(looped.state_dict().values(), third.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b)
+    second.load_state_dict(saved)
+    assert list(second.history) == list(whole.history)[: len(second.history)]
+    with pytest.raises(heldin.HeldinError, match="one or the other"):
+        train_once(second, trained, second._optimizer, x, y)
+
+
+class Pairs(Dataset[Any]):
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y = x, y
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, i: int) -> Any:
+        return self.x[i], self.y[i]
+
+
+@pytest.mark.parametrize("kind", ["tensors", "list", "dataset", "custom", "loader", "loader2"])
+def test_all_kinds_of_data_follow_the_contract(kind: str) -> None:
+    torch.manual_seed(12)
+    x, y = data()
+    sets: dict[str, Any] = {
+        "tensors": (x, y),
+        "list": [x, y],
+        "dataset": TensorDataset(x, y),
+        "custom": Pairs(x, y),
+        "loader": DataLoader(TensorDataset(x, y), batch_size=8, shuffle=True),
+        "loader2": DataLoader(Pairs(x, y), batch_size=8, shuffle=True, drop_last=True),
+    }
+    given_data = sets[kind]
+    loader = given_data if kind.startswith("loader") else DataLoader(Pairs(x, y), batch_size=8)
+    start = MODELS["relu"]().double()
+    model = copy.deepcopy(start)
+    optimizer = OPTIMIZERS["adam"](model.parameters())
+    stopping = heldin.FoldStopping(model, optimizer, F.mse_loss, given_data, folds=3)
+    batches = []
+    for _ in range(3):
+        for a, b in loader:
+            F.mse_loss(model(a), b).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            batches.append(torch.stack([(x == row).all(1).nonzero()[0, 0] for row in a]))
+            stopping.step()
+    check_shadows(stopping, start, OPTIMIZERS["adam"], F.mse_loss, (x, y), batches)
+
+
+def test_random_numbers_of_the_loop_are_left_alone() -> None:
+    x, y = data()
+    model = nn.Sequential(nn.Linear(D, 4), nn.Dropout(0.5), nn.Linear(4, 1)).double()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    loader = DataLoader(Pairs(x, y), batch_size=8, shuffle=True)
+
+    def orders(make: Any) -> Tensor:
+        torch.manual_seed(0)
+        source = make()
+        return torch.cat([b for _ in range(2) for _, b in source()])
+
+    def plain() -> Any:
+        return lambda: loader
+
+    def followed() -> Any:
+        return heldin.FoldStopping(model, optimizer, F.mse_loss, loader).batches
+
+    assert torch.equal(orders(plain), orders(followed))
+
+
+def test_batches_know_their_rows_even_when_augmented() -> None:
+    torch.manual_seed(13)
+    x, y = data()
+
+    class Augmented(Pairs):
+        def __getitem__(self, i: int) -> Any:
+            return self.x[i] + 0.01 * torch.randn(D, dtype=torch.float64), self.y[i]
+
+    for source, options in (
+        ((x, y), {"batch_size": 8}),
+        (DataLoader(Pairs(x, y), batch_size=8, shuffle=True), {}),
+        (DataLoader(Augmented(x, y), batch_size=8, shuffle=True), {}),
+    ):
+        start = MODELS["relu"]().double()
+        model = copy.deepcopy(start)
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        stopping = heldin.FoldStopping(model, optimizer, F.mse_loss, source, folds=3)
+        twin = copy.deepcopy(start)
+        own = OPTIMIZERS["sgd"](twin.parameters())
+        for a, b in stopping.batches(**options):
+            F.mse_loss(model(a), b).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            index = torch.stack([(y == row).all(1).nonzero()[0, 0] for row in b])
+            stopping.step()
+            kept = stopping._label[index] != 2
+            own.zero_grad()
+            F.mse_loss(twin(a[kept]), b[kept]).backward()
+            own.step()
+        for name, p in twin.named_parameters():
+            torch.testing.assert_close(stopping._team.stack.blocks[name][2].detach(), p.detach())
+
+
+def test_accumulated_minibatches_are_one() -> None:
+    torch.manual_seed(14)
+    x, y = data()
+    start = MODELS["relu"]().double()
+    model = copy.deepcopy(start)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    stopping = heldin.FoldStopping(model, optimizer, F.mse_loss, (x, y), folds=3)
+    for _ in range(3):
+        for half in (slice(0, 10), slice(10, 20)):
+            (F.mse_loss(model(x[half]), y[half]) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        stopping.step()
+    check_shadows(stopping, start, OPTIMIZERS["sgd"], F.mse_loss, (x, y), [torch.arange(20)] * 3)
+
+
+def test_steps_may_be_reported_late_and_skipped() -> None:
+    torch.manual_seed(14)
+    start = MODELS["relu"]().double()
+    x, y = data()
+    model = copy.deepcopy(start)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    stopping = heldin.FoldStopping(model, optimizer, F.mse_loss, (x, y), folds=3)
+    batches = minibatches(8, 9)
+    for i, index in enumerate(batches):
+        F.mse_loss(model(x[index]), y[index]).backward()
+        with torch.no_grad():
+            model(x)  # an evaluation does not count
+        optimizer.step()
+        optimizer.zero_grad()
+        if i % 3 == 2:
+            stopping.step()
+            assert not stopping.step()  # nothing happened since
+    assert [record.step for record in stopping.history] == [0, 3, 6, 9]
+    check_shadows(stopping, start, OPTIMIZERS["sgd"], F.mse_loss, (x, y), batches)
+
+
+@given(
+    values=st.lists(st.integers(0, 3), min_size=2, max_size=12),
+    picks=st.lists(st.integers(0, 100), min_size=1, max_size=12),
+    kind=st.sampled_from([torch.float32, torch.float64, torch.int64, torch.bool, torch.bfloat16]),
+)
+@settings(deadline=None, max_examples=60)
+def test_rows_are_found_and_copies_take_turns(
+    values: list[int], picks: list[int], kind: torch.dtype
+) -> None:
+    x = torch.tensor([[v, 1 - v] for v in values]).to(kind)
+    rows = Rows((x,), x[:, :1].float())  # equal inputs have equal targets
+    find = RowMatcher(rows)
+    index = torch.tensor([p % len(values) for p in picks])
+    found = find([x[index]])
+    assert torch.equal(x[found], x[index])
+    unchanged = len(index) == len(x) and torch.equal(x[index], x)
+    if not unchanged:
+        for value in x.unique(dim=0):
+            copies = (x == value).all(1).nonzero().flatten().tolist()
+            used = [copies.index(i) for i in found.tolist() if i in copies]
+            assert used == [i % len(copies) for i in range(len(used))]
+
+
+def test_rows_are_found_in_another_type() -> None:
+    x, y = data()
+    assert RowMatcher(Rows((x,), y))([x[[4, 2]].float()]).tolist() == [4, 2]
+    zero = torch.tensor([[0.0], [-0.0]])
+    assert RowMatcher(Rows((zero,), torch.tensor([0.0, 1.0])))([zero[[1]]]).tolist() == [1]

@@ -1,0 +1,303 @@
+"""Folds: which weights are kept, saved and restored."""
+
+from __future__ import annotations
+
+import io
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import heldin
+from heldin.rules.estimated import curves as _curves
+from tests.support.folds_runs import MODELS, OPTIMIZERS, data, minibatches, train_once
+
+
+def test_votes_follow_the_bootstrap() -> None:
+    generator = torch.Generator().manual_seed(0)
+    curves = torch.randn(20, 6, generator=generator, dtype=torch.float64)
+    found = _curves.votes(curves, resamples=50, seed=3)
+    draws = torch.randint(20, (50, 20), generator=torch.Generator().manual_seed(3))
+    expected = torch.zeros(6, dtype=torch.float64)
+    for draw in draws:
+        expected[curves[draw].mean(0).argmin()] += 1 / 50
+    torch.testing.assert_close(found, expected)
+    curves[3, 2] = math.inf
+    curves[4, 1] = math.nan
+    again = _curves.votes(curves, 50, 3)
+    assert again[1] == again[2] == 0
+    assert math.isclose(float(again.sum()), 1)
+    assert _curves.votes(torch.full((3, 2), math.nan)).tolist() == [1, 0]
+
+
+def overfitting(n: int = 40, d: int = 30) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(n, d, generator=generator, dtype=torch.float64)
+    return x, x[:, :1] + torch.randn(n, 1, generator=generator, dtype=torch.float64)
+
+
+def fit(steps: int, **options: Any) -> tuple[Any, nn.Module, list[Tensor]]:
+    torch.manual_seed(0)
+    x, y = overfitting()
+    model = nn.Linear(30, 1).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    stopping = heldin.FoldStopping(model, optimizer, F.mse_loss, (x, y), **options)
+    path = [model.weight.detach().clone()]
+    for _ in range(steps):
+        stop = train_once(stopping, model, optimizer, x, y)
+        path.append(model.weight.detach().clone())
+        if stop:
+            break
+    return stopping, model, path
+
+
+def test_the_standard_error_is_that_of_the_held_out_rows_and_of_the_training_rows() -> None:
+    losses = torch.tensor([0.5, 1.0, 4.0, 0.5, 1.5], dtype=torch.float64)
+    middle, error = _curves.mean_and_error(losses, held_per_trained=1.25)
+    assert middle == 1.5
+    squares = [1.0, 0.25, 6.25, 1.0, 0.0]  # the largest loss counts twice, m - 3 = 2
+    assert math.isclose(error, math.sqrt((sum(squares) + 6.25) / 2 * (1 / 5 + 1.25 / 5 / 2)))
+    assert math.isnan(_curves.mean_and_error(losses[:1])[1])
+    assert _curves.mean_and_error(torch.ones(2))[1] == 0.0
+
+
+@pytest.mark.parametrize(("shadows", "held"), [(None, 20), (2, 8), (1, 4)])
+@pytest.mark.parametrize("general", [False, True])
+def test_each_rule_says_how_many_rows_its_error_rests_on(
+    shadows: int | None, held: int, general: bool
+) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(20, 3), torch.randn(20, 1)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    how: dict[str, Any] = {"loss_fn": nn.MSELoss()}
+    if general:
+        how = {
+            "batch_loss": lambda model, batch: F.mse_loss(model(batch[0]), batch[1]),
+            "eval_loss": lambda model, batch: (model(batch[0]) - batch[1]).square()[:, 0],
+        }
+    stopping = heldin.FoldStopping(model, optimizer, data=(x, y), shadows=shadows, **how)
+    (curve,) = stopping._curves
+    assert len(curve) == held
+    assert stopping.standard_error == _curves.mean_and_error(curve, held / 16)[1]
+
+
+def test_the_band_covers_what_it_should() -> None:
+    """Least squares with Gaussian noise, five folds: the loss of the fit to all rows is known."""
+    generator = torch.Generator().manual_seed(0)
+    fold = torch.arange(60) % 5
+    off = []
+    for _ in range(300):
+        x = torch.randn(60, 5, generator=generator, dtype=torch.float64)
+        y = x[:, :1] + torch.randn(60, 1, generator=generator, dtype=torch.float64)
+        fits = [torch.linalg.lstsq(x[fold != k], y[fold != k]).solution for k in range(5)]
+        losses = [(x[fold == k] @ w - y[fold == k]).square()[:, 0] for k, w in enumerate(fits)]
+        middle, error = _curves.mean_and_error(torch.cat(losses), 60 / 48)
+        slope = torch.linalg.lstsq(x, y).solution
+        slope[0] -= 1
+        off.append(abs(middle - 1 - float(slope.square().sum())) / error)
+    within = [sum(value <= width for value in off) / 300 for width in (1, 2)]
+    assert 0.63 < within[0] < 0.83  # a plain standard error covers 0.60 and 0.88
+    assert within[1] > 0.92
+
+
+def test_patience_stops_and_restores_the_best() -> None:
+    stopping, model, path = fit(3000, average="best")
+    table = stopping.history.columns()
+    best = min(range(len(table["step"])), key=lambda i: table["estimate"][i])
+    assert stopping.best_step == table["step"][best]
+    assert stopping.estimate == table["estimate"][best]
+    assert stopping.standard_error == table["standard_error"][best]
+    assert stopping.should_stop
+    assert stopping.stopped_step == len(path) - 1
+    last = next(s for s in table["step"] if s >= 2 * stopping.best_step + 200)
+    assert stopping.stopped_step == last
+    assert not torch.equal(model.weight, path[stopping.best_step])
+    stopping.restore()
+    assert torch.equal(model.weight, path[stopping.best_step])
+    assert "lowest" in stopping.reason
+    assert stopping.metrics()["heldin/best_step"] == stopping.best_step
+    assert stopping.metrics()["heldin/should_stop"] == 1.0
+
+
+def test_bagged_weights_are_the_average_by_votes() -> None:
+    stopping, model, path = fit(400, patience=None)
+    shares = stopping.shares
+    assert math.isclose(sum(shares.values()), 1)
+    assert len(shares) > 1
+    curves = torch.stack(stopping._curves, dim=1)
+    assert curves.shape == (40, len(stopping.history))
+    torch.testing.assert_close(
+        curves.mean(0), torch.tensor(stopping.history.columns()["estimate"], dtype=torch.float64)
+    )
+    stopping.restore()
+    expected = sum(share * path[step] for step, share in stopping.shares.items())
+    torch.testing.assert_close(model.weight.detach(), expected)
+
+
+def test_restore_takes_the_last_weights_into_account() -> None:
+    stopping, model, path = fit(7, average="best")  # still improving, and 7 is not on the grid
+    assert stopping.history[-1].step == 6
+    stopping.restore()
+    assert stopping.history[-1].step == 7
+    assert torch.equal(model.weight, path[7])
+
+
+def test_memory_thins_the_checkpoints_and_keeps_the_best() -> None:
+    each = 31 * 8
+    full, _, _ = fit(500, patience=None)
+    thin, model, path = fit(500, patience=None, memory=6 * each)
+    assert len(full._kept) == len(full.history)
+    assert len(thin._kept) == 6
+    steps = [thin.history[i].step for i in sorted(thin._kept)]
+    assert thin.best_step in steps
+    assert thin.best_step == full.best_step
+    thin.restore()
+    expected = sum(share * path[step] for step, share in thin.shares.items())
+    torch.testing.assert_close(model.weight.detach(), expected)
+    none, _, _ = fit(50, patience=None, memory=0)
+    assert len(none._kept) == 1
+
+
+def test_context_manager_restores_unless_an_error_passes() -> None:
+    x, y = overfitting()
+    model = nn.Linear(30, 1).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with heldin.FoldStopping(model, optimizer, F.mse_loss, (x, y), average="best") as stopping:
+        for _ in range(1000):
+            train_once_more = train_once(stopping, model, optimizer, x, y)
+        last = model.weight.detach().clone()
+        assert train_once_more
+    assert not torch.equal(model.weight, last)
+    assert not model._forward_pre_hooks
+    assert stopping.best_step > 0  # still readable
+    broken = heldin.FoldStopping(model, optimizer, F.mse_loss, (x, y))
+    train_once(broken, model, optimizer, x, y)
+    before = model.weight.detach().clone()
+    with pytest.raises(ZeroDivisionError), broken:
+        raise ZeroDivisionError
+    assert torch.equal(model.weight, before)
+    assert not model._forward_pre_hooks
+
+
+def test_integer_buffers_survive_restoring() -> None:
+    torch.manual_seed(0)
+    x, y = overfitting()
+    model = nn.Sequential(nn.Linear(30, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with heldin.FoldStopping(model, optimizer, F.mse_loss, (x, y)) as stopping:
+        for _ in range(40):
+            train_once(stopping, model, optimizer, x, y)
+    assert model[1].num_batches_tracked in [record.step for record in stopping.history]
+
+
+def test_a_run_that_diverges_keeps_the_last_good_weights() -> None:
+    torch.manual_seed(0)
+    x, y = overfitting()
+    model = nn.Linear(30, 1).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e10)
+    stopping = heldin.FoldStopping(model, optimizer, F.mse_loss, (x, y))
+    start = model.weight.detach().clone()
+    for _ in range(60):
+        train_once(stopping, model, optimizer, x, y)
+    assert not model.weight.isfinite().all()
+    with pytest.warns(heldin.HeldinWarning, match="never fell below"):
+        stopping.restore()
+    assert stopping.best_step == 0
+    assert torch.equal(model.weight, start)
+
+
+@pytest.mark.parametrize("name", ["relu", "tied", "batchnorm"])
+def test_a_resumed_run_goes_on_bit_for_bit(name: str) -> None:
+    x, y = data()
+    batches = minibatches(8, 40)
+
+    def parts() -> Any:
+        torch.manual_seed(3)
+        model = MODELS[name]().double()
+        optimizer = OPTIMIZERS["adam"](model.parameters())
+        return model, optimizer, heldin.FoldStopping(model, optimizer, F.mse_loss, (x, y), 3)
+
+    def go(model: Any, optimizer: Any, stopping: Any, some: list[Tensor]) -> None:
+        for index in some:
+            train_once(stopping, model, optimizer, x[index], y[index])
+
+    whole = parts()
+    go(*whole, batches)
+    first = parts()
+    go(*first, batches[:17])
+    file = io.BytesIO()
+    torch.save([part.state_dict() for part in first], file)
+    file.seek(0)
+    second = parts()
+    for part, state in zip(second, torch.load(file, weights_only=True), strict=True):
+        part.load_state_dict(state)
+    go(*second, batches[17:])
+    assert list(second[2].history) == list(whole[2].history)
+    assert torch.equal(second[2]._held_out(), whole[2]._held_out())
+    for stopping in (whole[2], second[2]):
+        stopping.restore()
+    for a, b in zip(whole[0].parameters(), second[0].parameters(), strict=True):
+        assert torch.equal(a, b)
+    damaged = first[2].state_dict() | {"curves": None}
+    before = second[2].state_dict()["curves"]
+    with pytest.raises(heldin.HeldinError, match="incomplete or damaged"):
+        second[2].load_state_dict(damaged)
+    assert torch.equal(second[2].state_dict()["curves"], before)
+    other = heldin.FoldStopping(whole[0], whole[1], F.mse_loss, (x, y), 4)
+    shadow = heldin.ShadowStopping(whole[0], whole[1], F.mse_loss, (x, y))
+    with pytest.raises(heldin.HeldinError, match="saved with folds=3"):
+        other.load_state_dict(first[2].state_dict())
+    with pytest.raises(heldin.HeldinError, match="state of a FoldStopping"):
+        shadow.load_state_dict(first[2].state_dict())
+
+
+def test_nothing_is_printed_warned_or_left_behind(capsys: pytest.CaptureFixture[str]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        stopping, model, _ = fit(30)
+    state = torch.random.get_rng_state()
+    stopping._check()
+    assert torch.equal(state, torch.random.get_rng_state())
+    del stopping
+    assert not model._forward_pre_hooks
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_history_leaves_by_all_ways(tmp_path: Any) -> None:
+    pytest.importorskip("matplotlib")
+    import matplotlib
+
+    matplotlib.use("Agg")
+    stopping, _, _ = fit(3000)
+    axes = stopping.history.plot(errors=3)
+    labels = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert any("covered" in label for label in labels)
+    assert any("chosen step" in label for label in labels)
+    with pytest.raises(heldin.HeldinError, match="errors must be 2 or 3"):
+        stopping.history.plot(errors=1)
+    stopping.history.to_csv(tmp_path / "history.csv")
+    lines = (tmp_path / "history.csv").read_text().splitlines()
+    assert lines[0] == "step,estimate,standard_error,training_loss"
+    assert len(lines) == len(stopping.history) + 1
+    matplotlib.pyplot.close("all")
+
+
+def test_the_training_loss_is_that_of_the_model() -> None:
+    stopping, model, _ = fit(6)
+    x, y = overfitting()
+    with torch.no_grad():
+        assert math.isclose(
+            stopping.history[-1].training_loss, float(F.mse_loss(model(x), y)), rel_tol=1e-12
+        )
+
+
+def test_patience_needs_time_and_checks() -> None:
+    rule = heldin.Patience(2.0, 0, 3)
+    assert not rule.over(step=10, best=5, since=2)
+    assert rule.over(step=10, best=5, since=3)
+    assert not rule.over(step=9, best=5, since=9)

@@ -1,0 +1,354 @@
+"""Shadows: batches of any structure, rows that are known, checks that thin out."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import UserDict
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    WeightedRandomSampler,
+    default_collate,
+)
+
+import heldin
+from heldin.rules.estimated.separate import SeparateShadows
+from tests.support.shadow_runs import Augmented, D, N, Numbers, mse
+
+
+class Pair(NamedTuple):
+    x: Any
+    y: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    x: Any
+    y: Any
+    weight: Any
+
+
+class Encoding(UserDict[str, Any]):
+    """As transformers' BatchEncoding: a mapping that carries something more."""
+
+    encodings: Any = None
+
+
+def as_encoding(rows: list[Any]) -> Any:
+    made = Encoding(default_collate([{"x": x, "y": y} for x, y in rows]))
+    made.encodings = "kept"
+    return made
+
+
+def as_record(rows: list[Any]) -> Any:
+    x, y = default_collate(rows)
+    return Record({"deep": [x]}, y, torch.ones(len(rows)))
+
+
+STRUCTURES: dict[str, Any] = {
+    "list": (default_collate, lambda b: (b[0], b[1])),
+    "named tuple": (lambda rows: Pair(*default_collate(rows)), lambda b: (b.x, b.y)),
+    "encoding": (as_encoding, lambda b: (b["x"], b["y"])),
+    "record": (as_record, lambda b: (b.x["deep"][0], b.y)),
+    "numpy": (
+        lambda rows: tuple(t.numpy() for t in default_collate(rows)),
+        lambda b: (torch.as_tensor(b[0]), torch.as_tensor(b[1])),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", STRUCTURES)
+def test_batches_of_any_structure(kind: str) -> None:
+    collate, read = STRUCTURES[kind]
+    seen: list[Any] = []
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        seen.append(batch)
+        x, y = read(batch)
+        return F.mse_loss(model(x), y)
+
+    torch.manual_seed(0)
+    loader = DataLoader(Augmented(), batch_size=8, collate_fn=collate)
+    model = nn.Linear(D, 1)
+    start = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    stopping = heldin.FoldStopping(model, optimizer, data=loader, batch_loss=loss, folds=2)
+    own = torch.optim.SGD(start.parameters(), lr=0.1)
+    for number, batch in enumerate(loader):
+        loss(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        stopping.step(batch=batch)
+        assert all(type(one) is type(batch) for one in seen)
+        x, y = read(batch)
+        kept = stopping._label[8 * number : 8 * number + len(x)] != 1
+        own.zero_grad()
+        F.mse_loss(start(x[kept]), y[kept]).backward()
+        own.step()
+    torch.testing.assert_close(
+        stopping._team.shadows[1].weights["weight"].detach(), start.weight.detach()
+    )
+    if kind == "encoding":
+        assert all(one.encodings == "kept" for one in seen)
+
+
+@pytest.mark.parametrize(
+    ("collate", "message"),
+    [
+        (lambda rows: torch.cat([x for x, _ in rows]), "no dimension with one entry"),
+        (lambda rows: torch.ones(len(rows), len(rows)), "no dimension with one entry"),
+        (lambda rows: {f"{i}": x for i, (x, _) in enumerate(rows)}, "parts change"),
+        (lambda rows: torch.ones(2) if len(rows) == 2 else None, "one structure"),
+        (lambda rows: object(), "not known which part of a object"),
+    ],
+)
+def test_batches_without_samples_are_refused(collate: Any, message: str) -> None:
+    model = nn.Linear(D, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(Augmented(), batch_size=8, collate_fn=collate)
+    with pytest.raises(heldin.HeldinError, match=message):
+        heldin.FoldStopping(model, optimizer, data=loader, batch_loss=mse)
+
+
+class LongFirst(BatchSampler):
+    """Batches of various sizes, as when samples are grouped by length."""
+
+    def __init__(self) -> None:
+        super().__init__(RandomSampler(range(N)), 4, False)
+
+    def __iter__(self) -> Any:
+        order = torch.randperm(N).tolist()
+        yield from (order[:7], order[7:9], order[9:])
+
+
+LOADERS: dict[str, Any] = {
+    "shuffled": {"batch_size": 4, "shuffle": True},
+    "in order": {"batch_size": 4},
+    "last dropped": {"batch_size": 4, "shuffle": True, "drop_last": True},
+    "drawn twice": {"batch_size": 4, "sampler": WeightedRandomSampler(torch.rand(N), 40)},
+    "of two processes": {
+        "batch_size": 4,
+        "sampler": DistributedSampler(Numbers(), num_replicas=2, rank=1),  # type: ignore[arg-type]
+    },
+    "batch sampler": {"batch_sampler": LongFirst()},
+    "workers": {"batch_size": 4, "shuffle": True, "num_workers": 2, "prefetch_factor": 3},
+    "persistent": {
+        "batch_size": 4,
+        "shuffle": True,
+        "num_workers": 2,
+        "persistent_workers": True,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize("tell", [False, True])
+def test_the_rows_of_every_batch_are_known(
+    kind: str, tell: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Linear(D, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    loader: Any = DataLoader(Numbers(), **LOADERS[kind])
+    stopping = heldin.FoldStopping(model, optimizer, data=loader, batch_loss=mse, folds=2)
+    given: list[Tensor] = []
+    plain = SeparateShadows._train
+
+    def spied(self: Any, shadow: Any, micro: Any, *rest: Any) -> None:
+        given.extend(index for _, index in micro)
+        plain(self, shadow, micro, *rest)
+
+    monkeypatch.setattr(SeparateShadows, "_train", spied)
+    for epoch in range(3):
+        for number, batch in enumerate(loader):
+            if number == 1:
+                continue  # a batch that is not used
+            mse(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            given.clear()
+            stopping.step(batch=copy.deepcopy(batch)) if tell else stopping.step()
+            assert given
+            for index in given:
+                assert index.tolist() == batch[0][:, 0].tolist()
+            if epoch == 1 and number == 2:
+                break  # an epoch cut short
+    sampler = loader.batch_sampler
+    stopping.close()
+    assert "_get_iterator" not in vars(loader)
+    assert loader.batch_sampler is sampler
+    assert len(list(loader)) > 1
+
+
+def test_batches_of_elsewhere_are_refused() -> None:
+    model = nn.Linear(D, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    loader: Any = DataLoader(Numbers(), batch_size=4, shuffle=True)
+    other: Any = DataLoader(Augmented(), batch_size=4)
+
+    def once(used: Any, **told: Any) -> None:
+        optimizer.zero_grad()
+        mse(model, used).backward()
+        optimizer.step()
+        stopping.step(**told)
+
+    stopping = heldin.FoldStopping(model, optimizer, data=loader, batch_loss=mse)
+    foreign, own = next(iter(other)), next(iter(loader))
+    with pytest.raises(heldin.HeldinError, match="not certain which batch"):
+        once(foreign)
+    with pytest.raises(heldin.HeldinError, match="not one of those that the loader"):
+        once(foreign, batch=foreign)
+    with pytest.raises(heldin.HeldinError, match="4 samples and 3 row numbers"):
+        once(own, batch=own, indices=[0, 1, 2])
+    with pytest.raises(heldin.HeldinError, match="cannot be made again"):
+        once(own, indices=[0, 1, 2, 3])
+    with pytest.raises(heldin.HeldinError, match="another structure"):
+        once(own, batch={"x": own[0]}, indices=own[0][:, 0].long())
+    with pytest.raises(heldin.HeldinError, match="another rule already"):
+        heldin.FoldStopping(model, optimizer, data=loader, batch_loss=mse)
+    stopping.close()
+    stopping = heldin.FoldStopping(model, optimizer, data=Numbers(), batch_loss=mse)
+    with pytest.raises(heldin.HeldinError, match="give the DataLoader"):
+        once(own, batch=own)
+    stopping = heldin.FoldStopping(model, optimizer, data=Numbers(), batch_loss=mse)
+    once(own, batch=own, indices=own[0][:, 0].long())  # a Dataset, told
+
+
+def test_tensors_in_a_dictionary() -> None:
+    x = torch.randn(N, D)
+    rows = {"x": x, "y": x[:, :1]}
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return F.mse_loss(model(batch["x"]), batch["y"])
+
+    torch.manual_seed(0)
+    model = nn.Linear(D, 1)
+    twin = copy.deepcopy(model)
+    optimizer, own = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin))
+    stopping = heldin.FoldStopping(model, optimizer, data=rows, batch_loss=loss, folds=2)
+    for index in torch.arange(N).split(8):
+        loss(model, {key: value[index] for key, value in rows.items()}).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        stopping.step(indices=index)
+        kept = index[stopping._label[index] != 0]
+        own.zero_grad()
+        F.mse_loss(twin(x[kept]), x[kept, :1]).backward()
+        own.step()
+    found = stopping._team.shadows[0].weights["weight"]  # type: ignore[union-attr]
+    torch.testing.assert_close(found.detach(), twin.weight.detach())
+
+
+@pytest.mark.parametrize("engine", ["copies", "swap"])
+def test_loss_fn_on_tensors_is_the_same_in_every_engine(engine: Any) -> None:
+    def history(engine: Any) -> list[float]:
+        torch.manual_seed(0)
+        x = torch.randn(N, D, generator=torch.Generator().manual_seed(1)).double()
+        model = nn.Sequential(nn.Linear(D, 6), nn.ReLU(), nn.Linear(6, 1)).double()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        rows = x, x[:, :1]
+        stopping = heldin.FoldStopping(model, optimizer, F.mse_loss, rows, 3, engine=engine)
+        for _ in range(6):
+            for index in torch.arange(N).split(9):
+                F.mse_loss(model(x[index]), x[index, :1]).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                stopping.step()
+        return [float(stopping._held_out().mean()), stopping.estimate > 0]
+
+    assert history(engine) == pytest.approx(history("auto"), rel=1e-9)
+
+
+def test_checks_thin_out_and_take_a_small_share() -> None:
+    calls = {"checked": 0, "trained": 0}
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        calls["trained" if torch.is_grad_enabled() else "checked"] += len(batch[0])
+        return mse(model, batch)
+
+    x = torch.randn(3000, D)
+    model = nn.Linear(D, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    data = [x, x[:, :1]]
+    stopping = heldin.ShadowStopping(
+        model, optimizer, data=data, batch_loss=loss, patience=None, groups=torch.arange(3000) // 2
+    )
+    steps = 0
+    for _ in range(40):
+        for index in torch.randperm(3000).split(60):
+            loss(model, [part[index] for part in data]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            stopping.step(indices=index)
+            steps += 1
+    assert steps == 2000
+    assert 20 <= len(stopping.history) <= 40
+    assert calls["checked"] < 0.05 * 3 * calls["trained"]
+    label = stopping._label.view(-1, 2)
+    assert torch.equal(label[:, 0], label[:, 1])
+    assert int((label == 0).sum()) == 600
+
+
+def test_the_view_without_augmentation_is_evaluated() -> None:
+    class View(Dataset[Any]):
+        def __init__(self, value: float) -> None:
+            self.value = value
+
+        def __len__(self) -> int:
+            return N
+
+        def __getitem__(self, i: int) -> Any:
+            return torch.full((D,), self.value), torch.tensor([float(i)])
+
+    seen: set[tuple[bool, float]] = set()
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        seen.add((torch.is_grad_enabled(), float(batch[0][0, 0])))
+        return mse(model, batch)
+
+    def per_sample(model: nn.Module, batch: Any) -> Tensor:
+        seen.add((torch.is_grad_enabled(), float(batch[0][0, 0])))
+        return (model(batch[0]) - batch[1]).square()[:, 0]
+
+    model = nn.Linear(D, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    loader = DataLoader(View(2.0), batch_size=5)
+    options: dict[str, Any] = {"data": loader, "batch_loss": loss, "eval_data": View(1.0)}
+    stopping = heldin.FoldStopping(model, optimizer, eval_loss=per_sample, **options)
+    for batch in loader:
+        mse(model, batch).backward()
+        optimizer.step()
+        stopping.step()
+    assert {value for grad, value in seen if grad} == {2.0}
+    assert (False, 1.0) in seen
+    assert len(stopping._held_out()) == N
+    few = DataLoader(list(zip(torch.ones(3, D), torch.ones(3, 1), strict=True)), batch_size=2)
+    stopping.close()
+    with pytest.raises(heldin.HeldinError, match="eval_data must show the same rows"):
+        heldin.FoldStopping(model, optimizer, data=loader, batch_loss=loss, eval_data=few)
+
+
+def test_sums_are_divided_by_their_samples() -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return F.mse_loss(model(batch[0]), batch[1], reduction="sum")
+
+    x = torch.randn(500, D, dtype=torch.float64)
+    found = []
+    for own in (loss, mse):
+        torch.manual_seed(0)
+        model = nn.Linear(D, 1).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        stopping = heldin.FoldStopping(model, optimizer, data=[x, x[:, :1]], batch_loss=own)
+        found.append(stopping.estimate)
+    assert found[0] == pytest.approx(found[1])
+    with torch.no_grad():
+        assert found[1] == pytest.approx(float(F.mse_loss(model(x), x[:, :1])))
