@@ -19,6 +19,7 @@ from heldin.criterion.masking import keep
 from tests.support.elementwise_runs import (
     CLASSES,
     OPTIMISERS,
+    Table,
     backward,
     stop_some,
     values,
@@ -125,19 +126,6 @@ def test_corrections_reach_the_averages() -> None:
 
 def test_all_optimisers_of_torch_are_here() -> None:
     assert set(OPTIMISERS) == CLASSES
-
-
-class Table(nn.Module):
-    """A model for every kind of optimiser: sparse gradients, or matrices only."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(12, 4, sparse=kind == "SparseAdam")
-        self.out = None if kind == "SparseAdam" else nn.Linear(4, 3, bias=kind != "Muon")
-
-    def forward(self, index: Tensor) -> Tensor:
-        h: Tensor = self.embed(index).sum(1)
-        return h if self.out is None else self.out(h)
 
 
 @pytest.mark.parametrize("kind", sorted(OPTIMISERS))

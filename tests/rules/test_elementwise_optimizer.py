@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import heldin
-from tests.support.elementwise_runs import backward, stop_some, values, wrapped
+from tests.support.elementwise_runs import SCHEDULERS, backward, stop_some, values, wrapped
 from tests.support.loops import data, net
 
 PLAIN_BACKWARD = torch.autograd.backward
@@ -27,23 +27,6 @@ def _nothing_left() -> Iterator[None]:
     if torch.autograd.backward is not PLAIN_BACKWARD:
         gc.collect()  # what was forgotten removes itself
     assert torch.autograd.backward is PLAIN_BACKWARD
-
-
-SCHEDULERS: dict[str, Any] = {
-    "StepLR": lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5),
-    "CosineAnnealingLR": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 5),
-    "OneCycleLR": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.5, total_steps=8),
-    "CyclicLR": lambda o: torch.optim.lr_scheduler.CyclicLR(o, 0.01, 0.5, step_size_up=2),
-    "ReduceLROnPlateau": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=0),
-    "SequentialLR": lambda o: torch.optim.lr_scheduler.SequentialLR(
-        o,
-        [
-            torch.optim.lr_scheduler.ConstantLR(o),
-            torch.optim.lr_scheduler.ExponentialLR(o, 0.9),
-        ],
-        [2],
-    ),
-}
 
 
 @pytest.mark.parametrize("name", sorted(SCHEDULERS))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import heldin
-from tests.rules.test_elementwise import OPTIMISERS, SCHEDULERS, Table
+from tests.support.elementwise_runs import OPTIMISERS, SCHEDULERS, Table
 from tests.support.loops import data, net, slow_groups
 
 

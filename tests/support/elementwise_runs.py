@@ -60,3 +60,33 @@ def stop_some(optimizer: heldin.ElementwiseStopping, share: float = 0.5) -> dict
         optimizer._averages[name] = torch.where(low, 0.5, average).contiguous()
     optimizer._updates = 10**6
     return optimizer.masks()
+
+
+SCHEDULERS: dict[str, Any] = {
+    "StepLR": lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5),
+    "CosineAnnealingLR": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 5),
+    "OneCycleLR": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.5, total_steps=8),
+    "CyclicLR": lambda o: torch.optim.lr_scheduler.CyclicLR(o, 0.01, 0.5, step_size_up=2),
+    "ReduceLROnPlateau": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=0),
+    "SequentialLR": lambda o: torch.optim.lr_scheduler.SequentialLR(
+        o,
+        [
+            torch.optim.lr_scheduler.ConstantLR(o),
+            torch.optim.lr_scheduler.ExponentialLR(o, 0.9),
+        ],
+        [2],
+    ),
+}
+
+
+class Table(nn.Module):
+    """A model for every kind of optimiser: sparse gradients, or matrices only."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(12, 4, sparse=kind == "SparseAdam")
+        self.out = None if kind == "SparseAdam" else nn.Linear(4, 3, bias=kind != "Muon")
+
+    def forward(self, index: Tensor) -> Tensor:
+        h: Tensor = self.embed(index).sum(1)
+        return h if self.out is None else self.out(h)
