@@ -184,6 +184,7 @@ def test_after_an_error_the_next_step_is_right(fail: str, estimator: Any, known:
             if estimator == "exact":
                 right(seen, model)
             else:
+                model.zero_grad()
                 model(torch.randn(5, 3)).sin().sum().backward()
                 assert seen.count == (5 if estimator == "sampled" else 1)
                 seen.clear()

@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import weakref
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+import heldin
 from heldin.lab.bench.run import GIVEN_BACK
 
 PROGRAM = """
@@ -69,3 +73,26 @@ def test_exact_evidence_holds_two_sums() -> None:
 def test_gradients_of_sixteen_samples_would_be_noticed() -> None:
     extra = peak("written out", "linear") - peak("plain", "linear")
     assert extra > 10 * 6_000_000 * 4
+
+
+class Projected(nn.Module):
+    """Copies a projection, as attention does with queries, keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(3, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        projected = self.project(x)
+        self.seen = weakref.ref(projected)
+        first, second = projected.clone().chunk(2, -1)
+        return first * second
+
+
+def test_following_a_call_keeps_no_tensor_that_the_graph_does_not_need() -> None:
+    model = Projected()
+    with heldin.observe(model) as found:
+        loss = model(torch.randn(4, 3)).sum()
+        assert model.seen() is None
+        loss.backward()
+    assert found.count == 4

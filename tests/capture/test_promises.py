@@ -31,6 +31,10 @@ def over_time(s: Any, t: Tensor, x: Tensor) -> Tensor:
     return (s.a(x)[None] * s.b(t[:, None, None].expand(-1, 1, 2))).tanh()
 
 
+def boxes(s: Any, places: Tensor, image: Tensor) -> Tensor:
+    return s.b(s.a(image) + places)
+
+
 @pytest.mark.parametrize(
     ("forward", "first", "second"),
     [
@@ -39,6 +43,7 @@ def over_time(s: Any, t: Tensor, x: Tensor) -> Tensor:
         (outer, torch.randn(5, 2), torch.randn(3, 3)),
         (over_time, torch.randn(5), torch.randn(4, 3)),
         (over_time, torch.randn(5), torch.randn(1, 3)),
+        (boxes, torch.randn(5, 2), torch.randn(1, 3)),
     ],
     ids=[
         "points, functions",
@@ -46,6 +51,7 @@ def over_time(s: Any, t: Tensor, x: Tensor) -> Tensor:
         "square functions",
         "times, states",
         "times, one state",
+        "boxes in one image",
     ],
 )
 def test_what_may_be_counted_in_two_ways_is_refused(
@@ -69,6 +75,35 @@ def test_what_may_be_counted_in_two_ways_is_refused(
     assert seen.count == len(second)
 
 
+def test_nodes_or_graphs_is_refused_unless_it_is_told() -> None:
+    """Where nothing passes between nodes, and nothing is pooled, each may be a sample."""
+
+    class Nodes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor, batch: Tensor) -> Tensor:
+            return self.a(x).tanh()
+
+    model, owner = Nodes(), torch.tensor([0, 0, 1, 1, 1, 2])
+    with heldin.observe(model), pytest.raises(heldin.NotObservable, match="6 rows of 'x'") as said:
+        model(X, owner).sum().backward()
+    assert "3 samples in one of 'x' and 'batch'" in str(said.value)
+    with heldin.observe(model, batch_dim={"batch": None}) as seen:
+        model(X, owner).sum().backward()
+    assert seen.count == 6
+    with heldin.observe(model, batch_dim={"batch": "owner"}) as seen:
+        model(X, owner).sum().backward()
+    assert seen.count == 3
+    for wrong in (owner + 1, owner.double(), owner[:, None], owner > 1):
+        with (
+            heldin.observe(model, batch_dim={"batch": "owner"}),
+            pytest.raises(heldin.NotObservable, match="'batch' holds the \"owner\" of each row"),
+        ):
+            model(X, wrong)
+
+
 def test_the_loss_decides_what_is_counted() -> None:
     """Rows of a table of scores are samples if the loss is a sum over them."""
     model = Fn(outer, a=nn.Linear(3, 2), b=nn.Linear(2, 2))
@@ -77,6 +112,27 @@ def test_the_loss_decides_what_is_counted() -> None:
         F.cross_entropy(model(classes, x), y, reduction="sum").backward()
     assert seen.count == 4
     agree(seen, model, F.cross_entropy(model(classes, x), y, reduction="none"))
+
+
+def test_a_yes_or_no_about_the_batch_tells_plans_apart() -> None:
+    """Rows are turned by one or by two between two uses of a layer; the graph is the same."""
+
+    def forward(s: Any, x: Tensor, mask: Tensor) -> Tensor:
+        by = 1 if mask.all() else 2
+        h = s.a(x).tanh()
+        return s.a(torch.cat([h[by:], h[:by]]))
+
+    model = Fn(forward, a=nn.Linear(3, 3))
+    with heldin.observe(model) as seen:
+        for step in range(16):
+            seen.clear()
+            model.zero_grad()
+            mask = torch.ones(6).bool()
+            mask[step % 6] = step % 3 > 0
+            out = model(X, mask)
+            out.sin().sum().backward(retain_graph=True)
+            by = 1 if step % 3 else 2
+            agree(seen, model, out.sin().sum(1).roll(by, 0))
 
 
 @pytest.mark.parametrize("to_none", [True, False])
@@ -218,6 +274,24 @@ def test_losses_that_couple_samples_are_reported(name: str) -> None:
     model = nn.Linear(3, 2)
     with heldin.observe(model), pytest.warns(heldin.errors.MixedSamplesWarning, match="the loss"):
         COUPLED[name](model(X)).backward()
+
+
+def test_a_loss_that_couples_samples_through_an_inner_output_is_reported() -> None:
+    """The load of experts: the gate feeds the output, and goes into the loss by itself."""
+
+    def forward(s: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        gate = s.a(x).softmax(1)
+        return s.b(gate), gate
+
+    model = Fn(forward, a=nn.Linear(3, 3), b=nn.Linear(3, 2))
+    with heldin.observe(model):
+        out, gate = model(X)
+        with pytest.warns(heldin.errors.MixedSamplesWarning, match="the loss"):
+            (F.mse_loss(out, Y) + gate.mean(0).std().abs()).backward()
+    with heldin.observe(model) as seen:  # a warning would be an error
+        out, gate = model(X)
+        (F.mse_loss(out, Y) + gate.square().mean()).backward(retain_graph=True)
+    agree(seen, model, (out - Y).square().mean(1) / 6 + gate.square().mean(1) / 6)
 
 
 SEPARATE: dict[str, Callable[[Tensor], Tensor]] = {

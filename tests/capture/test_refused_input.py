@@ -90,24 +90,76 @@ def test_a_name_in_batch_dim_that_no_argument_has() -> None:
         heldin.observe(nn.Linear(3, 2), batch_dim={"mask": None})
 
 
-def test_complex_parameters_are_refused_unless_left_out() -> None:
-    class Model(nn.Module):
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_are_refused_by_name(layout: Any) -> None:
+    rows = torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(4, 3)], layout=layout)
+    model = nn.Linear(3, 2)
+    with heldin.observe(model):
+        for call in (lambda: model(rows), lambda: model(input=rows)):
+            with pytest.raises(heldin.NotObservable, match="'input' of the model is a nested"):
+                call()
+
+
+def test_rows_of_several_samples_are_said_aloud() -> None:
+    """As packing=True and padding_free=True of TRL put them there."""
+
+    class Words(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.a = nn.Linear(3, 2)
-            self.w = nn.Parameter(torch.randn(2, dtype=torch.complex128))
+            self.words, self.places = nn.Embedding(9, 3), nn.Embedding(5, 3)
 
-        def forward(self, x: Tensor) -> Tensor:
-            return (self.a(x) * self.w).abs()
+        def forward(self, ids: Tensor, position_ids: Tensor) -> Tensor:
+            return self.words(ids) + self.places(position_ids)
 
-    model, x = Model(), torch.randn(4, 3)
+    model = Words()
+    ids = torch.randint(0, 9, (1, 7))
+    with heldin.observe(model) as seen:
+        model(ids, position_ids=torch.arange(7).clamp(max=4)[None]).sum().backward()
+        seen.clear()
+        with pytest.warns(heldin.HeldinWarning, match=r"several samples lie in one row"):
+            model(ids, position_ids=torch.tensor([[0, 1, 2, 0, 1, 0, 1]])).sum().backward()
+        assert seen.count == 1
+
+
+class Turned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(3, 2)
+        self.w = nn.Parameter(torch.randn(2, dtype=torch.complex128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.a(x) * self.w).abs()
+
+
+def test_complex_parameters_are_refused_where_single_entries_are_looked_at() -> None:
+    model = Turned()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(heldin.NotObservable, match=r"'w' is complex.*view_as_complex"):
-        heldin.observe(model)
-    with heldin.observe(model, parameters=lambda name: name != "w") as seen:
-        model(x).sin().sum().backward()
-    expected = truth(model.a, model(x).sin().sum(1))
-    worst = error(seen, {f"a.{n}": sums for n, sums in expected.items()}, 1e-12)
-    assert max(worst.values()) < 1e-9
+        heldin.ElementwiseStopping(optimizer, model)
+    only = [*model.a.parameters()]
+    with heldin.ElementwiseStopping(
+        torch.optim.SGD(only, lr=0.1), model, parameters=lambda name: name != "w"
+    ) as stopping:
+        model(torch.randn(4, 3)).sin().sum().backward()
+        stopping.step()
+
+
+@pytest.mark.parametrize("estimator", ["exact", "sampled"])
+@pytest.mark.parametrize("m", [1, 4])
+def test_complex_parameters_with_a_penalty_and_several_passes(estimator: Any, m: int) -> None:
+    model, x = Turned(), torch.randn(m, 3)
+    with heldin.observe(model, estimator=estimator) as seen:
+        for _ in range(3):
+            seen.clear()
+            model.zero_grad()
+            out = model(x)
+            out.sin().sum().backward(retain_graph=True)
+            (out.square().sum() + (model.w.abs() ** 2).sum()).backward()
+            losses = model(x).sin().sum(1) + model(x).square().sum(1)
+            expected = truth(model, losses + (model.w.abs() ** 2).sum() / m)
+            assert seen["w"].total.shape == (2, 2)
+            assert max(error(seen, expected, 1e-12).values()) < 1e-9
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,10 @@ def truth(model: nn.Module, losses: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         )
         for name, grad in zip(params, grads, strict=True):
             if grad is not None:
-                grad = (grad.to_dense() if grad.is_sparse else grad).double()
+                dense = grad.to_dense() if grad.is_sparse else grad
+                grad = (
+                    torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
+                ).double()
                 first, second = sums.get(name, (torch.zeros_like(grad), torch.zeros_like(grad)))
                 sums[name] = (first + grad, second + grad.square())
     return sums

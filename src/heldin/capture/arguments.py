@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from enum import Enum
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +19,12 @@ from torch.nn.utils.rnn import PackedSequence
 
 from heldin.errors import HeldinError, NotObservable
 
+from .flat import index_of, is_flat_batch, owners_beside, owners_in
 from .ownership.planes import tensors_in
 
 __all__ = ["Arguments", "BatchDim", "Count", "Entry", "Roles", "names_of", "read", "readings"]
 
-BatchDim = int | Mapping[str | int, int | None]
+BatchDim = int | Mapping[str | int, int | Literal["owner"] | None]
 INPUTS = 8  # up to which each is left out in turn
 ENTRIES = 4096  # of an array among the arguments that are compared one by one
 
@@ -35,10 +36,12 @@ class Count:
     Attributes:
         m: the number.
         listed: the samples are the entries of a list; else rows along a dimension.
+        flat: samples lie one after the other, and an index says whose each row is.
     """
 
     m: int
     listed: bool = False
+    flat: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,12 +52,14 @@ class Entry:
         place: number or name of its argument.
         dim: the dimension that may count samples; None: none does.
         at: its number in a list that may be one of samples, and the length of that list.
+        owner: in a flat batch, whose each element is, broadcastable to the tensor.
     """
 
     tensor: Tensor
     place: str | int
     dim: int | None
     at: tuple[int, int] | None
+    owner: Tensor | None = None
 
     @property
     def rows(self) -> int | None:
@@ -62,6 +67,8 @@ class Entry:
 
     def counts(self, count: Count) -> bool:
         """Whether the tensor has the rows of so many samples, or is one of them."""
+        if count.flat:
+            return self.owner is not None
         if count.listed and self.at is not None:
             return self.at[1] == count.m
         return self.rows == count.m
@@ -75,17 +82,19 @@ class Arguments:
         entries: the tensors.
         signature: all that decides which graph is built, but for shapes.
         structure: the arguments that have tensors; the same for batches of any size.
+        flat: the number of samples of a flat batch, if there may be one, and whether it is sure.
     """
 
     entries: Sequence[Entry]
     signature: Any
     structure: Any
+    flat: tuple[int, bool] | None = None
 
     def named(self, count: Count, names: Sequence[str], chosen: Sequence[Entry]) -> str:
         """Which arguments would count so many samples, for messages."""
         places = dict.fromkeys(e.place for e in chosen)
-        each = [names[p] if isinstance(p, int) and p < len(names) else str(p) for p in places]
-        how = "entries" if count.listed else "rows"
+        each = [_name_of(p, names) for p in places]
+        how = "entries" if count.listed else "samples in one" if count.flat else "rows"
         return f"{count.m} {how} of {' and '.join(repr(name) for name in each)}"
 
 
@@ -93,12 +102,17 @@ class Roles:
     """Which arguments count samples, as backward passes have shown."""
 
     def __init__(self) -> None:
-        self._counting: dict[Any, tuple[bool, set[str | int]]] = {}
+        self._counting: dict[Any, tuple[Count, set[str | int]]] = {}  # by structure
 
     def counts(self, given: Arguments) -> list[Count]:
         """The numbers of samples that a call may have."""
-        listed, places = self._counting.get(given.structure, (None, None))
+        known, places = self._counting.get(given.structure, (None, None))
+        listed = None if known is None else known.listed
         found: dict[Count, None] = {}
+        if given.flat is not None and (known is None or known.flat):
+            found[Count(given.flat[0], flat=True)] = None
+            if given.flat[1] or known is not None:
+                return list(found)
         rows: dict[Any, set[int | None]] = {}
         for entry in given.entries:
             if entry.at is not None:
@@ -126,7 +140,7 @@ class Roles:
     def settle(self, given: Arguments, count: Count) -> None:
         """A backward pass has shown how many samples there are."""
         places = {e.place for e in given.entries if e.counts(count)}
-        self._counting[given.structure] = (count.listed, places)
+        self._counting[given.structure] = (count, places)
 
 
 def names_of(model: nn.Module, batch_dim: BatchDim) -> list[str]:
@@ -154,6 +168,7 @@ def read(
     entries: list[Entry] = []
     signature: list[Any] = []
     structure: list[Any] = []
+    index, sure = None, False
     places: list[tuple[str | int, Any]] = [*enumerate(args), *kwargs.items()]
     for place, value in places:
         if isinstance(value, PackedSequence):
@@ -162,6 +177,17 @@ def read(
                 "are not samples; call the model with padded sequences and pack them in forward()"
             )
         dim, told = _dim_of(batch_dim, place, names)
+        if dim is not None and not sure:
+            found_index = index_of(value, _name_of(place, names), dim == "owner")
+            if found_index is not None:
+                index, sure = found_index, dim == "owner"
+        if dim == "owner":
+            dim = None
+        if is_flat_batch(value):
+            entries += [Entry(tensor, place, None, None, own) for tensor, own in owners_in(value)]
+            signature.append((place, values_in(value)))
+            structure.append((place, "flat"))
+            continue
         if isinstance(value, Tensor):
             groups: list[tuple[list[Tensor], tuple[int, int] | None]] = [([value], None)]
         else:
@@ -174,21 +200,49 @@ def read(
             signature.append((place, values_in(value)))
         for tensors, at in groups:
             for tensor in tensors:
+                if tensor.is_nested:
+                    raise NotObservable(
+                        f"heldin.observe: argument {_name_of(place, names)!r} of the model is a "
+                        "nested tensor, in which rows cannot be followed; use padded sequences, or "
+                        "a list of tensors"
+                    )
                 fits = dim is not None and -tensor.dim() <= dim < tensor.dim()
                 own = dim % tensor.dim() if dim is not None and fits else None
                 signature.append((place, tensor.dtype, tensor.requires_grad))
                 entries.append(Entry(tensor, place, own, at if dim is not None else None))
         if groups[0][0]:
             structure.append((place, groups[0][1] is None))
-    if all(entry.dim is None and entry.at is None for entry in entries):
+    entries, flat = _flat(entries, index, sure, names)
+    if flat is None and all(entry.dim is None and entry.at is None for entry in entries):
         raise NotObservable(
             "heldin.observe: no argument of the model is a tensor with a batch dimension, so "
             "samples cannot be counted; pass batch_dim=..., or run the step through call()"
         )
-    return Arguments(entries, tuple(signature), tuple(structure))
+    return Arguments(entries, tuple(signature), tuple(structure), flat)
 
 
-def _dim_of(batch_dim: BatchDim, place: str | int, names: Sequence[str]) -> tuple[int | None, bool]:
+def _flat(
+    entries: list[Entry], index: Tensor | None, sure: bool, names: Sequence[str]
+) -> tuple[list[Entry], tuple[int, bool] | None]:
+    """The entries with their owners in a flat batch, if there may be one (see `Arguments.flat`)."""
+    known = [int(entry.owner.max()) for entry in entries if entry.owner is not None]
+    if known:
+        return entries, (max(known) + 1, True)
+    if index is None:
+        return entries, None
+    called = [_name_of(entry.place, names) for entry in entries]
+    owners = owners_beside(index, [entry.tensor for entry in entries], called)
+    pairs = zip(entries, owners, strict=True)
+    return [replace(entry, owner=own) for entry, own in pairs], (int(index.max()) + 1, sure)
+
+
+def _name_of(place: str | int, names: Sequence[str]) -> str:
+    return names[place] if isinstance(place, int) and place < len(names) else str(place)
+
+
+def _dim_of(
+    batch_dim: BatchDim, place: str | int, names: Sequence[str]
+) -> tuple[int | Literal["owner"] | None, bool]:
     """The batch dimension of an argument, and whether it was told for this one."""
     if isinstance(batch_dim, int):
         return batch_dim, False
@@ -235,7 +289,7 @@ def readings(
     batched = [e for e in entries if e.counts(count)]
     everyone = frozenset(range(len(batched)))
     ways = [everyone]
-    if 1 < len(batched) <= INPUTS and not count.listed:
+    if 1 < len(batched) <= INPUTS and not count.listed and not count.flat:
         ways += [everyone - {i} for i in sorted(everyone, reverse=True)]
         ways += [frozenset([i]) for i in sorted(everyone)] if len(batched) > 2 else []
     line = torch.arange(m, dtype=torch.float32)
@@ -243,7 +297,9 @@ def readings(
     for i, entry in enumerate(batched):
         shape = [1] * entry.tensor.dim()
         own = line
-        if count.listed and entry.at is not None:
+        if count.flat and entry.owner is not None:
+            own, shape = entry.owner.float(), list(entry.owner.shape)
+        elif count.listed and entry.at is not None:
             own = line[entry.at[0]].reshape(1)
         elif entry.dim is not None:
             shape[entry.dim] = m

@@ -29,7 +29,11 @@ def _observed_backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
     seeds = args[0] if args else kwargs.get("grad_tensors")
     seeds = None if seeds is None else [seeds] if isinstance(seeds, Tensor) else list(seeds)
     inputs = args[4] if len(args) > 4 else kwargs.get("inputs")
-    backward = Backward(walk([n for n in nodes if n is not None]), roots, seeds, inputs)
+    retained = args[1] if len(args) > 1 else kwargs.get("retain_graph")
+    if retained is None:  # then as PyTorch does
+        retained = args[2] if len(args) > 2 else kwargs.get("create_graph", False)
+    graph = walk([n for n in nodes if n is not None])
+    backward = Backward(graph, roots, seeds, inputs, bool(retained))
     passes = []
     try:
         for collector in collectors:

@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from heldin.errors import HeldinError, HeldinWarning, NotObservable, more
 
 from .arguments import BatchDim
-from .counting import decide, different_counts
+from .counting import decide, different_counts, single_calls
 from .forward import Calls
 from .graph import Backward, Graph
 from .knowledge import Call, Knowledge
-from .leftovers import Leftovers, tell_of_steps
+from .leftovers import Leftovers, still_there, tell_of_steps
 from .moments import Moments
 from .names import Names
+from .observed import ObservedPass
 from .passes import ParameterSums, PassContext, PassResult, Recorder, block_of
 from .plan import Plan
 from .planning import refuse_hidden
-from .reference import partly_missed, replay, topmost
+from .reference import Sums, Truth, exposed, partly_missed, replay, summed
 from .sampling import Sampler
 from .sharding import refuse_parallel, runs_once, unwrapped, watch_unsharded
+from .step import Step
 
 __all__ = ["BUDGET", "Collector", "Estimator"]
 
@@ -39,17 +40,13 @@ class Collector:
     Args:
         model, batch_dim, parameters, estimator, budget, seed: see `heldin.observe`.
         per_sample: collect the contributions of single samples in the place of their sums.
+        real: refuse complex parameters (as those who want contributions in their shape must).
         with_reference: also take one backward pass per sample, to compare with.
         reuses_memory: `clear` lets the next pass overwrite the sums. For owners that hand none out.
 
     Attributes:
-        count: number of samples seen.
-        passes: number of backward passes.
-        first_count: number of samples in the first of them.
         weight_by_batch_size: let samples count alike, though the sizes of the passes differ.
-        sums: by name of the parameter.
         per_sample: contributions (m, ...) by name, of the last pass.
-        reference: sums by one backward pass per sample.
         keeps_all_passes: count passes though their gradients are set to None before the next one,
             for loops that have added them up elsewhere by then.
         before_backward: functions that are told of every backward pass before it is looked into.
@@ -65,6 +62,7 @@ class Collector:
         seed: int = 0,
         *,
         per_sample: bool = False,
+        real: bool = False,
         with_reference: bool = False,
         reuses_memory: bool = False,
     ) -> None:
@@ -88,14 +86,14 @@ class Collector:
         self.weight_by_batch_size = False
         self.keeps_all_passes = False
         self.per_sample: dict[str, Tensor] = {}
-        self.reference: dict[str, tuple[Tensor, Tensor]] = {}
         self.before_backward: list[Callable[[Backward], None]] = []
-        self.sums: dict[str, ParameterSums] = {}
-        self.count = self.passes = self.first_count = 0
-        self.leftovers = Leftovers()
-        self._thrown_away: dict[str, int] = {}  # by parameter: samples whose gradients are gone
+        self._leftovers = self._earlier = Leftovers()
+        self._unfinished = Leftovers()  # of a pass that was broken off
+        self._several = False  # whether a pass of more than one sample was seen
+        self._has_forgotten = False  # whether passes of this step were thrown away
+        self._start()
         self.knowledge = Knowledge()
-        self._names = Names(model, parameters)
+        self._names = Names(model, parameters, real or per_sample)
         self.calls = Calls(model, batch_dim, self.knowledge, self._names)
         self._batch_dim = batch_dim if isinstance(batch_dim, int) else 0
         self._wants_samples, self._wants_reference = per_sample, with_reference
@@ -147,15 +145,16 @@ class Collector:
         if self._reuses_memory and self.sampler is None:
             self._spare = self.sums
         self._start()
+        self._has_forgotten = False
         if self.calls.pending:
             self.calls.drop()
         if self.sampler is not None:
             self.sampler.close_step(redraw)
 
     def _start(self) -> None:
-        self.sums, self.reference, self._thrown_away = {}, {}, {}
-        self.leftovers = Leftovers()
-        self.count = self.passes = self.first_count = 0
+        self._step, self._truth = Step(self.sampler), Truth()
+        self._earlier = self._leftovers or self._earlier
+        self._leftovers = Leftovers()
 
     def call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run a function as if it were the model's forward pass, and return its result."""
@@ -184,42 +183,71 @@ class Collector:
         """The parameters that are looked at until the next draw; None: all of them."""
         return None if self.sampler is None else self.sampler.turn(self.trained)
 
+    @property
+    def count(self) -> int:
+        """Number of samples seen."""
+        return self._step.count
+
+    @property
+    def passes(self) -> int:
+        """Number of backward passes."""
+        return self._step.passes
+
+    @property
+    def first_count(self) -> int:
+        """Number of samples in the first backward pass."""
+        return self._step.first_count
+
+    @property
+    def sums(self) -> dict[str, ParameterSums]:
+        """What was seen of each parameter, by name."""
+        return self._step.sums
+
+    @property
+    def reference(self) -> Sums:
+        """Sums by one backward pass per sample."""
+        return self._truth.sums
+
     def moments(self, name: str) -> Moments:
         """The moments of one parameter."""
         found = self.sums[name]
         total, squares, shared = found.total, found.squares, found.shared
-        count = self.count - self._thrown_away.get(name, 0)
+        count = self._step.samples_of(name)
         if shared is not None and count:  # every sample has its part of a penalty
             squares = squares + (2 * total + shared) * shared / count
             total = total + shared
         return Moments(total, squares, count, found.weight)
 
-    def add(self, result: PassResult) -> None:
+    def add(self, observed: ObservedPass, result: PassResult) -> None:
         """Take in what a backward pass has shown; passes of one step add up."""
-        self.passes += 1
-        self.first_count = self.first_count or result.m
         self.per_sample.update(result.per_sample)
-        if self.sampler is not None and result.m > 1:
-            self.sampler.whole |= result.whole
-        factor = result.m / self.first_count if self.weight_by_batch_size else 1.0
-        for name, new in result.sums.items():
-            if factor != 1.0:
-                shared = None if new.shared is None else new.shared * factor
-                total, squares = new.total * factor, new.squares * factor**2
-                new = ParameterSums(total, squares, shared, new.weight)
-            old = self.sums.get(name)
-            self.sums[name] = new if old is None else _added(old, new)
-        self.count += result.m
+        self._several = self._several or result.m > 1
+        over = self._step.add(result, observed.calls, observed.retained, self.weight_by_batch_size)
+        self.calls.done(over)
+        self._leftovers.note(observed.leaves)
+
+    def broken_off(self, leaves: Mapping[str, Tensor]) -> None:
+        """A backward pass has failed, and may have left a part of its gradients."""
+        self._unfinished.note(leaves, self._leftovers, self._earlier)
+
+    def stepped(self, parameters: Sequence[Tensor]) -> None:
+        """An optimiser has stepped: gradients were used, and no graph can be run again."""
+        self._leftovers.used(parameters)
+        self._unfinished.used(parameters)
+        self.calls.done(self._step.close_all())
+
+    def put_by_hand(self) -> str | None:
+        """A parameter whose gradient is none that a pass has left, though some were thrown away."""
+        return self._leftovers.replaced() if self._has_forgotten else None
 
     def _forget_thrown_away(self) -> None:
         """Passes whose gradients were set to None or zero since then are no part of this step."""
-        gone = self.leftovers.thrown_away()
+        gone = self._leftovers.thrown_away()
+        self._has_forgotten |= bool(gone)
         if gone and gone >= set(self.sums):
             self._start()
         else:
-            for name in gone:
-                self.sums.pop(name, None)
-                self._thrown_away[name] = self.count
+            self._step.forget(gone)
 
     # -- before a pass
 
@@ -231,6 +259,11 @@ class Collector:
         names = self._names.of(graph.leaves.values())
         if self.passes and not (self._sharded or self.keeps_all_passes):
             self._forget_thrown_away()
+        if self._unfinished:
+            self._unfinished.thrown_away()
+            for name in self._unfinished.names[:1]:
+                self.knowledge.warn_once("broken off", still_there(name))
+            self._unfinished = Leftovers()
         known: dict[str, ParameterSums] = {}
         calls: list[Call] = []
         plan: Plan | None = None
@@ -247,15 +280,20 @@ class Collector:
             if plan is not None and self._wants_reference:
                 self._take_reference(backward, calls, plan)
         if plan is None:
-            self.calls.done(calls)
+            self.calls.done(calls, backward.retained)
             return None
         wants, inputs = self._wants_samples, backward.inputs
-        spare = self._spare
+        retained = backward.retained and bool(calls)
         context = PassContext(
-            graph, plan, self.sampler, self.turn(), wants, known, inputs, names, spare
-        )
+            graph, plan, self.sampler, self.turn(), wants, known, inputs, names, self._spare,
+            keep=retained or self._step.opened(calls) is not None,
+        )  # fmt: skip
+        recorder = Recorder(context)
+        if recorder.wanted is not None and not recorder.wanted:
+            self.calls.done(calls, backward.retained)
+            return None
         reached = {name: graph.leaves[i] for name, i in plan.leaves.items()}
-        return ObservedPass(self, Recorder(context), calls, reached)
+        return ObservedPass(self, recorder, calls, reached, retained)
 
     def _inspect(
         self, backward: Backward, calls: Sequence[Call], leaves: tuple[str | None, ...]
@@ -271,13 +309,15 @@ class Collector:
             raise NotObservable(
                 f"a backward pass reached parameter {reached[0]!r}, but not through a call of the "
                 "model inside the observed block that was still to be followed back. Call the "
-                "model (or run the step through call()), and add up losses and penalties before "
-                "one backward()"
+                "model (or run the step through call()), and add up losses and penalties: "
+                "(loss_a + loss_b).backward()"
             )
         if not any(len(call.candidates) > 1 for call in calls):
             if len({call.m for call in calls}) > 1:
                 raise different_counts(calls)
             if calls[0].m == 1:
+                if len(calls) > 1 and not self._several:
+                    self.knowledge.warn_once("single calls", single_calls(len(calls)))
                 return self._leaves_only(graph, 1), {}
         if any(not call.candidates for call in calls):
             return self._by_reference(backward, calls, calls[0].m)
@@ -305,13 +345,13 @@ class Collector:
 
     # -- one backward pass per sample
 
-    def _replayed(
+    def _by_sample(
         self, backward: Backward, calls: Sequence[Call], plan: Plan
-    ) -> dict[str, tuple[Tensor, Tensor]]:
+    ) -> Iterator[dict[str, Tensor]]:
         graph = backward.graph
         params = {name: graph.leaves[i] for name, i in plan.leaves.items()}
-        outputs = topmost(graph, [pair for c in calls for pair in self.knowledge.outputs(c)])
-        return replay(backward.roots, backward.seeds, outputs, params, plan.m) if outputs else {}
+        outputs = exposed(graph, [pair for c in calls for pair in self.knowledge.outputs(c)])
+        return replay(backward.roots, backward.seeds, outputs, params, plan.m)
 
     def _take_reference(self, backward: Backward, calls: Sequence[Call], plan: Plan) -> None:
         if self._sharded:
@@ -319,11 +359,7 @@ class Collector:
                 "the truth takes backward passes of our own, which would disturb fully_shard; "
                 "compare before the model is sharded"
             )
-        for name, (total, squares) in self._replayed(backward, calls, plan).items():
-            if name in self.reference:
-                first, second = self.reference[name]
-                total, squares = first + total, second + squares
-            self.reference[name] = total, squares
+        self._truth.add(calls, self._by_sample(backward, calls, plan), backward.retained)
 
     def _by_reference(
         self, backward: Backward, calls: Sequence[Call], m: int
@@ -337,7 +373,7 @@ class Collector:
         if self._sharded:
             return self._let_go("backward passes of our own would disturb fully_shard")
         plan = self._leaves_only(backward.graph, m)
-        found = self._replayed(backward, calls, plan)
+        found = summed(self._by_sample(backward, calls, plan))
         leaves = {name: backward.graph.leaves[i] for name, i in plan.leaves.items()}
         missed = partly_missed(backward.roots, backward.seeds, leaves, found)
         if missed is not None:
@@ -359,41 +395,3 @@ class Collector:
             stacklevel=2,
         )
         return None, {}
-
-
-class ObservedPass:
-    """A backward pass that one collector watches: attach, (the pass), finish, close."""
-
-    def __init__(
-        self,
-        collector: Collector,
-        recorder: Recorder,
-        calls: Sequence[Call],
-        leaves: Mapping[str, Tensor],
-    ) -> None:
-        self._collector, self._recorder, self._calls = collector, recorder, calls
-        self._leaves = leaves
-        collector.calls.backward_depth += 1
-
-    def attach(self) -> None:
-        """Listen at the nodes of the graph."""
-        self._recorder.attach()
-
-    def finish(self) -> None:
-        """The pass went through."""
-        self._collector.add(self._recorder.result())
-        self._collector.leftovers.note(self._leaves)
-
-    def close(self) -> None:
-        """Let go of the graph, also after an error."""
-        self._recorder.close()
-        self._collector.calls.backward_depth -= 1
-        self._collector.calls.done(self._calls)
-
-
-@torch.no_grad()
-def _added(old: ParameterSums, new: ParameterSums) -> ParameterSums:
-    shared = new.shared
-    if old.shared is not None:
-        shared = old.shared if shared is None else old.shared + shared
-    return ParameterSums(old.total + new.total, old.squares + new.squares, shared, new.weight)

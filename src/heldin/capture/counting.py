@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from heldin.errors import NotObservable
+from heldin.errors import NotObservable, more
 
 from .arguments import Count
 from .coupling import couples
@@ -22,7 +22,7 @@ from .plan import Plan
 from .planning import make_plan
 from .reference import Output, frontier
 
-__all__ = ["Option", "decide", "different_counts"]
+__all__ = ["Option", "decide", "different_counts", "single_calls"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,6 +125,16 @@ def different_counts(calls: Sequence[Call]) -> NotObservable:
     )
 
 
+def single_calls(number: int) -> str:
+    """Of a loop over samples before one backward pass, for a warning."""
+    return (
+        f"one backward pass goes through {number} calls of the model with one sample each: they "
+        "count as one sample, as if they were views of it. If each is a sample of its own, put "
+        "them into one batch, or call backward() after each call "
+        + more("calls-that-are-not-observed")
+    )
+
+
 def decide(
     graph: Graph, names: Mapping[int, str], calls: Sequence[Call], roots: Sequence[Any],
     arguments: Sequence[str], dim: int,
@@ -147,7 +157,8 @@ def decide(
         if errors and not many:
             raise errors[0]
         listed = any(o.count is not None and o.count.listed for o in singles)
-        if along and shapes and not listed and not any(1 in shape for shape in shapes):
+        plain = not listed and not any(1 in shape for shape in shapes) and not _met_alone(calls)
+        if along and shapes and plain:
             many, singles = along, []
     if len(many) > 1:
         many = [o for o in many if o.coupled is None] or many
@@ -158,6 +169,12 @@ def decide(
     if len(many) + len(singles) > 1:
         raise _undecided([*many, *singles], calls, arguments)
     return (many or singles)[0]
+
+
+def _met_alone(calls: Sequence[Call]) -> bool:
+    """Whether a parameter has met an argument with one row on its own: it may be the one sample."""
+    trackers = [candidate.tracker for call in calls for candidate in call.candidates]
+    return any(tracker is not None and tracker.met_alone for tracker in trackers)
 
 
 def _shapes(calls: Sequence[Call]) -> list[tuple[int, ...]]:
@@ -206,5 +223,6 @@ def _undecided(
     return NotObservable(
         "how many samples this pass has is not established: each of these would do, "
         f"{'; '.join(dict.fromkeys(found))}. Say which arguments are no batch with "
-        "batch_dim={name: None}, or where samples lie with batch_dim={name: 0}"
+        "batch_dim={name: None}, or along which dimension samples lie with batch_dim={name: 0} "
+        "(a state carried from batch to batch has them along 1)"
     )

@@ -73,7 +73,7 @@ def _by_structure(graph: Graph, outputs: Sequence[Output]) -> str | None:
         below = [pair for pair in graph.children[at] if pair[0] in above]
         inside = [pair for pair in below if pair not in ends]
         if name in _LINEAR or (
-            name in _BILINEAR and len(set(below)) < 2 and _divisor_is_free_of_samples(graph, at)
+            name in _BILINEAR and len(below) < 2 and _divisor_is_free_of_samples(graph, at)
         ):
             fresh = [child for child, _ in inside if child not in seen]
             seen.update(fresh)

@@ -24,6 +24,7 @@ from heldin._private_torch import (
 from heldin.errors import NotObservable
 
 from .arguments import Arguments, BatchDim, Count, Entry, Roles, names_of, read, readings
+from .flat import is_packed, packed
 from .graph import Graph, number_of
 from .knowledge import Call, Candidate, Knowledge
 from .layout import Layout
@@ -38,6 +39,7 @@ __all__ = ["Calls"]
 T = TypeVar("T")
 TRACED = "while it is traced, exported or compiled"
 _is_trained = attrgetter("requires_grad")
+LOOKS = 4  # calls in which positions are looked at: that takes a number from the device
 RECENT = 8  # calls whose graphs are kept until their backward pass, or the end of the step
 
 
@@ -58,6 +60,7 @@ class Calls:
         self._current: Call | None = None
         self._following: Any = None
         self._depth = 0
+        self._looked = 0
         self._frame: Any = None  # from which the outermost call under way is made
         self._handles: list[Any] = []
 
@@ -115,9 +118,9 @@ class Calls:
             if (call.unseal(graph) if call.sealed else any(node in index for node, _ in call.ends))
         ]
 
-    def done(self, calls: Sequence[Call]) -> None:
-        """These calls were followed back: let go of their graphs."""
-        for call in calls:
+    def done(self, calls: Sequence[Call], retained: bool = False) -> None:
+        """These calls were followed back: let go of their graphs, unless they are retained."""
+        for call in () if retained else calls:
             call.release()
             if call in self.pending:
                 self.pending.remove(call)
@@ -155,13 +158,18 @@ class Calls:
             return
         given: Arguments | None = None
         counts: list[Count] = []
-        shape = args[0].shape if len(args) == 1 and type(args[0]) is Tensor else ()
+        alone = len(args) == 1 and type(args[0]) is Tensor and not args[0].is_nested
+        shape = args[0].shape if alone else ()
         if shape and not kwargs and self._batch_dim == 0:  # the common case, in a hurry
             m = shape[0]
             signature: Any = (args[0].dtype, args[0].requires_grad)
             pattern, sizes = sizes_of((shape,))
         else:
             given = read(self._batch_dim, args, kwargs, self.names)
+            if "position_ids" in kwargs and self._looked < LOOKS:
+                self._looked += 1
+                if is_packed(kwargs["position_ids"]):
+                    self._knowledge.warn_once("packed", packed())
             counts, signature = self.roles.counts(given), given.signature
             m = counts[0].m
             pattern, sizes = sizes_of([entry.tensor.shape for entry in given.entries])
@@ -200,9 +208,14 @@ class Calls:
         if count.m < 2:
             return None
         tracker = Tracker(count.m, self._model)
+        if count.flat:
+            tracker.volatile = "a flat batch"  # whose rows are shared out in another way next time
         owned, tracker.ways = readings(entries, count)
         for tensor, planes in owned:
             tracker.own(tensor, self._earlier(tensor, planes))
+        for entry in entries:
+            if entry.rows == 1 and not entry.counts(count) and entry.tensor.numel() > 1:
+                tracker.note_single(entry.tensor)
         return tracker
 
     def _enter(self, following: Any) -> None:

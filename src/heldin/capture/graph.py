@@ -139,9 +139,16 @@ def children_first(graph: Graph) -> list[int]:
 
 @dataclass(frozen=True)
 class Backward:
-    """A call of `torch.autograd.backward`, and the graph that it goes through."""
+    """A call of `torch.autograd.backward`, and the graph that it goes through.
+
+    Attributes:
+        graph: the nodes from the losses down.
+        roots, seeds, inputs: its arguments.
+        retained: whether another pass may go through the graph.
+    """
 
     graph: Graph
     roots: Sequence[Any]
     seeds: Any
     inputs: Any
+    retained: bool = False

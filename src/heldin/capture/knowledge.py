@@ -294,16 +294,19 @@ class Knowledge:
 
     # -- warnings
 
+    def warn_once(self, key: str, text: str) -> None:
+        """Say something once."""
+        if key not in self._warned:
+            self._warned.add(key)
+            warnings.warn(text, HeldinWarning, stacklevel=2)
+
     def warn_unobserved(self, why: str) -> None:
         """Say once that calls go by unobserved."""
-        if why not in self._warned:
-            self._warned.add(why)
-            warnings.warn(
-                f"the model is called {why}: such calls run as they would without heldin, and are "
-                "not observed " + more("calls-that-are-not-observed"),
-                HeldinWarning,
-                stacklevel=2,
-            )
+        self.warn_once(
+            why,
+            f"the model is called {why}: such calls run as they would without heldin, and are "
+            "not observed " + more("calls-that-are-not-observed"),
+        )
 
     def warn_mixed(self, mixers: Mapping[str, str]) -> None:
         """Say once where samples are mixed."""

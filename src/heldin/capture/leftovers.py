@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from heldin._private_torch import version_of
+from heldin.errors import more
 
-__all__ = ["Leftovers", "tell_of_steps"]
+__all__ = ["Leftovers", "still_there", "tell_of_steps"]
 
 
 class Leftovers:
@@ -25,18 +26,37 @@ class Leftovers:
     def __init__(self) -> None:
         self._left: dict[str, tuple[Tensor, int, int]] = {}
 
-    def note(self, leaves: Mapping[str, Tensor]) -> None:
-        """Remember the gradients that a pass has left in `.grad`."""
+    def note(self, leaves: Mapping[str, Tensor], *known: Leftovers) -> None:
+        """Remember the gradients that a pass has left in `.grad`, but for those that are known."""
         for name, leaf in leaves.items():
             grad = leaf.grad
             if grad is not None:
-                self._left[name] = leaf, version_of(grad), _address(grad)
+                left = leaf, version_of(grad), _address(grad)
+                if not any(each._left.get(name, left[:1])[1:] == left[1:] for each in known):
+                    self._left[name] = left
 
     def used(self, parameters: Iterable[Tensor]) -> None:
         """An optimiser has stepped with the gradients of these: they are not thrown away."""
         if self._left:
             ids = {id(p) for p in parameters}
             self._left = {n: left for n, left in self._left.items() if id(left[0]) not in ids}
+
+    def __bool__(self) -> bool:
+        return bool(self._left)
+
+    @property
+    def names(self) -> list[str]:
+        """The parameters whose gradients are remembered."""
+        return list(self._left)
+
+    def replaced(self) -> str | None:
+        """A parameter whose gradient is another tensor by now than the one that was left."""
+        found = (
+            name
+            for name, (leaf, _, address) in self._left.items()
+            if leaf.grad is not None and _address(leaf.grad) != address
+        )
+        return next(found, None)
 
     def thrown_away(self) -> set[str]:
         """The parameters whose gradient was set to None or zero since then, each named once."""
@@ -59,17 +79,27 @@ def _is_gone(leaf: Tensor, version: int, address: int) -> bool:
     return grad.numel() > 0 and not bool((grad.to_dense() if grad.is_sparse else grad).any())
 
 
+def still_there(name: str) -> str:
+    """Of a pass that was broken off, for a warning."""
+    return (
+        f"a backward pass has failed, and what it has added to the gradient of {name!r} is still "
+        "there: it is a part of this step that is not observed. Call zero_grad() after such an "
+        "error " + more("calls-that-are-not-observed")
+    )
+
+
 class _Holder(Protocol):
-    leftovers: Leftovers
+    def stepped(self, parameters: list[Tensor]) -> None:
+        """An optimiser has stepped with the gradients of these."""
 
 
 def tell_of_steps(holder: _Holder) -> Any:
-    """Let the leftovers know of the steps of all optimisers, until the handle is removed."""
+    """Let the holder know of the steps of all optimisers, until the handle is removed."""
     alive = weakref.ref(holder)  # a hook keeps nobody alive
 
     def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
         found = alive()
         if found is not None:
-            found.leftovers.used(p for g in optimizer.param_groups for p in g["params"])
+            found.stepped([p for g in optimizer.param_groups for p in g["params"]])
 
     return register_optimizer_step_post_hook(stepped)

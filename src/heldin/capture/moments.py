@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-__all__ = ["Moments", "ratio_sums", "smallest_square", "snr", "upcast"]
+__all__ = ["Moments", "as_real", "ratio_sums", "smallest_square", "snr", "upcast"]
 
 SMALL = 1 << 13  # coordinates up to which tensors are put together, padded to one size
 # coordinates of a large tensor that are worked on at a time: so many stay in a processor's cache
@@ -21,6 +21,11 @@ PIECE, LARGE_PIECE = 1 << 17, 1 << 22
 def upcast(tensor: Tensor) -> Tensor:
     """The tensor in the precision in which statistics are kept: at least float32."""
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """A complex tensor as a real one (..., 2): two coordinates for each entry."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def snr(total: Tensor, squares: Tensor, count: int) -> Tensor:
@@ -146,7 +151,8 @@ class Moments:
     """What is known about the contributions of `count` samples to one parameter's gradient.
 
     Attributes:
-        total: sum of the contributions, on the loss's own scale; the parameter's shape.
+        total: sum of the contributions, on the loss's own scale; the parameter's shape (that of a
+            complex one has real and imaginary parts along a last dimension).
         squares: sum of their squares.
         count: number of samples.
         weight: how many coordinates of the parameter each one here stands for (1: all are here).

@@ -19,15 +19,22 @@ class Names:
         by_id: of those that are observed.
         parameters: all of the model's.
         order: the names of those that are observed, with their place in the model.
+
+    Args:
+        model: whose parameters they are.
+        selects: which are observed, by name (None: all).
+        real: refuse complex ones.
     """
 
-    def __init__(self, model: nn.Module, selects: Callable[[str], bool] | None) -> None:
+    def __init__(
+        self, model: nn.Module, selects: Callable[[str], bool] | None, real: bool = False
+    ) -> None:
         self.by_id: dict[int, str] = {}
         self.parameters: list[Tensor] = []
         self.order: dict[str, int] = {}
         self._model: nn.Module | None = model
         self._named: list[tuple[str, Tensor]] = []
-        self._selects = selects
+        self._selects, self._real = selects, real
         self._alive: dict[int, weakref.ref[Tensor]] = {}  # an id may be used again
         self._gathered: dict[int, tuple[weakref.ref[Tensor], str]] = {}  # of sharded parameters
         self._find()
@@ -57,9 +64,9 @@ class Names:
         self._alive, self.by_id = {}, {}
         for name, p in named:
             self._add(p, name)
-            if p.is_complex() and p.requires_grad and id(p) in self.by_id:
+            if self._real and p.is_complex() and p.requires_grad and id(p) in self.by_id:
                 raise NotObservable(
-                    f"parameter {name!r} is complex, and evidence is defined for real numbers. "
+                    f"parameter {name!r} is complex, and single entries of it cannot be looked at. "
                     "Keep it as a real one of shape (..., 2) and use torch.view_as_complex in "
                     "forward(), or leave it out with parameters=..."
                 )

@@ -136,8 +136,9 @@ def observe(
     Args:
         model: any eager PyTorch model. It is neither wrapped nor changed.
         batch_dim: the dimension of the model's inputs that counts samples; or, for inputs that
-            differ, a mapping from argument names or positions to it (None: not a batch; the others
-            have 0).
+            differ, a mapping from argument names or positions to it (None: not a batch; "owner":
+            a vector with the number of the sample that each row is of, as graphs are batched; the
+            others have 0).
         parameters: which parameters to observe, by name (default: all).
         estimator: "exact" gives every coordinate of every parameter. "sampled" looks at a random
             block of coordinates of each, new after every `clear`, at a fraction of the cost; what

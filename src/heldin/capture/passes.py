@@ -16,10 +16,10 @@ from torch import Tensor
 
 from heldin._private_torch import gradient_hooks
 
-from .contributions import CHUNK, Contributions, Lazy, Moved, Outer, Rows, moments
+from .contributions import CHUNK, Contributions, Lazy, Moved, Outer, Real, Rows, moments
 from .graph import Graph
 from .hooks import Grads, NodeHooks
-from .moments import upcast
+from .moments import as_real, upcast
 from .ops import OpUse, UseCache, contributions, narrowed
 from .plan import ParameterPath, Plan, move, pull_back
 from .sampling import Sampler
@@ -59,6 +59,7 @@ class PassContext:
         inputs: what `backward(inputs=...)` was given.
         names: the names of the observed parameters, by id.
         spare: sums of earlier passes that nobody reads any more; their memory is used again.
+        keep: hand out the contributions beside their sums: another pass may add to them.
     """
 
     graph: Graph
@@ -70,6 +71,7 @@ class PassContext:
     inputs: Any = None
     names: dict[int, str] = field(default_factory=dict)
     spare: dict[str, ParameterSums] = field(default_factory=dict)
+    keep: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,28 +83,40 @@ class PassResult:
         sums: by name of the parameter.
         per_sample: contributions (m, ...), if these were asked for.
         whole: parameters that could not be looked at in part.
+        parts: the contributions behind the sums, if they are to be kept.
+        held: what these were read from.
     """
 
     m: int
     sums: dict[str, ParameterSums]
     per_sample: dict[str, Tensor]
     whole: set[str]
+    parts: dict[str, list[Contributions]] = field(default_factory=dict)
+    held: list[Any] = field(default_factory=list)
 
 
 class Recorder:
-    """Collects the contributions of each parameter's uses during a pass, and sums them."""
+    """Collects the contributions of each parameter's uses during a pass, and sums them.
+
+    Attributes:
+        wanted: the observed parameters that get a gradient; None: all that the pass reaches.
+    """
 
     def __init__(self, context: PassContext) -> None:
         self._context = context
         self._graph, self._plan = context.graph, context.plan
         self._sampler, self._chosen = context.sampler, context.chosen
         self._hooks = NodeHooks(self._start)
+        inputs = context.inputs  # only what it names gets a gradient
+        self.wanted = None if inputs is None else self._names_of(inputs)
         self._start()
 
     def _start(self) -> None:
         self._sums = dict(self._context.known)
         self._per_sample: dict[str, Tensor] = {}
         self._whole: set[str] = set()
+        self._kept: dict[str, list[Contributions]] = {}
+        self._held: list[Any] = []
         self._parts: dict[tuple[int, int], list[Contributions]] = {}  # by path, until complete
         self._pulled: dict[str, list[Contributions]] = {}  # by parameter, pulled back already
         self._uses_seen: dict[str, int] = {}
@@ -127,6 +141,11 @@ class Recorder:
     def _is_chosen(self, path: ParameterPath) -> bool:
         return self._chosen is None or not self._chosen.isdisjoint(path.params)
 
+    @property
+    def _writes_out(self) -> bool:
+        """Whether contributions are needed, not only their sums."""
+        return self._context.per_sample or self._context.keep
+
     def _waits_for_leaf(self, name: str) -> bool:
         """Whether the gradient itself is needed: it is the sum, or holds a penalty's part.
 
@@ -140,12 +159,12 @@ class Recorder:
     def result(self) -> PassResult:
         """The pass went through."""
         sums = self._sums
-        if self._context.inputs is not None:  # only what it names gets a gradient
-            names = self._names_of(self._context.inputs)
-            sums = {name: each for name, each in sums.items() if name in names}
+        if self.wanted is not None:
+            sums = {name: each for name, each in sums.items() if name in self.wanted}
         if self._chosen is not None:  # a path may lead to others, too
             sums = {name: each for name, each in sums.items() if name in self._chosen}
-        return PassResult(self._plan.m, sums, self._per_sample, self._whole)
+        kept, held = self._kept, self._held
+        return PassResult(self._plan.m, sums, self._per_sample, self._whole, kept, held)
 
     def _names_of(self, inputs: Any) -> set[str]:
         given = inputs if isinstance(inputs, Sequence) else [inputs]
@@ -171,6 +190,8 @@ class Recorder:
         """Parameters meet data at a node, and the gradient is about to pass by."""
         plan, node = self._plan, self._graph.nodes[position]
         layouts = plan.layouts[position]
+        if self._context.keep:
+            self._held.append(grads)
         for argument, path in uses:
             cache = plan.caches.get((position, argument))
             if cache is None:
@@ -182,7 +203,7 @@ class Recorder:
         part = self._contributions(use, path)
         if isinstance(part, Lazy):  # what it reads will be gone when the node has run
             alone = path.chain is not None and self._plan.is_used_once(name)
-            if alone and name not in self._plan.shared and not self._context.per_sample:
+            if alone and name not in self._plan.shared and not self._writes_out:
                 self._whole.add(name)
                 self._sums[name] = ParameterSums(*self._in_place(path, part).moments(None))
                 return
@@ -211,12 +232,12 @@ class Recorder:
 
     def _in_place(self, path: ParameterPath, part: Contributions) -> Contributions:
         """The contributions in the shape of the parameter."""
-        if not path.chain:
-            return part
         if path.transposed and isinstance(part, Outer):
             return part.transposed()
         leaf = self._graph.leaves[self._plan.leaves[path.params[0]]]
-        return Moved(part, partial(move, self._graph, path), tuple(leaf.shape))
+        if path.chain:
+            part = Moved(part, partial(move, self._graph, path), tuple(leaf.shape))
+        return Real(part) if leaf.is_complex() else part
 
     def _on_pull(self, position: int, grads: Grads) -> None:
         """All uses of a data-free tensor are known, and it is about to pass its gradient down."""
@@ -230,7 +251,7 @@ class Recorder:
         leaves = [graph.leaves[plan.leaves[name]] for name in path.params]
         sizes = sum(leaf.numel() for leaf in leaves) + sum(part.numel for part in parts)
         step = max(1, min(plan.m, CHUNK // max(1, sizes)))
-        alone = not self._context.per_sample and not plan.shared
+        alone = not self._writes_out and not plan.shared
         alone = alone and all(len(plan.paths[name]) == 1 for name in path.params)
         self._whole.update(path.params)
         chunks = []
@@ -238,7 +259,8 @@ class Recorder:
             value = parts[0].samples(lo, min(plan.m, lo + step))
             for part in parts[1:]:
                 value = value + part.samples(lo, min(plan.m, lo + step))
-            grads = [upcast(g) for g in pull_back(graph, path, value, leaves, plan.trusted)]
+            pulled = pull_back(graph, path, value, leaves, plan.trusted)
+            grads = [as_real(upcast(grad)) for grad in pulled]
             if not alone:
                 chunks.append(grads)
                 continue
@@ -258,12 +280,14 @@ class Recorder:
         if grad is None:
             return
         if self._plan.m == 1:
-            dense = upcast(grad.to_dense() if grad.is_sparse else grad)
+            dense = as_real(upcast(grad.to_dense() if grad.is_sparse else grad))
             block, weight = block_of(self._sampler, name, dense, 1)
             each = dense[block]
             self._sums[name] = ParameterSums(each.clone(), each.square(), None, weight)
+            if self._context.keep:
+                self._kept[name] = [Rows(each.clone()[None])]
         elif name not in self._sums:
-            self._finish(name, grad)
+            self._finish(name, as_real(grad))
 
     def _finish(self, name: str, grad: Tensor | None) -> None:
         """All contributions to a parameter are known (and its gradient, if it was waited for)."""
@@ -287,15 +311,18 @@ class Recorder:
             first, *others = (part.samples(0, plan.m) for part in parts)
             self._per_sample[name] = sum(others, start=first)
             return
-        penalised = name in plan.shared
+        penalised, weight = name in plan.shared, 1.0
         leaf = self._graph.leaves[plan.leaves[name]]
-        if sampler is not None and not penalised:
-            parts, weight = self._restricted(sampler, name, tuple(leaf.shape), parts)
-            if weight != 1.0:
-                self._sums[name] = ParameterSums(*moments(parts), None, weight)
-                return
-        elif sampler is not None:
+        if sampler is not None and penalised:
             self._whole.add(name)
+        elif sampler is not None:
+            shape = (*leaf.shape, 2) if leaf.is_complex() else tuple(leaf.shape)
+            parts, weight = self._restricted(sampler, name, shape, parts)
+        if self._context.keep:
+            self._kept[name] = parts
+        if weight != 1.0:
+            self._sums[name] = ParameterSums(*moments(parts), None, weight)
+            return
         total = grad  # unless a hook or a penalty has changed it, or it is rounded more than sums
         if (
             grad is None

@@ -228,7 +228,7 @@ def pull_back(
         for live, saved in hooks:
             live.update(saved)
     real = value.real.dtype if value.is_complex() else value.dtype
-    return [grad.to(real) for grad in grads]
+    return [grad if grad.is_complex() else grad.to(real) for grad in grads]
 
 
 def _agree(one: Tensor, other: Tensor) -> bool:

@@ -6,36 +6,39 @@ tests compare with. All of it starts at the outputs of the model, whose rows hav
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from .graph import Graph, shape_of
+from .graph import Graph, children_first, shape_of
 from .layout import Layout
-from .moments import upcast
+from .moments import as_real, upcast
 from .ownership.planes import Key, canonical, is_mixed, is_nobody
 
-__all__ = ["Output", "frontier", "partly_missed", "replay", "topmost"]
+__all__ = ["Output", "Sums", "Truth", "exposed", "frontier", "partly_missed", "replay", "summed"]
 
 Output = tuple[GradientEdge, Layout]  # one output of the model, and where its samples' rows lie
+Sums = dict[str, tuple[Tensor, Tensor]]  # sum and sum of squares, by name of the parameter
 
 
-def topmost(graph: Graph, outputs: Sequence[Output]) -> list[Output]:
-    """The outputs in the graph that no other output is computed from."""
+def exposed(graph: Graph, outputs: Sequence[Output]) -> list[Output]:
+    """The outputs that the loss reads itself, not only through others; the highest come first."""
     inside = [(edge, layout) for edge, layout in outputs if edge.node in graph.index]
-    starts = {graph.index[edge.node] for edge, _ in inside}
-    below: set[int] = set()
-    for start in starts:
-        stack = [child for child, _ in graph.children[start] if child >= 0]
-        while stack:
-            i = stack.pop()
-            if i not in below:
-                below.add(i)
-                stack.extend(child for child, _ in graph.children[i] if child >= 0)
-    return [(edge, layout) for edge, layout in inside if graph.index[edge.node] not in below]
+    ends = {graph.index[edge.node] for edge, _ in inside}
+    stack = [i for i, parents in enumerate(graph.parents) if not parents]
+    reached = set(stack)
+    while stack:
+        at = stack.pop()
+        if at not in ends:
+            fresh = {child for child, _ in graph.children[at] if child >= 0} - reached
+            reached |= fresh
+            stack.extend(fresh)
+    height = {position: rank for rank, position in enumerate(children_first(graph))}
+    found = [output for output in inside if graph.index[output[0].node] in reached]
+    return sorted(found, key=lambda output: -height[graph.index[output[0].node]])
 
 
 def frontier(
@@ -55,7 +58,7 @@ def frontier(
         for (node, number), (position, owner) in alone.items()
         if not inside.issuperset(graph.parents[position])
     ]
-    return topmost(graph, last)
+    return exposed(graph, last)
 
 
 def replay(
@@ -64,12 +67,13 @@ def replay(
     outputs: Sequence[Output],
     params: Mapping[str, Tensor],
     m: int,
-) -> dict[str, tuple[Tensor, Tensor]]:
-    """Sum and sum of squares of the contributions of every parameter, by m backward passes."""
+) -> Iterator[dict[str, Tensor]]:
+    """The contributions of one sample after the other, by m backward passes."""
+    if not outputs:
+        return
     edges = [edge for edge, _ in outputs]
-    arriving = torch.autograd.grad(list(roots), edges, seeds, retain_graph=True, allow_unused=True)
+    arriving = _arriving(roots, seeds, edges)
     given = [k for k, grad in enumerate(arriving) if grad is not None]
-    sums: dict[str, tuple[Tensor, Tensor]] = {}
     for i in range(m):
         masked = []
         for k in given:
@@ -83,16 +87,74 @@ def replay(
             retain_graph=True,
             allow_unused=True,
         )
-        for name, found in zip(params, grads, strict=True):
-            if found is None:
-                continue
-            each = upcast(found.to_dense() if found.is_sparse else found)
+        yield {
+            name: as_real(upcast(grad.to_dense() if grad.is_sparse else grad))
+            for name, grad in zip(params, grads, strict=True)
+            if grad is not None
+        }
+
+
+def summed(samples: Iterable[Mapping[str, Tensor]]) -> Sums:
+    """Sum and sum of squares of the samples' contributions."""
+    sums: Sums = {}
+    for sample in samples:
+        for name, each in sample.items():
             if name in sums:
                 sums[name][0].add_(each)
                 sums[name][1].addcmul_(each, each)
             else:
                 sums[name] = (each.clone(), each.square())
     return sums
+
+
+class Truth:
+    """The sums of all passes of a step; those that retain their graph are kept by sample."""
+
+    def __init__(self) -> None:
+        self._passes: list[tuple[set[Any], list[dict[str, Tensor]] | Sums]] = []
+
+    def add(
+        self, calls: Sequence[Any], samples: Iterator[dict[str, Tensor]], retained: bool
+    ) -> None:
+        """Take in one backward pass per sample of a pass through these calls of the model."""
+        earlier = next((p for p in self._passes if not p[0].isdisjoint(calls)), None)
+        if earlier is None:
+            found = list(samples) if retained else summed(samples)
+            self._passes.append((set(calls), found))
+            return
+        for old, new in zip(earlier[1], samples, strict=True):
+            assert isinstance(old, dict)
+            for name, each in new.items():
+                old[name] = old[name] + each if name in old else each
+
+    @property
+    def sums(self) -> Sums:
+        """Sum and sum of squares by name of the parameter."""
+        result: Sums = {}
+        for _, found in self._passes:
+            each = summed(found) if isinstance(found, list) else found
+            for name, (total, squares) in each.items():
+                first, second = result.get(name, (0.0, 0.0))
+                result[name] = first + total, second + squares
+        return result
+
+
+def _arriving(roots: Sequence[Any], seeds: Any, edges: Sequence[Any]) -> list[Tensor | None]:
+    """The gradient that comes to each edge straight from the loss, not through those before it."""
+    found: list[Tensor | None] = list(
+        torch.autograd.grad(list(roots), edges, seeds, retain_graph=True, allow_unused=True)
+    )
+    for k, grad in enumerate(found):
+        above = [(edges[j], found[j]) for j in range(k) if found[j] is not None]
+        if grad is None or not above:
+            continue
+        (through,) = torch.autograd.grad(
+            [edge for edge, _ in above], [edges[k]], [direct for _, direct in above],
+            retain_graph=True, allow_unused=True,
+        )  # fmt: skip
+        if through is not None:
+            found[k] = grad - through
+    return found
 
 
 def partly_missed(
@@ -104,7 +166,7 @@ def partly_missed(
     """A parameter whose gradient is not the sum of what `replay` found; None if there is none."""
     grads = torch.autograd.grad(roots, list(leaves.values()), seeds, retain_graph=True)
     for name, grad in zip(leaves, grads, strict=True):
-        whole = upcast(grad.to_dense() if grad.is_sparse else grad)
+        whole = as_real(upcast(grad.to_dense() if grad.is_sparse else grad))
         part = found[name][0] if name in found else torch.zeros_like(whole)
         if not bool(whole.isfinite().all()):
             continue  # nothing to compare; a broken number is reported as such

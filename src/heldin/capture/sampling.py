@@ -13,6 +13,8 @@ from math import prod
 from typing import Any
 from zlib import crc32
 
+from torch import Tensor
+
 from heldin.state.schema import check_schema
 
 __all__ = ["TENSORS", "Block", "Sampler"]
@@ -20,9 +22,13 @@ __all__ = ["TENSORS", "Block", "Sampler"]
 TENSORS = 24  # parameters that one draw looks at
 ROWS = 32  # rows of a block of a matrix
 # How many elements of the activations are read, at most or so:
-VECTOR = 1 << 15  # for a vector (a bias, the scale of a norm)
+VECTOR = 1 << 17  # for a vector (a bias, the scale of a norm)
 MATRIX = 1 << 16  # for a matrix that multiplies sequences
 FILTERS = 1 << 16  # for the filters of a convolution
+# But never fewer than this, however much there is to read: the ratios of neighbouring channels
+# differ by their own size and more, and a mean over two of them says nothing.
+ENTRIES = 16  # entries of a vector
+SIDES = 32  # rows and columns of a matrix, output and input channels of filters
 
 Block = tuple[slice, ...]
 Costs = tuple[int, bool]  # reads and spread, see `Sampler.block`
@@ -158,11 +164,16 @@ class Sampler:
                 self.known[name] = self.noted[name]
         return self.drawn(name, shape)
 
-    def drawn(self, name: str, shape: Sequence[int]) -> tuple[Block | None, float]:
-        """The same, of a parameter that is known; all of any other."""
+    def drawn(
+        self, name: str, shape: Sequence[int], in_part: bool = False
+    ) -> tuple[Block | None, float]:
+        """The same, of a parameter that is known; all of any other.
+
+        `in_part`: also where the parameter has turned out to be one that is looked at as a whole.
+        """
         known, measured = self._blocks.get(name), self._axes.get(name)
         if known is None or measured is None or measured[0] != shape:
-            if name in self.whole or name not in self.known:
+            if name not in self.known or (name in self.whole and not in_part):
                 return None, 1.0
             if measured is None or measured[0] != shape:  # another parameter may take its name
                 measured = self._measure(name, shape)
@@ -181,6 +192,18 @@ class Sampler:
             known = self._blocks[name] = tuple(pieces), stands_for
         return known
 
+    def cutter(self, name: str, one: Sequence[int], other: Sequence[int]) -> Callable[..., Tensor]:
+        """Cuts tensors that are of a whole parameter to its block; others are of it already.
+
+        Args:
+            name: the parameter's.
+            one, other: its shape, and that of its block, or the other way round.
+        """
+        whole = max(tuple(one), tuple(other), key=prod)
+        block, _ = self.drawn(name, whole, in_part=True)
+        assert block is not None
+        return lambda tensor: tensor[block] if tuple(tensor.shape) == whole else tensor
+
     def _measure(self, name: str, shape: Sequence[int]) -> Axes:
         """Along which dimensions a parameter is cut, and how long the pieces are."""
         reads, spread = self.known[name]
@@ -189,7 +212,7 @@ class Sampler:
         elif len(shape) > 1:
             widths = self._of_matrix(shape, reads, spread)
         elif shape:
-            widths = [min(self.budget, max(1, VECTOR // reads) if reads else shape[0])]
+            widths = [min(self.budget, max(ENTRIES, VECTOR // reads) if reads else shape[0])]
         else:
             widths = []
         axes = tuple(zip(shape, widths, strict=False))
@@ -202,7 +225,7 @@ class Sampler:
 
     def _of_matrix(self, shape: Sequence[int], reads: int, spread: bool) -> list[int]:
         size = prod(shape)
-        sides = max(32, MATRIX // reads) if reads and not spread else 2 * size
+        sides = max(SIDES, MATRIX // reads) if reads and not spread else 2 * size
         if size <= self.budget and shape[0] + shape[1] <= sides:
             return []
         inner = size // (shape[0] * shape[1])
@@ -210,12 +233,14 @@ class Sampler:
         return [height, min(sides - height, max(1, self.budget // (height * inner)))]
 
     def _of_filters(self, shape: Sequence[int], reads: int) -> list[int]:
-        """Output channels, input channels and one place in the kernel (or all of them)."""
+        """Output channels, input channels, and one place in the kernel or all of them."""
         taps = shape[2] * shape[3]
-        channels = max(4, FILTERS // reads)
+        channels = max(SIDES, FILTERS // reads)
         if prod(shape) <= self.budget and shape[0] + shape[1] * taps <= channels:
             return []
-        height = min(shape[0], ROWS, max(1, channels // 2))
+        height = min(shape[0], ROWS, channels // 2)
+        if shape[1] * taps <= channels - height:
+            return [height, *shape[1:]]
         return [height, max(1, min(channels - height, self.budget // height)), 1, 1]
 
     # -- saving

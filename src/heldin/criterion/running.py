@@ -82,7 +82,8 @@ class RunningEvidence:
         if self._steps == 1:
             return seen, count, ()
         window = self._window
-        window.add(seen, [n for n, p in model.named_parameters() if p.requires_grad], scale)
+        trained = [n for n, p in model.named_parameters() if p.requires_grad]
+        window.add(seen, trained, scale, self._collector.sampler)
         if window.steps < self._steps:
             return None
         sums, skipped = window.moments(), tuple(window.nonfinite)

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from heldin.capture.moments import Moments
+from heldin.capture.moments import Moments, as_real
+from heldin.capture.sampling import Sampler
 from heldin.errors import HeldinError
 
 __all__ = ["STATE_SCHEMA", "Window"]
@@ -41,7 +42,13 @@ class Window:
         self._sums: dict[str, tuple[Tensor, Tensor, float]] = {}  # the last: Moments.weight
         self._counts: dict[str, int] = {}
 
-    def add(self, seen: Mapping[str, Moments], trainable: Iterable[str], scale: float) -> None:
+    def add(
+        self,
+        seen: Mapping[str, Moments],
+        trainable: Iterable[str],
+        scale: float,
+        sampler: Sampler | None = None,
+    ) -> None:
         """Add a step. One with an inf or nan in it is counted as a step, but not added."""
         self.steps += 1
         step = dict(seen.items())
@@ -59,9 +66,15 @@ class Window:
             total, squares = moments.total, moments.squares
             if factor != 1.0:
                 total, squares = total * factor, squares * factor**2
+            weight = moments.weight
             if name in self._sums:
-                total, squares = self._sums[name][0] + total, self._sums[name][1] + squares
-            self._sums[name] = (total, squares, moments.weight)
+                first, second, before = self._sums[name]
+                if first.shape != total.shape:  # one of the steps was looked at as a whole
+                    assert sampler is not None
+                    cut = sampler.cutter(name, first.shape, total.shape)
+                    total, squares, first, second = map(cut, (total, squares, first, second))
+                total, squares, weight = first + total, second + squares, max(weight, before)
+            self._sums[name] = (total, squares, weight)
 
     def moments(self) -> dict[str, Moments]:
         """What the window holds; a parameter that was frozen in a part of it has a lower count."""
@@ -85,7 +98,7 @@ class Window:
         self.clear()
         parameters = dict(model.named_parameters())
         for name, (total, squares, weight) in state["sums"].items():
-            if name not in parameters or parameters[name].numel() < total.numel():
+            if name not in parameters or as_real(parameters[name]).numel() < total.numel():
                 raise HeldinError(
                     f"the saved window holds sums for parameter {name!r} of shape "
                     f"{tuple(total.shape)}, which this model has not; load the state of a run with "

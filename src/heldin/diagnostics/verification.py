@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from heldin.capture.arguments import BatchDim
 from heldin.capture.collector import Collector
-from heldin.capture.moments import upcast
+from heldin.capture.moments import as_real, upcast
 from heldin.capture.observation import Observation
 from heldin.capture.ownership.planes import tensors_in
 from heldin.errors import HeldinError
@@ -147,7 +147,7 @@ def _one_by_one(
         _run(step, _sample(batch, i, m, batch_dim))
         for name, p in model.named_parameters():
             if p.grad is not None:
-                grad = upcast(p.grad.to_dense() if p.grad.is_sparse else p.grad)
+                grad = as_real(upcast(p.grad.to_dense() if p.grad.is_sparse else p.grad))
                 first, second = sums.get(name, (torch.zeros_like(grad), torch.zeros_like(grad)))
                 sums[name] = (first + grad, second + grad.square())
     return sums

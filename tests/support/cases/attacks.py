@@ -295,3 +295,12 @@ def _in_order(s: Any, x: Tensor) -> Tensor:
     order = x.reshape(-1, 3).sum(1).argsort()  # as routing to experts does
     out = torch.zeros(len(order), 2, dtype=rows.dtype).to(s.b(rows[:1]).dtype)
     return out.index_copy(0, order, s.b(rows[order]).tanh()).reshape(*x.shape[:2], 2)
+
+
+# --- found by a second round of attacks ----------------------------------------------------------
+
+add(
+    "a table whose rows are shortened in forward",
+    model(lambda s, i: s.b(s.e(i)), e=lambda: nn.Embedding(7, 3, max_norm=1.0), b=linear(3, 2)),
+    lambda: (torch.randint(0, 7, (M, 5)),),
+)

@@ -4,7 +4,7 @@ from .base import CHUNK, Contributions
 from .combine import moments
 from .filters import Filters, overlap
 from .outer import Outer
-from .rows import Lazy, Moved, Owned, Rows
+from .rows import Lazy, Moved, Owned, Real, Rows
 from .scattered import Scattered
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "Moved",
     "Outer",
     "Owned",
+    "Real",
     "Rows",
     "Scattered",
     "moments",

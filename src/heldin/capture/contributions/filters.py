@@ -38,10 +38,11 @@ class Filters(Contributions):
         self.reads = self.m * grad.shape[1] * grad.shape[3] * grad.shape[4]
 
     def restrict(self, block: Block) -> Contributions:
-        rows, columns, *place = block
+        rows, columns, down, right = block
         grad, x = self.grad[:, :, rows], self.x[:, :, columns]
-        at = (place[0].start, place[1].start) if place else None
-        return Filters(grad, x, self.kernel, self.settings, at)
+        whole = (down.stop - down.start, right.stop - right.start) == self.kernel
+        place = None if whole else (down.start, right.start)
+        return Filters(grad, x, self.kernel, self.settings, place)
 
     def samples(self, lo: int, hi: int) -> Tensor:
         x, grad = upcast(self.x[lo:hi]), upcast(self.grad[lo:hi])

@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from heldin.capture.moments import as_real
 from heldin.capture.sampling import Block
 
 from .base import Contributions
 
-__all__ = ["Lazy", "Moved", "Owned", "Rows"]
+__all__ = ["Lazy", "Moved", "Owned", "Real", "Rows"]
 
 
 class Rows(Contributions):
@@ -74,3 +75,13 @@ class Moved(Contributions):
     def moments(self, total: Tensor | None, room: Tensor | None = None) -> tuple[Tensor, Tensor]:
         first, second = self.inner.moments(None)
         return self.move(first), self.move(second)
+
+
+class Real(Contributions):
+    """Contributions to a complex parameter, as real numbers (..., 2)."""
+
+    def __init__(self, inner: Contributions) -> None:
+        self.inner, self.shape, self.m = inner, (*inner.shape, 2), inner.m
+
+    def samples(self, lo: int, hi: int) -> Tensor:
+        return as_real(self.inner.samples(lo, hi))

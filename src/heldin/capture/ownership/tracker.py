@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from . import flows as flows  # registers how each op passes owners on
 from .flow import OpCall, flow
 from .numbers import Numbers
 from .op import Op, op_of
-from .planes import Key, canonical, is_mixed, is_nobody, nobody, tensors_in
+from .planes import Key, canonical, is_mixed, is_nobody, nobody, reshape, tensors_in
 
 __all__ = ["Tracker"]
 
@@ -25,7 +25,24 @@ __all__ = ["Tracker"]
 # buffers), or with the data.
 SETTLED, CHANGING, DATA = range(3)
 PLAIN = (Tensor, nn.Parameter)
+_VIEWS = {"view", "_unsafe_view", "_reshape_alias", "unsqueeze", "squeeze"}
 _SPLITTING = {"clone", "split", "split_with_sizes", "chunk", "unsafe_chunk", "unsafe_split"}
+
+
+class _Part(NamedTuple):
+    """Of which tensor another one is a piece or a copy.
+
+    Attributes:
+        whole: node and number of that tensor, which need not stay in memory.
+        dim: along which it was split (None: a copy), counted from the first of its planes.
+        above: what it is a part of itself.
+        shapes: of a view, its own and that of the tensor.
+    """
+
+    whole: Key
+    dim: int | None
+    above: _Part | None
+    shapes: tuple[torch.Size, torch.Size] | None = None
 
 
 def _memory_of(tensor: Tensor) -> Any:
@@ -38,7 +55,8 @@ class Tracker(TorchDispatchMode):
     """Follows the ATen ops of a forward pass and knows the owners of every tensor in it.
 
     After the pass, `nodes` holds the planes (or None: holds no data) of the outputs of every
-    autograd node that was used, `slots` the places into which data-free tensors were put.
+    autograd node that was used, `slots` the places into which data-free tensors were put, and
+    `met_alone` says whether a parameter has met an argument with one row before samples did.
     """
 
     def __init__(self, m: int, model: nn.Module | None = None) -> None:
@@ -54,7 +72,9 @@ class Tracker(TorchDispatchMode):
         self._stamps: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
         self._fickle: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
         self._mixed_by: MutableMapping[Tensor, str] = WeakTensorKeyDictionary()
-        self._pieces: MutableMapping[Tensor, tuple[Tensor, int | None]] = WeakTensorKeyDictionary()
+        self._parts: MutableMapping[Tensor, _Part] = WeakTensorKeyDictionary()
+        self._single: MutableMapping[Tensor, bool] = WeakTensorKeyDictionary()
+        self.met_alone = False
         self._numbers = Numbers(self._asked, self._copied)
         self._buffers = {id(b) for b in model.buffers()} if model is not None else set()
         self._whole: dict[int, tuple[Tensor, int]] = {}  # storage -> planes of all its elements
@@ -92,8 +112,8 @@ class Tracker(TorchDispatchMode):
         self._memory, self._mixed_by = {}, WeakTensorKeyDictionary()
         self._planes = WeakTensorKeyDictionary()
         self._stamps = WeakTensorKeyDictionary()
-        self._fickle = WeakTensorKeyDictionary()
-        self._pieces = WeakTensorKeyDictionary()
+        self._fickle, self._single = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
+        self._parts = WeakTensorKeyDictionary()
 
     def rename(self, renamed: Callable[[Any], Any]) -> None:
         """Call the nodes by other names; those that are None are left out."""
@@ -116,6 +136,10 @@ class Tracker(TorchDispatchMode):
         self._stamps[tensor] = 0
         if tensor.layout is torch.strided:
             self._whole.pop(tensor.untyped_storage()._cdata, None)
+
+    def note_single(self, tensor: Tensor) -> None:
+        """An argument with one row: shared by all samples, unless it is the one sample itself."""
+        self._single[tensor] = True
 
     def owners(self, tensor: Tensor) -> Tensor | None:
         if tensor.layout is not torch.strided:
@@ -225,6 +249,9 @@ class Tracker(TorchDispatchMode):
             if isinstance(out, (bool, int, float, complex)) and not self._numbers.asking:
                 self._copied(inputs)
             return
+        if self._single and not owned and any(t in self._single for t in inputs):
+            self.met_alone |= any(t.requires_grad and t not in self._single for t in inputs)
+            self._single.update((t, True) for t in outs)
         fickle = max([self._level(t) for t in inputs], default=SETTLED)
         if op.random or op.base in ("lift_fresh", "lift_fresh_copy"):
             fickle = max(fickle, CHANGING)
@@ -237,7 +264,9 @@ class Tracker(TorchDispatchMode):
             found = flow(OpCall(self, func, op, bound, outs, (args, kwargs)))
             results = [p if t.numel() else None for t, p in zip(outs, found, strict=True)]
             if op.base in _SPLITTING:
-                self._note_pieces(inputs[0], bound.get("dim"), outs)
+                self._note_parts(inputs[0], bound.get("dim"), outs)
+            elif op.base in _VIEWS and inputs[0].numel() == outs[0].numel():
+                self._note_parts(inputs[0], None, outs, (outs[0].shape, inputs[0].shape))
             else:
                 self._note_slots(op, bound, inputs, outs[0], results[0])
             self._note_cause(op, inputs, outs, results)
@@ -247,7 +276,7 @@ class Tracker(TorchDispatchMode):
             if tensor.layout is torch.strided and not tensor.is_nested:
                 self._memory[_memory_of(tensor)] = planes
             if id(tensor) in written:
-                self._pieces.pop(tensor, None)
+                self._parts.pop(tensor, None)
                 self._overwrite(tensor, planes)
                 if tensor._base is not None:
                     self._fickle[tensor._base] = fickle
@@ -334,25 +363,37 @@ class Tracker(TorchDispatchMode):
                         place = planes if constant else planes.narrow(dim, offset, width)
                     elif op.pointwise and tensor.shape == out.shape:
                         place = planes
-                self._note_slot(tensor, place)
+                self._note_slot(_key(tensor), self._parts.get(tensor), place)
             offset += width
 
-    def _note_slot(self, tensor: Tensor, place: Tensor | None) -> None:
-        """One place of a tensor, and of what it is a piece of, unless there are several."""
-        key = (tensor.grad_fn, tensor.output_nr)
+    def _note_slot(self, key: Key, part: _Part | None, place: Tensor | None) -> None:
+        """One place of a tensor, and of what it is a part of, unless there are several."""
         if key in self.slots:
             known = self.slots[key]
             same = known is not None and place is not None and torch.equal(known, place)
             place = place if same else None
         self.slots[key] = place
-        if tensor in self._pieces:
-            whole, dim = self._pieces[tensor]
-            if place is not None and dim is not None and place.shape[dim % whole.dim() + 1] > 1:
+        if part is not None:
+            if place is not None and part.dim is not None and place.shape[part.dim] > 1:
                 place = None
-            self._note_slot(whole, place)
+            if place is not None and part.shapes is not None:
+                place = reshape(place, *part.shapes)
+            self._note_slot(part.whole, part.above, place)
 
-    def _note_pieces(self, whole: Tensor, dim: int | None, pieces: Sequence[Tensor]) -> None:
+    def _note_parts(
+        self,
+        whole: Tensor,
+        dim: int | None,
+        parts: Sequence[Tensor],
+        shapes: tuple[torch.Size, torch.Size] | None = None,
+    ) -> None:
         """A tensor is put where the pieces that it is split into (gates, say), or copies, are."""
         if whole.grad_fn is not None:
-            for piece in pieces:
-                self._pieces[piece] = whole, dim
+            along = None if dim is None else dim % whole.dim() + 1
+            part = _Part(_key(whole), along, self._parts.get(whole), shapes)
+            for tensor in parts:
+                self._parts[tensor] = part
+
+
+def _key(tensor: Tensor) -> Key:
+    return tensor.grad_fn, tensor.output_nr

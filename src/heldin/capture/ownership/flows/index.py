@@ -40,6 +40,12 @@ def _embedding(call: OpCall) -> Owners:
     return [None if index is None else index.unsqueeze(-1)]
 
 
+@flows("embedding_renorm")
+def _renorm(call: OpCall) -> Owners:
+    """A table whose rows are shortened (`max_norm`): by data, but without a gradient."""
+    return [None]
+
+
 @flows("_embedding_bag", "_embedding_bag_forward_only")
 def _embedding_bag(call: OpCall) -> Owners:
     index, offsets = call["indices"], call["offsets"].cpu()

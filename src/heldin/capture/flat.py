@@ -1,0 +1,133 @@
+"""Flat batches: the rows of all samples one after the other, and who owns each of them.
+
+So graphs are batched: `x` has a row for each node, `batch` the number of the graph that each node
+is of, `edge_index` two numbers of nodes for each edge. An argument called `batch` may be such an
+index, one that `batch_dim={name: "owner"}` names surely is. Batches of torch_geometric know where
+each graph's part of every tensor begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from heldin.errors import NotObservable, more
+
+__all__ = [
+    "INDEX",
+    "index_of",
+    "is_flat_batch",
+    "is_packed",
+    "owners_beside",
+    "owners_in",
+    "packed",
+]
+
+INDEX = "batch"  # what an index of owners is called
+
+
+def index_of(tensor: Any, name: str, told: bool) -> Tensor | None:
+    """The owners that an argument tells, as numbers from 0; None: it is no such index."""
+    if not isinstance(tensor, Tensor) or not (told or name == INDEX):
+        return None
+    numbers = not tensor.is_floating_point() and not tensor.is_complex()
+    fits = numbers and tensor.dim() == 1 and tensor.dtype is not torch.bool and len(tensor) > 0
+    index = tensor.detach().cpu() if fits else None
+    if index is not None and int(index.min()) == 0:
+        if told or bool((index.diff() >= 0).all()):  # numbers of something else are in no order
+            return index
+    if told:
+        raise NotObservable(
+            f'heldin.observe: batch_dim says that argument {name!r} holds the "owner" of each row, '
+            "so it has to be a vector of whole numbers from 0 on, one for each row"
+        )
+    return None
+
+
+def owners_beside(
+    index: Tensor, tensors: Sequence[Tensor], names: Sequence[str]
+) -> list[Tensor | None]:
+    """The owners of tensors beside an index: of rows, of columns of edges, of samples.
+
+    Each is broadcastable to its tensor; None: it is shared by all.
+    """
+    rows, m = len(index), int(index.max()) + 1
+    edges: Tensor | None = None
+    found: list[Tensor | None] = [None] * len(tensors)
+    for i, tensor in enumerate(tensors):
+        own = _of_edges(index, tensor, names[i])
+        if own is not None:
+            edges, found[i] = own, own[None]
+    for i, tensor in enumerate(tensors):
+        if found[i] is not None or not tensor.dim():
+            continue
+        size = tensor.shape[0]
+        if edges is not None and size == len(edges) and (size != rows or "edge" in names[i]):
+            found[i] = _along(edges, tensor, 0)
+        elif size == rows:
+            found[i] = _along(index, tensor, 0)
+        elif size == m:
+            found[i] = _along(torch.arange(m), tensor, 0)
+    return found
+
+
+def _of_edges(index: Tensor, tensor: Tensor, name: str) -> Tensor | None:
+    """The owners of edges: pairs of row numbers, of which both are of one sample."""
+    numbers = not tensor.is_floating_point() and tensor.dtype is not torch.bool
+    if "edge" not in name or not numbers or tensor.dim() != 2 or len(tensor) != 2:
+        return None
+    ends = tensor.detach().cpu().long()
+    if not ends.numel() or int(ends.min()) < 0 or int(ends.max()) >= len(index):
+        return None
+    own, other = index[ends]
+    return own if torch.equal(own, other) else None
+
+
+def _along(owner: Tensor, tensor: Tensor, dim: int) -> Tensor:
+    return owner.reshape([-1 if d == dim else 1 for d in range(tensor.dim())])
+
+
+def is_packed(positions: Any) -> bool:
+    """Whether positions begin anew within a row: several samples lie in it."""
+    if not isinstance(positions, Tensor) or positions.dim() != 2 or positions.shape[1] < 2:
+        return False
+    return bool(((positions[:, 1:] == 0) & (positions[:, :-1] > 0)).any())
+
+
+def packed() -> str:
+    """Of such rows, for a warning."""
+    return (
+        "the argument 'position_ids' begins anew within a row: several samples lie in one row, as "
+        "packing=True and padding_free=True put them there, and each row counts as one sample. For "
+        "evidence of single samples, let each have a row of its own "
+        + more("calls-that-are-not-observed")
+    )
+
+
+def is_flat_batch(value: Any) -> bool:
+    """Whether this is a batch of torch_geometric, or something that has the same parts."""
+    parts = ("_slice_dict", "num_graphs", "stores", "__cat_dim__")
+    return all(hasattr(value, part) for part in parts)
+
+
+def owners_in(batch: Any) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """The tensors of such a batch with their owners; None: it is shared by all."""
+    for store in batch.stores:
+        key = getattr(store, "_key", None)
+        slices = batch._slice_dict if key is None else batch._slice_dict.get(key, {})
+        for name, tensor in store.items():
+            if not isinstance(tensor, Tensor):
+                continue
+            starts = slices.get(name)
+            if name == INDEX:
+                yield tensor, tensor.detach().cpu()
+            elif starts is None:
+                yield tensor, None
+            else:
+                dim = batch.__cat_dim__(name, tensor, store)
+                sizes = starts.diff() if dim is not None else torch.ones(len(tensor)).long()
+                owner = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
+                yield tensor, _along(owner, tensor, (dim or 0) % max(tensor.dim(), 1))

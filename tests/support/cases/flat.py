@@ -1,0 +1,116 @@
+"""Cases: flat batches, in which samples lie one after the other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .common import M, add, linear, model
+
+# as many rows in each, shared out in another way
+_SIZES = iter(
+    [([2, 3, 4, 3], [4, 3, 2, 3], [3, 3, 3, 3], [1, 5, 5, 1])[i % 4] for i in range(4000)]
+)
+
+
+def graphs(sizes: list[int] | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Nodes, edges, attributes of edges, and the graph that each node is of."""
+    sizes = next(_SIZES) if sizes is None else sizes
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    pairs = zip(sizes, starts, strict=True)
+    edges = torch.cat([torch.randint(0, n, (2, 2 * n)) + start for n, start in pairs], 1)
+    owner = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+    return torch.randn(len(owner), 3), edges, torch.randn(edges.shape[1], 2), owner
+
+
+def _passed_on(s: Any, x: Tensor, edges: Tensor, attributes: Tensor) -> Tensor:
+    h = s.a(x).tanh()
+    sent = h[edges[0]] + s.e(attributes)
+    return s.b(torch.zeros_like(h).index_add(0, edges[1], sent.to(h.dtype)) + h).tanh()
+
+
+def _pooled(h: Tensor, owner: Tensor, m: int) -> Tensor:
+    return torch.zeros(m, h.shape[1], dtype=h.dtype).index_add(0, owner, h)
+
+
+class Net(nn.Module):
+    """Two layers of messages, pooled for each graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.e, self.b, self.c = (nn.Linear(*s) for s in ((3, 4), (2, 4), (4, 4), (4, 2)))
+
+    def run(self, x: Tensor, edges: Tensor, attributes: Tensor, owner: Tensor) -> Tensor:
+        h = _passed_on(self, x, edges, attributes)
+        return self.c(_pooled(h, owner, int(owner.max()) + 1))
+
+
+class Flat(Net):
+    def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor, batch: Tensor) -> Tensor:
+        return self.run(x, edge_index, edge_attr, batch)
+
+
+class OfBatch(Net):
+    def forward(self, data: Batch) -> Tensor:
+        return self.run(data.x, data.edge_index, data.edge_attr, data.batch)
+
+
+class Batch:
+    """What the batches of torch_geometric have that we look at."""
+
+    def __init__(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor, batch: Tensor) -> None:
+        self.x, self.edge_index, self.edge_attr, self.batch = x, edge_index, edge_attr, batch
+        self.num_graphs = int(batch.max()) + 1
+        nodes, edges = (_starts(o, self.num_graphs) for o in (batch, batch[edge_index[0]]))
+        self._slice_dict = {"x": nodes, "edge_index": edges, "edge_attr": edges}
+        self.stores = [{k: v for k, v in vars(self).items() if isinstance(v, Tensor)}]
+
+    def __cat_dim__(self, key: str, value: Tensor, *_: Any) -> int:
+        return -1 if key == "edge_index" else 0
+
+
+def _starts(owner: Tensor, m: int) -> Tensor:
+    return torch.cat([torch.zeros(1).long(), torch.bincount(owner, minlength=m).cumsum(0)])
+
+
+add("graphs in a flat batch", Flat, graphs, autocast=False)
+add("a batch of graphs as one object", OfBatch, lambda: (Batch(*graphs()),), autocast=False)
+_turns = iter([([2, 3], [4], [1, 1, 3], [2, 2, 2, 2, 1])[i % 4] for i in range(4000)])
+add("any number of graphs, also one", Flat, lambda: graphs(next(_turns)), autocast=False)
+add(
+    "rows whose owner is told",
+    model(lambda s, x, who: _pooled(s.a(x).tanh(), who, M), a=linear(3, 2)),
+    lambda: graphs()[::3],
+    autocast=False,
+    batch_dim={1: "owner"},
+)
+add(
+    "rows whose owner is told, and nothing in the model looks at it",
+    model(lambda s, x, who: s.a(x).tanh(), a=linear(3, 2)),
+    lambda: graphs()[::3],
+    lambda s, x, who: _pooled(s(x, who).square(), who, M).sum(1),
+    autocast=False,
+    batch_dim={1: "owner"},
+)
+
+
+class WithLoops(Net):
+    """Each node sends to itself, too, with attributes that belong to nobody."""
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor, batch: Tensor) -> Tensor:
+        own = torch.arange(len(x))
+        begin, end = torch.cat([edge_index, torch.stack([own, own])], 1)
+        sent = self.e(torch.cat([edge_attr, torch.zeros(len(x), 2)])).view(-1, 2, 2)
+        sent = (sent + self.a(x)[begin].view(-1, 2, 2)).tanh()
+        received = torch.zeros(len(x), 2, 2).index_add(0, end, sent).flatten(1)
+        return self.c(self.b(_pooled(received, batch, int(batch.max()) + 1)))
+
+
+add(
+    "attributes of nobody, put among those of samples by a view",
+    WithLoops,
+    graphs,
+    autocast=False,
+)
