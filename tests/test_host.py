@@ -49,6 +49,8 @@ def test_workflows_may_do_little_and_end(path: Path) -> None:
     for name, job in flow["jobs"].items():
         assert 0 < job["timeout-minutes"] <= 90, name
         for step in job["steps"]:
+            if "uses" in step:  # a tag can be moved, a commit cannot
+                assert re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", step["uses"]), step
             if step.get("uses", "").startswith("actions/checkout"):
                 assert step["with"]["persist-credentials"] is False
             # what an outsider can name must not be pasted into a shell

@@ -14,7 +14,7 @@ from heldin.rules.estimated.choose import _Case, _chosen
 
 
 def case(**options: Any) -> _Case:
-    usual: dict[str, Any] = {"rows": 200, "parameters": 5000, "plain": True, "known": True}
+    usual: dict[str, Any] = {"rows": 200, "parameters": 5000, "engine": "dense", "known": True}
     usual |= options
     return _Case(bytes=4 * usual["parameters"], **usual)
 
@@ -23,20 +23,20 @@ def case(**options: Any) -> _Case:
     ("options", "budget", "expected"),
     [
         ({}, 6.0, "folds"),
-        ({"plain": False}, 6.0, ("folds", 5)),
-        ({"plain": False, "normed": True, "known": False}, 6.0, ("folds", 4)),
+        ({"engine": "vmap"}, 6.0, ("folds", 5)),
+        ({"engine": "loop", "known": False}, 6.0, ("folds", 4)),
         ({"parameters": 1_000_000}, 6.0, "folds"),
-        ({"plain": False}, 3.0, "leave-one-out"),
-        ({"plain": False, "known": False}, 3.0, "shadow"),
+        ({"engine": "vmap"}, 3.0, "leave-one-out"),
+        ({"engine": "vmap", "known": False}, 3.0, "shadow"),
         ({"rows": 5000}, 6.0, "shadow"),
         ({"rows": 5000, "parameters": 1000}, 2.0, "leave-one-out"),
         ({"parameters": 40_000_000}, 6.0, "shadow"),  # five copies do not fit the memory
         ({"parameters": 40_000, "known": False}, 4.2, ("folds", 3)),
         ({"parameters": 40_000, "known": False}, 3.2, ("folds", 2)),
-        ({"parameters": 10**6, "general": True, "known": False}, 2.5, ("shadow", 1)),
-        ({"parameters": 10**6, "general": True, "known": False}, 6.0, ("folds", 2)),
-        ({"parameters": 10**6, "general": True, "known": False, "rows": 99}, 7.0, ("folds", 5)),
-        ({"parameters": 10**6, "general": True, "known": False, "rows": 9999}, 6.0, "shadow"),
+        ({"parameters": 10**6, "engine": "copies", "known": False}, 2.5, ("shadow", 1)),
+        ({"parameters": 10**6, "engine": "copies", "known": False}, 6.0, ("folds", 2)),
+        ({"parameters": 10**6, "engine": "copies", "known": False, "rows": 99}, 7.0, ("folds", 5)),
+        ({"parameters": 10**6, "engine": "copies", "known": False, "rows": 9999}, 6.0, "shadow"),
         ({"parameters": 40_000}, 2.0, "leave-one-out"),
     ],
 )
@@ -92,6 +92,20 @@ def test_folds_of_ones_own_keep_to_the_budget() -> None:
         made = heldin.stopping("auto", model, optimizer, F.mse_loss, data, folds=folds)
         assert isinstance(made, heldin.FoldStopping)
         assert (made.folds, made.shadows) == (folds, shadows)
+
+
+def test_the_engine_that_was_asked_for_is_what_it_costs() -> None:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.randn(50, 3), torch.randn(50, 1)
+    parts = ("auto", model, optimizer, nn.MSELoss(), data)
+    for engine, shadows in (("dense", 5), ("copies", 1), ("swap", 1)):
+        made = heldin.stopping(*parts, budget=3.0, engine=engine)
+        assert made._team.copies == shadows
+        assert made.engine == engine
+        made.close()
+    with pytest.raises(heldin.HeldinError, match=r"engine: expected 'auto'.*got 'fast'"):
+        heldin.stopping(*parts, engine="fast")
 
 
 def test_refusals() -> None:

@@ -26,6 +26,11 @@ def test_votes_follow_the_bootstrap() -> None:
     for draw in draws:
         expected[curves[draw].mean(0).argmin()] += 1 / 50
     torch.testing.assert_close(found, expected)
+    fewer = _curves.votes(curves, 50, 3, held_per_trained=1.5)  # 20 / 2.5 rows in each draw
+    expected = torch.zeros(6, dtype=torch.float64)
+    for draw in torch.randint(20, (50, 8), generator=torch.Generator().manual_seed(3)):
+        expected[curves[draw].mean(0).argmin()] += 1 / 50
+    torch.testing.assert_close(fewer, expected)
     curves[3, 2] = math.inf
     curves[4, 1] = math.nan
     again = _curves.votes(curves, 50, 3)

@@ -76,8 +76,8 @@ def test_groups_are_drawn_on_request(tmp_path: Path) -> None:
         stopping.report(tmp_path / "run.html", groups=groups).read_text()
         for groups in (False, True)
     ]
-    assert "group/weight" not in pages[0]
-    assert "group/weight" in pages[1]
+    assert "criterion of weight" not in pages[0]
+    assert "criterion of weight" in pages[1]
     assert len(pages[1]) > len(pages[0])
 
 
@@ -104,9 +104,34 @@ def test_progress_says_what_the_rule_says(terminal: bool) -> None:
     with stopping.progress(total=10, console=console):
         stopping.step(7.0)
     said = file.getvalue()
-    assert "step 4: loss 7" in said
+    assert stopping.reason.startswith("step 4: loss 7")
+    assert "loss 7" in said
     if not terminal:
-        assert said.splitlines()[-1] == f"step 4 of 10: {stopping.reason}"
+        assert said.splitlines()[-1] == "step 4 of 10: " + stopping.reason.removeprefix("step 4: ")
+
+
+def test_progress_tells_the_check_from_the_step() -> None:
+    stopping = trained("folds", 45)  # checks are on a grid
+    step, text = stopping._look()
+    assert step == 45
+    assert re.match(r"at step 40: estimated loss .* at step \d+$", text)
+    stopping.patience = heldin.Patience(factor=0.5, slack=0, checks=0)
+    stopping.restore()  # the last weights are checked, too
+    stopping.close()
+    assert stopping.reason.startswith("step 45: estimated loss ")
+    assert stopping._look() == (45, "stopped, " + stopping.reason.partition(": ")[2])
+
+
+def test_a_page_says_what_to_expect_first(tmp_path: Path) -> None:
+    for needed in ("matplotlib", "jinja2"):
+        pytest.importorskip(needed)
+    stopping = trained("folds")
+    stopping.close()
+    page = stopping.report(tmp_path / "run.html").read_text()
+    first = re.search(r"<tr><th[^>]*>(.*?)</th><td>(.*?)</td></tr>", page)
+    assert first is not None
+    assert first[1] == "test loss to expect"
+    assert first[2].startswith(f"{stopping.estimate:.4g} ± {2 * stopping.standard_error:.2g} ")
 
 
 def estimates(*losses: float) -> EstimateHistory:

@@ -48,6 +48,37 @@ def test_other_orders_are_none_of_our_business(order: str) -> None:
     ordered(order)
 
 
+def by_tasks(combine: Callable[[list[torch.Tensor]], torch.Tensor] | None) -> None:
+    """A pass for each of two tasks, zero_grad between them, gradients combined by hand or not."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(5, 2), torch.randn(8, 5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with heldin.EvidenceStopping(model) as stopping:
+        for _ in range(3):
+            kept: list[list[torch.Tensor]] = []
+            for task in range(2):
+                optimizer.zero_grad()
+                model(x)[:, task].square().mean().backward()
+                kept.append([p.grad for p in model.parameters() if p.grad is not None])
+            if combine is not None:
+                for p, *grads in zip(model.parameters(), *kept, strict=True):
+                    p.grad = combine(grads)
+            stopping.step()
+            optimizer.step()
+
+
+def test_gradients_that_are_put_by_hand_are_noticed() -> None:
+    with pytest.warns(heldin.HeldinWarning, match=r"a gradient that no pass has left") as told:
+        by_tasks(lambda grads: grads[0] + grads[1])
+    assert len(told) == 1
+    assert told[0].filename == __file__
+
+
+@pytest.mark.parametrize("combine", [None, lambda grads: grads[1].mul_(0.1)])
+def test_gradients_that_passes_have_left_are_not(combine: Any) -> None:
+    by_tasks(combine)
+
+
 def test_closures_and_steps_inside_the_backward_pass_are_no_mistake() -> None:
     torch.manual_seed(0)
     model, x = nn.Linear(5, 1), torch.randn(8, 5)

@@ -45,7 +45,11 @@ MODELS: dict[str, Any] = {
         nn.Linear(3, 1),
     ),
     "tied": Tied,
-    "batchnorm": lambda: nn.Sequential(nn.Linear(D, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)),
+    "batchnorm": lambda: nn.Sequential(
+        nn.Linear(D, 8, bias=False),  # its gradient would be nothing but rounding
+        nn.BatchNorm1d(8),
+        nn.Linear(8, 1),
+    ),
     "layernorm": lambda: nn.Sequential(nn.Linear(D, 8), nn.LayerNorm(8), nn.Linear(8, 1)),
 }
 

@@ -13,11 +13,11 @@ __all__ = ["markdown_table", "render", "svg"]
 
 @cache
 def _environment() -> Any:
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
     return Environment(
         loader=FileSystemLoader(Path(__file__).parent / "templates"),
-        autoescape=lambda name: str(name).endswith(".html"),
+        autoescape=select_autoescape(["html"]),  # other pages are Markdown
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

@@ -39,6 +39,7 @@ class Live:
         try:
             from rich.console import Console
             from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+            from rich.table import Column
         except ImportError as error:
             raise HeldinError(
                 "showing progress needs rich: pip install 'heldin[report]'"
@@ -48,12 +49,14 @@ class Live:
         self._file, self._lines = console.file, not (console.is_terminal or console.is_jupyter)
         self._last, self._waiting = time.monotonic() if patient else -float("inf"), ""
         self._quiet = patient
+        words = Column(ratio=1, no_wrap=True, overflow="ellipsis")  # they alone give way
         self._bar: Any = Progress(
-            TextColumn(f"{unit} {{task.completed}}"),
-            BarColumn(20),
-            TimeElapsedColumn(),
-            TextColumn("{task.description}", markup=False),
+            TextColumn(f"{unit} {{task.completed}}", table_column=Column(min_width=len(unit) + 5)),
+            BarColumn(10, table_column=Column(min_width=10)),
+            TimeElapsedColumn(table_column=Column(min_width=7)),
+            TextColumn("{task.description}", markup=False, table_column=words),
             console=console,
+            expand=True,
         )
         self._task: Any = None
 

@@ -105,11 +105,20 @@ class StoppingRule(Closing, Reporting, ABC):
     history: Any  # a rule has its own kind of checks
 
     def _look(self) -> tuple[int, str]:
-        return self._step, self.reason
+        text = self.reason.removeprefix(f"step {self._step}: ")
+        if self.should_stop:
+            return self._step, f"stopped, {text}"
+        return self._step, f"at {text}" if text.startswith("step ") else text
 
     def _advice(self) -> list[Advice]:
         """What to try if the run looks wrong."""
         return [("Where rules go wrong is shown with figures.", docs("when-to-trust.html"))]
+
+    def _standing(self, groups: bool) -> dict[str, Any]:
+        """Where the run stands, in words."""
+        found = {k.removeprefix("heldin/"): v for k, v in self.metrics().items()}
+        shown = {k: v for k, v in found.items() if not k.startswith("group/") or groups}
+        return {"steps": self._step, **shown}
 
     def _cost(self) -> dict[str, Any]:
         """What the rule took, beside the training itself."""
@@ -121,12 +130,10 @@ class StoppingRule(Closing, Reporting, ABC):
     def _page(self, groups: bool) -> RunPage:
         name = type(self).__name__
         done = f"stopped at step {self.stopped_step}" if self.should_stop else "not stopped"
-        facts = {k.removeprefix("heldin/"): v for k, v in self.metrics().items()}
-        shown = {k: v for k, v in facts.items() if not k.startswith("group/") or groups}
         return RunPage(
             title=f"{name}: {done}",
             verdict=self.reason,
-            facts=table({"steps": self._step, **shown}),
+            facts=table(self._standing(groups)),
             settings=table(self._settings()),
             cost=table(self._cost()),
             advice=self._advice(),

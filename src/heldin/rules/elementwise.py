@@ -111,7 +111,7 @@ class ElementwiseStopping(Joinable, Closing, ElementwiseReport, OptimizerWrapper
         evidence({}, correction=correction, dead=dead)  # refuses what it does not know
         self.greedy, self.start, self.correction, self.dead = greedy, start, correction, dead
 
-        self._collector = Collector(model, batch_dim, parameters)
+        self._collector = Collector(model, batch_dim, parameters, real=True)
         self._seen = Observation(self._collector)
         self._ranks = ranks_of(model, process_group, self._collector, reduction == "mean")
         self._model: nn.Module | None = unwrapped(model)

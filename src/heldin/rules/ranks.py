@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from heldin._private_torch import is_called_by_ddp
 from heldin.capture.collector import Collector
 from heldin.capture.moments import Moments, upcast
 from heldin.capture.sampling import Block
@@ -33,8 +32,8 @@ __all__ = [
     "Pooled",
     "ProcessGroup",
     "Ranks",
+    "groups_of",
     "ranks_of",
-    "refuse_data_parallel",
 ]
 
 ProcessGroup = Any  # torch.distributed.ProcessGroup, a DeviceMesh, None or "auto"
@@ -43,7 +42,7 @@ ProcessGroup = Any  # torch.distributed.ProcessGroup, a DeviceMesh, None or "aut
 # --- which processes -------------------------------------------------------------------------
 
 
-def _groups(model: nn.Module, process_group: ProcessGroup) -> list[Any]:
+def groups_of(model: nn.Module, process_group: ProcessGroup) -> list[Any]:
     """The groups over which sums are taken, one after the other; none for a process on its own."""
     if process_group is None:
         return []
@@ -88,7 +87,7 @@ def ranks_of(
     model: nn.Module, process_group: ProcessGroup, seen: Collector, mean: bool
 ) -> Ranks | None:
     """The ranks that train a model together; None if there is but one process."""
-    groups = _groups(model, process_group)
+    groups = groups_of(model, process_group)
     return Ranks(model, groups, seen, mean) if groups else None
 
 
@@ -385,14 +384,3 @@ class Joinable:
     def join_process_group(self) -> Any:
         """The data-parallel processes."""
         return None if self._ranks is None else self._ranks.groups[0]
-
-
-def refuse_data_parallel(owner: str, model: nn.Module) -> None:
-    """Refuse a model that several processes train together, for rules that look at one process."""
-    parallel = nn.parallel.DistributedDataParallel
-    inside = is_called_by_ddp()
-    if inside or isinstance(model, parallel) or any(True for _ in fully_sharded(model)):
-        raise HeldinError(
-            f"{owner}: the model is trained by several processes, and each of them would decide by "
-            "its own rows. Use heldin.EvidenceStopping, whose processes decide together"
-        )

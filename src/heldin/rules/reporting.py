@@ -10,7 +10,7 @@ from typing import Any
 from heldin.errors import docs
 from heldin.pages.live import Watching
 from heldin.pages.run import Advice, RunPage, card, write_page
-from heldin.state.estimates import EstimateHistory
+from heldin.state.estimates import COVERAGE, Estimate, EstimateHistory
 from heldin.state.history import History
 
 __all__ = [
@@ -82,11 +82,29 @@ class EvidenceReport(Reporting):
 
     history: History
     should_stop: bool
+    evidence: Any
+    _step: int
+
+    @property
+    @abstractmethod
+    def criterion(self) -> float:
+        """What decides."""
 
     @property
     @abstractmethod
     def armed(self) -> bool:
         """Whether the criterion has left zero."""
+
+    def _standing(self, groups: bool) -> dict[str, Any]:
+        found = {
+            "steps": self._step,
+            "criterion": f"{self.criterion:.4g} (smoothed; training stops above 0)",
+            "value of the last check": self.evidence.criterion,
+            "samples in it": self.evidence.count,
+            "may stop": "yes" if self.armed else "not yet: the criterion has never left zero",
+        }
+        parts = self.evidence.groups if groups else {}
+        return found | {f"criterion of {name}": value for name, value in parts.items()}
 
     def _advice(self) -> list[Advice]:
         return advice_on_evidence(self.history, self.should_stop, self.armed)
@@ -104,16 +122,30 @@ class EstimateReport(Reporting):
     _step: int
     _kept: Mapping[int, Mapping[str, Any]]
 
+    def _standing(self, groups: bool) -> dict[str, Any]:
+        best = next(r for r in self.history if r.step == self.history.best_step)
+        last, known = self.history.last(), COVERAGE.get(self.history.rule, {}).get(2)
+        covered = "" if known is None else f", which covered {known:.0%} of the runs in our study"
+        return {
+            "test loss to expect": f"{_and_error(best)} (two standard errors{covered})",
+            "best step": best.step,
+            "training loss there": best.training_loss,
+            "last check": (
+                f"step {last.step}: estimated loss {_and_error(last)}, training loss "
+                f"{last.training_loss:.4g}"
+            ),
+            "steps": self._step,
+        }
+
     def _advice(self) -> list[Advice]:
         return advice_on_estimates(self.history, self.should_stop)
 
     def _cost(self) -> dict[str, Any]:
         kept = sum(t.numel() * t.element_size() for w in self._kept.values() for t in w.values())
         return {
-            "steps": self._step,
+            **({"choice": self.reason_chosen} if self.reason_chosen else {}),
             "checks": len(self.history),
-            "bytes of weights kept": f"{kept:,}",
-            **({"rule": self.reason_chosen} if self.reason_chosen else {}),
+            "weights kept": f"{kept / 2**20:,.1f} MB, of {len(self._kept)} checks",
         }
 
 
@@ -121,6 +153,19 @@ class ValidationReport(Reporting):
     """Of a rule with held-out rows."""
 
     history: History
+    best_loss: float
+    best_step: int | None
+    last_loss: float
+    _step: int
+
+    def _standing(self, groups: bool) -> dict[str, Any]:
+        best = "none yet" if self.best_step is None else f"{self.best_loss:.6g}"
+        return {
+            "lowest validation loss": best,
+            "best step": self.best_step,
+            "last validation loss": self.last_loss,
+            "steps": self._step,
+        }
 
     def _plot(self, ax: Any, groups: bool) -> None:
         found = self.history.columns()
@@ -171,6 +216,10 @@ class ElementwiseReport(Reporting):
 def table(values: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Settings as rows, without the fingerprint of the model."""
     return [(name, _text(value)) for name, value in values.items() if name != "model"]
+
+
+def _and_error(record: Estimate) -> str:
+    return f"{record.estimate:.4g} ± {2 * record.standard_error:.2g}"
 
 
 def _text(value: Any) -> str:

@@ -228,24 +228,6 @@ def ddp_weighted_losses(rank: int, world: int) -> None:
 
 
 @case
-def ddp_rules_of_one_process(rank: int, world: int) -> None:
-    """Rules that look at the rows of one process are refused by name, wrapped or inside."""
-    x, y = batch("mlp", 24, 0)
-    for kind in (heldin.FoldStopping, heldin.ShadowStopping, heldin.LeaveOneOutStopping):
-        name = kind.__name__
-        model = make("smooth")
-        wrapped = DDP(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        made: Any = kind
-        with refused(f"{name}: the model is trained by several processes"):
-            made(wrapped, optimizer, F.cross_entropy, (x, y))
-        with made(model, optimizer, F.cross_entropy, (x, y)):
-            with refused(f"{name}: the model is trained by several processes"):
-                wrapped(x)
-            model(x)  # on its own it is
-
-
-@case
 def ddp_subgroups(rank: int, world: int) -> None:
     """Only the ranks of the given group are pooled."""
     groups = [dist.new_group([r]) for r in range(world)]

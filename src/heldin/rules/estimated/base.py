@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from heldin.capture.sharding import unwrapped
 from heldin.errors import HeldinError, HeldinWarning, more
 from heldin.rules.base import StoppingRule
-from heldin.rules.ranks import refuse_data_parallel
+from heldin.rules.ranks import ProcessGroup
 from heldin.rules.reporting import EstimateReport
 from heldin.state.estimates import STATE_SCHEMA as HISTORY
 from heldin.state.estimates import Estimate, EstimateHistory
@@ -27,6 +28,8 @@ from heldin.state.schema import (
 )
 
 from .curves import Patience, best_check, mean_and_error, next_check, votes
+from .models import first_trained
+from .together import together_of
 from .watch import Taken, Watch
 
 __all__ = ["Average", "PathStopping"]
@@ -39,20 +42,6 @@ STATE_SCHEMA = {  # of a saved state
     "kept": {int: {str: Tensor}},
     "rule": dict,
 }
-
-
-# Moving averages of weights, by the names that torch, timm and other packages give them.
-AVERAGES = {"AveragedModel", "ModelEma", "ModelEmaV2", "ModelEmaV3", "EMA", "EMAModel"}
-
-
-def _refuse_averages(name: str, model: nn.Module) -> None:
-    for module in model.modules():
-        if any(kind.__name__ in AVERAGES for kind in type(module).__mro__):
-            raise HeldinError(
-                f"{name}: {type(module).__name__} is a moving average of weights, which shadows do "
-                "not follow; give the model that the optimiser trains. The estimate and the "
-                "restored weights are those of that model, not of its average"
-            )
 
 
 class PathStopping(EstimateReport, StoppingRule):
@@ -77,20 +66,16 @@ class PathStopping(EstimateReport, StoppingRule):
         memory: int,
         resamples: int,
         seed: int,
+        process_group: ProcessGroup,
     ) -> None:
         name = type(self).__name__
         if not isinstance(optimizer, Optimizer):
             raise HeldinError(
                 f"{name}: optimizer must be a torch.optim.Optimizer, got {type(optimizer)!r}"
             )
-        refuse_data_parallel(name, model)
-        _refuse_averages(name, model)
-        parameter = next((p for p in model.parameters() if p.requires_grad), None)
-        if parameter is None:
-            raise HeldinError(
-                f"{name}: the model has no parameter that requires a gradient; unfreeze at least "
-                "one"
-            )
+        self._together = together_of(name, model, process_group)
+        model = unwrapped(model)
+        parameter = first_trained(name, model)
         if not isinstance(grid, (int, float)) or not 1 < grid < math.inf:
             raise HeldinError(f"{name}: grid must be a number above 1, got {grid!r}")
         if average not in ("bagged", "best"):
@@ -115,14 +100,26 @@ class PathStopping(EstimateReport, StoppingRule):
         self._device = parameter.device
         self._curves: list[Tensor] = []  # one (rows,) for each check
         self._kept: dict[int, dict[str, Tensor]] = {}  # number of the check -> the model's weights
-        self._watch = Watch(name)
+        self._watch = Watch(name, alone=self._together is None)
         self._release = weakref.finalize(self, self._watch.close)
 
     def _start(self, optimizer: Optimizer) -> None:
         """To be called at the end of a rule's constructor: the check at step 0."""
         assert self._model is not None
+        self._meet()
         self._check()
         self._watch.attach(self._model, optimizer)
+
+    def _meet(self) -> None:
+        """Make sure that all processes do the same."""
+        if self._together is not None and self._model is not None:
+            self._together.meet(self._facts, self._model)
+
+    def _facts(self) -> dict[str, Any]:
+        """What must be the same in all processes, by name."""
+        names = ("patience", "memory", "resamples", "seed")
+        own = {name: getattr(self, name) for name in names}
+        return {**self._settings(), **own, "step": self._step}
 
     # -- what a rule brings
 
@@ -178,6 +175,7 @@ class PathStopping(EstimateReport, StoppingRule):
                 "the last call; call step() after each"
             )
         index = None if indices is None else self._numbers(indices)
+        self._meet()
         for one in taken:
             self._step += 1
             self._follow(one, index, now=one is taken[-1])
@@ -233,7 +231,10 @@ class PathStopping(EstimateReport, StoppingRule):
         yield from self._model.named_buffers()
 
     def _snapshot(self) -> dict[str, Tensor]:
-        return {name: value.detach().clone() for name, value in self._state()}
+        kept = {name: value.detach().clone() for name, value in self._state()}
+        if self._together is not None and self._model is not None:
+            self._together.copy_first(kept[name] for name, _ in self._model.named_buffers())
+        return kept
 
     def _thin(self, best: int) -> None:
         """Keep the best weights, and as many others as the memory allows, evenly in log steps."""
@@ -282,7 +283,8 @@ class PathStopping(EstimateReport, StoppingRule):
         if self.average == "best":
             return {self.best_step: 1.0}
         curves = torch.stack([self._curves[i] for i in numbers], dim=1)
-        shares = votes(curves, self.resamples, self.seed).tolist()
+        found = votes(curves, self.resamples, self.seed, self._held_per_trained())
+        shares = found.tolist()
         return {
             self.history[i].step: share
             for i, share in zip(numbers, shares, strict=True)
@@ -346,6 +348,8 @@ class PathStopping(EstimateReport, StoppingRule):
         """Go on where `state_dict` was taken: all later values are the same to the last bit."""
         self._opened("load_state_dict")
         super().load_state_dict(state)
+        if self._together is not None:
+            self._together.forget()
         self._watch.take()
         self._watch.calls = []
 
@@ -357,8 +361,9 @@ class PathStopping(EstimateReport, StoppingRule):
         )
         if not state["kept"] or not all(0 <= number < checks for number in state["kept"]):
             raise ValueError(f"weights of the checks {list(state['kept'])} of {checks}")
+        form = {name: value.detach() for name, value in self._state()}
         for number, weights in state["kept"].items():
-            check_schema(weights, self._snapshot(), f"['kept'][{number}]")
+            check_schema(weights, form, f"['kept'][{number}]")
         self._load_rule_state(state["rule"])
         self.history.load_state_dict(state["history"])
         self._curves = list(state["curves"].unbind(1))

@@ -12,9 +12,11 @@ from torch.optim import Optimizer
 
 from heldin._private_torch import BatchNorm
 from heldin.errors import HeldinError
+from heldin.rules.ranks import groups_of
 
 from .base import PathStopping
 from .dense import is_plain
+from .engines import check_engine
 from .folds import FoldStopping, ShadowStopping
 from .leave_one_out import LeaveOneOutStopping
 from .losses import LossFunction
@@ -57,28 +59,19 @@ class _Case:
     rows: int
     parameters: int
     bytes: int
-    plain: bool  # a network that can be stacked by hand
-    known: bool  # an optimiser whose steps leave-one-out can follow, on tensors
-    normed: bool = False  # with a BatchNorm, so that its copies run one after the other
-    general: bool = False  # any model on any batches, shadows one after the other
+    engine: str  # that shadows are run by
+    known: bool = False  # an optimiser whose steps leave-one-out can follow, on tensors
 
     def cost(self, shadows: int) -> float:
         """Time of a run with so many shadows, in runs without: see `COSTS`."""
-        small = self.parameters <= SMALL
-        if self.general:
-            kind = "copies"
-        elif self.plain:
-            kind = "dense"
-        else:
-            kind = "loop" if self.normed else "vmap"
-        base, each = COSTS[kind, small]
+        base, each = COSTS[self.engine, self.parameters <= SMALL]
         return round(base + each * shadows, 1)
 
     def wanted(self) -> int:
         """How many shadows are worth their time."""
         if self.rows >= FEW:
             return 1
-        return 2 if self.general and self.rows >= SOME else 5
+        return 2 if self.engine == "copies" and self.rows >= SOME else 5
 
 
 LEAVE_ONE_OUT = 1.5  # runs
@@ -110,7 +103,7 @@ def _chosen(case: _Case, budget: float, memory: int) -> tuple[str, int, str]:
         spent = f"for about {case.cost(shadows):g} times the time of a run (budget {budget:g})"
         why = "more would gain little" if shadows == case.wanted() else "more do not fit"
         if shadows == 5:
-            why = f"with fewer than {FEW} rows they lose least"
+            why = f"the best rule with fewer than {FEW} rows"
         return ("shadow" if shadows == 1 else "folds"), shadows, f"{size}: {what}, {spent}; {why}"
     raise HeldinError(
         f"heldin.stopping: with {size} no rule that estimates the test loss fits a budget of "
@@ -172,7 +165,12 @@ def stopping(
             )
         options["batch_loss"] = batch_loss
     if rule == "auto":
-        case = _case(model, optimizer, loss_fn, data, general=batch_loss is not None)
+        engine = options.get("engine", "auto")
+        check_engine(engine)
+        together = bool(groups_of(model, options.get("process_group", "auto")))
+        if batch_loss is not None or together or engine == "swap":
+            engine = "copies"
+        case = _case(model, optimizer, data, engine)
         chosen, shadows, reason = _chosen(case, budget, memory)
         if chosen == "shadow" and options.keys() & {"folds", "stratify"}:
             chosen = "folds"  # one of them
@@ -190,24 +188,27 @@ def stopping(
     return made
 
 
-def _case(model: nn.Module, optimizer: Optimizer, loss_fn: Any, data: Any, general: bool) -> _Case:
+def _case(model: nn.Module, optimizer: Optimizer, data: Any, engine: str) -> _Case:
     params = [p for p in model.parameters() if p.requires_grad]
     if not params:
         raise HeldinError(
             "heldin.stopping: the model has no parameter that requires a gradient; unfreeze at "
             "least one"
         )
-    if general:
-        count, plain = Source(data, seed=0, listen=False).count, False
+    if engine == "copies":
+        count, known = Source(data, seed=0, listen=False).count, False
     else:
         rows = Rows.of(data, params[0].device)
-        count, plain = len(rows), is_plain(model, rows.inputs)
+        count, known = len(rows), type(optimizer) in KNOWN
+        if engine == "auto" and is_plain(model, rows.inputs):
+            engine = "dense"
+        elif engine == "auto":  # the copies of a BatchNorm run one after the other
+            normed = any(isinstance(module, BatchNorm) for module in model.modules())
+            engine = "loop" if normed else "vmap"
     return _Case(
         rows=count,
         parameters=sum(p.numel() for p in params),
         bytes=sum(p.numel() * p.element_size() for p in params),
-        plain=plain,
-        known=not general and type(optimizer) in KNOWN,
-        normed=any(isinstance(module, BatchNorm) for module in model.modules()),
-        general=general,
+        engine=engine,
+        known=known,
     )

@@ -92,13 +92,20 @@ def best_check(means: Tensor) -> int:
     return int(torch.where(means.isfinite(), means, torch.inf).argmin())
 
 
-def votes(curves: Tensor, resamples: int = 100, seed: int = 0) -> Tensor:
+def votes(
+    curves: Tensor, resamples: int = 100, seed: int = 0, held_per_trained: float = 0.0
+) -> Tensor:
     """How often each check is the best one when the rows are drawn again with replacement.
+
+    m rows drawn m times would make the minimum look more certain than it is: on other training rows
+    all curves would be others together. A mean of m / (1 + m / t) rows is as uncertain as Nadeau
+    and Bengio (2003) say (see `mean_and_error`), so that many are drawn.
 
     Args:
         curves: (rows, checks).
         resamples: number of draws.
         seed: of the draws.
+        held_per_trained: m / t, see `mean_and_error`; 0 draws all m.
 
     Returns:
         (checks,) shares that sum to 1.
@@ -113,7 +120,8 @@ def votes(curves: Tensor, resamples: int = 100, seed: int = 0) -> Tensor:
         share[0] = 1.0
         return share
     generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randint(rows, (resamples, rows), generator=generator)
+    size = max(1, round(rows / (1 + held_per_trained)))
+    drawn = torch.randint(rows, (resamples, size), generator=generator)
     counts = torch.zeros(resamples, rows, dtype=torch.float64)
     counts.scatter_add_(1, drawn, torch.ones_like(drawn, dtype=torch.float64))
     values = counts @ torch.where(usable, curves.detach().cpu().double(), 0.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,17 @@ from heldin.errors import HeldinError
 from .dense import ACTIVATIONS, DenseNetwork, LayerNames, Linear, plain_layers
 from .hooks import skeleton
 
-__all__ = ["Engine", "Forward", "engine_for"]
+__all__ = ["Engine", "Forward", "check_engine", "engine_for"]
 
 Engine = Literal["auto", "dense", "vmap", "loop", "copies", "swap"]
+
+
+def check_engine(engine: Any) -> None:
+    """Refuse what is not the name of an engine."""
+    if engine not in get_args(Engine):
+        raise HeldinError(
+            f"engine: expected 'auto', 'dense', 'vmap', 'loop', 'copies' or 'swap', got {engine!r}"
+        )
 
 
 class Copies(Protocol):
@@ -55,10 +63,7 @@ def engine_for(
     model: nn.Module, stack: Copies, inputs: Sequence[Tensor], engine: Engine
 ) -> tuple[str, Forward]:
     """The engine asked for, or the first that can run the model; its name and itself."""
-    if engine not in ("auto", "dense", "vmap", "loop"):
-        raise HeldinError(
-            f"engine: expected 'auto', 'dense', 'vmap', 'loop', 'copies' or 'swap', got {engine!r}"
-        )
+    check_engine(engine)
     layers = plain_layers(model, stack.blocks, inputs) if engine in ("auto", "dense") else None
     if layers is not None:
         return "dense", _Dense(stack, layers)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from heldin.errors import HeldinError
+from heldin.rules.ranks import ProcessGroup
 from heldin.state.schema import check_int
 
 from .base import Average
@@ -90,6 +91,10 @@ class FoldStopping(ShadowModels):
             batch_loss, as much again for held-out batches.
         resamples: how often rows are drawn for average="bagged".
         seed: of the folds, the draws and the shadows' random numbers.
+        process_group: the processes that train the model together, each on its own batches of the
+            same data, and come to the same decision. "auto": that of DistributedDataParallel, or
+            all processes, if torch.distributed is initialised. None: this process alone. Also a
+            ProcessGroup or a DeviceMesh of one dimension.
 
     >>> import heldin, torch
     >>> _ = torch.manual_seed(0)
@@ -153,6 +158,7 @@ class FoldStopping(ShadowModels):
         memory: int = MEMORY,
         resamples: int = 100,
         seed: int = 0,
+        process_group: ProcessGroup = "auto",
     ) -> None:
         self.folds, self.shadows = folds, shadows
         self._stratify = stratify
@@ -174,6 +180,7 @@ class FoldStopping(ShadowModels):
             memory=memory,
             resamples=resamples,
             seed=seed,
+            process_group=process_group,
         )
 
     def _labels(self) -> Tensor:
@@ -227,7 +234,8 @@ class ShadowStopping(ShadowModels):
         batch_loss, eval_loss, eval_data, clip, groups: see `FoldStopping`.
         average: see `FoldStopping`.
         grid: ratio of the steps of successive checks.
-        patience, sample_weight, engine, memory, resamples, seed: see `FoldStopping`.
+        patience, sample_weight, engine, memory, resamples, seed, process_group: see
+            `FoldStopping`.
 
     >>> import heldin, torch
     >>> _ = torch.manual_seed(0)
@@ -262,7 +270,7 @@ class ShadowStopping(ShadowModels):
         eval_data: Any = None,
         clip: Clip | None = None,
         groups: Any = None,
-        average: Average = "best",
+        average: Average = "bagged",
         grid: float = 1.2,
         patience: Patience | None = PATIENCE,
         sample_weight: Tensor | None = None,
@@ -270,6 +278,7 @@ class ShadowStopping(ShadowModels):
         memory: int = MEMORY,
         resamples: int = 100,
         seed: int = 0,
+        process_group: ProcessGroup = "auto",
     ) -> None:
         self.fraction = fraction
         super().__init__(
@@ -290,6 +299,7 @@ class ShadowStopping(ShadowModels):
             memory=memory,
             resamples=resamples,
             seed=seed,
+            process_group=process_group,
         )
 
     def _labels(self) -> Tensor:

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from heldin.errors import HeldinError
 
-__all__ = ["fold_labels", "given_folds", "hidden_labels", "only_first", "thinned"]
+__all__ = ["LOOKED_AT", "fold_labels", "given_folds", "hidden_labels", "only_first", "thinned"]
+
+LOOKED_AT = 4096  # held-out rows of all shadows that are evaluated at a check
 
 
 def fold_labels(

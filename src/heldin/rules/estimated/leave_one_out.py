@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from heldin.errors import HeldinError
+from heldin.rules.ranks import ProcessGroup
 from heldin.state.schema import check_int, check_schema
 
 from .base import Average, PathStopping
@@ -77,6 +78,8 @@ class LeaveOneOutStopping(PathStopping):
             kept in the outputs (`stopping.lazy`).
         resamples: how often rows are drawn for average="bagged".
         seed: of the probes and the draws.
+        process_group: "auto" refuses a model that several processes train together; None if they
+            have nothing to do with each other.
 
     >>> import heldin, torch
     >>> _ = torch.manual_seed(0)
@@ -115,6 +118,7 @@ class LeaveOneOutStopping(PathStopping):
         memory: int = MEMORY,
         resamples: int = 100,
         seed: int = 0,
+        process_group: ProcessGroup = "auto",
     ) -> None:
         super().__init__(
             model,
@@ -125,8 +129,15 @@ class LeaveOneOutStopping(PathStopping):
             memory=memory,
             resamples=resamples,
             seed=seed,
+            process_group=process_group,
         )
         name = type(self).__name__
+        if self._together is not None:
+            raise HeldinError(
+                "LeaveOneOutStopping: several processes train the model, and each of them would "
+                "decide by its own rows; use heldin.FoldStopping or heldin.ShadowStopping, or pass "
+                "process_group=None if the processes have nothing to do with each other"
+            )
         self._data = TensorData(name, model, loss_fn, data, sample_weight, self._device)
         self._rows, self._weights, self._loss = self._data.rows, self._data.weights, self._data.loss
         self._count = len(self._rows)

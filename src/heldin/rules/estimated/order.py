@@ -21,7 +21,7 @@ from heldin.errors import HeldinError
 
 from .batches import tensors_in
 
-__all__ = ["RowOrder"]
+__all__ = ["RowOrder", "print_of"]
 
 KEPT = 1024  # batches that were delivered and not yet used, the oldest forgotten first
 HELD = 256 * 2**20  # bytes of them that are held on to
@@ -51,7 +51,7 @@ class Delivery:
     def prints(self) -> list[Print]:
         """What its tensors are recognised by on another device."""
         if self.known is None:
-            self.known = [_print(tensor) for tensor in tensors_in(self.batch)]
+            self.known = [print_of(tensor) for tensor in tensors_in(self.batch)]
         return self.known
 
     def let_go(self) -> None:
@@ -194,7 +194,7 @@ class RowOrder:
         """The one batch that shares most tensors with these; None if it is not certain."""
         counts = [delivery.here(tensors) for delivery in self._delivered]
         if max(counts, default=0) < max(1, least):
-            prints = [_print(tensor) for tensor in tensors]
+            prints = [print_of(tensor) for tensor in tensors]
             counts = [delivery.alike(prints) for delivery in self._delivered]
         best = max(counts, default=0)
         if best < max(1, least) or counts.count(best) > 1:
@@ -264,7 +264,7 @@ class _Delivering:
         return getattr(self._inner, name)
 
 
-def _print(tensor: Tensor) -> Print:
+def print_of(tensor: Tensor) -> Print:
     """Shape, type and some numbers, spread over the tensor."""
     flat = tensor.detach().reshape(-1)
     some = flat[:: max(1, len(flat) // PROBED)][: PROBED + 1]

@@ -14,22 +14,19 @@ from heldin._private_torch import BatchNorm
 from heldin.errors import HeldinError
 from heldin.state.schema import check_schema
 
-from .batches import select, tensors_in, to_device
-from .labels import thinned
+from .batches import select, to_device
+from .held_out import BatchLoss, HeldOut, one_number
 from .randomness import Autocast, own_random_stream
 from .shadow import Shadow, Stage, trained_parameters
 from .source import Source
-from .stacked import LOOKED_AT, differs
+from .stack import take_step
+from .stacked import differs
+from .together import Together
 from .watch import Taken, Watch
 
 __all__ = ["BatchLoss", "Clip", "SeparateShadows"]
 
-BatchLoss = Callable[[nn.Module, Any], Tensor]
 Clip = float | Callable[[list[nn.Parameter]], Any]
-
-BLOCKS = 16  # means of so many blocks of held-out rows tell the error of the estimate
-LEAST = 8  # rows that an evaluation costs, however few they are
-EVALUATED = 256  # rows in one evaluation, if the loss comes row by row
 
 
 class SeparateShadows:
@@ -57,12 +54,14 @@ class SeparateShadows:
         seed: int,
         memory: int,
         watch: Watch,
+        together: Together | None,
     ) -> None:
         parameters = trained_parameters(model, optimizer)
         self.label, self.copies = label.cpu(), int(label.max()) + 1
-        self._model, self._source, self._view = model, source, view
-        self._loss, self._clip, self._seed, self._watch = loss, clip, seed, watch
-        self._eval_loss = eval_loss or loss
+        self._source, self._view, self._loss = source, view, loss
+        self._clip, self._seed, self._watch = clip, seed, watch
+        self._together = together
+        self._processes = 1 if together is None else together.size
         self._device = next(iter(parameters.values())).device
         self._stage = Stage(model, list(parameters), engine)
         self.shadows = [
@@ -73,7 +72,11 @@ class SeparateShadows:
         self._autocast: Autocast | None = None
         self._steps, self._rows = 0, 0
         self._total = torch.zeros((), dtype=torch.float64, device=self._device)
-        self._place(memory)
+        with self._quietly(-3):
+            self._checks = HeldOut(
+                view, self.label, self._evaluated, loss, eval_loss, self._device, memory, together
+            )
+        self.held, self.cost = self._checks.held, self._checks.cost
 
     @property
     def engine(self) -> str:
@@ -107,13 +110,15 @@ class SeparateShadows:
             for batch, index in self._source.micro_batches(given, taken.calls)
         ]
         self._steps += 1
+        self._stage.follow()
         twin = self._twin(micro) if self._steps == 1 and now else None
         with self._quietly(self._steps):
             for number, shadow in enumerate(self.shadows):
                 self._train(shadow, micro, number, taken.settings)
         if twin is not None:
             self._compare(twin, micro, taken.settings)
-        return sum(len(index) for _, index in micro)
+        rows = sum(len(index) for _, index in micro)
+        return rows if self._together is None else int(self._together.add([rows], self._device)[0])
 
     def _same_parameters(self, taken: Taken) -> None:
         if len(taken.settings) != len(self.shadows[0].optimizer.param_groups):
@@ -145,13 +150,11 @@ class SeparateShadows:
         parts = [
             (batch if len(some) == len(index) else select(batch, self._source.layout, some), some)
             for (batch, index), some in zip(micro, kept, strict=True)
-            if len(some) >= min(self._least, len(index))
+            if len(some) >= min(self._least, len(index)) and len(some)
         ]
-        parts = [(batch, some) for batch, some in parts if len(some)]
-        if not parts:
+        shares, rows = self._shares(parts)
+        if not rows:
             return
-        rows = sum(len(some) for _, some in parts)
-        shares = self._shares(parts, rows)
 
         def gradients() -> Tensor:
             shadow.forget_gradients()
@@ -159,9 +162,11 @@ class SeparateShadows:
             for (batch, _), share in zip(parts, shares, strict=True):
                 if share:
                     with self._stage.with_weights(shadow, True) as model, self._precision():
-                        loss = self._number(self._loss(model, batch)) * share
+                        loss = one_number(self._loss(model, batch)) * share
                     shadow.add_gradients(loss)
                     total += loss.detach()
+            if self._together is not None:
+                total = self._together.add_gradients(shadow.weights.values(), total)
             if isinstance(self._clip, (int, float)):
                 nn.utils.clip_grad_norm_(shadow.weights.values(), float(self._clip))
             elif self._clip is not None:
@@ -173,37 +178,46 @@ class SeparateShadows:
                 total = torch.as_tensor(shadow.optimizer.step(gradients))
             else:
                 total = gradients()
-                shadow.optimizer.step()
+                take_step(shadow.optimizer)
+        if self._together is not None:
+            self._together.copy_first(shadow.buffers.values())
         if number >= 0:
-            self._total += total if self._adds_up else total * rows
+            self._total += total * (self._processes if self._checks.adds_up else rows)
             self._rows += rows
             shadow.forget_gradients()
 
-    def _shares(self, parts: Sequence[tuple[Any, Tensor]], rows: int) -> list[float]:
-        """What the losses of accumulated batches are multiplied by before they are added up.
+    def _shares(self, parts: Sequence[tuple[Any, Tensor]]) -> tuple[list[float], int]:
+        """What losses are multiplied by before they are added up, and the number of all rows.
 
-        By their numbers of rows, unless the loss says it itself by a method `shares(batches)`: by
-        tokens, for instance. It may return None.
+        Accumulated batches, and those of other processes, count by their rows. The loss may know
+        better, by methods `shares(batches)`, for those that are accumulated, and `count(batches)`,
+        for those of a process: by tokens, for instance. Both may return None.
         """
-        own = getattr(self._loss, "shares", None)
-        found = own([batch for batch, _ in parts]) if own is not None else None
-        if found is not None:
-            return [float(share) for share in found]
-        return [1.0 if self._adds_up else len(some) / rows for _, some in parts]
+        adds_up, batches = self._checks.adds_up, [batch for batch, _ in parts]
+        rows = sum(len(some) for _, some in parts)
+        own = self._asked("shares", batches)
+        if own is not None:
+            shares = [float(share) for share in own]
+        else:
+            shares = [1.0 if adds_up else len(some) / rows for _, some in parts]
+        if self._together is None:
+            return shares, rows
+        count = self._asked("count", batches)
+        weight = 1.0 if adds_up else float(rows if count is None else count)
+        all_rows, total = self._together.add([rows, weight], self._device)
+        return [share * weight / (total or 1.0) for share in shares], int(all_rows)
 
-    def _number(self, loss: Any) -> Tensor:
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            found = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise HeldinError(
-                f"batch_loss must return the loss of a batch, a tensor with one number, got {found}"
-            )
-        return loss.reshape(())
+    def _asked(self, method: str, batches: list[Any]) -> Any:
+        function = getattr(self._loss, method, None)
+        return None if function is None or not batches else function(batches)
 
     def _precision(self) -> Any:
         return nullcontext() if self._autocast is None else self._autocast.again()
 
     def _quietly(self, number: int) -> Any:
         """Random numbers apart from the loop's, and no ear for calls of the model."""
+        if self._together is not None and number > 0:  # each process draws for its own rows
+            number = number * self._together.size + self._together.rank
         return _Quiet(self._watch, own_random_stream(self._seed, number, self._device))
 
     # -- is the user's step the one that shadows repeat?
@@ -217,8 +231,11 @@ class SeparateShadows:
         for number in range(2):
             stage = self._stage.with_weights(twin, True)
             with self._quietly(-1 - number), torch.no_grad(), self._precision(), stage as model:
-                losses.append(float(self._number(self._loss(model, micro[0][0]))))
-        if losses[0] != losses[1]:
+                losses.append(float(one_number(self._loss(model, micro[0][0]))))
+        random = losses[0] != losses[1]
+        if self._together is not None:
+            random = self._together.add([random], self._device)[0] > 0
+        if random:
             return None
         fresh = {key: value.clone() for key, value in first.buffers.items()}
         return Shadow(first.weights, first.optimizer, fresh)
@@ -240,83 +257,16 @@ class SeparateShadows:
 
     # -- checks
 
-    def _place(self, memory: int) -> None:
-        """Divide the held-out rows into blocks, and keep their batches if there is room."""
-        own = thinned(self.label, LOOKED_AT)
-        self.held = sum(len(rows) for rows in own)
-        some = own[0][: min(8, len(own[0]))]
-        with self._quietly(-3):
-            self._find_kind(to_device(self._view.batch(some), self._device), len(some))
-        size = EVALUATED if self._by_rows else max(1, self.held // BLOCKS)
-        self._blocks = [
-            (number, block)
-            for number, rows in enumerate(own)
-            for block in rows.tensor_split(max(1, -(-len(rows) // size)))
-            if len(block)
-        ]
-        self.cost = sum(max(LEAST, len(block)) for _, block in self._blocks)
-        self._cached: list[Any] | None = None
-        batches, room = [], memory
-        for _, block in self._blocks:
-            batch = self._view.batch(block)
-            room -= sum(t.numel() * t.element_size() for t in tensors_in(batch))
-            if room < 0:
-                return
-            batches.append(to_device(batch, self._device))
-        self._cached = batches
-
-    def _find_kind(self, batch: Any, rows: int) -> None:
-        """Is the loss a mean of the samples' losses, their sum, or does it come row by row?"""
-        whole = self._evaluated(self.shadows[0], batch)
-        if self._eval_loss is self._loss:
-            whole = self._number(whole)
-        if whole.numel() not in (1, rows):
-            raise HeldinError(
-                f"eval_loss must return the loss of a batch or one for each of its {rows} samples, "
-                f"got {tuple(whole.shape)}"
-            )
-        self._by_rows = whole.dim() > 0 and whole.numel() == rows
-        self._adds_up = False
-        if rows < 2:
-            return
-        layout = self._view.layout
-        half = rows // 2
-        parts = [
-            self._evaluated(self.shadows[0], select(batch, layout, index), self._loss).sum()
-            for index in (torch.arange(half), torch.arange(half, rows), torch.arange(rows))
-        ]
-        mean = (half * parts[0] + (rows - half) * parts[1]) / rows
-        self._adds_up = bool((parts[2] - parts[0] - parts[1]).abs() < (parts[2] - mean).abs() / 4)
-
-    def _evaluated(self, shadow: Shadow, batch: Any, loss: BatchLoss | None = None) -> Tensor:
-        stage = self._stage.with_weights(shadow, False)
+    def _evaluated(self, number: int, batch: Any, loss: BatchLoss) -> Tensor:
+        stage = self._stage.with_weights(self.shadows[number], False)
         with torch.no_grad(), self._precision(), stage as model:
-            found = (loss or self._eval_loss)(model, batch)
-        if not isinstance(found, Tensor):
-            raise HeldinError(
-                f"batch_loss must return the loss of a batch, a tensor, got {type(found).__name__}"
-            )
-        return found.detach().double().cpu()
+            return loss(model, batch)
 
     def held_out(self) -> Tensor:
         """Losses of the held-out rows, or means over blocks of them, weighted by their sizes."""
+        self._stage.follow()
         with self._quietly(-3):
-            return self._losses()
-
-    def _losses(self) -> Tensor:
-        losses = []
-        for i, (number, block) in enumerate(self._blocks):
-            if self._cached is not None:
-                batch = self._cached[i]
-            else:
-                batch = to_device(self._view.batch(block), self._device)
-            found = self._evaluated(self.shadows[number], batch)
-            if self._by_rows:
-                losses.append(found.flatten())
-            else:
-                each = found.reshape(1) / (len(block) if self._adds_up else 1)
-                losses.append(each * len(block) * len(self._blocks) / self.held)
-        return torch.cat(losses)
+            return self._checks.losses()
 
     def training_loss(self) -> float:
         """Mean loss of the shadows on the batches since the last time; nan before the first."""

@@ -88,10 +88,23 @@ class Stage:
         """Copies of the buffers, as they are in the stage."""
         return {key: table[name].detach().clone() for table, name, key in self._buffers}
 
+    def follow(self) -> None:
+        """Give a copy the numbers and texts that the model's modules have just now.
+
+        A loop may set them along the run: a temperature, the weight of a penalty.
+        """
+        for theirs, mine in self._pairs if self.apart else ():
+            own = vars(mine)
+            for name in vars(theirs).keys() - _OF_ALL_MODULES:
+                value = vars(theirs)[name]
+                if value is None or isinstance(value, (bool, int, float, str)):
+                    own[name] = value
+
     @contextmanager
     def with_weights(self, shadow: Shadow, train: bool) -> Iterator[nn.Module]:
         """The model as it is with a shadow's weights and buffers, in its mode or in evaluation."""
-        before = [(table, name, table[name]) for table, name, _ in (*self._weights, *self._buffers)]
+        places = () if self.apart else (*self._weights, *self._buffers)  # a copy is ours
+        before = [(table, name, table[name]) for table, name, _ in places]
         modes = [(mine, mine.training) for _, mine in self._pairs]
         lengths = [len(each) for each in self._lists]
         try:
@@ -100,8 +113,6 @@ class Stage:
             for table, name, key in self._buffers:
                 table[name] = shadow.buffers[key]
             for theirs, mine in self._pairs:
-                if self.apart:
-                    _follow_attributes(theirs, mine)
                 mode = train and theirs.training
                 if mine.training != mode:
                     mine.training = mode
@@ -119,18 +130,6 @@ class Stage:
 
 
 _OF_ALL_MODULES = {*vars(nn.Module())}
-
-
-def _follow_attributes(theirs: nn.Module, mine: nn.Module) -> None:
-    """Give a copied module the numbers and texts that the original has just now.
-
-    A loop may set them along the run: a temperature, the weight of a penalty.
-    """
-    own = vars(mine)
-    for name, value in vars(theirs).items():
-        if value is None or isinstance(value, (bool, int, float, str)):
-            if name not in _OF_ALL_MODULES:
-                own[name] = value
 
 
 class Shadow:

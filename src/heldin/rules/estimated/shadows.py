@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from heldin.capture.sharding import unwrapped
 from heldin.errors import HeldinError
+from heldin.rules.ranks import ProcessGroup
 from heldin.state.schema import check_int, check_schema
 
 from .base import PathStopping
@@ -51,16 +54,18 @@ class ShadowModels(PathStopping):
         groups: Any,
         engine: Engine,
         sample_weight: Tensor | None,
+        process_group: ProcessGroup,
         **options: Any,
     ) -> None:
         inner = getattr(optimizer, "optimizer", None)  # accelerate wraps the real one
         optimizer = inner if isinstance(inner, Optimizer) else optimizer
-        super().__init__(model, optimizer, **options)
-        name = type(self).__name__
+        super().__init__(model, optimizer, process_group=process_group, **options)
+        model, name = unwrapped(model), type(self).__name__
         if data is None:
             raise HeldinError(f"{name}: data is missing: the DataLoader, the Dataset or tensors")
-        general = batch_loss is not None or engine in ("copies", "swap")
-        _check_losses(name, loss_fn, batch_loss, eval_loss, engine)
+        together = self._together is not None
+        general = batch_loss is not None or engine in ("copies", "swap") or together
+        _check_losses(name, loss_fn, batch_loss, eval_loss, engine, together)
         if general and sample_weight is not None:
             raise HeldinError(
                 f"{name}: sample_weight is for stacked shadows; let the batch carry the weights "
@@ -70,7 +75,8 @@ class ShadowModels(PathStopping):
             raise HeldinError(
                 f"{name}: eval_loss and eval_data need batch_loss, or engine='copies'"
             )
-        self._optimizer = optimizer
+        self._optimizer, self._engine, self._clip = optimizer, engine, clip
+        self._first_rows: int | None = None
         self._queue: list[Tensor] = []
         self._given: list[tuple[Any, Tensor | None]] = []
         self._seen = 0  # rows that the model was trained on
@@ -85,6 +91,7 @@ class ShadowModels(PathStopping):
                     f"{view.count}, data has {source.count}"
                 )
             self._count = source.count
+            self._first_rows = source.digest() if together else None
         else:
             assert loss_fn is not None
             rows = TensorData(name, model, loss_fn, data, sample_weight, self._device)
@@ -105,6 +112,7 @@ class ShadowModels(PathStopping):
                 self.seed,
                 self.memory,
                 self._watch,
+                self._together,
             )
         else:
             self._team = StackedShadows(
@@ -192,8 +200,8 @@ class ShadowModels(PathStopping):
     def _stacked(self, method: str) -> StackedShadows:
         if isinstance(self._team, SeparateShadows):
             raise HeldinError(
-                f"{method}: it is for tensors and loss_fn; with batch_loss, iterate over your own "
-                "loader and call step()"
+                f"{method}: it is for tensors and loss_fn in one process; with batch_loss, or in "
+                "several, iterate over your own loader and call step()"
             )
         return self._team
 
@@ -291,6 +299,19 @@ class ShadowModels(PathStopping):
     def _training_loss(self) -> float:
         return self._team.training_loss()
 
+    def _facts(self) -> dict[str, Any]:
+        clip = self._clip if isinstance(self._clip, (int, float)) else self._clip is not None
+        return {
+            **super()._facts(),
+            "engine": self._engine,
+            "clip": clip,
+            "optimizer": (type(self._optimizer).__name__, hyperparameters(self._optimizer)),
+            "the rows held out (folds, groups, stratify)": crc32(
+                repr(self._label.tolist()).encode()
+            ),
+            "the first rows of data": self._first_rows,
+        }
+
     def _rule_state(self) -> dict[str, Any]:
         seen = {"seen": self._seen, "seen_at_check": self._seen_at_check}
         return seen | self._team.state_dict()
@@ -314,6 +335,7 @@ def _check_losses(
     batch_loss: BatchLoss | None,
     eval_loss: BatchLoss | None,
     engine: str,
+    together: bool,
 ) -> None:
     """Refuse arguments that would be ignored."""
     if (loss_fn is None) == (batch_loss is None):
@@ -326,9 +348,10 @@ def _check_losses(
             raise HeldinError(
                 f"{name}: {argument} must be a function of (model, batch), got {function!r}"
             )
-    if batch_loss is not None and engine not in ("auto", "copies", "swap"):
+    if (batch_loss is not None or together) and engine not in ("auto", "copies", "swap"):
         raise HeldinError(
-            f"{name}: with batch_loss, engine must be 'auto', 'copies' or 'swap', got {engine!r}"
+            f"{name}: with batch_loss, or in several processes, engine must be 'auto', 'copies' or "
+            f"'swap', got {engine!r}"
         )
 
 

@@ -22,7 +22,7 @@ from heldin.state.schema import check_schema
 from .engines import Engine, engine_for
 from .losses import RowLoss
 
-__all__ = ["ELEMENTWISE", "Stack", "again", "hyperparameters"]
+__all__ = ["ELEMENTWISE", "Stack", "again", "hyperparameters", "take_step"]
 
 # Their update of a weight depends on that weight's own gradient, state and step count only. Others
 # (norms over a tensor, factored moments, line searches) get one instance for each copy.
@@ -41,6 +41,9 @@ ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
         torch.optim.ASGD,
     }
 )
+
+# They can take a step in one call on a processor, for which PyTorch does not do so by itself.
+FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
 WORTHWHILE = 1 << 20  # weights x rows from which leaving rows out saves more than it costs
 
@@ -203,7 +206,7 @@ class Stack:
             return
         gradient()
         for made in self.optimizers:
-            made.step()
+            take_step(made)
 
     def _clip(self, largest: float) -> None:
         """As `clip_grad_norm_` does, for each copy by itself."""
@@ -306,3 +309,17 @@ def again(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
             "heldin.LeaveOneOutStopping needs no second optimiser"
         ) from error
     return made
+
+
+def take_step(optimizer: Optimizer) -> None:
+    """A step of a shadow's optimiser, in one call where its user has left that to PyTorch."""
+    for group in optimizer.param_groups if type(optimizer) in FUSED else ():
+        chosen = group["fused"] is not None or group["foreach"] is not None
+        if not chosen and not group["differentiable"] and not group.get("capturable"):
+            group["fused"] = all(_fusable(p) for p in group["params"] if p.grad is not None)
+    optimizer.step()
+
+
+def _fusable(p: Tensor) -> bool:
+    assert p.grad is not None
+    return p.is_floating_point() and p.is_cpu and p.grad.layout == torch.strided

@@ -16,16 +16,15 @@ from heldin.errors import HeldinError, HeldinWarning, more
 from heldin.state.schema import check_schema
 
 from .engines import Engine
-from .labels import thinned
+from .labels import LOOKED_AT, thinned
 from .randomness import own_random_stream
 from .rows import WAY_OUT, RowMatcher
 from .stack import Stack
 from .tensors import CHUNK, TensorData
 from .watch import Taken
 
-__all__ = ["LOOKED_AT", "StackedShadows", "differs"]
+__all__ = ["StackedShadows", "differs"]
 
-LOOKED_AT = 4096  # held-out rows of all shadows that are evaluated at a check
 SHOWN = 256  # rows of which the training loss is shown beside the estimate
 NOISE = 64  # gradients below so many roundings of the largest are nothing but rounding
 

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from heldin.rules.ranks import refuse_data_parallel
-
 from .randomness import Autocast
 from .stack import hyperparameters
+from .together import refuse_apart
 
 __all__ = ["Taken", "Watch"]
 
@@ -37,6 +36,7 @@ class Watch:
     """What happened since the last look: calls of the model, steps of the optimiser."""
 
     owner: str
+    alone: bool = True  # no other process trains the model
     calls: list[tuple[Tensor, ...]] = field(default_factory=list)
     steps: list[Taken] = field(default_factory=list)
     settings: list[dict[str, Any]] = field(default_factory=list)
@@ -58,7 +58,8 @@ class Watch:
     def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.deaf:
             return
-        refuse_data_parallel(self.owner, module)
+        if self.alone:
+            refuse_apart(self.owner)
         if torch.is_grad_enabled():
             tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
             self.calls.append(tuple(t.detach() for t in tensors))
