@@ -14,6 +14,7 @@ from tests.support import estimated, plain
 accelerate = pytest.importorskip("accelerate")
 
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 
 from heldin.accelerate import AutoStopping
 from tests.adapters.test_accelerate import _fresh  # noqa: F401  (a fixture)
@@ -95,7 +96,10 @@ def test_errors_leave_no_trace_and_no_other_weights() -> None:
     plain.expect_no_trace(kept[0])
 
 
-def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Accelerator, "num_processes", 2)
-    with pytest.raises(heldin.HeldinError, match=r"2 processes train this model.*EvidenceStopping"):
-        run(PLAIN)
+def test_divided_weights_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator, model = Accelerator(cpu=True), plain.net()
+    batches = accelerator.prepare(estimated.loader(PLAIN))
+    monkeypatch.setattr(Accelerator, "distributed_type", DistributedType.FSDP)
+    with pytest.raises(heldin.HeldinError, match=r"FSDP divides the weights.*EvidenceStopping"):
+        AutoStopping(accelerator, model, plain.sgd(model), batches, estimated.batch_loss)
+    plain.expect_no_trace(model)

@@ -337,7 +337,7 @@ def test_what_cannot_be_followed_is_refused(tmp_path: Path) -> None:
     expect_no_trace(run)
     run = trainer(PLAIN, tmp_path, rule())
     run.args._n_gpu = 2
-    with pytest.raises(heldin.HeldinError, match="several processes or GPUs"):
+    with pytest.raises(heldin.HeldinError, match="DataParallel divides each batch among 2 GPUs"):
         run.train()
 
 

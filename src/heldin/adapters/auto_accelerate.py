@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch import nn
 
 from heldin.errors import HeldinError
@@ -22,6 +23,8 @@ from .settings import refuse_stranger, spelled_out
 __all__ = ["AutoStopping", "Registered"]
 
 NAME = "heldin.accelerate.AutoStopping"
+# Every process has all weights.
+WHOLE = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 
 class AutoStopping:
@@ -103,11 +106,11 @@ class AutoStopping:
         refuse_stranger(NAME, "accelerator", accelerator, Accelerator, "the Accelerator")
         refuse_stranger(NAME, "model", model, nn.Module, "the model that is trained")
         self._run = EstimatingSession(NAME, locals())
-        if accelerator.num_processes > 1:
+        if accelerator.distributed_type not in WHOLE:
             raise HeldinError(
-                f"{NAME}: {accelerator.num_processes} processes train this model, and each would "
-                "estimate by its own rows. Launch one, or use EvidenceStopping, whose processes "
-                "decide together"
+                f"{NAME}: {accelerator.distributed_type.value} divides the weights among the "
+                "processes, and shadows have them whole; use DistributedDataParallel, or "
+                "EvidenceStopping"
             )
         if accelerator.scaler is not None:
             raise HeldinError(
@@ -122,6 +125,7 @@ class AutoStopping:
             batch_loss,
             own_loader(NAME, loader),
             clip=clip,
+            together=True,
         )
         accelerator.register_for_checkpointing(Registered(self))
 

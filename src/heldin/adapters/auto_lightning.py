@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
@@ -33,9 +34,10 @@ class AutoStopping(Callback):
     lost. The estimate and its standard error are logged as `heldin/estimate` and
     `heldin/standard_error` and shown in the progress bar. State is in the Trainer's checkpoints.
 
-    With automatic or manual optimisation, one optimiser, a DataLoader over a map-style dataset, and
-    one process. In manual optimisation, losses are given to `self.manual_backward`, one batch has
-    at most one step, and the loss that the step returns, if any, is the one that is estimated.
+    With automatic or manual optimisation, one optimiser, a DataLoader over a map-style dataset, in
+    one process or in several (strategy="ddp"). In manual optimisation, losses are given to
+    `self.manual_backward`, one batch has at most one step, and the loss that the step returns, if
+    any, is the one that is estimated.
 
     Args:
         rule: "auto", "folds" or "shadow", see `heldin.stopping`.
@@ -101,11 +103,10 @@ class AutoStopping(Callback):
         self._end()
         if trainer.global_step:  # fit() goes on with the run before
             self._run.load_state_dict(self._run.state_dict())
-        if trainer.world_size > 1:
+        if not isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy)):
             raise HeldinError(
-                f"AutoStopping: {trainer.world_size} processes train this model, and each would "
-                "estimate by its own rows. Use devices=1, or EvidenceStopping, whose processes "
-                "decide together"
+                f"AutoStopping: {type(trainer.strategy).__name__} divides the weights among the "
+                "processes, and shadows have them whole; use strategy='ddp', or EvidenceStopping"
             )
         if getattr(trainer.precision_plugin, "scaler", None) is not None:
             raise HeldinError(
@@ -149,6 +150,7 @@ class AutoStopping(Callback):
             eval_loss=loss.other(evaluated) if evaluated is not None else None,
             clip=_clip(trainer, pl_module, loss),
             resumed=trainer.global_step > 0,
+            together=True,
         )
         self._tell(chosen_rule.reason_chosen)
 

@@ -42,8 +42,9 @@ class AutoStoppingCallback(TrainerCallback):
     and its standard error are in the logs as `heldin/estimate` and `heldin/standard_error`.
 
     Batches may be padded, grouped by length and accumulated; bf16, label smoothing, clipping and
-    schedulers are followed. One process, and a map-style dataset. The state is in the file
-    `heldin.ckpt` of every checkpoint, and a resumed run takes it up by itself.
+    schedulers are followed, in one process or in several (torchrun). The dataset is a map-style
+    one. The state is in the file `heldin.ckpt` of every checkpoint, and a resumed run takes it up
+    by itself.
 
     Args:
         rule: "auto", "folds" or "shadow", see `heldin.stopping`.
@@ -142,6 +143,7 @@ class AutoStoppingCallback(TrainerCallback):
             clip=args.max_grad_norm if args.max_grad_norm > 0 else None,
             resumed=state.global_step > 0,
             engine="swap" if noisy else None,  # a copy has not the hook that makes the noise
+            together=True,
         )
         logger.info(f"{NAME}: {rule.reason_chosen}")
 
@@ -181,7 +183,8 @@ class AutoStoppingCallback(TrainerCallback):
 
     def _save(self, save_rng_state: Callable[..., Any], output_dir: Any) -> Any:
         """Called by the Trainer for every checkpoint from which a run can go on."""
-        save(Path(output_dir, FILE), run=self._run.state_dict())
+        if self._trainer.args.should_save:  # one process for all
+            save(Path(output_dir, FILE), run=self._run.state_dict())
         return save_rng_state(output_dir)
 
     def _end(self) -> None:
@@ -209,7 +212,8 @@ class TrainerLoss:
         return loss
 
     def _items(self, batch: Any) -> Any:
-        return self._trainer._get_num_items_in_batch([batch], self._trainer.args.device)
+        with _untouched(self._trainer):
+            return self._trainer._get_num_items_in_batch([batch], self._trainer.args.device)
 
     def shares(self, batches: list[Any]) -> list[float] | None:
         """By the number of tokens, where the Trainer divides by it."""
@@ -219,17 +223,28 @@ class TrainerLoss:
         total = float(sum(items))
         return [float(each) / total if total else 0.0 for each in items]
 
+    def count(self, batches: list[Any]) -> float | None:
+        """Tokens of this process, by which it counts among others."""
+        items = [self._items(batch) for batch in batches]
+        return None if any(each is None for each in items) else float(sum(items))
+
 
 @contextmanager
 def _untouched(trainer: Any) -> Iterator[None]:
-    """Counts and metrics that `compute_loss` collects are as before, and nothing is logged."""
+    """Counts and metrics that `compute_loss` collects are as before, and nothing is logged.
+
+    Nor does a process ask the others for their tokens: they may be at something else.
+    """
+    args, across = trainer.args, trainer.args.average_tokens_across_devices
     before = {k: v for k, v in vars(trainer).items() if isinstance(v, (bool, int, float, str))}
     if "_metrics" in vars(trainer):  # of the trainers of TRL
         before["_metrics"] = copy.deepcopy(trainer._metrics)
     detour = MethodWrapper(trainer, "log", lambda log, *args, **kwargs: None)
     try:
+        args.average_tokens_across_devices = False
         yield
     finally:
+        args.average_tokens_across_devices = across
         detour.close()
         vars(trainer).update(before)
 
@@ -237,11 +252,11 @@ def _untouched(trainer: Any) -> Iterator[None]:
 def _refuse(trainer: Any, restore: bool) -> None:
     """What cannot be followed."""
     args = trainer.args
-    if args.world_size > 1 or args.n_gpu > 1:
+    if args.n_gpu > 1:
         raise HeldinError(
-            f"{NAME}: several processes or GPUs train this model, and each would estimate by its "
-            "own rows. Train on one (CUDA_VISIBLE_DEVICES=0), or use EvidenceStoppingCallback, "
-            "whose processes decide together"
+            f"{NAME}: DataParallel divides each batch among {args.n_gpu} GPUs, which shadows do "
+            "not; launch a process for each of them (torchrun), or train on one "
+            "(CUDA_VISIBLE_DEVICES=0)"
         )
     if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
         raise HeldinError(

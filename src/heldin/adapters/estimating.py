@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
-from heldin.errors import HeldinError, HeldinWarning
+from heldin.errors import HeldinError, HeldinWarning, more
 from heldin.rules.estimated.base import PathStopping
 from heldin.rules.estimated.choose import stopping as choose
 from heldin.rules.estimated.folds import FoldStopping
@@ -104,6 +104,7 @@ class EstimatingSession:
                 torch.optim.SGD(model.parameters(), lr=0.0),
                 data=[torch.zeros(5, 1), torch.zeros(5, 1)],
                 batch_loss=lambda model, batch: model(batch[0]).mean(),
+                process_group=None,
                 **{k: v for k, v in given.items() if not (k == "average" and v is None)},
             ).close()
         except HeldinError as error:
@@ -131,6 +132,7 @@ class EstimatingSession:
         clip: Clip | None = None,
         resumed: bool = False,
         engine: str | None = None,
+        together: bool = False,
     ) -> PathStopping:
         """Make the rule, from the state that was loaded last.
 
@@ -144,9 +146,11 @@ class EstimatingSession:
             clip: how the framework clips gradients.
             resumed: whether the model was trained before, in the same run.
             engine: in place of engine="auto".
+            together: whether the framework may train the model in several processes.
         """
         self.close()
-        refuse_processes(self.owner)
+        if not together:
+            refuse_processes(self.owner)
         if resumed and not self._state:
             self.end()
             raise HeldinError(
@@ -280,10 +284,15 @@ class EstimatingSession:
             self._state = dict(state)
 
 
+def several_processes() -> bool:
+    """Whether this is one of several processes."""
+    together = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return together and torch.distributed.get_world_size() > 1
+
+
 def refuse_processes(owner: str) -> None:
     """Refuse a run of several processes."""
-    together = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if together and torch.distributed.get_world_size() > 1:
+    if several_processes():
         raise HeldinError(
             f"{owner}: several processes train this model, and each would estimate by its own "
             "rows. Train in one process, or use EvidenceStopping, whose processes decide together"
@@ -295,7 +304,7 @@ def warn_of_seen_rows(owner: str, instead: str) -> None:
     warnings.warn(
         f"{owner}: the shadows of this fit start from a model that an earlier one has trained, "
         "perhaps on the rows they hold out; their estimate would then be too low. Train in one "
-        f"fit, {instead}",
+        f"fit, {instead} " + more("a-second-fit"),
         HeldinWarning,
         stacklevel=3,
     )
@@ -314,6 +323,11 @@ def only_optimizer(owner: str, optimizers: Sequence[Any]) -> Any:
 def own_loader(owner: str, loader: Any) -> DataLoader[Any]:
     """The DataLoader itself, if its rows have numbers."""
     inner = getattr(loader, "base_dataloader", loader)  # accelerate wraps the real one
+    if type(loader).__name__ == "DataLoaderDispatcher" and several_processes():
+        raise HeldinError(
+            f"{owner}: with dispatch_batches=True one process draws the rows of all, which do not "
+            "get to know their numbers; use dispatch_batches=False"
+        )
     if not isinstance(inner, DataLoader):
         raise HeldinError(
             f"{owner}: the training data must be a torch.utils.data.DataLoader, whose sampler "
