@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import io
+import re
 from pathlib import Path
 
 import pytest
@@ -28,7 +30,22 @@ def test_demo_ends_with_a_table_and_a_figure(
         assert demo.RULES[rule] in printed.out
     assert "of 2" in next(line for line in lines if 'stopping("auto")' in line)
     assert " 80 " in next(line for line in lines if "held out, patience" in line)
-    assert "run 7 of 7" in printed.err  # plain lines, as there is no terminal
+    assert "run 7 of 7: evidence: test loss" in printed.err  # plain lines, as there is no terminal
+
+
+def test_progress_fits_a_narrow_terminal() -> None:
+    """The words give way, not the number, the bar or the time."""
+    from rich.console import Console
+
+    from heldin.pages.live import Live
+
+    file = io.StringIO()
+    with Live(1000, "epoch", Console(file=file, force_terminal=True, width=60)) as live:
+        live.show(123, "loss 0.1234; step 370: estimated loss 0.5899, lowest 0.5539 at step 177")
+    text = re.sub(r"\x1b\[[?0-9;]*[a-zA-Z]", "", file.getvalue())
+    line = next(line for line in reversed(re.split(r"[\r\n]+", text)) if "epoch 123" in line)
+    assert re.match(r"epoch 123 +\S{10} 0:00:00 loss 0\.1234; step 370: .*…$", line.strip())
+    assert len(line) <= 60
 
 
 @pytest.mark.parametrize("wrong", [["--splits", "0"], ["--epochs", "0"], ["--out", "demo.txt"]])

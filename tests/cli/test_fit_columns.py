@@ -16,9 +16,9 @@ import pandas
 
 from heldin.cli.main import main
 from heldin.errors import HeldinError
-from heldin.tables.columns import Columns, with_numbers
-from heldin.tables.reading import read_table
-from heldin.tables.written import Unusable, decimal_mark, parse_numbers
+from heldin.tables.columns import Columns
+from heldin.tables.reading import found_separator, read_table
+from heldin.tables.written import Unusable, decimal_mark, parse_numbers, with_numbers
 
 FAST = ["--target", "y", "--hidden", "4", "--max-epochs", "8"]
 
@@ -65,6 +65,61 @@ def test_another_encoding_is_asked_for_with_an_example() -> None:
         read_table("t.csv", encoding="ascii")
 
 
+def test_predict_reads_as_fit_did(capsys: pytest.CaptureFixture[str]) -> None:
+    """Encoding, decimals and gaps are remembered; a file in UTF-8 is read as such."""
+    n = 24
+    table = {"x": [f"{i},00{i % 9}" for i in range(n)], "city": ["Genève", "Zug"] * (n // 2)}
+    table["x"][3] = "?"
+    write({**table, "y": classes(n)}, encoding="cp1252", sep=";")
+    said = ["--encoding", "cp1252", "--decimal", ",", "--missing", "?", "--out", "m"]
+    assert fit(capsys, "t.csv", *said)[0] == 0
+    found = []
+    for encoding in ("cp1252", "utf-8"):
+        write(table, "new.csv", encoding=encoding)  # with quotes and commas, this time
+        assert main(["predict", "m", "new.csv"]) == 0
+        output = capsys.readouterr()
+        assert output.err == ""  # no unknown category
+        found.append(output.out)
+    assert main(["predict", "m", "t.csv", *said[:-2]]) == 0
+    assert found == [capsys.readouterr().out] * 2
+
+
+def test_a_point_that_means_thousands_in_training_does_so_later(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    n = 24
+    prices = [f"{1 + i % 7}.{i:03},50 €" for i in range(n)]
+    write({"price": prices, "y": classes(n)}, sep=";")
+    assert fit(capsys, "t.csv", "--out", "m")[0] == 0
+    found = []
+    for text in ("1.500", "1.500,00 €", "1500"):
+        write({"price": [text] * 2}, "new.csv", sep=";")
+        assert main(["predict", "m", "new.csv"]) == 0
+        found.append(capsys.readouterr().out)
+    assert found[0] == found[1] == found[2]
+
+
+# -- separators
+
+
+@pytest.mark.parametrize(
+    ("text", "mark"),
+    [
+        ("a;b\n1,5;2,5\n", ";"),
+        ("a,b\n1;5,2\n", ","),
+        ("a\tb\n1,5\t2,5\n", "\t"),
+        ("a|b|c\n1,5|2|3\n", "|"),
+        ('"a;b;c",d\n1,2\n', ","),
+        ("name, first;age\nx;1\ny, z, w;2\n", ";"),  # a comma would make too many fields
+        ("a\n1\n", ","),
+        ("a\n1,5\n", ";"),  # one column
+        ("", ","),
+    ],
+)
+def test_separators_are_found(text: str, mark: str) -> None:
+    assert found_separator(text.splitlines(keepends=True)) == mark
+
+
 # -- numbers as people write them
 
 
@@ -103,9 +158,10 @@ def test_a_column_keeps_its_way_of_writing() -> None:
         columns.encode(pandas.DataFrame({"price": ["dear"]}), "new.csv")
 
 
-def test_decimal_is_obeyed(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("unit", ["", " €"])
+def test_decimal_is_obeyed(unit: str, capsys: pytest.CaptureFixture[str]) -> None:
     n = 24
-    write({"x": [f"{i},00{i % 9}" for i in range(n)], "y": classes(n)}, sep=";")
+    write({"x": [f"{i},00{i % 9}{unit}" for i in range(n)], "y": classes(n)}, sep=";")
     code, _, _ = fit(capsys, "t.csv", "--separator", ";", "--decimal", ",", "--out", "m")
     assert code == 0
     (column,) = json.loads(Path("m/model.json").read_text())["columns"]["used"]
@@ -163,8 +219,9 @@ def test_all_unusable_columns_are_named_at_once(capsys: pytest.CaptureFixture[st
     assert "2 columns cannot be used" in err
     assert "'notes' holds free text" in err
     assert "'clock' holds dates or times" in err
-    command = err.strip().splitlines()[-1].partition("To leave them out: ")[2]
-    assert command.startswith("--drop-unusable: heldin fit t.csv")
+    *_, way_out, command = err.strip().splitlines()
+    assert way_out == "--drop-unusable leaves them out:"
+    assert command.startswith("  heldin fit t.csv")
     mended = command.partition("heldin ")[2].split()
     assert main(mended) == 0
     assert "'notes', 'clock': left out" in capsys.readouterr().out
@@ -190,6 +247,39 @@ def test_ids_are_kept_and_not_learnt_from(capsys: pytest.CaptureFixture[str]) ->
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("id,y,")
     assert [line.split(",")[0] for line in lines[1:4]] == ["000", "001", "002"]  # as written
+
+
+def test_several_ids_and_ids_that_are_texts(capsys: pytest.CaptureFixture[str]) -> None:
+    n = 30
+    table = {"code": [f"BK-{i:03}" for i in range(n)], "nr": list(range(n)), "a": [0, 1, 2] * 10}
+    write({**table, "y": classes(n)})
+    code, _, err = fit(capsys, "t.csv", "--out", "m")
+    assert code == 2
+    assert "'code' is different in every row ('BK-000' for instance)" in err
+    assert "--id 'code' keeps it" in err
+    assert fit(capsys, "t.csv", "--id", "code", "--id", "nr", "--out", "m")[0] == 0
+    assert main(["predict", "m", "t.csv"]) == 0
+    assert capsys.readouterr().out.splitlines()[2].startswith("BK-001,1,")
+    write({"a": [1, 2]}, "new.csv")
+    assert main(["predict", "m", "new.csv"]) == 2
+    assert "2 columns are not there: 'code', 'nr'" in capsys.readouterr().err
+
+
+def test_remarks_on_odd_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    n = 100
+    write({"1": [i % 7 for i in range(n)], "2": [f"p{i // 4}" for i in range(n)], "y": classes(n)})
+    _, out, err = fit(capsys, "t.csv", "--out", "m")
+    assert "column '2' has 25 different values in 100 rows" in err
+    assert "--groups '2'" in err
+    assert "too few" not in out
+    _, _, err = fit(capsys, "t.csv", "--groups", "2", "--out", "g")
+    assert "heldin:" not in err
+    Path("t.csv").write_text("3,7\n" + "".join(f"{i},{i % 2}\n" for i in range(6)))
+    code = main(["fit", "t.csv", "--target", "7", "--max-epochs", "4", "--out", "few"])
+    found = capsys.readouterr()
+    assert code == 0
+    assert "all names in the header are numbers (3, 7)" in found.err
+    assert "6 rows are too few for the estimate" in found.out
 
 
 def test_groups_are_not_torn_apart(
@@ -225,6 +315,16 @@ def test_named_columns_have_to_be_there(option: str, capsys: pytest.CaptureFixtu
     code, _, err = fit(capsys, "t.csv", "--groups", "g", "--out", "m")
     assert code == 2
     assert "which belong together?" in err
+
+
+def test_pieces_of_a_file_that_disagree_are_read_again() -> None:
+    """Numbers for a long time, and then a text: all of the column are texts."""
+    n = 200_000
+    Path("t.csv").write_text("a,b\n" + "1,0.5\n" * n + "x,0.5\n")
+    frame = read_table("t.csv")
+    assert len(frame) == n + 1
+    assert {type(value) for value in frame["a"].unique()} == {str}
+    assert frame["b"].dtype == np.float64
 
 
 def test_large_tables_are_kept_in_single_precision(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from typing import Any
 
 import pytest
@@ -12,7 +14,8 @@ import numpy as np
 from sklearn.base import clone
 
 import heldin
-from heldin.sklearn import LogisticRegression, MLPClassifier, MLPRegressor
+from heldin.sklearn import LinearRegression, LogisticRegression, MLPClassifier, MLPRegressor
+from heldin.sklearn.inputs import Scaler, as_rows, largest_input, sorted_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
 QUICK: dict[str, Any] = {"max_iter": 40, "learning_rate_init": 0.02, "random_state": 0}
@@ -132,3 +135,87 @@ def test_columns_that_are_no_categories_are_refused() -> None:
         model.predict(frame.to_numpy())
     with pytest.raises(ValueError, match="feature names"):
         model.predict(frame[["age", "member"]])
+
+
+def sorted_whole(*parts: Any) -> Any:
+    """The slow twin of `sorted_rows`: whole rows are compared."""
+    rows = np.column_stack([np.asarray(part, np.float64) for part in parts]) + 0.0
+    keys = np.ascontiguousarray(rows).view(np.dtype((np.void, rows.shape[1] * 8))).ravel()
+    return np.argsort(keys, kind="stable")
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_rows_are_sorted_a_few_columns_at_a_time(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    n, d = rng.integers(1, 60), rng.integers(1, 25)
+    X = rng.normal(size=(n, d))
+    if seed % 2:  # with many equal ones, and -0
+        X = rng.integers(-1, 2, (n, d)) * np.array(-1.0, [np.float32, np.float64][seed % 4 == 1])
+    X = np.asfortranarray(X) if seed % 3 else X
+    y, weights = rng.integers(0, 2, n), np.ones(n)
+    np.testing.assert_array_equal(sorted_rows(X, y, weights), sorted_whole(X, y, weights))
+
+
+def test_scales_are_learnt_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    X, weights = rng.normal(3, 2, size=(100, 4)), rng.uniform(1, 2, 100)
+    whole = Scaler().fit(X, weights).standard
+    monkeypatch.setattr("heldin.sklearn.inputs.ROWS", 7)
+    pieces = Scaler().fit(X, weights).standard
+    np.testing.assert_allclose(pieces.mean_, whole.mean_)
+    np.testing.assert_allclose(pieces.scale_, whole.scale_)
+
+
+def test_rows_are_not_copied_and_read_only_ones_are() -> None:
+    X = np.ones((3, 2))
+    assert as_rows(X).data_ptr() == X.ctypes.data  # type: ignore[union-attr]
+    X.flags.writeable = False
+    assert as_rows(X).data_ptr() != X.ctypes.data  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("standardize", [True, False])
+def test_what_was_given_is_left_alone(standardize: bool) -> None:
+    rng = np.random.default_rng(0)
+    X, y = 100 * rng.normal(size=(40, 3)), rng.normal(size=40)
+    before = X.copy()
+    model = MLPRegressor((5,), shuffle=False, standardize=standardize, **QUICK).fit(X, y)
+    model.predict(X)
+    np.testing.assert_array_equal(X, before)
+
+
+def told(model: Any, X: Any, y: Any) -> str:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.fit(X, y)
+    return " ".join(str(warning.message) for warning in caught)
+
+
+def test_scaling_is_recommended_where_it_is_missing() -> None:
+    """... and training did not come to an end."""
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(60, 4))
+    X[:, 1] += 5000
+    y = X[:, 0] > 0
+    short: dict[str, Any] = {"max_iter": 2, "random_state": 0}
+    for rule in ("auto", "evidence", "validation"):
+        model = MLPClassifier((5,), standardize=False, early_stopping=rule, **short)
+        said = told(model, X, y)
+        assert "not scaled (numbers of about 5e+03 in column 1): standardize=True" in said
+    assert "scaled" not in told(MLPClassifier((5,), **short), X, y)
+    assert "scaled" not in told(MLPClassifier((5,), standardize=False, **short), X - X.mean(0), y)
+    assert "scaled" not in told(LogisticRegression(**short), X, y)
+    sparse = pytest.importorskip("scipy.sparse").csr_matrix(X)
+    assert largest_input(sparse) == pytest.approx(largest_input(X))
+
+
+@pytest.mark.parametrize(
+    "kind", [MLPClassifier, MLPRegressor, LogisticRegression, LinearRegression]
+)
+def test_all_fitted_attributes_are_documented(kind: Any) -> None:
+    frame, label = table(60)
+    model = kind(max_iter=3, random_state=0).fit(frame[["age"]], label)
+    documented = (kind.__doc__ or "") + (MLPClassifier.__doc__ or "")
+    assert kind is MLPClassifier or "see `MLPClassifier`" in kind.__doc__.replace("See", "see")
+    public = [name for name in vars(model) if name.endswith("_") and not name.startswith("_")]
+    assert len(public) > 15
+    assert [name for name in public if not re.search(rf"\b{name}\b", documented)] == []

@@ -13,6 +13,7 @@ __all__ = ["demo"]
 
 SPLITS, EPOCHS = 10, 300
 COMPARED = ("auto", "validation", "evidence")
+SHORT = {"auto": "auto", "validation": "20 % split", "evidence": "evidence", "none": "no stop"}
 
 
 def demo(parser: argparse.ArgumentParser) -> None:
@@ -66,10 +67,10 @@ def run_demo(options: argparse.Namespace) -> int:
         for number, (rule, seed) in enumerate(jobs, 1):
 
             def tell(epoch: int, status: str, place: int = number - 1, rule: str = rule) -> None:
-                live.show(place, f"{story.RULES[rule]}, epoch {epoch}: {status}")
+                live.show(place, f"{SHORT[rule]}, epoch {epoch}: {status.partition(': ')[2]}")
 
             runs[rule].append(story.train(rule, seed, options.epochs, tell))
-            live.show(number, f"{story.RULES[rule]}: test loss {runs[rule][-1].loss:.3f}")
+            live.show(number, f"{SHORT[rule]}: test loss {runs[rule][-1].loss:.3f}")
     console.print(_table(runs, options.splits))
     out.parent.mkdir(parents=True, exist_ok=True)
     first = {rule: of_rule[0] for rule, of_rule in runs.items()}

@@ -9,17 +9,17 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from heldin.errors import HeldinError, HeldinWarning
-from heldin.state.estimates import COVERAGE
 from heldin.tables.trainer import RULE_NAMES
 
 __all__ = ["fit", "predict"]
 
 Options = argparse.Namespace
-SCORES = {"accuracy": "accuracy", "auc": "AUC", "rmse": "RMSE", "r2": "R2"}
+READING = ("separator", "encoding", "decimal", "missing")  # how a file is written, if it was said
 
 
 def fit(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +53,11 @@ def fit(parser: argparse.ArgumentParser) -> None:
         "--drop-unusable", action="store_true", help="leave out all columns that cannot be used"
     )
     parser.add_argument(
-        "--id", metavar="COLUMN", help="no input; it is written beside the predictions"
+        "--id",
+        action="append",
+        default=[],
+        metavar="COLUMN",
+        help="no input; it is written beside the predictions",
     )
     parser.add_argument(
         "--groups", metavar="COLUMN", help="no input; rows with the same value belong together"
@@ -86,8 +90,12 @@ def predict(parser: argparse.ArgumentParser) -> None:
 
 
 def _reading(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--separator", default=",", help="between the fields of a CSV file")
-    parser.add_argument("--encoding", help="of a CSV file; by default UTF-8, or what it says")
+    parser.add_argument(
+        "--separator", help="between the fields of a CSV file; by default found in it"
+    )
+    parser.add_argument(
+        "--encoding", help="of a CSV file; by default UTF-8, or what its first bytes say"
+    )
     parser.add_argument(
         "--decimal", choices=[".", ","], help="before decimals; by default found in each column"
     )
@@ -105,6 +113,19 @@ def _needs_extras() -> Iterator[None]:
         raise HeldinError(f"{name} is not installed; pip install 'heldin[fit]'") from error
 
 
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A table, as it is trained on."""
+
+    inputs: Any
+    targets: Any
+    columns: Any
+    target: Any
+    decimals: Any
+    groups: Any
+    without_target: int
+
+
 def run_fit(options: Options) -> int:
     """The command."""
     with _needs_extras():
@@ -115,59 +136,24 @@ def run_fit(options: Options) -> int:
         import safetensors  # noqa: F401
         import sklearn  # noqa: F401
 
-        from heldin.tables.columns import Columns, with_numbers
-        from heldin.tables.model import Target
-        from heldin.tables.reading import named
         from heldin.tables.report import write_report
-        from heldin.tables.written import Unusable
-    hidden = _hidden(options.hidden)
-    if options.committee is not None and options.model == "linear":
-        raise HeldinError("--committee: a linear model has none; leave it out, or use --model mlp")
-    if options.max_epochs < 1:
-        raise HeldinError(f"--max-epochs: must be at least 1, got {options.max_epochs}")
-    if not 0 <= options.seed < 2**32:
-        raise HeldinError(f"--seed: must be a whole number from 0 to 2^32 - 1, got {options.seed}")
+        from heldin.tables.summary import summary
+    hidden = _check(options)
     out = Path(options.out)
-    if out.is_file() or (out.is_dir() and any(out.iterdir()) and not options.force):
-        raise HeldinError(f"--out: {out} is not an empty folder; name another, or say --force")
-    kept = [name for name in (options.id,) if name]
-    frame, decimals = with_numbers(_read(options.data, options, kept), kept)
-    there = named(frame, options.target, options.data).notna()
-    no_inputs = _no_inputs(frame, options)
-    if not there.any():
-        raise HeldinError(f"{options.data}: the target {options.target!r} is missing in all rows")
-    rows = frame if there.all() else frame[there].reset_index(drop=True)
-    if len(rows) < 2:
-        raise HeldinError(f"{options.data}: one row is too few to learn from")
-    try:
-        target = Target.learn(rows[options.target], options.task)
-        columns = Columns.learn(
-            rows, [options.target, *no_inputs], decimals, options.dates, options.drop_unusable
-        )
-    except Unusable as error:
-        mend = ""
-        if len(error.reasons) > 1:
-            mend = f": {shlex.join(['heldin', *options.given, '--drop-unusable'])}"
-        raise HeldinError(f"{options.data}: {error}{mend}") from error
-    except HeldinError as error:
-        raise HeldinError(f"{options.data}: {error}") from error
-    test = None
-    if options.test:
-        test, _ = with_numbers(_read(options.test, options, kept), kept)
-        named(test, options.target, options.test)
-        columns.encode(test, options.test)  # what is wrong with it should not wait for the training
-    model = _train(rows, columns, target, options, hidden)
+    table = _prepare(options)
+    test = _read_test(table, options) if options.test else None
+    model = _train(table, options, hidden)
     model.facts |= {
         "data": Path(options.data).name,
-        "dropped_rows": int((~there).sum()),
+        "dropped_rows": table.without_target,
         "id": options.id,
         "groups": options.groups,
+        "reading": {name: getattr(options, name) for name in READING},
     }
     if test is not None:
         model.facts["test"] = model.test(test, options.test) | {"data": Path(options.test).name}
-        _say_unknown(columns.encode(test, options.test)[1], options.test)
+        _say_unknown(table.columns.encode(test, options.test)[1], options.test)
     lines = summary(model)
-    _remark_ids(rows, columns, options.data)
     try:
         model.save(out)
         write_report(model, lines, out / "report.html")
@@ -178,26 +164,90 @@ def run_fit(options: Options) -> int:
     return 0
 
 
-def _read(path: str, options: Options, texts: list[str]) -> Any:
-    from heldin.tables.reading import read_table
+def _check(options: Options) -> tuple[int, ...]:
+    """Options that are wrong whatever is in the table; sizes of the hidden layers."""
+    hidden, members = _hidden(options.hidden), options.committee
+    if members is not None and options.model == "linear":
+        raise HeldinError("--committee: a linear model has none; leave it out, or use --model mlp")
+    if members is not None and members != 1 and members < 3:
+        raise HeldinError(f"--committee: must be 1, or at least 3, got {members}")
+    if options.max_epochs < 1:
+        raise HeldinError(f"--max-epochs: must be at least 1, got {options.max_epochs}")
+    if not 0 <= options.seed < 2**32:
+        raise HeldinError(f"--seed: must be a whole number from 0 to 2^32 - 1, got {options.seed}")
+    out = Path(options.out)
+    if out.is_file() or (out.is_dir() and any(out.iterdir()) and not options.force):
+        raise HeldinError(f"--out: {out} is not an empty folder; name another, or say --force")
+    return hidden
 
-    return read_table(
-        path,
-        separator=options.separator,
-        missing=options.missing,
-        encoding=options.encoding,
-        decimal=options.decimal,
-        texts=texts,
+
+def _prepare(options: Options) -> Prepared:
+    """Read the table and make numbers of it. The table itself is not kept, for the room."""
+    from heldin.tables.columns import Columns
+    from heldin.tables.model import Target
+    from heldin.tables.reading import named, read_table
+    from heldin.tables.summary import remarks
+    from heldin.tables.written import Unusable, with_numbers
+
+    way = {name: getattr(options, name) for name in READING}
+    frame = read_table(options.data, **way, texts=options.id)
+    said = dict.fromkeys(frame.columns, options.decimal) if options.decimal else {}
+    frame, decimals = with_numbers(frame, options.id, said)
+    there = named(frame, options.target, options.data).notna()
+    no_inputs = _no_inputs(frame, options)
+    if not there.any():
+        raise HeldinError(f"{options.data}: the target {options.target!r} is missing in all rows")
+    rows = frame if there.all() else frame[there].reset_index(drop=True)
+    if len(rows) < 2:
+        raise HeldinError(
+            f"{options.data}: one row with a value of {options.target!r} is too few to learn from"
+        )
+    try:
+        target = Target.learn(rows[options.target], options.task)
+        columns = Columns.learn(
+            rows, [options.target, *no_inputs], decimals, options.dates, options.drop_unusable
+        )
+    except Unusable as error:
+        mend = ""
+        if len(error.reasons) > 1:
+            mend = f":\n  {shlex.join(['heldin', *options.given, '--drop-unusable'])}"
+        raise HeldinError(f"{options.data}: {error}{mend}") from error
+    except HeldinError as error:
+        raise HeldinError(f"{options.data}: {error}") from error
+    for remark in remarks(frame, columns, options.groups):
+        print(f"heldin: {options.data}: {remark}", file=sys.stderr)
+    return Prepared(
+        columns.encode(rows, options.data)[0],
+        target.encode(rows[options.target]),
+        columns,
+        target,
+        decimals,
+        None if options.groups is None else rows[options.groups].to_numpy(),
+        int((~there).sum()),
     )
+
+
+def _read_test(table: Prepared, options: Options) -> Any:
+    """Rows to measure on; what is wrong with them should not wait for the training."""
+    from heldin.tables.reading import named, read_table
+    from heldin.tables.written import with_numbers
+
+    way = {name: getattr(options, name) for name in READING}
+    commas = [name for name, mark in table.decimals.items() if mark == ","]
+    frame = read_table(options.test, **way, texts=[*options.id, *commas])
+    frame, _ = with_numbers(frame, options.id, {c: "," for c in commas if c in frame.columns})
+    named(frame, options.target, options.test)
+    table.columns.encode(frame, options.test)
+    return frame
 
 
 def _no_inputs(frame: Any, options: Options) -> list[str]:
     """Columns that the options name as no inputs; they have to be there."""
     from heldin.tables.reading import named
 
-    single = [("--id", options.id), ("--groups", options.groups)]
     named_ones = [("--drop", name) for name in options.drop]
-    named_ones += [(option, name) for option, name in single if name is not None]
+    named_ones += [("--id", name) for name in options.id]
+    named_ones += [("--groups", options.groups)] if options.groups is not None else []
     for option, name in named_ones:
         named(frame, name, options.data, f"{option}: the column")
         if name == options.target:
@@ -207,19 +257,6 @@ def _no_inputs(frame: Any, options: Options) -> list[str]:
             f"--groups: {options.groups!r} is missing in some rows; which belong together?"
         )
     return [name for _, name in named_ones]
-
-
-def _remark_ids(rows: Any, columns: Any, path: str) -> None:
-    from heldin.tables.written import looks_like_id
-
-    for column in columns.used:
-        if column.kind == "number" and looks_like_id(column.name, rows[column.name]):
-            print(
-                f"heldin: {path}: column {column.name!r} is different in every row and looks like "
-                f"an ID, from which nothing can be learnt; --id {column.name!r} keeps it for the "
-                f"predictions only, --drop {column.name!r} leaves it out",
-                file=sys.stderr,
-            )
 
 
 def _hidden(text: str) -> tuple[int, ...]:
@@ -238,7 +275,7 @@ def _network(options: Options, hidden: tuple[int, ...]) -> dict[str, Any]:
     return {"hidden_layer_sizes": hidden, "committee": members}
 
 
-def _train(rows: Any, columns: Any, target: Any, options: Options, hidden: tuple[int, ...]) -> Any:
+def _train(table: Prepared, options: Options, hidden: tuple[int, ...]) -> Any:
     """With a bar or lines on stderr; Ctrl-C says what is left of it."""
     from sklearn.exceptions import ConvergenceWarning
 
@@ -264,84 +301,19 @@ def _train(rows: Any, columns: Any, target: Any, options: Options, hidden: tuple
                 reached = epoch
                 live.show(epoch, f"loss {loss:.4g}; {status}")
 
-            estimator = kinds[options.model, target.task](
+            estimator = kinds[options.model, table.target.task](
                 **(_network(options, hidden) if options.model == "mlp" else {}),
                 early_stopping=False if options.rule == "none" else options.rule,
                 max_iter=options.max_epochs,
                 random_state=options.seed,
                 verbose=report,
             )
-            groups = rows[options.groups] if options.groups is not None else None
-            return TabularModel.fit(rows, columns, target, estimator, groups)
+            return TabularModel.fit(
+                table.inputs, table.targets, table.columns, table.target, estimator, table.groups
+            )
     except KeyboardInterrupt:
         way_out = f". To end there with a model: --max-epochs {reached}" if reached else ""
         raise KeyboardInterrupt(f"after {reached} epochs; nothing was written{way_out}") from None
-
-
-def summary(model: Any) -> list[tuple[str, str]]:
-    """What there is to say at the end, as (name, value)."""
-    facts, target = model.facts, model.target
-    kind = "log loss" if target.task == "classification" else "squared error"
-    lines = [("rows", f"{facts['rows']}, all of them trained on")]
-    if facts["dropped_rows"]:
-        lines.append(("left out", f"{facts['dropped_rows']} without a value of {target.name!r}"))
-    columns = model.columns
-    lines.append(("columns", f"{len(columns.used)}, as {facts['inputs']} inputs"))
-    if columns.unusable:
-        names = ", ".join(map(repr, columns.unusable))
-        lines.append(("unusable", f"{names}: left out, as --drop-unusable says"))
-    if columns.constant:
-        names = ", ".join(map(repr, columns.constant))
-        lines.append(("constant", f"{names}: the same in all rows, not used"))
-    lines.append(("target", f"{target.name!r}, {target.task} ({target.found})"))
-    lines.append(
-        ("rule", f"{facts['rule']}" + (f" ({facts['choice']})" if facts["choice"] else ""))
-    )
-    why = facts["reason"] if facts["stopped"] else f"limit of epochs reached; {facts['reason']}"
-    lines.append(("steps", f"{facts['steps']} in {facts['epochs']} epochs"))
-    lines.append(("stopped", why))
-    lines.append(("training loss", f"{facts['training_loss']:.4g} ({kind})"))
-    if facts["estimate"] is not None:
-        covered = ""
-        if not facts["scores"]:  # the rule by itself, of which the study was
-            share = COVERAGE[facts["rule"]][2]
-            covered = f" (two of them covered {share:.0%} in our study)"
-        lines.append(
-            (
-                "estimate",
-                f"{facts['estimate']:.4g} on new rows, standard error "
-                f"{facts['standard_error']:.2g}{covered}",
-            )
-        )
-    if facts["members"] > 1:
-        lines.append(("committee", f"{facts['members']} networks, whose predictions are averaged"))
-    for name, (value, low, high) in facts["scores"].items():
-        lines.append(
-            (SCORES[name], f"{value:.4g} on new rows, 95 % interval {low:.4g} to {high:.4g}")
-        )
-    if facts["shrinkage"] == 1:
-        lines.append(
-            (
-                "warning",
-                "on rows that were not trained on the model was no better than a constant, which "
-                "it predicts now; do the columns tell anything about the target?",
-            )
-        )
-    if "test" in facts:
-        test = facts["test"]
-        score = "accuracy" if target.task == "classification" else "R2"
-        lines.append(
-            (
-                "test",
-                f"{kind} {test['loss']:.4g}, standard error {test['error']:.2g}, {score} "
-                f"{test['score']:.3f} on {test['rows']} rows of {test['data']}",
-            )
-        )
-    else:
-        lines.append(
-            ("test", "none: no row was held out, so no loss was measured; --test FILE measures one")
-        )
-    return lines
 
 
 def _say_unknown(unknown: dict[str, int], path: str) -> None:
@@ -360,17 +332,33 @@ def run_predict(options: Options) -> int:
         import safetensors  # noqa: F401
 
         from heldin.tables.model import TabularModel
-        from heldin.tables.reading import named
+        from heldin.tables.reading import read_table, refuse_missing
     model = TabularModel.load(options.model)
-    name = model.facts.get("id")
-    frame = _read(options.data, options, [name] if name else [])
+    ids, way = model.facts["id"], model.facts["reading"]
+    frame = read_table(
+        options.data,
+        separator=options.separator or _unusual(way["separator"]),
+        encoding=options.encoding,
+        otherwise=way["encoding"],
+        decimal=options.decimal or way["decimal"],
+        missing=[*way["missing"], *options.missing],
+        texts=[*ids, *model.columns.decimal_commas],
+    )
+    refuse_missing(frame, ids, options.data, "the ID column")
     table, unknown = model.predict(frame, options.data)
-    if name:
-        table.insert(0, name, named(frame, name, options.data, "the ID column"))
+    for place, name in enumerate(ids):
+        table.insert(place, name, frame[name], allow_duplicates=True)
     _say_unknown(unknown, options.data)
     try:
-        table.to_csv(sys.stdout, index=False, lineterminator="\n")
+        table.to_csv(sys.stdout, index=False, lineterminator="\n", float_format="%.9g")
         sys.stdout.flush()
     except BrokenPipeError:  # head, for instance, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
+
+
+def _unusual(separator: str | None) -> str | None:
+    """One that cannot be found in the file by itself."""
+    from heldin.tables.reading import SEPARATORS
+
+    return None if separator is None or separator in SEPARATORS else separator

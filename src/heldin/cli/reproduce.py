@@ -112,7 +112,7 @@ def _plan(options: argparse.Namespace) -> int:
     if options.names:
         raise HeldinError("reproduce: --plan takes no names; it makes all runs of the plan")
     threads = options.jobs or os.cpu_count() or 1
-    for plan in (fullsize.TENTHS, fullsize.PLAN):
+    for plan in (fullsize.TENTHS, fullsize.ELEMENTWISE, fullsize.PLAN):
         fullsize.make(plan, Path(options.out), options.data, threads)
     return 0
 

@@ -73,7 +73,8 @@ class MLPClassifier(Classifier, Hidden):
 
     Attributes:
         classes_, coefs_, intercepts_, n_iter_, loss_, loss_curve_, t_, n_layers_, n_outputs_,
-            out_activation_: as in scikit-learn. Losses are without the penalty.
+            out_activation_, n_features_in_, feature_names_in_: as in scikit-learn. Losses are
+            without the penalty.
         members_: of each network, the weights and biases of its layers, for standardised inputs;
             `coefs_` and `intercepts_` are those of the one that has seen every row.
         oof_predictions_: (n, classes) predictions of each row by the network that it is new to (nan
@@ -84,6 +85,7 @@ class MLPClassifier(Classifier, Hidden):
         shrinkage_: how far the outputs were moved to those of the constant, 0 to 1.
         stopping_rule_, stopping_choice_, stopping_reason_: the rule, why it was this one, and what
             it said at the end.
+        stopped_: whether the rule asked to stop, before `max_iter` epochs were over.
         n_steps_, best_step_: optimiser steps taken, and the one whose weights were kept.
         evidence_curve_: the criterion after each epoch (early_stopping="evidence"), or None.
         estimate_, estimate_error_: estimated loss on new rows (of the committee) and its standard

@@ -15,7 +15,7 @@ from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 
-from heldin.errors import HeldinWarning
+from heldin.errors import HeldinWarning, more
 from heldin.rules.estimated.choose import ESTIMATED_RULES
 from heldin.state.estimates import EstimateHistory
 from heldin.tables.assess import Assessment
@@ -31,13 +31,14 @@ from heldin.tables.mlp import (
 from heldin.tables.trainer import Outcome, Report, Trainer, in_units
 
 from .data import Checked, Data, Targets
-from .inputs import as_rows, observations
+from .inputs import as_rows, largest_input, observations
 
 __all__ = ["Estimator", "Layers"]
 
 MEMORY = 2**30  # bytes that the members may take while they train
 TENSORS = 4  # of the size of the weights, for each member: weights, gradients, two moments
 MEMBERS = 6  # of a committee: one for each of five folds, and one that sees every row
+LARGE = 10.0  # inputs that are better scaled; scaled ones are of size 1
 MANY = 1000  # rows from which one network is stopped by one shadow, not by five
 
 Layers = list[tuple[Any, Any]]  # weights (inputs, outputs) and biases (outputs,) or None
@@ -142,7 +143,7 @@ class Estimator(Checked):
             trainer.run(rule, self._held_out(held_out, targets, trainer), self._report())
         self._keep(trainer, members)
         self._assessed(found, used, targets)
-        self._warn(trainer.outcome, found)
+        self._warn(trainer.outcome, found, used.X)
         return self
 
     def _wanted(self) -> int:
@@ -297,13 +298,21 @@ class Estimator(Checked):
         self.history_ = history
         self._optimizer_state = None
 
-    def _warn(self, outcome: Outcome, found: Assessment | None) -> None:
-        name = type(self).__name__
+    def _warn(self, outcome: Outcome, found: Assessment | None, X: Any) -> None:
+        name, scaling = type(self).__name__, ""
+        if not getattr(self, "standardize", True):
+            column, size = largest_input(X)
+            if size > LARGE:
+                scaling = (
+                    f" The inputs are not scaled (numbers of about {size:.3g} in column {column}): "
+                    "standardize=True scales them."
+                )
         if found is not None and found.share == 0 and found.constant > 0:
             warnings.warn(
                 f"{name}: on rows that were not trained on, the network was no better than a "
                 "constant, which is predicted now. Do the inputs tell anything about the targets, "
-                "are there enough rows, do groups of rows belong together?",
+                f"are there enough rows, do groups of rows belong together?{scaling} "
+                + more("no-better-than-a-constant"),
                 HeldinWarning,
                 stacklevel=4,
             )
@@ -311,7 +320,7 @@ class Estimator(Checked):
             warnings.warn(
                 f"{name}: max_iter={self.max_iter} epochs were over before "
                 f"early_stopping={self.early_stopping!r} asked to stop ({outcome.reason}); raise "
-                "max_iter or learning_rate_init",
+                f"max_iter or learning_rate_init.{scaling} {more('epochs-were-over')}",
                 ConvergenceWarning,
                 stacklevel=4,
             )

@@ -16,11 +16,22 @@ from heldin.tables.mlp import Inputs
 
 from .parameters import InvalidParameter
 
-__all__ = ["Gaps", "Scaler", "as_rows", "encoder_of", "has_categories", "observations"]
+__all__ = [
+    "Gaps",
+    "Scaler",
+    "as_rows",
+    "encoder_of",
+    "has_categories",
+    "largest_input",
+    "observations",
+    "sorted_rows",
+]
 
 MOST_COPIES, MOST_ROWS = 20, 10_000  # up to which a weight is taken for a number of rows
 CLIP = 4.0  # standard deviations beyond which an input is cut off
 FEW = 10  # different texts that a column of categories may have in any case
+AT_ONCE = 8  # columns by which rows are sorted in one go
+ROWS = 2**14  # that are looked at in one go, where the table has more
 
 
 class SparseRows:
@@ -39,7 +50,9 @@ class SparseRows:
 
 def as_rows(X: Any) -> Inputs:
     """A tensor, or a sparse matrix that is one row by row."""
-    return SparseRows(X) if sparse.issparse(X) else torch.tensor(X)  # a copy of what is read-only
+    if sparse.issparse(X):
+        return SparseRows(X)
+    return torch.from_numpy(X) if X.flags.writeable and X.flags.c_contiguous else torch.tensor(X)
 
 
 def observations(X: Any, y: Any, weights: Any) -> tuple[Any, Any]:
@@ -60,10 +73,33 @@ def observations(X: Any, y: Any, weights: Any) -> tuple[Any, Any]:
     if whole and weights.sum() <= max(MOST_COPIES * len(weights), MOST_ROWS):
         index = np.repeat(index, weights.astype(np.int64))
         weights = np.ones(len(index))
-    rows = np.column_stack([np.asarray(X, np.float64)[index], y[index], weights]) + 0.0  # no -0
-    keys = np.ascontiguousarray(rows).view(np.dtype((np.void, rows.shape[1] * 8))).ravel()
-    order = np.argsort(keys, kind="stable")
+    order = sorted_rows(X[index], y[index], weights)
     return index[order], weights[order]
+
+
+def sorted_rows(*parts: Any) -> Any:
+    """(n,) numbers of the rows in the order of the bytes of their float64 numbers.
+
+    The same as a sort of whole rows, in a few columns at a time: most often the first ones settle
+    it, and a second copy of a large table is spared.
+
+    >>> sorted_rows(np.array([[2.0, 1.0], [2.0, 0.0], [0.0, 5.0]]), np.zeros(3)).tolist()
+    [2, 1, 0]
+    """
+    columns = [part.reshape(len(part), -1) for part in parts]
+    rank = np.zeros(len(columns[0]), ">i8")  # equal where the columns so far are equal
+    order = np.arange(len(rank))
+    for part in columns:
+        for start in range(0, part.shape[1], AT_ONCE):
+            values = np.ascontiguousarray(part[:, start : start + AT_ONCE], np.float64) + 0.0
+            rows = np.hstack([rank[:, None].view(np.uint8), values.view(np.uint8)])
+            keys = rows.view(np.dtype((np.void, rows.shape[1]))).ravel()
+            order = np.argsort(keys, kind="stable")
+            ordered = keys[order]
+            rank[order[1:]] = np.cumsum(ordered[1:] != ordered[:-1])
+            if len(rank) < 2 or rank[order[-1]] == len(rank) - 1:  # all are different
+                return order
+    return order
 
 
 class Scaler:
@@ -81,7 +117,9 @@ class Scaler:
 
     def fit(self, X: Any, weights: Any) -> Scaler:
         """Learn means and spreads."""
-        self.standard.fit(X, sample_weight=weights)
+        for start in range(0, X.shape[0], ROWS):  # scikit-learn makes several copies
+            part = slice(start, start + ROWS)
+            self.standard.partial_fit(X[part], None, None if weights is None else weights[part])
         return self
 
     def __call__(self, X: Any) -> Any:
@@ -89,7 +127,18 @@ class Scaler:
         found = self.standard.transform(X)
         if self.clip is None or sparse.issparse(found):
             return found
-        return np.clip(found, -self.clip, self.clip)
+        return np.clip(found, -self.clip, self.clip, out=found)
+
+
+def largest_input(X: Any) -> tuple[int, float]:
+    """The column whose numbers are largest, and their root mean square.
+
+    >>> largest_input(np.array([[1.0, -30.0], [1.0, 40.0]]))
+    (1, 35.3...)
+    """
+    squares = np.asarray((X.multiply(X) if sparse.issparse(X) else np.square(X)).mean(0)).ravel()
+    column = int(squares.argmax())
+    return column, float(np.sqrt(squares[column]))
 
 
 class Gaps:
@@ -106,8 +155,11 @@ class Gaps:
     def __call__(self, X: Any) -> Any:
         """The same for other rows."""
         indicator = self.imputer.indicator_
+        missing = np.flatnonzero(np.isnan(X).any(0))
+        if not len(missing) and not len(indicator.features_):
+            return X
         # a gap where there was none in training is a mean, and no more
-        unknown = np.setdiff1d(np.flatnonzero(np.isnan(X).any(0)), indicator.features_)
+        unknown = np.setdiff1d(missing, indicator.features_)
         if len(unknown):
             X = X.copy()
             X[:, unknown] = self.imputer.statistics_[unknown]

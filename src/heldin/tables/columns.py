@@ -15,18 +15,19 @@ from typing import Any, Literal
 
 from heldin.errors import HeldinError
 
-from .reading import named, pandas_module
+from .reading import pandas_module, refuse_missing
 from .written import (
     Decimal,
     Order,
     Unusable,
     date_order,
     decimal_mark,
+    is_number,
     parse_dates,
-    parse_numbers,
+    parsed,
 )
 
-__all__ = ["Column", "Columns", "category", "with_numbers"]
+__all__ = ["Column", "Columns", "category"]
 
 CATEGORIES = 1000  # different values beyond which a column is no category
 CLOCK = re.compile(r"\s*\d{1,2}:\d{2}(:\d{2}(\.\d+)?)?\s*([aApP][mM])?$")
@@ -44,32 +45,6 @@ def category(value: Any) -> str:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     return str(value).strip()
-
-
-def with_numbers(frame: Any, leave: Sequence[str] = ()) -> tuple[Any, dict[str, Decimal]]:
-    """A table in which columns that surely hold numbers, though written as texts, are numbers.
-
-    Args:
-        frame: the table.
-        leave: columns that stay as they are.
-
-    Returns:
-        The table, and by column what stood before the decimals.
-    """
-    found: dict[str, Decimal] = {}
-    numbers: dict[str, Any] = {}
-    for name in frame.columns:
-        values = frame[name]
-        if name in leave:
-            continue
-        there = values.dropna()
-        if not len(there) or _is_number(values) or not all(isinstance(v, str) for v in there):
-            continue
-        mark = decimal_mark([str(v) for v in there.unique()])
-        if mark in (".", ","):
-            found[name] = mark
-            numbers[name] = _parsed(values, found[name])
-    return (frame.assign(**numbers) if numbers else frame), found
 
 
 @dataclass(frozen=True)
@@ -115,7 +90,7 @@ class Column:
         """From the training table; None if nothing varies. What cannot be used is `Unusable`."""
         missing = bool(values.isna().any())
         there = values.dropna()
-        if _is_number(values):
+        if is_number(values):
             return cls._number(name, there, missing, decimal)
         if pandas_module().api.types.is_timedelta64_dtype(values.dtype):
             raise _unusable(name, f"holds durations ({str(there.iloc[0])!r}): make them numbers")
@@ -199,8 +174,8 @@ class Column:
     def _numbers(self, values: Any) -> Any:
         import numpy as np
 
-        if not _is_number(values):
-            found = _parsed(values, self.decimal)
+        if not is_number(values):
+            found = parsed(values, self.decimal)
             wrong = values[found.isna() & values.notna()]
             if len(wrong):
                 raise HeldinError(
@@ -220,20 +195,6 @@ def _seconds(times: Any) -> Any:
 
     raw = times.to_numpy("datetime64[s]")
     return np.where(np.isnat(raw), np.nan, raw.astype("int64"))
-
-
-def _parsed(values: Any, decimal: Decimal) -> Any:
-    """Texts as numbers, nan where one is none."""
-    texts = [None if gone else str(v) for v, gone in zip(values, values.isna(), strict=True)]
-    numbers = iter(parse_numbers([t for t in texts if t is not None], decimal))
-    found = [math.nan if t is None else next(numbers) for t in texts]
-    plain = [math.nan if number is None else number for number in found]
-    return pandas_module().Series(plain, index=values.index, name=values.name, dtype=float)
-
-
-def _is_number(values: Any) -> bool:
-    types = pandas_module().api.types
-    return bool(types.is_numeric_dtype(values.dtype)) and not types.is_bool_dtype(values.dtype)
 
 
 def _unusable(name: str, reason: str) -> Unusable:
@@ -290,7 +251,14 @@ def _refuse_text(name: str, texts: Sequence[str], known: Sequence[str]) -> None:
             f"holds numbers, but also {odd[0]!r}; if that means missing, say --missing {odd[0]!r}, "
             "else clean it",
         )
-    wordy = sum(len(t.split()) for t in known) / len(known) >= 4
+    words = sum(len(t.split()) for t in known) / len(known)
+    if len(known) == len(texts) > 10 and words < 2:
+        raise _unusable(
+            name,
+            f"is different in every row ({known[0][:30]!r} for instance), as IDs and names are; "
+            f"--id {name!r} keeps it for the predictions",
+        )
+    wordy = words >= 4
     many = len(known) > max(10, len(texts) / 2) or len(known) > CATEGORIES
     if many or (wordy and len(known) > 10):
         raise _unusable(
@@ -328,7 +296,7 @@ class Columns:
         Args:
             frame: the table.
             leave_out: names of columns that are no inputs.
-            decimals: what `with_numbers` found.
+            decimals: what stands before the decimals, by column, where it is not a point.
             dates: the order of day and month where the dates themselves do not tell.
             drop_unusable: leave out what cannot be used.
         """
@@ -355,6 +323,11 @@ class Columns:
             )
         return cls(used, constant, tuple(wrong))
 
+    @property
+    def decimal_commas(self) -> list[str]:
+        """Names of those with a comma before decimals: 1.500 is no number like others there."""
+        return [column.name for column in self.used if column.decimal == ","]
+
     def encode(self, frame: Any, path: str | Path) -> tuple[Any, dict[str, int]]:
         """(n, inputs) numbers, and by column how many rows have an unknown category.
 
@@ -362,15 +335,15 @@ class Columns:
         """
         import numpy as np
 
+        refuse_missing(frame, [column.name for column in self.used], path, "the column")
         unknown = {}
         width = sum(column.width for column in self.used)
         precise = len(frame) * width <= SINGLE
         inputs = np.empty((len(frame), width), np.float64 if precise else np.float32)
         at = 0
         for column in self.used:
-            values = named(frame, column.name, path, "the column")
             try:
-                part, count = column.encode(values)
+                part, count = column.encode(frame[column.name])
             except HeldinError as error:
                 raise HeldinError(f"{path}: {error}") from error
             inputs[:, at : at + column.width] = part

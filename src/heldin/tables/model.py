@@ -147,6 +147,23 @@ def _scores(estimator: Any, target: Target) -> dict[str, list[float]]:
     return {n: [value * units.get(n, 1.0) for value in each] for n, each in found.items()}
 
 
+def _without_inputs(targets: Any, target: Target) -> dict[str, float]:
+    """The loss of the best constant, and the accuracy of the most frequent class.
+
+    >>> import numpy
+    >>> both = Target("y", "classification", ("no", "yes"))
+    >>> _without_inputs(numpy.array([0, 0, 0, 1]), both)["most_frequent"]
+    0.75
+    """
+    import numpy as np
+
+    if target.task == "regression":
+        return {"constant": target.unit}
+    shares = np.bincount(targets) / len(targets)
+    some = shares[shares > 0]
+    return {"constant": float(-(some * np.log(some)).sum()), "most_frequent": float(shares.max())}
+
+
 def _calibration(estimator: Any) -> list[list[float]] | None:
     """Probabilities out of fold, and how often they came true."""
     found = getattr(estimator, "calibration_curve_", None)
@@ -197,17 +214,22 @@ class TabularModel:
 
     @classmethod
     def fit(
-        cls, frame: Any, columns: Columns, target: Target, estimator: Any, groups: Any = None
+        cls,
+        inputs: Any,
+        targets: Any,
+        columns: Columns,
+        target: Target,
+        estimator: Any,
+        groups: Any = None,
     ) -> TabularModel:
         """Train an estimator of `heldin.sklearn` on all rows of a table.
 
         Args:
-            frame, columns, target: the rows, and what was learnt of them.
+            inputs, targets: what `columns` and `target` made of the rows.
+            columns, target: what was learnt of them.
             estimator: not fitted yet.
             groups: rows with the same value belong together; None: each is by itself.
         """
-        inputs, _ = columns.encode(frame, "the table")
-        targets = target.encode(frame[target.name])
         estimator.fit(inputs, targets, **({} if groups is None else {"groups": groups}))
         unit = target.unit
         history, reason = estimator.history_, estimator.stopping_reason_
@@ -217,14 +239,15 @@ class TabularModel:
             estimate, error = estimate * unit, error * unit
             last = history.last()
             reason = (
-                f"estimated loss {last.estimate:.4g} at step {last.step}, lowest "
+                f"estimated loss{' of one network' if len(_members(estimator)) > 1 else ''} "
+                f"{last.estimate:.4g} at step {last.step}, lowest "
                 f"{min(record.estimate for record in history):.4g} at step {estimator.best_step_}"
             )
         elif estimator.stopping_rule_ == "validation" and target.task == "regression":
             reason += " (of the target divided by its standard deviation)"
         facts = {
             "model": "mlp" if hasattr(estimator, "coefs_") else "linear",
-            "rows": len(frame),
+            "rows": len(targets),
             "inputs": inputs.shape[1],
             "rule": estimator.stopping_rule_,
             "choice": estimator.stopping_choice_,
@@ -238,6 +261,7 @@ class TabularModel:
             "evidence_curve": estimator.evidence_curve_,
             "estimate": estimate,
             "standard_error": error,
+            **_without_inputs(targets, target),
             "scores": _scores(estimator, target),
             "calibration": _calibration(estimator),
             "shrinkage": getattr(estimator, "shrinkage_", None),

@@ -235,7 +235,11 @@ class Trainer:
             loss = out.losses[-1]
             since = since + 1 if loss > best - config.tol else 0
             best = min(best, loss)
-            out.reason = f"training loss not {config.tol:g} lower for {since} epochs"
+            out.reason = (
+                f"training loss not {config.tol:g} lower for {since} epochs"
+                if since
+                else "the training loss still falls"
+            )
             if since > config.n_iter_no_change:
                 rates = [group["lr"] for group in self.optimizer.param_groups]
                 slower = config.solver == "sgd" and config.learning_rate == "adaptive"
@@ -292,6 +296,7 @@ class Trainer:
         """
         out = self.outcome
         options: dict[str, Any] = {"sample_weight": self.weights, "seed": self.seed % 2**31}
+        options["process_group"] = None  # each process fits its own
         name: Any = wanted
         data = (self.x, self.y)
         rule = stopping(name, self.model, self.optimizer, self.loss_fn, data, **options)

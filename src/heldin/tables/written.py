@@ -5,6 +5,7 @@ A way of writing is only taken where a whole column leaves no doubt; else it is 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -17,9 +18,12 @@ __all__ = [
     "Unusable",
     "date_order",
     "decimal_mark",
+    "is_number",
     "looks_like_id",
     "parse_dates",
     "parse_numbers",
+    "parsed",
+    "with_numbers",
 ]
 
 Decimal = Literal[".", ","]
@@ -59,8 +63,7 @@ class Unusable(HeldinError):
         else:
             each = "\n  ".join(lines)
             super().__init__(
-                f"{len(lines)} columns cannot be used:\n  {each}\nTo leave them out: "
-                "--drop-unusable"
+                f"{len(lines)} columns cannot be used:\n  {each}\n--drop-unusable leaves them out"
             )
 
 
@@ -110,6 +113,57 @@ def parse_numbers(texts: Sequence[str], decimal: Decimal) -> list[float | None]:
             continue
         found.append(float(number.replace(thousands, "").replace(decimal, ".")))
     return found
+
+
+def is_number(values: Any) -> bool:
+    """Whether a column of pandas holds numbers, as such."""
+    import pandas
+
+    types = pandas.api.types
+    return bool(types.is_numeric_dtype(values.dtype)) and not types.is_bool_dtype(values.dtype)
+
+
+def parsed(values: Any, decimal: Decimal) -> Any:
+    """A column of texts as one of numbers, nan where a text is none."""
+    import pandas
+
+    texts = [None if gone else str(v) for v, gone in zip(values, values.isna(), strict=True)]
+    numbers = iter(parse_numbers([t for t in texts if t is not None], decimal))
+    found = [math.nan if t is None else next(numbers) for t in texts]
+    plain = [math.nan if number is None else number for number in found]
+    return pandas.Series(plain, index=values.index, name=values.name, dtype=float)
+
+
+def with_numbers(
+    frame: Any, leave: Sequence[str] = (), known: Mapping[str, Decimal] | None = None
+) -> tuple[Any, dict[str, Decimal]]:
+    """A table in which columns that surely hold numbers, though written as texts, are numbers.
+
+    Args:
+        frame: the table.
+        leave: columns that stay as they are.
+        known: by column what stands before the decimals, where that was said.
+
+    Returns:
+        The table, and by column what stood before the decimals.
+    """
+    known = known or {}
+    found = {name: mark for name, mark in known.items() if is_number(frame[name])}
+    numbers: dict[str, Any] = {}
+    for name in frame.columns:
+        values = frame[name]
+        if name in leave or is_number(values):
+            continue
+        there = values.dropna()
+        if not len(there) or not all(isinstance(v, str) for v in there):
+            continue
+        mark = decimal_mark([str(v) for v in there.unique()])
+        if mark == "either":
+            mark = known.get(name)
+        if mark in (".", ","):
+            found[name] = mark
+            numbers[name] = parsed(values, found[name])
+    return (frame.assign(**numbers) if numbers else frame), found
 
 
 def looks_like_id(name: str, values: Any) -> bool:
