@@ -17,7 +17,7 @@ from heldin.lab.reproduce.collected import collect
 from heldin.lab.reproduce.descents import toy_paths, wdbc_paths
 from heldin.lab.reproduce.experiment import Claim
 from heldin.lab.reproduce.experiments import quadratic
-from heldin.lab.reproduce.fullsize import PLAN, TENTHS, make, tasks
+from heldin.lab.reproduce.fullsize import ELEMENTWISE, PLAN, TENTHS, make, tasks
 from heldin.lab.reproduce.ledger import criteria
 from heldin.lab.reproduce.multiverse import (
     Universe,
@@ -146,10 +146,16 @@ def surveyed(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
                                      "widths": (784, 12, 10)})
         for t in TENTHS
     )  # fmt: skip
+    alone = tuple(
+        replace(e, changes={**TINY[e.experiment], "travel": None, "smoothing": 0.99, "every": 4,
+                            "rates": (0.03,), "widths": (784, 12, 10)})
+        for e in ELEMENTWISE
+    )  # fmt: skip
     monkeypatch.setattr(survey_module, "PLAN", plan)
+    monkeypatch.setattr(survey_module, "ELEMENTWISE", alone)
     monkeypatch.setattr(survey_module, "TENTHS", tenths)
     runs = tmp_path / "runs"
-    make((*plan, *tenths), runs, data, tell=lambda line: None)
+    make((*plan, *tenths, *alone), runs, data, tell=lambda line: None)
     for name in survey_module.REPLAYED:
         tiny = replace(EXPERIMENTS[name].settings["quick"], **TINY[name])
         if name == "rmsprop":
@@ -173,8 +179,10 @@ def test_a_survey_becomes_a_page(surveyed: Path) -> None:
     assert ("mnist-sgd", "a tenth of the width") in sizes
     assert ("mnist-sgd", "a tenth of the width, pixels and initial weights varied") in sizes
     assert {("sector", "quick preset"), ("rmsprop", "quick preset")} <= sizes
-    real = {u.experiment: u for u in found if u.size.endswith("real runs")}
-    assert [len(real[name].claims) for name in ("greedy", "rmsprop")] == [1, 2]
+    real = {(u.experiment, u.size.split(",")[0]): u for u in found if u.size.endswith("real runs")}
+    for size in ("a tenth of the width", "quick preset"):
+        assert [len(real[name, size].claims) for name in ("greedy", "rmsprop")] == [1, 2]
+    assert ("rmsprop", "a tenth of the width") in sizes
     varied = next(u for u in found if u.size.endswith("varied"))
     assert len(varied.rows) == 40 * 4
     page = surveyed.parent.parent / "page.md"

@@ -189,7 +189,7 @@ def _answer(url: str, limit: int) -> bytes:
     """What a web address answers, if it is no longer than the limit."""
     if not url.startswith(("https://", "http://")):
         raise HeldinError("neither https nor http")
-    with urllib.request.urlopen(url, timeout=30) as answer:  # nosec B310: the line before
+    with urllib.request.urlopen(url, timeout=30) as answer:  # noqa: S310  # nosec B310
         _check_redirect(url, answer.geturl())
         packed: bytes = answer.read(limit + 1)
     if len(packed) > limit:

@@ -15,7 +15,7 @@ from .data import folder as _folder
 from .registry import EXPERIMENTS
 from .runner import Task, work
 
-__all__ = ["PLAN", "Planned", "make", "tasks"]
+__all__ = ["ELEMENTWISE", "PLAN", "TENTHS", "Planned", "make", "tasks"]
 
 PAUSE = 240.0  # seconds between checkpoints
 TENTH = (784, 250, 200, 150, 100, 50, 10)
@@ -57,6 +57,13 @@ PLAN = (
     Planned("full-rmsprop", "rmsprop", {}, ("SGD", "SGD with stopping", "RMSprop")),
     Planned("fifth-gd", "mnist-gd", {"widths": FIFTH}, ("validation", "evidence")),
     Planned("full-sgd", "mnist-sgd", {}, _both(0.003)),
+    # ten times the rate and an eighth of the steps: hours in the place of days
+    Planned(
+        "tenth-gd",
+        "mnist-gd",
+        {"widths": TENTH, "rates": (0.1,), "steps": 2500, "every": 25},
+        ("validation", "evidence"),
+    ),
 )
 TENTHS = (
     Planned("tenth-sgd", "mnist-sgd", _tenth(), _both(0.03), seeds=3),
@@ -67,6 +74,20 @@ TENTHS = (
         "mnist-sgd",
         _tenth(pixels="standard", init="glorot"),
         _both(0.03),
+    ),
+)
+ELEMENTWISE = (  # beside the plain runs of TENTHS
+    Planned(
+        "tenth-greedy",
+        "greedy",
+        {"widths": TENTH, "rates": (0.03,), "every": 100},
+        ("rate 0.03, plain", "rate 0.03, greedy", "rate 0.03, greedy, 0/0 left out"),
+    ),
+    Planned(
+        "tenth-rmsprop",
+        "rmsprop",
+        {"widths": TENTH, "rates": (0.03,), "every": 100, "steps": 8333},
+        ("SGD", "SGD with stopping", "SGD with stopping, 0/0 left out", "RMSprop"),
     ),
 )
 

@@ -74,9 +74,6 @@ def write_page(path: Path, store: Path, command: str) -> None:
         name = f"{file_name(each)}.png"
         _chart(each).savefig(figures / name, dpi=70, metadata={"Software": None})
         charts.append((each, name))
-    shown = "mnist-sgd-full" if (store / "mnist-sgd-full.png").exists() else "mnist-sgd-tenth"
-    if (store / f"{shown}.png").exists():
-        shutil.copy(store / f"{shown}.png", figures / "mnist-sgd-largest.png")
     facts = store / "facts.json"
     known = json.loads(facts.read_text(encoding="utf-8")) if facts.exists() else {}
     rows = [row for each in largest for row in _rows(each)]
@@ -87,8 +84,8 @@ def write_page(path: Path, store: Path, command: str) -> None:
             counts=_counts(largest),
             words=_words(),
             figures=f"figures/{path.stem}",
-            shown={"mnist-sgd-full": "full size", "mnist-sgd-tenth": "a tenth of the width"}[shown],
-            has_figure=(figures / "mnist-sgd-largest.png").exists(),
+            sgd=_figure(store, figures, "mnist-sgd"),
+            greedy=_figure(store, figures, "greedy"),
             head=HEAD,
             rows=rows,
             table=markdown_table,
@@ -102,6 +99,16 @@ def write_page(path: Path, store: Path, command: str) -> None:
         ),
         encoding="utf-8",
     )
+
+
+def _figure(store: Path, figures: Path, name: str) -> str | None:
+    """Take over the stored figure of the largest size; that size in words, if there is one."""
+    for kind, size in (("full", "full size"), ("tenth", "a tenth of the width")):
+        drawn = store / f"{name}-{kind}.png"
+        if drawn.exists():
+            shutil.copy(drawn, figures / f"{name}-largest.png")
+            return size
+    return None
 
 
 def _missing(found: Sequence[Universe]) -> list[str]:
@@ -118,10 +125,9 @@ def _largest(found: Sequence[Universe]) -> Iterator[Universe]:
     """Of each experiment the largest size, and what was not replayed."""
     seen = set()
     for each in found:
-        if each.size.endswith(REAL):
-            yield each
-        elif each.experiment not in seen:
-            seen.add(each.experiment)
+        kind = each.experiment, each.size.endswith(REAL)
+        if kind not in seen:
+            seen.add(kind)
             yield each
 
 

@@ -15,7 +15,7 @@ from . import lessons as _lessons
 from .collected import Collected, collect, progress
 from .experiment import Claim
 from .figures import Column, columns
-from .fullsize import PLAN, TENTHS, Planned, tasks
+from .fullsize import ELEMENTWISE, PLAN, TENTHS, Planned, tasks
 from .multiverse import (
     CRITERION,
     Universe,
@@ -34,7 +34,9 @@ from .spread import SPREADS
 __all__ = ["REAL", "SIZES", "quick_tasks", "survey"]
 
 SEEDS = 20  # of what is cheap
-SIZES = ("full size", "a fifth of the width", "a tenth of the width", "quick preset", "")
+TENTH, QUICK = "a tenth of the width", "quick preset"
+SIZES = ("full size", "a fifth of the width", TENTH, QUICK, "")
+DESCENTS = {"fifth-gd": "a fifth of the width", "tenth-gd": TENTH}
 REAL = "real runs"  # of sizes whose claims are not replayed
 REPLAYED = ("mnist-gd", "mnist-sgd", "sector", "greedy", "rmsprop")
 
@@ -145,9 +147,10 @@ def _from_plan(
             _lessons.from_full(facts, found)
             for seed, each in _whole(found, planned.parts).items():
                 full.setdefault(seed, {}).update(each)
-        elif planned.name == "fifth-gd" and (whole := _whole(found, planned.parts)):
-            e = EXPERIMENTS["mnist-gd"]
-            _criterion(store, "mnist-gd", "a fifth of the width", e.claims(settings), whole, tell)
+        elif planned.name in DESCENTS:
+            if whole := _whole(found, planned.parts):
+                claims = EXPERIMENTS["mnist-gd"].claims(settings)
+                _criterion(store, "mnist-gd", DESCENTS[planned.name], claims, whole, tell)
         elif found:
             facts[planned.name] = {p: one.table.iloc[-1].to_dict() for p, one in found[0].items()}
     if full:
@@ -155,9 +158,7 @@ def _from_plan(
         settings = replace(sgd.settings["full"], rates=rates)
         _criterion(store, "mnist-sgd", "full size", sgd.claims(settings), full, tell)
         greedy = replace(EXPERIMENTS["greedy"].settings["full"], rates=rates)
-        claims, values = replay_greedy(greedy, _logged(full))
-        choices = EXPERIMENTS["greedy"].readings(greedy)
-        _keep(store, universe("greedy", "full size", claims, choices, values), tell)
+        _greedy(store, "full size", greedy, _logged(full), None, tell)
         _figure(store, "mnist-sgd-full", rates, full)
     _tenths(runs, store, rows, facts, tell)
 
@@ -189,13 +190,14 @@ def _tenths(
         }
         claims = sgd.claims(settings)
         if planned is TENTHS[0]:
-            _criterion(store, "mnist-sgd", "a tenth of the width", claims, whole, tell)
+            _criterion(store, "mnist-sgd", TENTH, claims, whole, tell)
+            _elementwise(runs, store, _logged(whole), rows, tell)
             _lessons.from_tenth(facts, whole, planned.parts)
             _figure(store, "mnist-sgd-tenth", settings.rates, whole)
         values += replay_criterion(claims, {0: whole[0]}, fixed)
     if len(done) == len(TENTHS):
         choices: Sequence[Choice] = (*CRITERION, pixels, initial)
-        size = "a tenth of the width, pixels and initial weights varied"
+        size = f"{TENTH}, pixels and initial weights varied"
         _keep(store, universe("mnist-sgd", size, claims, choices, values), tell)
 
 
@@ -229,32 +231,81 @@ def _from_quick(
         e = EXPERIMENTS[name]
         if found[name]:
             claims = e.claims(e.settings["quick"])
-            _criterion(store, name, "quick preset", claims, found[name], tell)
+            _criterion(store, name, QUICK, claims, found[name], tell)
     if found["sector"]:
         _lessons.from_sector(facts, found["sector"])
     for name in ("greedy", "rmsprop"):
         if found[name]:
-            _real(store, name, found[name], tell)
-    plain = _logged(found["mnist-sgd"])
-    if plain:
-        e = EXPERIMENTS["greedy"]
-        settings = e.settings["quick"]
-        claims, values = replay_greedy(settings, plain, settings.steps)
-        size = "quick preset"
-        _keep(store, universe("greedy", size, claims, e.readings(settings), values), tell)
-    if plain and found["rmsprop"]:
-        e = EXPERIMENTS["rmsprop"]
-        settings = e.settings["quick"]
-        part = f"rate {settings.rates[0]:g}, evidence"
-        claims, values = replay_rmsprop(settings, plain, part, found["rmsprop"], settings.steps)
-        size = "quick preset"
-        _keep(store, universe("rmsprop", size, claims, e.readings(settings), values), tell)
+            _real(store, name, QUICK, EXPERIMENTS[name].settings["quick"], found[name], tell)
+    if plain := _logged(found["mnist-sgd"]):
+        settings = EXPERIMENTS["greedy"].settings["quick"]
+        _greedy(store, QUICK, settings, plain, settings.steps, tell)
+        if found["rmsprop"]:
+            settings = EXPERIMENTS["rmsprop"].settings["quick"]
+            _rmsprop(store, QUICK, settings, plain, found["rmsprop"], tell)
 
 
-def _real(store: Path, name: str, runs: Collected, tell: Callable[[str], object]) -> None:
+def _elementwise(
+    runs: Path,
+    store: Path,
+    plain: Mapping[int, Mapping[str, Any]],
+    rows: list[dict[str, Any]],
+    tell: Callable[[str], object],
+) -> None:
+    """Single weights that stop, at a tenth of the width: real ones, and along plain runs."""
+    for planned in ELEMENTWISE:
+        mine = [task for _, task in tasks((planned,), runs)]
+        found, settings = collect(mine), mine[0].settings
+        rows += progress(planned.name, found, mine)
+        whole = _whole(found, planned.parts)
+        if planned.experiment == "greedy":
+            _greedy(store, TENTH, settings, plain, None, tell)
+        elif whole:
+            _rmsprop(store, TENTH, settings, plain, whole, tell)
+        if whole:
+            _real(store, planned.experiment, TENTH, settings, whole, tell)
+            e = EXPERIMENTS[planned.experiment]
+            tables = {seed: {p: o.table for p, o in each.items()} for seed, each in whole.items()}
+            _save(store, f"{e.name}-tenth", e.figure(tables, settings))
+
+
+def _greedy(
+    store: Path,
+    size: str,
+    settings: Any,
+    plain: Mapping[int, Mapping[str, Any]],
+    steps: int | None,
+    tell: Callable[[str], object],
+) -> None:
+    claims, values = replay_greedy(settings, plain, steps)
+    choices = EXPERIMENTS["greedy"].readings(settings)
+    _keep(store, universe("greedy", size, claims, choices, values), tell)
+
+
+def _rmsprop(
+    store: Path,
+    size: str,
+    settings: Any,
+    plain: Mapping[int, Mapping[str, Any]],
+    damped: Collected,
+    tell: Callable[[str], object],
+) -> None:
+    part = f"rate {settings.rates[0]:g}, evidence"
+    claims, values = replay_rmsprop(settings, plain, part, damped, settings.steps)
+    choices = EXPERIMENTS["rmsprop"].readings(settings)
+    _keep(store, universe("rmsprop", size, claims, choices, values), tell)
+
+
+def _real(
+    store: Path,
+    name: str,
+    size: str,
+    settings: Any,
+    runs: Collected,
+    tell: Callable[[str], object],
+) -> None:
     """Claims that cannot be replayed, under the two readings of 0/0 that were run."""
-    e = EXPERIMENTS[name]
-    claims = [c for c in e.claims(e.settings["quick"]) if not c.replayed]
+    claims = [c for c in EXPERIMENTS[name].claims(settings) if not c.replayed]
     out = [c for c in claims if "0/0 left out" in c.text]
     plain = [c.text.replace(", 0/0 left out", "").replace("0/0 left out: ", "") for c in out]
     zero = [c for c in claims if c.text in plain]
@@ -264,7 +315,7 @@ def _real(store: Path, name: str, runs: Collected, tell: Callable[[str], object]
         ({choice.name: value.name}, [[float(c.value(t)) for t in tables] for c in asked])
         for value, asked in zip(choice.values, (zero, out), strict=True)
     ]
-    _keep(store, universe(name, f"quick preset, {REAL}", zero, (choice,), values), tell)
+    _keep(store, universe(name, f"{size}, {REAL}", zero, (choice,), values), tell)
 
 
 def _figure(store: Path, name: str, rates: Sequence[float], runs: Collected) -> None:
@@ -278,4 +329,8 @@ def _figure(store: Path, name: str, rates: Sequence[float], runs: Collected) -> 
         )
         for rate in rates
     ]
-    columns(drawn).savefig(store / f"{name}.png", dpi=90, metadata={"Software": None})
+    _save(store, name, columns(drawn))
+
+
+def _save(store: Path, name: str, figure: Any) -> None:
+    figure.savefig(store / f"{name}.png", dpi=90, metadata={"Software": None})
