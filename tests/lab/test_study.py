@@ -108,7 +108,7 @@ def table() -> _data.Table:
 
 @pytest.fixture(scope="module", params=["sgd", "gd"])
 def logged(request: Any) -> LoggedRun:
-    spec = _spec.Spec("sk_wdbc", 60, 0.4, "hidden1", request.param, seed=3, steps=450)
+    spec = _spec.Spec("sk_wdbc", 80, 0.4, "hidden1", request.param, seed=3, steps=450)
     return LoggedRun(spec, table(), _run.log(spec, table()))
 
 
@@ -155,7 +155,17 @@ LIVE: dict[str, Any] = {
         lambda m, o, p: heldin.FoldStopping(m, o, p.loss_fn, (p.x, p.y), seed=run.spec.seed)
     ),
     "shadow patience": lambda run: (
-        lambda m, o, p: heldin.ShadowStopping(m, o, p.loss_fn, (p.x, p.y), hidden_fold(run))
+        lambda m, o, p: heldin.ShadowStopping(
+            m, o, p.loss_fn, (p.x, p.y), hidden_fold(run), average="best"
+        )
+    ),
+    "auto": lambda run: (
+        lambda m, o, p: heldin.stopping("auto", m, o, p.loss_fn, (p.x, p.y), seed=run.spec.seed)
+    ),
+    "64 probes": lambda run: (
+        lambda m, o, p: heldin.LeaveOneOutStopping(
+            m, o, p.loss_fn, (p.x, p.y), 64, average="best", patience=None, seed=run.spec.seed
+        )
     ),
     "leave-one-out patience": lambda run: (
         lambda m, o, p: heldin.LeaveOneOutStopping(
@@ -171,9 +181,9 @@ def test_a_replayed_rule_ends_where_the_live_one_does(logged: LoggedRun, name: s
     stopping.restore()
     outcome = _rules.replay(logged, name)
     assert outcome is not None
-    models = {"folds": 6, "shadow": 2}.get(name.split()[0], 1)
+    models = {"folds": 6, "auto": 6, "shadow": 2}.get(name.split()[0], 1)
     assert outcome.steps_spent == models * taken
-    if "bagged" not in name:
+    if "bagged" not in name and name != "auto":
         assert outcome.stop_step == stopping.best_step
         assert math.isclose(outcome.estimate, stopping.estimate, rel_tol=1e-5)
         assert math.isclose(outcome.standard_error, stopping.standard_error, rel_tol=1e-5)
@@ -418,8 +428,12 @@ def test_summaries_are_the_statistics_they_name() -> None:
     late = rows_of({"split 20 %": [1.0] * 3, "oracle": [1.0] * 3})  # stops at 4, 14, 24; best at 9
     assert [line["stop_ratio"] for line in _tables.summarise(late, resamples=5)] == [1.5, 1.0]
     assert math.isnan(folds["stop_ratio"])
-    (covered,) = _tables.coverage(rows)  # estimates off by 0, 1.4, 2.8 and 4.2 standard errors
-    assert (covered["within_1"], covered["within_2"], covered["within_3"]) == (0.25, 0.5, 0.75)
+    # estimates off by 0, 1.4, 2.8 and 4.2 standard errors
+    assert (folds["within_1"], folds["within_2"], folds["within_3"]) == (0.25, 0.5, 0.75)
+    assert math.isclose(folds["log_bias"], (math.log(1.14) + math.log(1.28)) / 2)
+    assert math.isnan(base["within_1"])
+    alone = rows_of({"split 20 %": [1.2, 1.0], "folds": [1.0, 2.0]})  # one dataset: runs are drawn
+    assert _tables.summarise(alone, resamples=200)[1]["gm_high"] == 2.0
 
 
 def test_the_critical_difference_is_that_of_the_textbook() -> None:

@@ -122,7 +122,8 @@ def train(rule: str, seed: int, epochs: int = EPOCHS, tell: Tell | None = None) 
         note()
         stop = stop or (rule == "validation" and stopping.step())
         if tell is not None:
-            tell(run.epochs, "no rule" if stopping is None else stopping.reason)
+            now = f"test loss {run.test[-1]:.3f}"
+            tell(run.epochs, f"no rule: {now}" if stopping is None else stopping.reason)
     run.kept = run.epochs
     if rule in ("auto", "validation"):
         stopping.restore()

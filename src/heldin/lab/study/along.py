@@ -27,7 +27,7 @@ from .witnesses import SPLITS, GradientSums, Values, test_values
 
 __all__ = ["log_network"]
 
-RATIO = 1.2  # of the steps at which the test loss is logged
+RATIO = 1.05  # of the steps at which the test loss is logged
 SPLIT = SPLITS.index(0.2)
 CHUNK = 500  # rows in one evaluation
 Losses = tuple[float, float, float]
@@ -136,7 +136,9 @@ def log_network(spec: Spec, task: NetworkTask) -> dict[str, Any]:
         "fold_curves": torch.stack(folds._curves, dim=1).numpy(),
         "training_loss": np.array(folds.history.columns()["training_loss"]),
         "evidence": np.array(seen.value),
+        "evidence_tensors": np.array(seen.tensors),
         "epoch_evidence": np.array(seen.epochs),
+        "epoch_evidence_tensors": np.array(seen.epoch_tensors),
         "epoch_steps": np.array(list(split_values)),
         "split_values": np.array([_alone(v) for v in split_values.values()]).transpose(0, 2, 1),
         **{f"seconds_{key}": np.array(value) for key, value in clock.spent.items()},

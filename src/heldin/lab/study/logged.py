@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,10 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils.data import TensorDataset
+
+from heldin.rules.estimated import choose
 
 from .data import Problem, Table
 from .networks import NetworkTask
-from .spec import Spec
+from .spec import Spec, optimizer_of
 from .witnesses import Values, test_values
 
 __all__ = ["Choice", "LoggedRun", "Outcome", "Task", "moving"]
@@ -100,11 +104,31 @@ class LoggedRun:
         near = int(np.argmin(np.abs(np.log1p(steps) - math.log1p(step))))
         return self["tested"][near] if split is None else self["split_tested"][near, split]
 
-    def averaged(self, shares: Mapping[int, float]) -> Values:
-        """The same for weights averaged over checks."""
+    @property
+    def problem(self) -> Problem:
+        """Its training and test rows."""
         if not self._problem:
             self._problem.append(self.task.problem(self.spec))
-        problem = self._problem[0]
+        return self._problem[0]
+
+    def chosen(self) -> tuple[str, int]:
+        """The rule that `heldin.stopping("auto", ...)` takes for it, and its number of shadows."""
+        problem = self.problem
+        model = self.task.model(self.spec, problem)
+        data = TensorDataset(problem.x, problem.y)
+        if isinstance(self.task, NetworkTask):
+            optimizer, _ = self.task.optimizer(self.spec, model)
+        else:
+            optimizer = optimizer_of(self.spec, model, float(self["rate"]))
+        engine = "copies" if isinstance(self.task, NetworkTask) else "auto"
+        case = choose._case(model, optimizer, data, engine)
+        usual = inspect.signature(choose.stopping).parameters
+        rule, shadows, _ = choose._chosen(case, usual["budget"].default, usual["memory"].default)
+        return rule, shadows
+
+    def averaged(self, shares: Mapping[int, float]) -> Values:
+        """The same for weights averaged over checks."""
+        problem = self.problem
         model = self.task.model(self.spec, problem).eval()
         places = {int(step): i for i, step in enumerate(self["weight_steps"])}
         flat = sum(share * self["weights"][places[step]] for step, share in shares.items())

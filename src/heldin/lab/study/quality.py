@@ -25,16 +25,12 @@ from .report import write_report
 from .rules import NETWORK_RULES, RULES, replay
 from .run import log, save
 from .spec import NOISE, TABLES, WIDTH, Spec, Ways
-from .tables import BASE, COLUMNS, COVERAGE, SUMMARY, coverage, summarise, write
+from .tables import BASE, COLUMNS, SUMMARY, summarise, write
 from .witnesses import DISPARITY_BATCHES
 
 __all__ = ["constants", "plan", "quality"]
 
 DEVELOPMENT = 1_000_000  # added to the seed of plans on which constants may be chosen
-EXTRA = (
-    *(*COLUMNS[:7], "test_loss", "clean_loss", "best_clean_loss"),
-    *("estimate", "standard_error", "test_error"),
-)
 
 
 def plan(
@@ -186,11 +182,8 @@ def _write(
 ) -> list[dict[str, Any]]:
     summary = summarise(rows)
     groups = {name: summarise(part, resamples=200) for name, part in _parts(rows).items()}
-    covered = coverage(rows)
     write(folder / "results.csv", rows, COLUMNS)
-    write(folder / "estimates.csv", rows, EXTRA)
     write(folder / "summary.csv", summary, SUMMARY)
-    write(folder / "coverage.csv", covered, COVERAGE)
     grouped = [{"group": name, **line} for name, lines in groups.items() for line in lines]
     write(folder / "groups.csv", grouped, ("group", *SUMMARY))
     ours = [row for row in rows if row["rule"].startswith(("folds", "leave-one-out"))]
@@ -202,7 +195,7 @@ def _write(
             spec = Spec(**{key: row[key] for key in Spec.__dataclass_fields__})
             task = by_name[spec.dataset]
             worst.append((LoggedRun(spec, task, _log_of(spec, task, folder / "runs")), row))
-    write_report(folder / "report.html", rows, summary, groups, covered, worst, constants())
+    write_report(folder / "report.html", rows, summary, groups, worst, constants())
     return summary
 
 

@@ -155,7 +155,6 @@ def write_report(
     rows: Sequence[Row],
     summary: Sequence[Row],
     groups: Mapping[str, Sequence[Row]],
-    covered: Sequence[Row],
     worst: Sequence[tuple[LoggedRun, Row]],
     constants: Mapping[str, Any],
 ) -> None:
@@ -189,7 +188,7 @@ def write_report(
         regrets=_draw_regrets(rows),
         groups=groups,
         few=few,
-        covered=covered,
+        covered=[line for line in summary if math.isfinite(line["log_bias"])],
         coverage={
             "rule": "rule",
             "runs": "runs",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -70,8 +71,8 @@ def _curve(
     best = best_check(means[:seen])
     shares = {steps[best]: 1.0}
     if bagged:
-        found = votes(values[:, :seen], RESAMPLES).tolist()
-        shares = {s: v for s, v in zip(steps, found, strict=False) if v > 0}
+        found = votes(values[:, :seen], RESAMPLES, held_per_trained=len(values) / trained)
+        shares = {s: v for s, v in zip(steps, found.tolist(), strict=False) if v > 0}
     end = steps[seen - 1]
     fired = end < run.last if rule is not None else steps[best] < run.last
     return Choice(
@@ -99,9 +100,20 @@ def shadow(run: LoggedRun, rule: Patience | None = None, bagged: bool = False) -
     return folds(run, rule, bagged, shadows=1)
 
 
-def leave_one_out(run: LoggedRun, rule: Patience | None = None, bagged: bool = False) -> Choice:
-    steps, curves = run["loo_steps"], run["loo_curves"]
-    return _curve(run, steps, curves, rule, bagged, 1, ("loo",), run.spec.n - 1)
+def auto(run: LoggedRun) -> Choice:
+    """`heldin.stopping("auto", ...)`; of networks with `batch_loss`, as for any model and batch."""
+    chosen, shadows = run.chosen()
+    if chosen == "leave-one-out":
+        return leave_one_out(run, LOO_PATIENCE, True)
+    return folds(run, FOLD_PATIENCE, True, shadows)
+
+
+def leave_one_out(
+    run: LoggedRun, rule: Patience | None = None, bagged: bool = False, part: str = "loo"
+) -> Choice:
+    """All rows are left out in turn, or 64 of them."""
+    steps, curves = run["loo_steps"], run[f"{part}_curves"]
+    return _curve(run, steps, curves, rule, bagged, 1, (part,), run.spec.n - 1)
 
 
 def committee(run: LoggedRun) -> Choice:
@@ -161,6 +173,29 @@ def evidence_epoch(run: LoggedRun) -> Choice:
     )
 
 
+def evidence_median(run: LoggedRun) -> Choice:
+    """`EvidenceStopping(model)`, the median over tensors in place of the mean."""
+    values = medians(run["evidence_tensors"])
+    return _evidence(run, values, 1, run.spec.batch, smoothing=0.9, arming=ARMING)
+
+
+def evidence_epoch_median(run: LoggedRun) -> Choice:
+    """The same, of an epoch's sums."""
+    window = int(run["window"])
+    values = medians(run["epoch_evidence_tensors"])
+    return _evidence(run, values, window, window * run.spec.batch, smoothing=0.8, arming=ARMING)
+
+
+def medians(values: Any) -> list[float]:
+    """Over the tensors that have a value, for each row; nan where none has.
+
+    >>> medians([[1.0, 5.0, 2.0], [1.0, float("nan"), 2.0]])
+    [2.0, 1.5]
+    """
+    known = [[value for value in row if not math.isnan(value)] for row in values]
+    return [float(np.median(row)) if row else math.nan for row in known]
+
+
 def pooled(run: LoggedRun) -> Choice:
     """Pooled evidence, smoothed as the paper's rule."""
     values = 1 - np.asarray(run["pooled"])
@@ -179,14 +214,20 @@ def _from_stop(
     run: LoggedRun, stop: Stop | None, keep_if_none: int, split: int | None, refit: bool = False
 ) -> Choice:
     steps = run["epoch_steps"]
-    kept = int(steps[stop.keep if stop else keep_if_none])
+    number = stop.keep if stop else keep_if_none
+    kept = int(steps[number])
     end = int(steps[stop.end]) if stop else run.last
     spent = end + (kept if refit else 0)
+    estimate = (math.nan, math.nan)
+    if split is not None:
+        loss, error, _ = run["split_values"][number, :, split]
+        estimate = (float(loss), float(error))
     return Choice(
         {kept: 1.0},
         spent,
         stop is not None,
         None if refit else split,
+        estimate,
         parts=("splits",) if split is not None or refit else ("epochs",),
         progress=end / run.last,
     )
@@ -196,16 +237,8 @@ def split_argmin(run: LoggedRun, split: int, refit: bool = False) -> Choice:
     losses, _ = _validation(run, split)
     best = best_check(torch.tensor(losses))
     choice = _from_stop(run, None, best, split, refit)
-    error = float(run["split_values"][best, 1, split])
     kept = int(run["epoch_steps"][best])
-    return Choice(
-        choice.shares,
-        run.last + (kept if refit else 0),
-        kept < run.last,
-        choice.split,
-        (losses[best], error),
-        parts=("splits",),
-    )
+    return replace(choice, spent=run.last + (kept if refit else 0), fired=kept < run.last)
 
 
 def split_patience(run: LoggedRun, split: int) -> Choice:
@@ -270,23 +303,30 @@ Rule = Callable[[LoggedRun], "Choice | None"]
 
 RULES: dict[str, Rule] = {
     "oracle": oracle,
+    "auto": auto,
     "folds": folds,
     "folds patience": lambda run: folds(run, FOLD_PATIENCE),
     "folds bagged": lambda run: folds(run, None, True),
     "folds bagged patience": lambda run: folds(run, FOLD_PATIENCE, True),
     "2 folds bagged patience": lambda run: folds(run, FOLD_PATIENCE, True, 2),
     "3 folds bagged patience": lambda run: folds(run, FOLD_PATIENCE, True, 3),
+    "4 folds bagged patience": lambda run: folds(run, FOLD_PATIENCE, True, 4),
     "folds committee": committee,
     "shadow": shadow,
     "shadow patience": lambda run: shadow(run, FOLD_PATIENCE),
     "shadow bagged": lambda run: shadow(run, None, True),
+    "shadow bagged patience": lambda run: shadow(run, FOLD_PATIENCE, True),
     "leave-one-out": leave_one_out,
     "leave-one-out patience": lambda run: leave_one_out(run, LOO_PATIENCE),
     "leave-one-out bagged": lambda run: leave_one_out(run, None, True),
     "leave-one-out bagged patience": lambda run: leave_one_out(run, LOO_PATIENCE, True),
+    "64 probes": lambda run: leave_one_out(run, None, False, "probe"),
+    "64 probes bagged patience": lambda run: leave_one_out(run, LOO_PATIENCE, True, "probe"),
     "evidence (paper)": evidence_paper,
     "evidence": evidence_robust,
+    "evidence, median": evidence_median,
     "evidence, epochs": evidence_epoch,
+    "evidence, epochs, median": evidence_epoch_median,
     "pooled evidence": pooled,
     "split 10 %": lambda run: split_argmin(run, 0),
     "split 20 %": lambda run: split_argmin(run, 1),
@@ -310,7 +350,7 @@ RULES: dict[str, Rule] = {
 NETWORK_RULES = tuple(
     name
     for name in RULES
-    if re.match("oracle|folds(?! committee)|. folds|shadow|evidence|split 20 %|last", name)
+    if re.match("oracle|auto|folds(?! committee)|. folds|shadow|evidence|split 20 %|last", name)
 )
 
 

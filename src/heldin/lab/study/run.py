@@ -25,6 +25,7 @@ from .witnesses import Epochs, GradientSums, Splits, Values, row_loss, test_valu
 __all__ = ["FOLDS", "Clock", "log", "save", "steps_of"]
 
 FOLDS = 5
+PROBES = 64  # rows that leave-one-out follows, beside all of them
 FINE = 1.03  # ratio of the steps at which the test loss is logged
 
 
@@ -74,8 +75,11 @@ def log(spec: Spec, table: Table) -> dict[str, Any]:
         average="best",
         seed=spec.seed,
     )
-    loo = LeaveOneOutStopping(
-        model, optimizer, problem.loss_fn, data, patience=None, seed=spec.seed
+    loo, probes = (
+        LeaveOneOutStopping(
+            model, optimizer, problem.loss_fn, data, many, patience=None, seed=spec.seed
+        )
+        for many in (None, PROBES)
     )
     splits = Splits(spec, problem, model, optimizer)
     epochs = Epochs(spec, problem, model, optimizer)
@@ -125,6 +129,8 @@ def log(spec: Spec, table: Table) -> dict[str, Any]:
             folds.step(indices=index)
         with clock.on("loo"):
             loo.step()
+        with clock.on("probe"):
+            probes.step()
         with clock.on("splits"):
             splits.step()
         if step % window == 0 or step == spec.steps:
@@ -134,7 +140,7 @@ def log(spec: Spec, table: Table) -> dict[str, Any]:
             with clock.on("epochs"):
                 epoch_values.append(epochs.look())
         if step == spec.steps:  # the last weights are a candidate of every rule
-            for rule in (folds, loo):
+            for rule in (folds, loo, probes):
                 if rule.history[-1].step < step:
                     rule._check()
         if step in wanted:
@@ -142,6 +148,7 @@ def log(spec: Spec, table: Table) -> dict[str, Any]:
     seen.close()
     folds.close()
     loo.close()
+    probes.close()
     committee = _committee(problem, folds, shadow_outputs)
     return {
         **{f"spec_{key}": np.array(value) for key, value in asdict(spec).items()},
@@ -158,9 +165,12 @@ def log(spec: Spec, table: Table) -> dict[str, Any]:
         "loo_steps": np.array(loo.history.columns()["step"]),
         "loo_curves": torch.stack(loo._curves, dim=1).numpy(),
         "training_loss": np.array(folds.history.columns()["training_loss"]),
+        "probe_curves": torch.stack(probes._curves, dim=1).numpy(),
         "evidence": np.array(seen.value),
+        "evidence_tensors": np.array(seen.tensors),
         "pooled": np.array(seen.pooled),
         "epoch_evidence": np.array(seen.epochs),
+        "epoch_evidence_tensors": np.array(seen.epoch_tensors),
         "epoch_steps": np.array(epoch_steps),
         "epoch_values": np.array(epoch_values),
         "split_values": np.array(split_values),

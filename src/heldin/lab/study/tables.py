@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["BASE", "COLUMNS", "coverage", "read", "same_run", "summarise", "write"]
+__all__ = ["BASE", "COLUMNS", "SUMMARY", "coverage", "read", "same_run", "summarise", "write"]
 
 BASE = "split 20 %"  # what a rule has to win against
 COLUMNS = (
@@ -29,6 +29,12 @@ COLUMNS = (
     "test_accuracy",
     "fired",
     "seconds",
+    "clean_loss",
+    "best_clean_loss",
+    "estimate",
+    "standard_error",
+    "test_error",
+    "cost",
 )
 RESAMPLES = 1000
 
@@ -71,6 +77,7 @@ def same_run(row: Row) -> tuple[Any, ...]:
     return tuple(row[key] for key in ("dataset", "n", "noise", "model", "optimizer", "seed"))
 
 
+WIDTHS = (1, 2, 3)  # in standard errors
 STATISTICS = ("gm", "median", "p90", "worst", "win_rate", "never_fired")
 SUMMARY = (
     "rule",
@@ -81,6 +88,8 @@ SUMMARY = (
     "cost",  # mean number of runs
     "accuracy",
     "stop_ratio",  # median of stop step / step of the lowest test loss, both plus 1
+    "log_bias",  # of the rule's estimate of the test loss: median of log(estimate / test loss)
+    *(f"within_{width}" for width in WIDTHS),  # share of test losses within so many errors of it
 )
 
 
@@ -89,7 +98,8 @@ def summarise(
 ) -> list[dict[str, Any]]:
     """One row per rule: statistics of its regret, with 95 % intervals from drawing datasets again.
 
-    Rules that are not defined on all runs are summarised over those on which they are.
+    Runs on a single dataset are drawn themselves. Rules that are not defined on all runs are
+    summarised over those on which they are.
     """
     base = {same_run(row): row["regret"] for row in rows if row["rule"] == BASE}
     lowest = {same_run(row): row["stop_step"] for row in rows if row["rule"] == "oracle"}
@@ -99,14 +109,16 @@ def summarise(
         if not own:
             continue
         names = sorted({row["dataset"] for row in own})
+        blocks = len(names) if len(names) > 1 else len(own)
         place = np.array([names.index(row["dataset"]) for row in own])
+        place = place if len(names) > 1 else np.arange(len(own))
         regret = np.array([_finite(row["regret"]) for row in own])
         other = np.array([_finite(base[same_run(row)]) for row in own])
         fired = np.array([bool(row["fired"]) for row in own], dtype=float)
         wins = (regret < other) + 0.5 * (regret == other)
         generator = np.random.default_rng(seed)
-        drawn = generator.integers(len(names), size=(resamples, len(names)))
-        times = np.stack([(drawn == i).sum(1) for i in range(len(names))], axis=1)
+        drawn = generator.integers(blocks, size=(resamples, blocks))
+        times = np.stack([(drawn == i).sum(1) for i in range(blocks)], axis=1)
         weights = np.concatenate([np.ones((1, len(own))), times[:, place]])  # as it is, and drawn
         values = {
             "gm": np.exp(_mean(np.log(regret), weights)),
@@ -127,7 +139,7 @@ def summarise(
         known = [(row["stop_step"], lowest.get(same_run(row))) for row in own]
         ratios = [(stop + 1) / (best + 1) for stop, best in known if best is not None]
         line["stop_ratio"] = float(np.median(ratios)) if ratios else math.nan
-        result.append(line)
+        result.append(line | coverage(own))
     return result
 
 
@@ -148,34 +160,22 @@ def _finite(regret: float) -> float:
     return regret if math.isfinite(regret) else 1000.0
 
 
-COVERAGE = ("rule", "runs", "log_bias", "within_1", "within_2", "within_3")
-
-
-def coverage(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """How the rules' own estimates compare with the test loss of what they keep.
+def coverage(rows: Sequence[Row]) -> dict[str, float]:
+    """How a rule's own estimates compare with the test loss of what it keeps; nan: it has none.
 
     A test loss has an error of its own, the larger the fewer test rows there are: the difference is
     measured in both errors together.
     """
-    result = []
-    for rule in dict.fromkeys(row["rule"] for row in rows):
-        own = [
-            row
-            for row in rows
-            if row["rule"] == rule and math.isfinite(row["estimate"]) and row["estimate"] > 0
+    own = [row for row in rows if math.isfinite(row["estimate"]) and row["estimate"] > 0]
+    if not own:
+        return {"log_bias": math.nan, **{f"within_{width}": math.nan for width in WIDTHS}}
+    off = np.array(
+        [
+            (row["estimate"] - row["test_loss"])
+            / math.hypot(row["standard_error"], row["test_error"])
+            for row in own
         ]
-        if not own:
-            continue
-        off = np.array(
-            [
-                (row["estimate"] - row["test_loss"])
-                / math.hypot(row["standard_error"], row["test_error"])
-                for row in own
-            ]
-        )
-        bias = np.array([math.log(row["estimate"] / row["test_loss"]) for row in own])
-        line = {"rule": rule, "runs": len(own), "log_bias": float(np.median(bias))}
-        for width in (1, 2, 3):
-            line[f"within_{width}"] = float((np.abs(off) <= width).mean())
-        result.append(line)
-    return result
+    )
+    bias = [math.log(row["estimate"] / row["test_loss"]) for row in own]
+    shares = {f"within_{width}": float((np.abs(off) <= width).mean()) for width in WIDTHS}
+    return {"log_bias": float(np.median(bias)), **shares}

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from heldin.capture.moments import Moments
 from heldin.capture.observation import observe
-from heldin.criterion.evidence import evidence
+from heldin.criterion.evidence import Evidence, evidence
 from heldin.rules.estimated.losses import RowLoss
 from heldin.rules.estimated.stack import Stack, hyperparameters
 
@@ -161,14 +161,19 @@ class GradientSums:
         self.sums: dict[str, tuple[Tensor, Tensor, int]] = {}
         self.seen = observe(model)
         self.seen.__enter__()
+        self.names = [name for name, p in model.named_parameters() if p.requires_grad]
         self.value: list[float] = []
+        self.tensors: list[list[float]] = []  # the criterion of each tensor; nan: none
         self.pooled: list[float] = []
         self.epochs: list[float] = []
+        self.epoch_tensors: list[list[float]] = []
 
     def step(self) -> None:
         """Take the evidence of the backward pass just made."""
         seen = self.seen
-        self.value.append(evidence(seen).criterion)
+        found = evidence(seen)
+        self.value.append(found.criterion)
+        self.tensors.append(self._of_tensors(found))
         flat = [torch.cat([getattr(m, key).flatten() for m in seen.values()]) for key in KEYS]
         self.pooled.append(pooled_evidence(flat[0], flat[1], seen.count))
         for name, m in seen.items():
@@ -178,8 +183,13 @@ class GradientSums:
         self.steps += 1
         if self.steps % self.window == 0:
             whole = {name: Moments(*sums) for name, sums in self.sums.items()}
-            self.epochs.append(evidence(whole).criterion)
+            found = evidence(whole)
+            self.epochs.append(found.criterion)
+            self.epoch_tensors.append(self._of_tensors(found))
             self.sums = {}
+
+    def _of_tensors(self, found: Evidence) -> list[float]:
+        return [found.groups.get(name, math.nan) for name in self.names]
 
     def close(self) -> None:
         """Watch no more."""

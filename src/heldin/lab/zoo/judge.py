@@ -25,7 +25,9 @@ __all__ = ["SIZES", "STATUSES", "Outcome", "judge"]
 
 SIZES = (4, 4, 3)  # samples in each batch
 TOLERANCE = 1e-4  # of the sums; in double precision, errors of rounding are far below
-FLOOR = 1e-8  # parameters whose gradients are this much smaller than the largest are noise
+# Squares of gradients that are this much smaller than the largest are noise, by precision: a bias
+# that a mean takes away again, say.
+FLOOR, SINGLE_FLOOR = 1e-8, 1e-4
 STATUSES = {
     "exact": "the sums are those of one backward pass per sample",
     "refused": "an error that says why",
@@ -167,7 +169,10 @@ def _unobserved(entry: Entry, model: nn.Module, batch: Batch, m: int, seed: int)
         grads = torch.autograd.grad(loss, [*params.values()], retain_graph=True, allow_unused=True)
         for name, grad in zip(params, grads, strict=True):
             if grad is not None:
-                dense = (grad.to_dense() if grad.is_sparse else grad).double()
+                dense = grad.to_dense() if grad.is_sparse else grad
+                dense = (
+                    torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
+                ).double()
                 first, second = sums.get(name, (torch.zeros_like(dense), torch.zeros_like(dense)))
                 sums[name] = (first + dense, second + dense.square())
     if not all(bool(second.isfinite().all()) for _, second in sums.values()):
@@ -236,12 +241,13 @@ def _compared(
         raise HeldinError(unseen[0])
     if seen.count != m:
         raise _WrongError(f"{seen.count} samples were counted in a batch of {m}")
-    scale = max(float(second.norm()) for _, second in truth.sums.values())
+    floor = FLOOR if entry.double else SINGLE_FLOOR
+    floor *= max(float(second.norm()) for _, second in truth.sums.values())
     worst = 0.0
     for name, (first, second) in truth.sums.items():
-        size = float(second.norm()) + FLOOR * scale + 1e-300
+        size = float(second.norm()) + floor + 1e-300
         if name not in seen:
-            if float(second.norm()) > FLOOR * scale:
+            if float(second.norm()) > floor:
                 raise _WrongError(f"{name!r} gets a gradient and was not seen")
             continue
         got = seen[name]

@@ -27,70 +27,68 @@ def batched(m: int) -> Batch:
     return (data.Batch.from_data_list(found),)
 
 
+def flat(m: int) -> Batch:
+    """The same as the tensors of such a batch: what most models are called with."""
+    data: Any = batched(m)[0]  # type: ignore[index]
+    return data.x, data.edge_index, data.edge_attr, data.batch
+
+
 def alike(m: int) -> Batch:
     """Dense graphs, with an adjacency matrix each."""
     return torch.randn(m, 5, 4), (torch.rand(m, 5, 5) > 0.5).double()
 
 
 class OfGraphs(nn.Module):
-    """A network on the nodes of a list of graphs, pooled for each of them."""
+    """A network on the nodes of graphs, pooled for each of them."""
 
     def __init__(self, net: nn.Module, readout: str = "mean", edges: bool = False) -> None:
         super().__init__()
         self.net, self.readout, self.edges = net, readout, edges
 
-    def forward(self, nodes: list[Tensor], edges: list[Tensor], attributes: list[Tensor]) -> Any:
-        sizes = [len(each) for each in nodes]
-        starts = [sum(sizes[:i]) for i in range(len(sizes))]
-        joined = torch.cat([e + start for e, start in zip(edges, starts, strict=True)], 1)
-        more = {"edge_attr": torch.cat(attributes)} if self.edges else {}
-        values = self.net(torch.cat(nodes), joined, **more)
-        return self._pooled(values, _owners(sizes), len(sizes))
-
-    def _pooled(self, values: Tensor, owner: Tensor, count: int) -> Any:
+    def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor, batch: Tensor) -> Any:
+        more = {"edge_attr": edge_attr} if self.edges else {}
         pool = getattr(lib("torch_geometric.nn"), f"global_{self.readout}_pool")
-        return pool(values, owner, size=count)
+        return pool(self.net(x, edge_index, **more), batch)
 
 
 class OfBatches(OfGraphs):
     """The same for the library's own batches."""
 
     def forward(self, data: Any) -> Any:  # type: ignore[override]
-        return self._pooled(self.net(data.x, data.edge_index), data.batch, data.num_graphs)
+        return super().forward(data.x, data.edge_index, data.edge_attr, data.batch)
 
 
-def _owners(sizes: list[int]) -> Tensor:
-    return torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+class OfLists(OfGraphs):
+    """The same for lists of graphs."""
+
+    def forward(  # type: ignore[override]
+        self, nodes: list[Tensor], edges: list[Tensor], attributes: list[Tensor]
+    ) -> Any:
+        sizes = [len(each) for each in nodes]
+        starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        joined = torch.cat([e + start for e, start in zip(edges, starts, strict=True)], 1)
+        owner = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+        return super().forward(torch.cat(nodes), joined, torch.cat(attributes), owner)
 
 
 def on_graphs(name: str, readout: str = "mean", edges: bool = False, **options: Any) -> Entry:
     def make() -> nn.Module:
         return OfGraphs(getattr(lib("torch_geometric.nn"), name)(**options), readout, edges)
 
-    return Entry("torch-geometric", name, make, graphs, mixes=False)
+    return Entry("torch-geometric", name, make, flat, mixes=False)
 
 
 def molecules(m: int) -> Batch:
-    """Lists of the numbers of atoms, and of their places."""
-    sizes = [int(n) for n in torch.randint(3, 6, (m,))]
-    return [torch.randint(1, 9, (n,)) for n in sizes], [torch.randn(n, 3) for n in sizes]
-
-
-class OfAtoms(nn.Module):
-    """A network on the atoms of a list of molecules."""
-
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
-
-    def forward(self, numbers: list[Tensor], places: list[Tensor]) -> Any:
-        owner = _owners([len(each) for each in numbers])
-        return self.net(torch.cat(numbers), torch.cat(places), owner)
+    """The numbers of atoms, their places, and the molecule that each is of."""
+    sizes = torch.randint(3, 6, (m,))
+    owner = torch.repeat_interleave(torch.arange(m), sizes)
+    return torch.randint(1, 9, (len(owner),)), torch.randn(len(owner), 3), owner
 
 
 def of_atoms(name: str, **options: Any) -> Entry:
     def make() -> nn.Module:
-        return OfAtoms(getattr(lib("torch_geometric.nn"), name)(**options))
+        net: nn.Module = getattr(lib("torch_geometric.nn"), name)(**options)
+        return net
 
     return Entry("torch-geometric", name, make, molecules, mixes=False)
 
@@ -144,6 +142,8 @@ ENTRIES = [
              interaction_graph=lambda pos, batch: _near(pos, batch)),
     Entry("torch-geometric", "GCN on a Batch", lambda: OfBatches(lib("torch_geometric.nn").GCN(
         **HIDDEN, out_channels=3)), batched, mixes=False),
+    Entry("torch-geometric", "GIN on lists of graphs", lambda: OfLists(lib(
+        "torch_geometric.nn").GIN(**HIDDEN, out_channels=3)), graphs, mixes=False),
     Entry("torch-geometric", "DenseGCNConv", lambda: lib(
         "torch_geometric.nn").DenseGCNConv(4, 3), alike),
     Entry("torch-geometric", "DenseSAGEConv", lambda: lib(
