@@ -69,8 +69,8 @@ reproduction: $(READY)  ## run the paper's experiments (heldin data fetch first)
 	$(BIN)/python -m heldin reproduce all --readings --out out/reproduction --docs docs/reproduction.md
 
 docs: $(READY)  ## build the documentation into site/ (open site/index.html)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	$(BIN)/python -m zensical build --clean --strict
 	@echo "The documentation is in site/index.html"
 
 clean:  ## remove the environment and caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis out site
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .cache out site

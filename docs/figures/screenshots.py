@@ -1,6 +1,6 @@
 """Screenshots of the built site and of the interactive page, on a desktop and on a phone.
 
-    mkdocs build --site-dir site; python docs/figures/screenshots.py [--site site] [--out FOLDER]
+    make docs; python docs/figures/screenshots.py [--site site] [--out FOLDER]
 
 Needs playwright and Chromium. Look at them: tests see that nothing is cut off, not that it is good.
 """

@@ -35,6 +35,9 @@ def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
+# Of names that have moved, and of arguments that are gone: the message is all there is to say.
+OTHERS = ("DeprecationWarning", "FutureWarning")
+
 each_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
 
 
@@ -225,6 +228,25 @@ def test_british_spelling_of_docstrings() -> None:
 def test_the_spelling_test_can_fail() -> None:
     assert misspelt("the color of behavior") == {"color -> colour", "behavior -> behaviour"}
     assert misspelt("`color` and *The color*") == set()
+
+
+# --- messages --------------------------------------------------------------------------------
+
+
+def test_every_warning_links_to_the_page_that_explains_it() -> None:
+    anchors, silent = set(), []
+    for path in sorted((ROOT / "src").rglob("*.py")):
+        text = path.read_text()
+        anchors |= set(re.findall(r"""\bmore\(["']([\w-]+)["']\)""", text))
+        for node in ast.walk(ast.parse(text)):
+            if not (isinstance(node, ast.Call) and ast.unparse(node.func) == "warnings.warn"):
+                continue
+            message, category = (ast.unparse(part) for part in node.args[:2])
+            if category.endswith("Warning") and category not in OTHERS and "more(" not in message:
+                silent.append(f"{path.name}: {message[:60]}")
+    assert silent == ["knowledge.py: text"]  # whose callers give the link
+    headings = re.findall(r"^## (.+)$", (ROOT / "docs" / "errors.md").read_text(), re.M)
+    assert {heading.lower().replace(" ", "-") for heading in headings} == anchors
 
 
 # --- citation and README ---------------------------------------------------------------------

@@ -1,10 +1,12 @@
 """What the site adds to plain Markdown, so that the pages stay readable without it.
 
+An extension of Python-Markdown, which every program that builds the site can use: no hook of one.
+
 - Formulas become MathML, which browsers draw by themselves: no script, no fonts to fetch.
 - Doctests, in pages and docstrings, become highlighted blocks without needing a fence.
 - `heldin.name` in running text links to the API page.
-- The API page of frameworks gets every public name that no other lists: integrations.
-- CONTRIBUTING.md of the repository is the page contributing.md.
+- `<!-- site: every other name -->` becomes the entries of public names that no API page lists.
+- `<!-- site: CONTRIBUTING.md -->` becomes that file of the repository.
 """
 
 from __future__ import annotations
@@ -13,13 +15,13 @@ import ast
 import html
 import re
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from latex2mathml.converter import convert
 from markdown import Markdown
 from markdown.extensions import Extension
+from markdown.postprocessors import Postprocessor
 from markdown.preprocessors import Preprocessor
 
 ROOT = Path(__file__).parent.parent
@@ -80,30 +82,53 @@ class Doctests(Preprocessor):
         return f"[`{name}`][{name}]" if name in self.names else match[0]
 
 
-class Examples(Extension):
-    """Registers the preprocessor, before fences are looked for."""
+class Parts(Preprocessor):
+    """What other files give to a page."""
+
+    def run(self, lines: list[str]) -> list[str]:
+        """Lines with a comment that asks for a part, replaced by the part."""
+        result: list[str] = []
+        for line in lines:
+            result += PARTS[line]().splitlines() if line in PARTS else [line]
+        return result
+
+
+class Formulas(Postprocessor):
+    """Formulas to MathML."""
+
+    def run(self, text: str) -> str:
+        """The page, after everything else."""
+        return FORMULA.sub(_mathml, text)
+
+
+class Site(Extension):
+    """Pages and docstrings alike are converted with it."""
 
     def extendMarkdown(self, md: Markdown) -> None:
-        """Called by Python-Markdown."""
+        """Called by Python-Markdown: parts before doctests, both before fences are looked for."""
+        md.preprocessors.register(Parts(md), "heldin_parts", 210)
         md.preprocessors.register(Doctests(md), "heldin_doctests", 200)
+        md.postprocessors.register(Formulas(md), "heldin_formulas", 0)
 
 
-def on_config(config: Any) -> Any:
-    """Pages and docstrings alike are converted with these extensions."""
-    config.markdown_extensions.append(Examples())
-    return config
+def makeExtension(**options: object) -> Site:
+    """Called by Python-Markdown."""
+    return Site(**options)
 
 
-def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Contributing is the file at the top of the repository; the API page is completed."""
-    if page.file.src_uri == "contributing.md":
-        return LINK.sub(r"\1\2", (ROOT / "CONTRIBUTING.md").read_text())
-    if page.file.src_uri == "api/frameworks.md":
-        listed = [
-            p.read_text() for p in (ROOT / "docs" / "api.md", *(ROOT / "docs" / "api").glob("*"))
-        ]
-        return markdown + "\n".join(_unlisted("\n".join(listed)))
-    return markdown
+def _contributing() -> str:
+    return LINK.sub(r"\1\2", (ROOT / "CONTRIBUTING.md").read_text())
+
+
+def _other_names() -> str:
+    pages = [ROOT / "docs" / "api.md", *(ROOT / "docs" / "api").glob("*.md")]
+    return "\n".join(_unlisted("\n".join(page.read_text() for page in pages)))
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "<!-- site: CONTRIBUTING.md -->": _contributing,
+    "<!-- site: every other name -->": _other_names,
+}
 
 
 def _unlisted(markdown: str) -> Iterator[str]:
@@ -113,11 +138,6 @@ def _unlisted(markdown: str) -> Iterator[str]:
         if missing:
             yield "\n## More\n" if module == "heldin" else f"\n## {module}\n"
             yield from (f"::: {name}\n" for name in missing)
-
-
-def on_post_page(output: str, **_: Any) -> str:
-    """Formulas to MathML."""
-    return FORMULA.sub(_mathml, output)
 
 
 def _mathml(match: re.Match[str]) -> str:
