@@ -64,8 +64,8 @@ def test_all_raw_saved() -> None:
         def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
             return 2 * grad * ctx.saved_tensors[0]
 
-    node = Square.apply(torch.ones(2, requires_grad=True)).grad_fn  # type: ignore[no-untyped-call]
-    assert private.all_raw_saved(node)
+    out = Square.apply(torch.ones(2, requires_grad=True))  # type: ignore[no-untyped-call]
+    assert private.all_raw_saved(out.grad_fn)  # up to 2.12, only while the graph is alive
 
 
 def test_saved_names() -> None:
@@ -126,7 +126,7 @@ def test_any_autocast() -> None:
         assert private.any_autocast()
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace`:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace`")  # FutureWarning from 2.15 on
 def test_tracing_state() -> None:
     assert private.tracing_state() is None
     seen = []
@@ -212,6 +212,41 @@ def test_disable_torch_function() -> None:
     loud = torch.ones(2).as_subclass(Loud)
     with private.DisableTorchFunction():
         assert torch.add(loud, 1).shape == (2,)
+
+
+def test_compiled_parts() -> None:
+    class Net(nn.Module):
+        def __init__(self, whole: bool = False) -> None:
+            super().__init__()
+            self.inner = nn.Linear(2, 2)
+            self.middle = torch.compile(torch.relu, backend="eager") if whole else torch.relu
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.as_tensor(self.middle(self.inner(x)))
+
+    class Decorated(Net):
+        forward = torch.compile(Net.forward, backend="eager")
+
+    compiled = torch.compile(Net(), backend="eager")
+    assert not private.compiled_parts(Net())
+    for model in (Net(True), nn.Sequential(Net(True)), Decorated(), compiled):
+        assert private.compiled_parts(model)  # type: ignore[arg-type]
+    inside = nn.Sequential(Net())
+    inside[0].inner.compile(backend="eager")
+    assert private.compiled_parts(inside)
+
+
+def test_compiled_whole() -> None:
+    model, calls = nn.Linear(2, 2), []
+    assert private.compiled_whole(model) is None
+    model.compile(backend="eager")
+    whole = private.compiled_whole(model)
+    assert whole is not None
+    private.set_compiled_whole(model, lambda x: calls.append(x))
+    model(torch.ones(1, 2))
+    assert len(calls) == 1
+    private.set_compiled_whole(model, None)
+    assert model(torch.ones(1, 2)).shape == (1, 2)
 
 
 def test_batch_norm() -> None:

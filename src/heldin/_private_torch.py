@@ -31,6 +31,8 @@ __all__ = [
     "TorchDispatchMode",
     "all_raw_saved",
     "any_autocast",
+    "compiled_parts",
+    "compiled_whole",
     "current_mode",
     "decompositions",
     "dispatch_depth",
@@ -48,6 +50,7 @@ __all__ = [
     "saved",
     "saved_names",
     "sequence_number",
+    "set_compiled_whole",
     "tracing_state",
     "transform_stack",
     "version_of",
@@ -115,6 +118,29 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
 def forward_hooks(module: nn.Module) -> list[Any]:
     """All hooks around the forward pass of a module."""
     return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+
+
+def compiled_whole(module: nn.Module) -> Any:
+    """What `module.compile()` made, which calls go to; None if it is not compiled."""
+    return module._compiled_call_impl
+
+
+def set_compiled_whole(module: nn.Module, call: Any) -> None:
+    """Let calls of a module go somewhere else, or (None) the usual way."""
+    module._compiled_call_impl = call
+
+
+def compiled_parts(module: nn.Module) -> bool:
+    """Whether a module, or one in it, holds or is something that `torch.compile` made."""
+    for part in module.modules():
+        kinds = [kind for kind in type(part).__mro__ if issubclass(kind, nn.Module)]
+        for owner in (part, *kinds[: kinds.index(nn.Module)]):
+            if any(
+                callable(value) and hasattr(value, "_torchdynamo_orig_callable")
+                for value in vars(owner).values()
+            ):
+                return True
+    return False
 
 
 def is_called_by_ddp() -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -89,6 +90,41 @@ def test_compiled_region_in_a_model_is_exact() -> None:
             nn.functional.cross_entropy(model(x), y).backward()
             for name, squares in truth(model, x, y).items():
                 torch.testing.assert_close(seen[name].squares, squares, rtol=1e-10, atol=1e-14)
+
+
+def test_it_is_compiled_again_afterwards() -> None:
+    """After errors, too; and what needs no gradient stays compiled in the meantime."""
+    ran = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        def run(*args: Any) -> Any:
+            ran.append(len(args))
+            return graph(*args)
+
+        return run
+
+    model, x = nn.Sequential(Net()), torch.randn(6, 5)
+    model[0].compile(backend=backend)
+    model(x).sum().backward()
+    assert len(ran) == 1
+    with heldin.observe(model):
+        model(x).sum().backward()
+        with pytest.raises(RuntimeError, match="shapes"):
+            model(torch.randn(6, 4))
+        assert len(ran) == 1
+        with torch.no_grad():
+            model(x)
+        assert len(ran) == 2
+        del ran[:]
+    model(x).sum().backward()
+    assert len(ran) == 1
+    whole = Net()
+    whole.compile(backend=backend)
+    with heldin.observe(whole), heldin.observe(whole):
+        whole(x).sum().backward()
+    assert len(ran) == 1
+    whole(x).sum().backward()
+    assert len(ran) == 2
 
 
 def whole(scores: Tensor, y: Tensor, scale: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ def transforms(model: nn.Module) -> dict[str, Callable[[], Any]]:
     }
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit")
 @pytest.mark.parametrize("name", transforms(nn.Linear(1, 1)))
 def test_transforms_and_exports_run_as_if_nothing_were_observed(name: str) -> None:
     model = net()
@@ -61,7 +61,7 @@ def test_transforms_and_exports_run_as_if_nothing_were_observed(name: str) -> No
         agree(seen, model, model(X).sin().sum(1))
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit")
 def test_scripted_modules() -> None:
     scripted = torch.jit.script(net())
     with pytest.raises(heldin.NotObservable, match=r"ScriptModule.*microbatch"):

@@ -24,6 +24,7 @@ from heldin._private_torch import (
 from heldin.errors import NotObservable
 
 from .arguments import Arguments, BatchDim, Count, Entry, Roles, names_of, read, readings
+from .eager import Eagerly
 from .flat import is_packed, packed
 from .graph import Graph, number_of
 from .knowledge import Call, Candidate, Knowledge
@@ -63,6 +64,7 @@ class Calls:
         self._looked = 0
         self._frame: Any = None  # from which the outermost call under way is made
         self._handles: list[Any] = []
+        self._eagerly = Eagerly()
 
     def __reduce__(self) -> Any:
         """A copy of an observed model (for an average of weights, say) is not observed."""
@@ -82,6 +84,7 @@ class Calls:
                 "heldin.observe: a ScriptModule cannot be looked into. Observe the module that it "
                 'was made from, or pass estimator="microbatch"'
             )
+        self._eagerly.attach(self._model)
         self._handles = [
             self._model.register_forward_pre_hook(self.before, with_kwargs=True),
             self._model.register_forward_hook(self.after, prepend=True, always_call=True),
@@ -94,6 +97,8 @@ class Calls:
         self._handles = []
         if self._depth and not _is_running(self._frame):
             self._abandon()
+        if self._model is not None:
+            self._eagerly.detach(self._model)
         self.drop()
 
     def close(self) -> None:
@@ -156,6 +161,7 @@ class Calls:
         if tracing_state() is not None:  # sizes are no numbers then
             self._knowledge.warn_unobserved(TRACED)
             return
+        self._eagerly.enter()
         given: Arguments | None = None
         counts: list[Count] = []
         alone = len(args) == 1 and type(args[0]) is Tensor and not args[0].is_nested
@@ -227,6 +233,7 @@ class Calls:
         self._depth -= 1
         if self._depth == 0:
             self._frame = None
+            self._eagerly.leave()
         if self._depth > 0 or self.backward_depth or not torch.is_grad_enabled():
             return
         if self._following is not None:
@@ -258,6 +265,7 @@ class Calls:
         """A call was cut off without notice, by Ctrl-C for instance: nothing more comes of it."""
         call, self._current = self._current, None
         self._depth, self._frame = 0, None
+        self._eagerly.leave()
         if self._following is not None and call is not None:
             above = []  # modes of other observations that were cut off in the same call
             own = [candidate.tracker for candidate in call.candidates]

@@ -216,10 +216,15 @@ def join_rows(call: OpCall, parts: Sequence[Tensor], differentiable: Sequence[bo
 
 def _inside_function() -> bool:
     """Whether the forward of a `torch.autograd.Function` runs: nothing in it requires a gradient,
-    yet what it returns may pass gradients on to all that it has read."""
-    apply = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+    yet what it returns may pass gradients on to all that it has read. From PyTorch 2.15 on, `apply`
+    has no frame of its own."""
+    kinds, codes = [torch.autograd.Function], set()
+    while kinds:
+        kind = kinds.pop()
+        kinds += kind.__subclasses__()
+        codes.add(getattr(kind.forward, "__code__", None))
     frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_code is not apply:
+    while frame is not None and frame.f_code not in codes:
         frame = frame.f_back
     return frame is not None
 
