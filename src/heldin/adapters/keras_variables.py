@@ -55,7 +55,7 @@ class Variables(nn.Module):
         chosen = keras.losses.get(vars(self)["_keras"].loss)
         if not isinstance(chosen, keras.losses.Loss):
             chosen = LossFunctionWrapper(chosen)
-        each = chosen.call(y, outputs).reshape(len(outputs), -1).mean(1)
+        each: Tensor = chosen.call(y, outputs).reshape(len(outputs), -1).mean(1)
         return each + (whole - each.mean())
 
     def _losses(self, view: nn.Module, batch: Any) -> tuple[Tensor, Any, Any, Any]:
