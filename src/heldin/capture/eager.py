@@ -1,4 +1,4 @@
-"""Models with compiled parts run eagerly while they are observed: a compiled graph hides samples."""
+"""Models with compiled parts run eagerly while observed: a compiled graph hides its samples."""
 
 from __future__ import annotations
 
