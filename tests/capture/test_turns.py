@@ -93,6 +93,32 @@ def test_what_is_looked_at_is_what_all_would_give() -> None:
                 assert value == pytest.approx(exact.evidence.groups[name], rel=1e-4), name
 
 
+def test_the_criterion_is_the_mean_over_the_turn() -> None:
+    """Values of other batches are shown, and do not count beside those of this one."""
+    torch.manual_seed(0)
+    model = deep()
+    with heldin.EvidenceStopping(model) as rule:
+        for _ in range(4):
+            model(torch.randn(12, 6)).square().sum().backward()
+            turn = rule._collector.turn() or {name for name, _ in model.named_parameters()}
+            rule.step()
+            values = [rule.evidence.groups[name] for name in turn]
+            assert rule.evidence.criterion == pytest.approx(sum(values) / len(values))
+            assert len(rule.evidence.groups) == 2 * DEPTH
+
+
+def test_groups_of_several_parameters_are_whole() -> None:
+    torch.manual_seed(0)
+    model = deep()
+    with heldin.EvidenceStopping(model, groups=lambda name: name.split(".")[1]) as rule:
+        for _ in range(4):
+            model(torch.randn(12, 6)).square().sum().backward()
+            rule.step()
+            values = rule.evidence.groups
+            assert set(values) == {"weight", "bias"}
+            assert rule.evidence.criterion == pytest.approx(sum(values.values()) / 2)
+
+
 def test_resumed_in_the_middle_of_a_turn() -> None:
     whole, resumed = run(12, stop=5)
     assert whole.history.columns() == resumed.history.columns()
