@@ -153,6 +153,14 @@ def test_a_check_waits_for_the_device_once(make: Any) -> None:
     assert max(each.waits for each in found["heldin exact"]) <= 2
 
 
+def test_the_outlook_waits_once_more() -> None:
+    """At few checks, the 64th is the first, it is asked whether gradients have vanished."""
+    found = count_steps(["heldin sampled"], lambda: mlp((6, 5, 4), 8), steps=64)
+    waits = [each.waits for each in found["heldin sampled"]]
+    assert sorted(set(waits)) == [1, 2]
+    assert waits.count(2) == 1
+
+
 def test_operations_do_not_grow_with_depth() -> None:
     def extra(depth: int) -> float:
         found = count_steps(make=lambda: encoder(8, depth, 5, 4), steps=5)
