@@ -11,7 +11,7 @@ from torch import nn
 
 import heldin
 from heldin.capture.sampling import TENSORS, Sampler
-from heldin.lab.bench.counts import count_steps
+from heldin.lab.bench.counts import count_steps, counted
 from heldin.lab.bench.workloads import encoder, mlp
 
 DEPTH = 20  # layers: twice as many parameters
@@ -151,6 +151,20 @@ def test_a_check_waits_for_the_device_once(make: Any) -> None:
     assert max(each.waits for each in found["plain"]) == 0
     assert max(each.waits for each in found["heldin sampled"]) == 1
     assert max(each.waits for each in found["heldin exact"]) <= 2
+
+
+def test_a_step_of_a_window_waits_for_the_device_once() -> None:
+    """It is left out if it holds an inf or nan, so that has to be known."""
+    model, x, _ = mlp((6, 5, 4), 8)
+    waits = []
+    with heldin.EvidenceStopping(model, window=3) as rule:
+        for _ in range(12):
+            model(x).square().sum().backward()
+            with counted() as found:
+                rule.step()
+            waits.append(found.waits)
+            model.zero_grad()
+    assert waits[6:] == [1, 1, 2, 1, 1, 2]
 
 
 def test_the_outlook_waits_once_more() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from heldin._private_torch import norms
 
-__all__ = ["Moments", "as_real", "ratio_sums", "smallest_square", "snr", "upcast"]
+__all__ = ["Moments", "as_real", "ratio_sums", "smallest_square", "snr", "upcast", "which_finite"]
 
 SMALL = 1 << 13  # coordinates up to which tensors are put one after the other
 # coordinates of a large tensor that are worked on at a time: so many stay in a processor's cache
@@ -187,3 +187,15 @@ class Moments:
     def finite(self) -> bool:
         """Whether no contribution was inf or nan."""
         return bool(torch.isfinite(self.squares.sum()) & torch.isfinite(self.total.sum()))
+
+
+def which_finite(moments: Sequence[Moments]) -> list[bool]:
+    """Whether no contribution was inf or nan, for each; waits for the device once.
+
+    >>> which_finite([Moments(torch.ones(2), torch.tensor([1.0, torch.inf]), 3)])
+    [False]
+    """
+    sums = [each.squares.sum() + each.total.sum() for each in moments]
+    table = torch.stack([each.to(sums[0].device) for each in sums]) if sums else torch.zeros(0)
+    found: list[bool] = table.isfinite().tolist()
+    return found
