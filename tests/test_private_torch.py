@@ -65,7 +65,7 @@ def test_all_raw_saved() -> None:
             return 2 * grad * ctx.saved_tensors[0]
 
     out = Square.apply(torch.ones(2, requires_grad=True))  # type: ignore[no-untyped-call]
-    assert private.all_raw_saved(out.grad_fn)  # up to 2.12, only while the graph is alive
+    assert private.all_raw_saved(out.grad_fn)  # 2.10: only while the graph is alive
 
 
 def test_saved_names() -> None:
