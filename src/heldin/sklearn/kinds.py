@@ -250,6 +250,16 @@ class Hidden(Estimator):
     """Weights layer by layer, as scikit-learn's MLPs keep them, for standardised inputs."""
 
     standardize: bool
+    activation: str
+    activation_: str
+
+    def _between(self) -> str:
+        return self.activation_
+
+    def _settle(self, targets: Targets, few: bool) -> None:
+        bounded = few and not isinstance(targets.loss, nn.MSELoss)
+        units = "tanh" if bounded else "relu"
+        self.activation_ = units if self.activation == "auto" else self.activation
 
     def _scale(self, X: Any, weights: Any, first: bool) -> Any:
         if first:
@@ -265,6 +275,10 @@ class Hidden(Estimator):
         if self._scaler.standard.with_mean and not isinstance(X, np.ndarray):
             raise self._refuse("the first rows were dense, so these must be")
         return self._scaler(X)
+
+    def _precision(self, X: Any) -> Any:
+        """Standardised inputs need no double precision, which costs twice the time."""
+        return X.dtype if self._scaler is None else np.dtype(np.float32)
 
     def _all_layers(self) -> list[Layers]:
         return [list(member) for member in self.members_]

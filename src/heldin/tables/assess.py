@@ -16,7 +16,7 @@ from .mlp import predictions
 
 __all__ = ["Assessment", "assess", "prediction_losses"]
 
-STEPS = 20  # in which a share between 0 and 1 is looked for
+SHARES = tuple(step / 20 for step in range(21))  # of the members, among which one is looked for
 WIDER = 1.2  # than the standard error of a mean of rows that know nothing of each other
 
 
@@ -95,8 +95,8 @@ def assess(
         losses = prediction_losses(loss_fn, predicted, truth) * counts[row]
         return torch.zeros_like(counts).index_add_(0, row, losses)[some]
 
-    means = torch.stack([of_rows(mixed(step / STEPS)).mean() for step in range(STEPS + 1)])
-    share = int(torch.where(means.isfinite(), means, math.inf).argmin()) / STEPS
+    means = torch.stack([of_rows(mixed(share)).mean() for share in SHARES])
+    share = SHARES[int(torch.where(means.isfinite(), means, math.inf).argmin())]
 
     chosen = mixed(share)
     honest = torch.full(outputs.shape[1:], math.nan, dtype=torch.float64)
@@ -110,9 +110,9 @@ def assess(
         losses = losses - _gain(loss_fn, predicted, ~judges, y, weights)[some]
     found = torch.full((outputs.shape[1],), math.nan, dtype=torch.float64)
     found[some] = losses
-    count = int(some.sum())
+    count, constant = int(some.sum()), float(of_rows(mixed(0.0)).mean())
     error = float(losses.std()) / math.sqrt(count) * WIDER if count > 1 else math.nan
-    return Assessment(share, honest, found, float(losses.mean()), error, float(means[0]))
+    return Assessment(share, honest, found, float(losses.mean()), error, constant)
 
 
 def _gain(

@@ -17,7 +17,17 @@ from heldin.lab.study.data import Table
 from .problems import SmallProblem
 from .rivals import Method, fitted
 
-__all__ = ["compare", "compared", "covered", "read", "write_comparison"]
+__all__ = [
+    "Row",
+    "by_problem",
+    "compare",
+    "compared",
+    "covered",
+    "floored",
+    "interval",
+    "read",
+    "write_comparison",
+]
 
 Progress = Callable[[str], None]
 Row = dict[str, Any]
@@ -100,8 +110,8 @@ def by_problem(
     return {key: each for key, each in found.items() if len(each) == len(methods)}
 
 
-def _loss(row: Row, constant: float) -> float:
-    """A failed fit counts as the constant."""
+def floored(row: Row, constant: float) -> float:
+    """The loss of a result; a failed fit counts as the constant."""
     return float(max(row.get("loss", constant), LEAST * constant))
 
 
@@ -129,7 +139,7 @@ def compared(
     seconds: dict[str, list[float]] = {name: [] for name in methods}
     for (table, _, _), each in chosen.items():
         constant = next(r["constant"] for r in each.values() if "constant" in r)
-        losses = {name: _loss(row, constant) for name, row in each.items()}
+        losses = {name: floored(row, constant) for name, row in each.items()}
         best = min(losses[name] for name in best_of)
         order = sorted(losses.values())
         for name, loss in losses.items():
@@ -149,7 +159,7 @@ def compared(
             "problems": len(chosen),
             "rank": statistics.fmean(ranks[name]),
             "ratio": math.exp(statistics.fmean(map(math.log, ratios[name]))),
-            "interval": _interval(per_table[name]),
+            "interval": interval(per_table[name]),
             "median": statistics.median(ratios[name]),
             "p90": float(np.quantile(ratios[name], 0.9)),
             "wins": wins[name],
@@ -163,7 +173,7 @@ def compared(
     ]
 
 
-def _interval(ratios: Mapping[str, Sequence[float]]) -> tuple[float, float]:
+def interval(ratios: Mapping[str, Sequence[float]]) -> tuple[float, float]:
     """95 % of the geometric mean when tables are drawn again, with all of their problems."""
     logs = [np.log(values) for values in ratios.values()]
     sums, counts = np.array([v.sum() for v in logs]), np.array([len(v) for v in logs])
