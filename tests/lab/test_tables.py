@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,20 @@ pytest.importorskip("sklearn")
 import numpy as np
 
 from heldin.cli.main import main
+from heldin.lab import tables as lab
 from heldin.lab.study.data import tables
-from heldin.lab.tables import METHODS, SETTINGS, SmallProblem, compare, compared, covered, problems
-from heldin.lab.tables.rivals import Method
+from heldin.lab.tables import (
+    METHODS,
+    SETTINGS,
+    SmallProblem,
+    against,
+    compare,
+    compared,
+    covered,
+    problems,
+)
+from heldin.lab.tables.rivals import Method, fitted
+from heldin.tables import committee
 
 
 def row(table: str, method: str, loss: float, **more: Any) -> dict[str, Any]:
@@ -119,4 +131,71 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["bench", "tables", "--out", str(out), *wrong]) == 2
         assert said in capsys.readouterr().err
     assert main(["study", "tables", "--n", "100000"]) == 2
-    assert "default" in SETTINGS
+    capsys.readouterr()
+    assert main(["bench", "tables", "--table", "--methods", "constant", "--out", str(out)]) == 0
+    assert "2 problems" in capsys.readouterr().out
+    assert (out / "results.jsonl").read_text().splitlines() == lines  # nothing was fitted
+
+
+# -- settings
+
+
+def test_a_setting_beside_the_default() -> None:
+    rows = [
+        row("a", "default", 1.0, classes=2),
+        row("a", "new", 0.5, classes=2),
+        row("b", "default", 1.0, classes=0),
+        row("b", "new", 0.8, classes=0),
+        row("c", "default", 1.0, classes=0),  # new has no result there
+    ]
+    found = against(rows, "new")
+    assert found["problems"] == 2
+    assert found["ratio"] == pytest.approx(0.4**0.5)
+    assert (found["better"], found["worst"]) == (1.0, pytest.approx(0.8))
+    assert found["parts"] == {
+        50: pytest.approx(0.4**0.5),
+        "classes": pytest.approx(0.5),
+        "numbers": pytest.approx(0.8),
+    }
+    assert against(rows, "default")["ratio"] == 1
+    assert against(rows, "unknown") == {"problems": 0}
+
+
+def test_constants_are_others_in_a_fit_and_the_same_after_it() -> None:
+    before, seen = committee.PATIENCE, []
+
+    def make(classes: bool, seed: int) -> Any:
+        seen.append(committee.PATIENCE)
+        raise RuntimeError("no")
+
+    problem = SmallProblem.cut(tables(None)[0], 30, 0)
+    method = Method(make, "network", constants={"heldin.tables.committee.PATIENCE": 7})
+    with pytest.raises(RuntimeError, match="no"):
+        fitted(method, problem)
+    assert (seen, committee.PATIENCE) == ([7], before)
+    for setting in SETTINGS.values():  # constants that are gone would not be noticed
+        for name in setting.constants:
+            where, _, what = name.rpartition(".")
+            assert hasattr(importlib.import_module(where), what)
+
+
+def test_study_of_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick = {"default": METHODS["constant"], "linear": METHODS["linear CV"], "x": METHODS["TabM"]}
+    monkeypatch.setattr(lab, "SETTINGS", quick)
+    start = ["study", "tables", "--out", str(tmp_path), "--n", "60"]
+    assert main([*start, "--settings", "linear"]) == 0
+    told = capsys.readouterr()
+    assert "2 settings, the default among them, on 2 tables." in told.out
+    assert (
+        "| default | 2 | 1.000 [1.00, 1.00] | 1.000 | 1.00 | 0% | 1.000 | 1.000 | 1.000 |"
+        in told.out
+    )
+    assert "sk_digits, n = 60, seed 1000: linear" in told.err
+    assert main([*start, "--settings", "linear"]) == 0
+    assert capsys.readouterr().err == ""  # all is there
+    assert main([*start, "--settings", "magic"]) == 2
+    assert "'magic' is unknown; there are default, linear, x" in capsys.readouterr().err
+    assert main([*start, "--list"]) == 0
+    assert capsys.readouterr().out.splitlines() == list(quick)

@@ -53,10 +53,15 @@ def add_problems(parser: argparse._ActionsContainer, role: str) -> None:
         choices=["confirmation", "development", "all"],
         help=f"which tables; defaults were chosen on those for development ({role})",
     )
+    parser.add_argument(
+        "--table", action="store_true", help="fit nothing: the table of the results in --out"
+    )
 
 
 def problems_of(options: argparse.Namespace) -> Any:
-    """The problems that the options ask for."""
+    """The problems that the options ask for, if any."""
+    if options.table:
+        return []
     from heldin.lab.study.data import tables
     from heldin.lab.tables import problems
 
