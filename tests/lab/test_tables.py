@@ -87,6 +87,7 @@ def test_ratios_ranks_and_wins() -> None:
         row("b", "one", 0.5),
         row("b", "two", 1.1),
         row("c", "one", 0.1),  # two has no result there
+        *({"table": "d", "n": 50, "seed": 0, "method": m, "error": "no"} for m in ("one", "two")),
     ]
     one, two = compared(rows, ["one", "two"])
     assert one["problems"] == 2

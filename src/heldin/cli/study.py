@@ -55,8 +55,8 @@ def study(parser: argparse.ArgumentParser) -> None:
         "tables",
         help="settings of heldin's networks for tables, on tables for development",
         description="Fit heldin's networks with other settings than the defaults, and compare the "
-        "test losses with those of the defaults. Interrupted studies go on where they were; other "
-        "settings, sizes and seeds in the same folder are added to them.",
+        "test losses with those of the defaults. Interrupted studies go on where they were; sizes "
+        "and seeds that are in the folder already join the table.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add_problems(choice, "development")
@@ -128,7 +128,7 @@ def _tables(options: argparse.Namespace) -> int:
     names = list(dict.fromkeys(["default", *names]))  # which the others are compared with
     chosen = {name: SETTINGS[name] for name in names}
     rows = compare(problems_of(options), chosen, options.out, tell)
-    print(write_settings(rows, list(SETTINGS), options.out))
+    print(write_settings(rows, names, options.out))
     print(f"Results and table are in {options.out}")
     return 0
 

@@ -17,7 +17,7 @@ from sklearn.utils.multiclass import (
 from sklearn.utils.validation import column_or_1d
 from torch import nn
 
-from heldin.tables.assess import WIDER, Assessment
+from heldin.tables.assess import Assessment, wider
 
 from .base import Estimator, Layers
 from .data import Data, Targets
@@ -140,7 +140,7 @@ class Classifier(ClassifierMixin, Estimator):  # type: ignore[misc]
         self.estimates_ = {}
         if not self._several:
             codes = data.y.ravel()[there].astype(int)
-            self.estimates_ = class_scores(shares[there], codes, WIDER)
+            self.estimates_ = class_scores(shares[there], codes, wider(len(codes)))
             self.calibration_curve_ = calibration(shares[there], codes)
 
     def predict_log_proba(self, X: Any) -> Any:
@@ -228,7 +228,7 @@ class Regressor(RegressorMixin, Estimator):  # type: ignore[misc]
         self.shrinkage_ = 1 - found.share
         predicted = found.predictions.numpy() * self._spread + self._centre
         there = np.isfinite(predicted).all(1)
-        self.estimates_ = number_scores(predicted[there], data.y[there], WIDER)
+        self.estimates_ = number_scores(predicted[there], data.y[there], wider(int(there.sum())))
         kept = given_rows(predicted, data)
         self.oof_predictions_ = kept[:, 0] if self._one_dimensional else kept
 

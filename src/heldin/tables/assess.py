@@ -14,10 +14,12 @@ from torch import Tensor, nn
 
 from .mlp import predictions
 
-__all__ = ["Assessment", "assess", "prediction_losses"]
+__all__ = ["Assessment", "assess", "prediction_losses", "wider"]
 
 SHARES = tuple(step / 20 for step in range(21))  # of the members, among which one is looked for
-WIDER = 1.2  # than the standard error of a mean of rows that know nothing of each other
+# Errors are wider than that of a mean of rows that know nothing of each other, and more so the fewer
+# there are: rare large losses are not among them, and the best step and share were found on them.
+WIDER, FEW = 1.2, 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +41,15 @@ class Assessment:
     estimate: float
     standard_error: float
     constant: float
+
+
+def wider(rows: int) -> float:
+    """By how much a plain standard error of so many rows is too small.
+
+    >>> round(wider(50), 2), round(wider(500), 2)
+    (1.42, 1.22)
+    """
+    return WIDER * math.sqrt(1 + FEW / max(rows, 1))
 
 
 def prediction_losses(loss_fn: Any, predicted: Tensor, y: Tensor) -> Tensor:
@@ -111,7 +122,7 @@ def assess(
     found = torch.full((outputs.shape[1],), math.nan, dtype=torch.float64)
     found[some] = losses
     count, constant = int(some.sum()), float(of_rows(mixed(0.0)).mean())
-    error = float(losses.std()) / math.sqrt(count) * WIDER if count > 1 else math.nan
+    error = float(losses.std()) / math.sqrt(count) * wider(count) if count > 1 else math.nan
     return Assessment(share, honest, found, float(losses.mean()), error, constant)
 
 

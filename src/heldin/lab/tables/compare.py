@@ -102,12 +102,16 @@ def _one(problem: SmallProblem, method: Method) -> Row:
 def by_problem(
     rows: Iterable[Row], methods: Sequence[str]
 ) -> dict[tuple[Any, ...], dict[str, Row]]:
-    """The problems on which all of the methods have a result (or an error)."""
+    """The problems on which all of the methods have a result or an error, and one a result."""
     found: dict[tuple[Any, ...], dict[str, Row]] = {}
     for row in rows:
         if row["method"] in methods:
             found.setdefault((row["table"], row["n"], row["seed"]), {})[row["method"]] = row
-    return {key: each for key, each in found.items() if len(each) == len(methods)}
+    return {
+        key: each
+        for key, each in found.items()
+        if len(each) == len(methods) and any("constant" in row for row in each.values())
+    }
 
 
 def floored(row: Row, constant: float) -> float:

@@ -74,9 +74,7 @@ def against(rows: Sequence[Row], name: str, base: str = BASE) -> dict[str, Any]:
     ratios: dict[tuple[Any, ...], float] = {}
     kinds: dict[tuple[Any, ...], str] = {}
     for key, each in by_problem(rows, [base, name] if name != base else [base]).items():
-        constant = next((r["constant"] for r in each.values() if "constant" in r), None)
-        if constant is None:
-            continue
+        constant = next(r["constant"] for r in each.values() if "constant" in r)
         ratios[key] = floored(each[name], constant) / floored(each[base], constant)
         kinds[key] = "classes" if each[base].get("classes") else "numbers"
     found: dict[str, Any] = {"problems": len(ratios)}
