@@ -25,6 +25,7 @@ from heldin.lab.tables import (
     compared,
     covered,
     problems,
+    write_comparison,
 )
 from heldin.lab.tables.rivals import Method, fitted
 from heldin.tables import committee
@@ -99,6 +100,21 @@ def test_ratios_ranks_and_wins() -> None:
     assert two["worst_of_constant"] == pytest.approx(1.1)
     to_one = compared(rows, ["one", "two"], best_of=["one"])[1]
     assert to_one["ratio"] == pytest.approx((0.5 * 2.2) ** 0.5)
+
+
+def test_heldin_beside_the_best_of_its_rivals(tmp_path: Path) -> None:
+    rows = [
+        row("a", "heldin", 0.5),
+        row("a", "one", 0.25),
+        row("a", "two", 0.4),
+        row("b", "heldin", 0.5),
+        row("b", "one", 1.0),
+        row("b", "two", 0.8),
+    ]
+    text = write_comparison(rows, ["heldin", "one", "two"], tmp_path, rivals=["one", "two"])
+    ratio = (2 * 0.5 / 0.8) ** 0.5
+    assert f"heldin: {ratio:.3f} [" in text
+    assert f"({ratio:.3f} at n = 50); better than all of them in 1 of 2 problems." in text
 
 
 def test_coverage_counts_the_error_of_the_test_as_well() -> None:

@@ -90,10 +90,12 @@ def _tables(options: argparse.Namespace) -> int:
     for name in names:
         if name not in METHODS:
             raise HeldinError(f"bench: {name!r} is unknown; there are {'; '.join(METHODS)}")
-        if name not in installed():
+        if name not in installed() and not options.table:
             raise HeldinError(f"bench: {name} needs {METHODS[name].needs}, which is not installed")
     rows = compare(problems_of(options), {name: METHODS[name] for name in names}, options.out, tell)
-    print(write_comparison(rows, names, options.out))
+    rivals = [n for n in names if METHODS[n].needs == "sklearn" and METHODS[n].kind != "constant"]
+    rivals = [name for name in rivals if not name.startswith("heldin")]
+    print(write_comparison(rows, names, options.out, rivals=rivals))
     print(f"Results and table are in {options.out}")
     return 0
 

@@ -17,8 +17,8 @@ from .mlp import predictions
 __all__ = ["Assessment", "assess", "prediction_losses", "wider"]
 
 SHARES = tuple(step / 20 for step in range(21))  # of the members, among which one is looked for
-# Errors are wider than that of a mean of rows that know nothing of each other, and more so the fewer
-# there are: rare large losses are not among them, and the best step and share were found on them.
+# Errors are wider than that of a mean of rows that know nothing of each other, and more so where
+# there are few: rare large losses are not among them, and they chose the best step and share.
 WIDER, FEW = 1.2, 20
 
 

@@ -225,11 +225,32 @@ def _markdown(lines: Sequence[Mapping[str, Any]]) -> str:
     return head + body
 
 
+def _beside(
+    rows: Sequence[Row], methods: Sequence[str], rivals: Sequence[str], sizes: Sequence[int]
+) -> str:
+    """heldin's methods, each with the best of the rivals, problem by problem."""
+    text = ""
+    for name in methods if rivals else ():
+        if not name.startswith("heldin"):
+            continue
+        line, *_ = compared(rows, [name, *rivals], rivals)
+        parts = [(n, compared(rows, [name, *rivals], rivals, [n])) for n in sizes]
+        low, high = line["interval"]
+        text += (
+            f"{name}: {line['ratio']:.3f} [{low:.3f}, {high:.3f}] of the loss of the best of "
+            f"scikit-learn's rivals, median {line['median']:.3f} ("
+            + ", ".join(f"{found[0]['ratio']:.3f} at n = {n}" for n, found in parts if found)
+            + f"); better than all of them in {line['wins']} of {line['problems']} problems.\n\n"
+        )
+    return text
+
+
 def write_comparison(
     rows: Sequence[Row],
     methods: Sequence[str],
     out: str | Path,
     best_of: Sequence[str] | None = None,
+    rivals: Sequence[str] = (),
 ) -> str:
     """The tables as Markdown: of all problems, by size, and how well estimates cover; kept, too.
 
@@ -238,6 +259,7 @@ def write_comparison(
         methods: those to compare.
         out: folder for table.md.
         best_of: what the ratios are to (default: the best of all methods).
+        rivals: of scikit-learn; heldin's methods are also compared with the best of these.
     """
     lines = compared(rows, methods, best_of)
     if not lines:
@@ -253,7 +275,7 @@ def write_comparison(
     for line in sorted(lines, key=lambda each: float(each["rank"])):
         values = [f"{ratios[line['method']]:.3f}" if ratios else "" for ratios in by_size]
         text += f"| {line['method']} | " + " | ".join(values) + " |\n"
-    text += "\n"
+    text += "\n" + _beside(rows, methods, rivals, sizes)
     for name in methods:
         if found := covered(rows, name):
             text += (
