@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import shutil
 import zlib
@@ -35,12 +36,12 @@ from heldin.lab.study.quality import constants
 from heldin.lab.study.rules import RULES, replay
 from heldin.lab.study.run import log
 from heldin.lab.study.spec import Spec
-from heldin.lab.study.tables import COLUMNS, read, summarise, write
+from heldin.lab.study.tables import COLUMNS, SUMMARY, read, summarise, write
 from heldin.lab.study.tables import coverage as covered
 
 DOCS = Path(__file__).parent.parent
 PAGE, STUDY = DOCS / "which-rule.md", DOCS / "study"
-TABLES = ("summary", "groups", "coverage")
+TABLES = ("summary", "groups")
 
 AUTO = "folds bagged patience"  # what "auto" is below 1,000 rows
 SPLIT = "split 20 %"
@@ -143,6 +144,16 @@ def gather(source: Path) -> None:
             (STUDY / f"{name}-datasets.txt").write_text("\n".join(datasets) + "\n")
     for name in ("folds.json", "outlier.csv", "errors.csv"):
         _copy(source / name, STUDY / name)
+    _pool(source)
+
+
+def _pool(source: Path) -> None:
+    """Runs of all kinds of networks together; each counts for itself when they are drawn again."""
+    files = [source / kind / "results.csv" for kind in KINDS]
+    if all(file.exists() for file in files):
+        rows = [row for file in files for row in read(file)]
+        rows = [{**row, "dataset": f"{row['dataset']} {row['seed']}"} for row in rows]
+        write(STUDY / "networks-summary.csv", summarise(rows), SUMMARY)
 
 
 def _copy(source: Path, target: Path) -> None:
@@ -292,34 +303,59 @@ def coverage() -> str:
 
 
 def networks() -> str:
-    """Images, texts and fine-tuning."""
-    rules = {
-        AUTO: "five folds, patience (**auto**)",
-        "3 folds bagged patience": "three of the five folds",
-        "2 folds bagged patience": "two of them",
-        "shadow patience": "one shadow",
-        "evidence, epochs": "evidence, an epoch's window",
-        SPLIT: "20 % held out",
-        "split 20 % patience": "20 % held out, patience",
-        "split 20 % refit": "20 % held out, then again on all rows",
-        "last iterate": "no early stopping",
-    }
-    parts = []
-    for kind, title in (("images", "Images"), ("texts", "Texts"), ("tuning", "Fine-tuning")):
-        if not (STUDY / f"{kind}-summary.csv").exists():
-            parts.append(f"{title}: **not run yet**.")
-            continue
-        found = _by_rule(_study(kind, "summary"))
-        bands = _by_rule(_study(kind, "coverage"))
-        lines = []
-        for rule, label in rules.items():
-            row, band = found[rule], bands.get(rule)
-            within = ["", ""] if band is None else [f"{band[f'within_{w}']:.2f}" for w in (1, 2)]
-            shown = [f"{row['gm']:.3f}", f"{row['p90']:.2f}", f"{row['win_rate']:.2f}"]
-            lines.append([label, *shown, *within, f"{row['cost']:.1f}"])
-        head = ["rule", "gm", "p90", "wins against the 20 % split", "within 1", "within 2", "cost"]
-        parts.append(f"{title}, {found[SPLIT]['runs']} runs:\n\n{_table(head, lines)}")
-    return "\n\n".join(parts)
+    """Images, texts and fine-tuning: every rule over all three, and by the kind of task."""
+    missing = [kind for kind in KINDS if not (STUDY / f"{kind}-summary.csv").exists()]
+    if missing:
+        return f"**Not run yet**: {', '.join(missing)}."
+    found = {kind: _by_rule(_study(kind, "summary")) for kind in ("networks", *KINDS)}
+    every = found["networks"]
+    rules = sorted((rule for rule in every if rule != "oracle"), key=lambda r: every[r]["gm"])
+    lines = []
+    for rule in rules:
+        row = every[rule]
+        known = math.isfinite(row["log_bias"])
+        within = [f"{row[f'within_{w}']:.2f}" if known else "" for w in (1, 2)]
+        shown = [_range(row, "gm"), _range(row, "p90", 2), _range(row, "win_rate", 2)]
+        lines.append([_named(rule), *shown, *within, f"{row['cost']:.1f}"])
+    head = ["rule", "gm", "p90", "wins against the 20 % split", "within 1", "within 2", "cost"]
+    titles = {"images": "images", "texts": "texts", "tuning": "fine-tuning"}
+    parts = [
+        [
+            _named(rule),
+            *(
+                f"{row['gm']:.3f} / {row['p90']:.2f} / {row['win_rate']:.2f}"
+                for row in (found[kind][rule] for kind in titles)
+            ),
+        ]
+        for rule in rules
+    ]
+    counts = [f"{found[kind][SPLIT]['runs']} of {title}" for kind, title in titles.items()]
+    return (
+        f"{every[SPLIT]['runs']} runs: {', '.join(counts)}.\n\n{_reached(every['auto'])}\n\n"
+        f"Every rule, over all three:\n\n{_table(head, lines)}\n\n"
+        f"By the kind of task (gm / p90 / wins):\n\n{_table(['rule', *titles.values()], parts)}"
+    )
+
+
+def _named(rule: str) -> str:
+    return f"**{rule}**" if rule == "auto" else rule
+
+
+def _reached(auto: Row) -> str:
+    """What `auto` was to reach over all networks."""
+    asked = [("gm", "at most", 1.03), ("p90", "at most", 1.08), ("win_rate", "at least", 0.75)]
+    names = {"gm": "gm", "p90": "p90", "win_rate": "wins against the 20 % split"}
+    lines = []
+    for key, way, limit in asked:
+        good = auto[key] <= limit if way == "at most" else auto[key] >= limit
+        verdict = "reached" if good else "**not reached**"
+        lines.append([f"auto: {names[key]}", f"{way} {limit:g}", _range(auto, key), verdict])
+    for width, (low, high) in ((1, (0.63, 0.73)), (2, (0.92, 0.98))):
+        share = auto[f"within_{width}"]
+        verdict = "reached" if low <= round(share, 2) <= high else "**not reached**"
+        title = f"auto: test loss within {width} standard error{'s' if width > 1 else ''}"
+        lines.append([title, f"{low:g} to {high:g}", f"{share:.2f}", verdict])
+    return _table(["", "wanted", "found", ""], lines)
 
 
 def better() -> str:
