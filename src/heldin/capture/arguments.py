@@ -126,8 +126,6 @@ class Roles:
                 found[Count(entry.rows)] = None
             if entry.at is not None and listed is not False:
                 found[Count(entry.at[1], True)] = None
-        if Count(0) in found:
-            return [Count(0)]
         if places is not None and len(found) == 2 and Count(1) in found:
             del found[Count(1)]  # broadcast over the samples
         return list(found)

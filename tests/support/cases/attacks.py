@@ -304,3 +304,14 @@ add(
     model(lambda s, i: s.b(s.e(i)), e=lambda: nn.Embedding(7, 3, max_norm=1.0), b=linear(3, 2)),
     lambda: (torch.randint(0, 7, (M, 5)),),
 )
+_few = iter([(0, 2, 0, 3)[i % 4] for i in range(4000)])
+add(
+    "an argument that is empty at times",
+    model(lambda s, x, e: s.a(x) + s.b(e).sum(0), a=linear(3, 2), b=linear(3, 2)),
+    lambda: (torch.randn(M, 3), torch.randn(next(_few), 3)),
+)
+add(
+    "an argument that is always empty",
+    model(lambda s, x, e: s.a(torch.cat([x, e], 1)).mean(1), a=linear(3, 2)),
+    lambda: (torch.randn(M, 5, 3), torch.randn(M, 0, 3)),
+)
