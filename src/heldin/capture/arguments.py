@@ -8,9 +8,12 @@ call is followed under each of them, and the backward pass decides (see `countin
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, is_dataclass, replace
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
 from enum import Enum
+from types import ModuleType
 from typing import Any, Literal
 
 import torch
@@ -83,12 +86,14 @@ class Arguments:
         signature: all that decides which graph is built, but for shapes.
         structure: the arguments that have tensors; the same for batches of any size.
         flat: the number of samples of a flat batch, if there may be one, and whether it is sure.
+        unseen: what among the arguments cannot be looked into.
     """
 
     entries: Sequence[Entry]
     signature: Any
     structure: Any
     flat: tuple[int, bool] | None = None
+    unseen: Sequence[type] = ()
 
     def named(self, count: Count, names: Sequence[str], chosen: Sequence[Entry]) -> str:
         """Which arguments would count so many samples, for messages."""
@@ -167,6 +172,7 @@ def read(
     signature: list[Any] = []
     structure: list[Any] = []
     index, sure = None, False
+    unseen: list[type] = []
     places: list[tuple[str | int, Any]] = [*enumerate(args), *kwargs.items()]
     for place, value in places:
         if isinstance(value, PackedSequence):
@@ -183,7 +189,7 @@ def read(
             dim = None
         if is_flat_batch(value):
             entries += [Entry(tensor, place, None, None, own) for tensor, own in owners_in(value)]
-            signature.append((place, values_in(value)))
+            signature.append((place, values_in(value, unseen)))
             structure.append((place, "flat"))
             continue
         if isinstance(value, Tensor):
@@ -195,7 +201,7 @@ def read(
                 kinds = {tuple([(t.dtype, t.dim()) for t in found]) for found in each}
                 if len(kinds) == 1 and all(each):  # perhaps a list of samples
                     groups = [(found, (i, len(each))) for i, found in enumerate(each)]
-            signature.append((place, values_in(value)))
+            signature.append((place, values_in(value, unseen)))
         for tensors, at in groups:
             for tensor in tensors:
                 if tensor.is_nested:
@@ -216,7 +222,7 @@ def read(
             "heldin.observe: no argument of the model is a tensor with a batch dimension, so "
             "samples cannot be counted; pass batch_dim=..., or run the step through call()"
         )
-    return Arguments(entries, tuple(signature), tuple(structure), flat)
+    return Arguments(entries, tuple(signature), tuple(structure), flat, unseen)
 
 
 def _flat(
@@ -249,30 +255,56 @@ def _dim_of(
     return batch_dim.get(place, 0), place in batch_dim
 
 
-def values_in(value: Any, depth: int = 4) -> Any:
-    """All that is not a tensor in an argument, by value, as far as it can be compared."""
+def values_in(value: Any, unseen: list[type], depth: int = 4) -> Any:
+    """All that is not a tensor in an argument, by value.
+
+    What cannot be looked into, or lies too deep, joins `unseen`. Functions are taken for the same
+    from call to call.
+    """
+
+    def inside(values: Iterable[Any]) -> list[Any]:
+        return [values_in(each, unseen, depth - 1) for each in values]
+
     if isinstance(value, Tensor):
         return None
     if value is None or isinstance(value, (int, float, complex, str, bytes, Enum, type)):
         return value
-    if depth and isinstance(value, (list, tuple)):
-        return (type(value), *[values_in(each, depth - 1) for each in value])
-    if depth and isinstance(value, Mapping):
-        pairs = [(str(key), values_in(each, depth - 1)) for key, each in value.items()]
-        return (type(value), *pairs)
-    if depth and is_dataclass(value):
-        fields = value.__dataclass_fields__
-        return (type(value), *[values_in(getattr(value, name), depth - 1) for name in fields])
+    if isinstance(value, (torch.dtype, torch.device, torch.layout, range, slice)):
+        return str(value)
+    if callable(value) or isinstance(value, (torch.Generator, ModuleType)):
+        return type(value)
     if hasattr(value, "tobytes") and hasattr(value, "dtype"):  # an array of numpy's
         size = getattr(value, "size", 0)
         raw = value.tobytes()
         return str(value.dtype), getattr(value, "shape", ()), raw if size < ENTRIES else hash(raw)
-    if isinstance(value, (torch.dtype, torch.device, torch.layout, range, slice)):
-        return str(value)
-    inside = getattr(value, "__dict__", None)
-    if depth and inside and not callable(value):
-        return (type(value), *[(k, values_in(v, depth - 1)) for k, v in sorted(inside.items())])
+    if depth and isinstance(value, (list, tuple, deque)):
+        return (type(value), *inside(value))
+    if depth and isinstance(value, Mapping):
+        return (type(value), *zip(map(str, value), inside(value.values()), strict=True))
+    fields = _fields(value)
+    if fields and depth:
+        return (type(value), *zip(fields, inside(fields.values()), strict=True))
+    if type(value).__hash__ not in (None, object.__hash__):  # dates, paths, fractions, sets
+        try:
+            hash(value)
+        except TypeError:
+            pass
+        else:
+            return value
+    if isinstance(value, AbstractSet):
+        return (type(value), frozenset(map(repr, value)))
+    if fields or not hasattr(value, "__dict__"):
+        unseen.append(type(value))
     return type(value)
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """The attributes of an object."""
+    slots = [getattr(kind, "__slots__", ()) for kind in type(value).__mro__]
+    names = {name for each in slots for name in ((each,) if isinstance(each, str) else each)}
+    names -= {"__dict__", "__weakref__"}
+    found = {name: getattr(value, name) for name in names if hasattr(value, name)}
+    return dict(sorted({**found, **getattr(value, "__dict__", {})}.items()))
 
 
 def readings(

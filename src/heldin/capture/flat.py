@@ -145,9 +145,7 @@ def owners_in(batch: Any) -> Iterator[tuple[Tensor, Tensor | None]]:
             yield tensor, found[name]
 
 
-def _cut(
-    batch: Any, store: Any, name: str, tensor: Tensor, starts: Tensor | None
-) -> Tensor | None:
+def _cut(batch: Any, store: Any, name: str, tensor: Tensor, starts: Tensor | None) -> Tensor | None:
     """The owners of a tensor that was put together of parts."""
     if starts is None or not tensor.dim():
         return None
@@ -168,8 +166,7 @@ def _is_fresh(
     counts = torch.bincount(index)
     starts = [s for s in (tensors.get("ptr"), *slices.values()) if isinstance(s, Tensor)]
     in_place = bool((index.diff() >= 0).all()) and any(
-        torch.equal(s.diff()[: len(counts)].cpu(), counts)
-        for s in starts
+        torch.equal(s.diff()[: len(counts)].cpu(), counts) for s in starts
     )
     for name, tensor in tensors.items():
         own, other = cut[name], told[name]

@@ -198,6 +198,8 @@ class Calls:
         call.given = given
         counts = counts or [Count(m)]
         call.candidates = [Candidate(count, self._tracker(entries, count)) for count in counts]
+        if given is not None and given.unseen:
+            call.distrust(f"an argument with a {given.unseen[0].__name__}")
         call.choose(call.candidates[0])
         self._enter(
             _all_of([r.tracker.following() for r in call.candidates if r.tracker is not None])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import torch
@@ -80,6 +81,59 @@ for _name, _given in {
         ),
         lambda given=_given: (torch.randn(M, 5, 3), given(next(_parts))),
     )
+
+
+_OF: list[list[int]] = [[]]  # numbers from elsewhere
+
+
+class SimpleSlots:
+    __slots__ = ("number",)
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class Hidden:
+    """A number that no attribute shows."""
+
+    __slots__ = ("_of",)
+
+    def __init__(self, number: int) -> None:
+        self._of = iter([number] * 100)
+
+
+def _number(value: Any) -> int:
+    if isinstance(value, SimpleSlots):
+        return value.number
+    if isinstance(value, Hidden):
+        return next(value._of)
+    return _number(value[0]) if isinstance(value, list) else int(value)
+
+
+def _padded(s: Any, x: Tensor, lengths: list[int]) -> tuple[Tensor]:
+    """All rows that are none of padding; who owns each is known by the lengths alone."""
+    _OF[0] = lengths
+    return (s.a(torch.cat([x[i, :n] for i, n in enumerate(lengths)])).tanh(),)
+
+
+for _name, _given in {
+    "objects with slots": lambda n: [SimpleSlots(each) for each in n],
+    "objects that hide it": lambda n: [Hidden(each) for each in n],
+    "a deque": deque,
+    "deep inside": lambda n: [[[[[[each]]]]] for each in n],
+}.items():
+    add(
+        f"lengths among the arguments: {_name}",
+        model(lambda s, x, n: _padded(s, x, [_number(each) for each in n]), a=linear(3, 2)),
+        lambda given=_given: (torch.randn(M, 5, 3), given(next(_parts))),
+        lambda s, x, n: torch.stack([part.square().sum() for part in s(x, n)[0].split(_OF[0])]),
+    )
+add(
+    "lengths that are an attribute of the model",
+    model(lambda s, x: _unpadded(s, x, _OF[0]), a=linear(3, 2)),
+    lambda: (torch.randn(M, 5, 3), next(_parts)),
+    lambda s, x, n: (_OF.__setitem__(0, n), rows(s(x)))[1],
+)
 
 
 def _even_or_not(s: Any, x: Tensor, n: Tensor) -> Tensor:
