@@ -284,15 +284,11 @@ def values_in(value: Any, unseen: list[type], depth: int = 4) -> Any:
     fields = _fields(value)
     if fields and depth:
         return (type(value), *zip(fields, inside(fields.values()), strict=True))
-    if type(value).__hash__ not in (None, object.__hash__):  # dates, paths, fractions, sets
-        try:
-            hash(value)
-        except TypeError:
-            pass
-        else:
-            return value
     if isinstance(value, AbstractSet):
         return (type(value), frozenset(map(repr, value)))
+    by_value: Any = getattr(type(value), "__hash__", None)
+    if by_value is not None and by_value is not object.__hash__:  # dates, paths, fractions
+        return value
     if fields or not hasattr(value, "__dict__"):
         unseen.append(type(value))
     return type(value)
