@@ -287,8 +287,8 @@ def values_in(value: Any, unseen: list[type], depth: int = 4) -> Any:
     if isinstance(value, AbstractSet):
         return (type(value), frozenset(map(repr, value)))
     by_value: Any = getattr(type(value), "__hash__", None)
-    if by_value is not None and by_value is not object.__hash__:  # dates, paths, fractions
-        return value
+    if not fields and by_value is not None and by_value is not object.__hash__:
+        return value  # a date, say
     if fields or not hasattr(value, "__dict__"):
         unseen.append(type(value))
     return type(value)
