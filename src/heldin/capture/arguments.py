@@ -25,7 +25,17 @@ from heldin.errors import HeldinError, NotObservable
 from .flat import index_of, is_flat_batch, owners_beside, owners_in
 from .ownership.planes import tensors_in
 
-__all__ = ["Arguments", "BatchDim", "Count", "Entry", "Roles", "names_of", "read", "readings"]
+__all__ = [
+    "Arguments",
+    "BatchDim",
+    "Count",
+    "Entry",
+    "Roles",
+    "names_of",
+    "read",
+    "readings",
+    "rows_of",
+]
 
 BatchDim = int | Mapping[str | int, int | Literal["owner"] | None]
 INPUTS = 8  # up to which each is left out in turn
@@ -229,14 +239,15 @@ def _flat(
     entries: list[Entry], index: Tensor | None, sure: bool, names: Sequence[str]
 ) -> tuple[list[Entry], tuple[int, bool] | None]:
     """The entries with their owners in a flat batch, if there may be one (see `Arguments.flat`)."""
-    known = [int(entry.owner.max()) for entry in entries if entry.owner is not None]
+    owners = [entry.owner for entry in entries if entry.owner is not None]
+    known = [int(owner.max()) for owner in owners if owner.numel()]
     if known:
         return entries, (max(known) + 1, True)
     if index is None:
         return entries, None
     called = [_name_of(entry.place, names) for entry in entries]
-    owners = owners_beside(index, [entry.tensor for entry in entries], called)
-    pairs = zip(entries, owners, strict=True)
+    found = owners_beside(index, [entry.tensor for entry in entries], called)
+    pairs = zip(entries, found, strict=True)
     return [replace(entry, owner=own) for entry, own in pairs], (int(index.max()) + 1, sure)
 
 
@@ -335,3 +346,15 @@ def readings(
             planes.append((-own if i in way else torch.full_like(own, -float(m))).reshape(shape))
         owned.append((entry.tensor, torch.stack(planes)))
     return owned, ways
+
+
+def rows_of(entries: Sequence[Entry]) -> dict[int, list[Tensor]]:
+    """Whose the rows of a flat batch may be, as planes, by their number."""
+    found: dict[int, list[Tensor]] = {}
+    for entry in entries:
+        if entry.owner is not None and entry.owner.numel() == entry.owner.shape[0]:
+            own = entry.owner.flatten().float()
+            known = found.setdefault(len(own), [])
+            if not any(torch.equal(each[0], own) for each in known):
+                known.append(torch.stack([own, -own]))
+    return found

@@ -124,6 +124,36 @@ def _with_edges(count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 add("graphs without edges at times", Flat, lambda: _with_edges(next(_edges)), autocast=False)
 
 
+class WithLonely(Net):
+    """A bias for what each node receives; some receive nothing."""
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor, batch: Tensor) -> Tensor:
+        sent = self.a(x)[edge_index[0]] * self.e(edge_attr)
+        received = torch.zeros(len(x), 4).index_add(0, edge_index[1], sent) + self.b.bias
+        return self.c(_pooled(received.tanh(), batch, int(batch.max()) + 1))
+
+
+def _few_edges(edges: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x, pairs, attributes, owner = graphs()
+    chosen = torch.randperm(pairs.shape[1])[:edges]
+    return x, pairs[:, chosen], attributes[chosen], owner
+
+
+for _count in (0, 7, 12):  # 12: as many as nodes
+    add(
+        f"graphs with {_count} edges, nodes that none leads to",
+        WithLonely,
+        lambda count=_count: _few_edges(count),
+        autocast=False,
+    )
+add(
+    "batches of graphs without edges",
+    OfBatch,
+    lambda: (Batch(*_few_edges(0)),),
+    autocast=False,
+)
+
+
 def changed(change: Any) -> tuple[Batch]:
     """A batch whose nodes or edges were changed after it was put together."""
     batch = Batch(*graphs())
