@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import heldin
-from tests.support.cases import Fn
+from tests.support.cases import Fn, flat
 from tests.support.promise_data import CLASS, X, Y, agree, net
 
 
@@ -90,6 +90,7 @@ def test_nodes_or_graphs_is_refused_unless_it_is_told() -> None:
     with heldin.observe(model), pytest.raises(heldin.NotObservable, match="6 rows of 'x'") as said:
         model(X, owner).sum().backward()
     assert "3 samples in one of 'x' and 'batch'" in str(said.value)
+    assert 'batch_dim={name: "owner"}' in str(said.value)
     with heldin.observe(model, batch_dim={"batch": None}) as seen:
         model(X, owner).sum().backward()
     assert seen.count == 6
@@ -102,6 +103,16 @@ def test_nodes_or_graphs_is_refused_unless_it_is_told() -> None:
             pytest.raises(heldin.NotObservable, match="'batch' holds the \"owner\" of each row"),
         ):
             model(X, wrong)
+
+
+def test_what_a_changed_batch_cannot_tell_is_refused() -> None:
+    """Without an index of nodes, the parts of a batch are known from when it was put together."""
+    batch = flat.Batch(*flat.graphs())
+    batch.edge_attr = batch.edge_attr[:-1]
+    batch.stores = [{"x": batch.x, "edge_index": batch.edge_index, "edge_attr": batch.edge_attr}]
+    with heldin.observe(flat.OfBatch()) as seen, pytest.raises(heldin.NotObservable) as said:
+        seen.call(lambda data: data.x, batch)
+    assert "'edge_attr' of the batch was changed after it was put together" in str(said.value)
 
 
 def test_the_loss_decides_what_is_counted() -> None:

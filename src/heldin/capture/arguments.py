@@ -282,8 +282,6 @@ def values_in(value: Any, unseen: list[type], depth: int = 4) -> Any:
         return value
     if isinstance(value, (torch.dtype, torch.device, torch.layout, range, slice)):
         return str(value)
-    if callable(value) or isinstance(value, (torch.Generator, ModuleType)):
-        return type(value)
     if hasattr(value, "tobytes") and hasattr(value, "dtype"):  # an array of numpy's
         size = getattr(value, "size", 0)
         raw = value.tobytes()
@@ -292,6 +290,8 @@ def values_in(value: Any, unseen: list[type], depth: int = 4) -> Any:
         return (type(value), *inside(value))
     if depth and isinstance(value, Mapping):
         return (type(value), *zip(map(str, value), inside(value.values()), strict=True))
+    if callable(value) or isinstance(value, (torch.Generator, ModuleType)):
+        return type(value)
     fields = _fields(value)
     if fields and depth:
         return (type(value), *zip(fields, inside(fields.values()), strict=True))

@@ -24,7 +24,7 @@ from .reference import Output
 __all__ = ["couples"]
 
 PROBES = 6  # elements of a tensor that are tested one by one: on which samples do they depend?
-LARGE = 1 << 22  # of a tensor with so many elements only two are tested
+LARGE = 1 << 22  # of a tensor with so many elements only two are tested, not all
 ROUNDS = 3  # of the test that all elements take at once
 # Linear in all inputs together.
 _LINEAR = {
@@ -151,7 +151,9 @@ def _is_mixed(graph: Graph, at: int, number: int, outputs: Sequence[Output]) -> 
                 owners.update(owner[touched].unique().tolist())
         if len(owners) > 1:
             return True
-    return size > few and _is_mixed_somewhere(GradientEdge(node, number), shape, given, outputs)
+    if few < size < LARGE:
+        return _is_mixed_somewhere(GradientEdge(node, number), shape, given, outputs)
+    return False
 
 
 def _is_mixed_somewhere(
