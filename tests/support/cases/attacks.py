@@ -369,3 +369,21 @@ add(
     model(lambda s, x, e: s.a(torch.cat([x, e], 1)).mean(1), a=linear(3, 2)),
     lambda: (torch.randn(M, 5, 3), torch.randn(M, 0, 3)),
 )
+
+
+def _routed(s: Any, x: Tensor) -> Tensor:
+    """Rows in the order of their experts, one product for all of these."""
+    rows = s.a(x.reshape(-1, 4))
+    expert = (rows[:, 0] > 0).long()
+    order, ends = expert.argsort(stable=True), torch.bincount(expert, minlength=2).cumsum(0)
+    out = F.grouped_mm(rows[order], s.w, offs=ends.int()).tanh()
+    return torch.zeros_like(out).index_copy(0, order, out).reshape(*x.shape[:2], 4)
+
+
+add(
+    "experts in one grouped product",
+    model(_routed, a=linear(4, 4), w=(2, 4, 4)),
+    normal(M, 3, 4),
+    autocast=False,
+    exact=False,  # single precision only
+)
