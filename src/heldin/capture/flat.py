@@ -128,12 +128,13 @@ def owners_in(batch: Any) -> Iterator[tuple[Tensor, Tensor | None]]:
         index = tensors.get(INDEX)
         if index is not None and len(index):
             index = index.detach().cpu()
-            told = dict(
-                zip(tensors, owners_beside(index, [*tensors.values()], [*tensors]), strict=True)
-            )
-            if not _is_fresh(index, tensors, slices, found, told):
-                found = told
-            found = {n: told[n] if own is None else own for n, own in found.items()}
+            named = {n: t for n, t in tensors.items() if not n.endswith(("ptr", "_batch"))}
+            beside = owners_beside(index, [*named.values()], [*named])
+            told = {n: own for n, own in zip(named, beside, strict=True) if own is not None}
+            fresh = _is_fresh(index, tensors, slices, found, told)
+            for name, own in told.items():
+                if found[name] is None or not fresh:
+                    found[name] = own
             found[INDEX] = index
         for name, tensor in tensors.items():
             if not _fits(found[name], tensor):
@@ -160,7 +161,7 @@ def _is_fresh(
     tensors: Mapping[str, Tensor],
     slices: Mapping[str, Tensor],
     cut: Mapping[str, Tensor | None],
-    told: Mapping[str, Tensor | None],
+    told: Mapping[str, Tensor],
 ) -> bool:
     """Whether parts are still where they were: as many nodes of each, in order, and the edges."""
     counts = torch.bincount(index)
@@ -169,7 +170,7 @@ def _is_fresh(
         torch.equal(s.diff()[: len(counts)].cpu(), counts) for s in starts
     )
     for name, tensor in tensors.items():
-        own, other = cut[name], told[name]
+        own, other = cut[name], told.get(name)
         if not _fits(own, tensor):
             return False
         if own is not None and other is not None and other.dim() == 2 and len(tensor) == 2:
