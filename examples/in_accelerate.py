@@ -17,6 +17,7 @@ y = (x[:, 0] + x[:, 1] + torch.randn(200) > 0).long()
 
 
 def prepared() -> Any:
+    torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 2))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.003)
     loader = DataLoader(TensorDataset(x, y), batch_size=40, shuffle=True)

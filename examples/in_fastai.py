@@ -20,6 +20,7 @@ loaders = DataLoaders(
 )
 first, second = AutoStopping(budget=3.5, verbose=True), EvidenceStopping(verbose=True)
 for callback in (first, second):  # an estimated test loss; or evidence, which needs no second model
+    torch.manual_seed(1)
     learn = Learner(
         loaders,
         nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 2)),

@@ -14,6 +14,7 @@ loader = DataLoader(TensorDataset(x, y), batch_size=40, shuffle=True)
 
 
 def network() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 2))
     return model, torch.optim.Adam(model.parameters(), lr=0.003)
 

@@ -16,6 +16,7 @@ keras = pytest.importorskip("keras")
 if keras.backend.backend() != "torch":
     pytest.skip("Keras runs on another backend", allow_module_level=True)
 
+from heldin.adapters.keras_variables import Variables
 from heldin.adapters.session import MethodWrapper
 from heldin.keras import AutoStopping
 from tests.adapters.test_keras import SINGLE, as_torch, fit, made
@@ -92,6 +93,27 @@ def test_a_shadow_takes_the_same_steps_as_a_model_without_its_rows(kind: str) ->
     for buffer, other in zip(found, moving, strict=True):
         torch.testing.assert_close(buffer, other, rtol=1e-4, atol=1e-5)
     expect_no_trace(model)
+
+
+@pytest.mark.parametrize(
+    "loss", ["mse", "MeanSquaredError", keras.losses.Huber(), "sum", "weights"]
+)
+def test_losses_of_rows_are_those_of_batches_of_one(loss: Any) -> None:
+    """Targets (rows,) beside outputs (rows, 1), and a penalty that each batch has whole."""
+    x, y = (a.float() for a in plain.data())
+    model = keras.Sequential(
+        [keras.layers.Input((plain.INPUTS,)), keras.layers.Dense(1, kernel_regularizer="l2")]
+    )
+    chosen = keras.losses.MeanSquaredError(reduction="sum") if loss == "sum" else loss
+    model.compile("sgd", "mse" if loss == "weights" else chosen)
+    view = Variables(model)
+    view.eval()
+    assert view.has_row_losses == (loss != "sum")
+    if loss == "weights":
+        assert view.row_losses(view, (x, y, torch.ones(len(x)))).dim() == 0
+    elif view.has_row_losses:
+        alone = [view.loss(view, (a[None], b[None])) for a, b in zip(x, y, strict=True)]
+        torch.testing.assert_close(view.row_losses(view, (x, y)), torch.stack(alone))
 
 
 def test_loaders_of_pytorch() -> None:

@@ -112,7 +112,7 @@ def test_refusals() -> None:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = torch.ones(4, 2), torch.ones(4, 1)
-    with pytest.raises(heldin.HeldinError, match="expected 'auto', 'folds'"):
+    with pytest.raises(heldin.HeldinError, match="name of a rule, 'auto', 'folds'"):
         heldin.stopping("best", model, optimizer, F.mse_loss, data)  # type: ignore[arg-type]
     with pytest.raises(heldin.HeldinError, match="no parameter that requires"):
         heldin.stopping("auto", nn.ReLU(), optimizer, F.mse_loss, data)

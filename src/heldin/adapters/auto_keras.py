@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any, Literal
 
@@ -13,8 +12,6 @@ import keras
 import numpy as np
 import torch
 from keras.src.saving.keras_saveable import KerasSaveable
-from keras.src.trainers.data_adapters.data_adapter_utils import unpack_x_y_sample_weight
-from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from heldin.errors import HeldinError
@@ -24,6 +21,7 @@ from heldin.rules.estimated.shadows import PATIENCE
 
 from .bridge import Bridge
 from .estimating import EstimatingSession, own_loader, warn_of_seen_rows
+from .keras_variables import Variables
 from .session import Guard, MethodWrapper
 from .settings import spelled_out
 
@@ -172,6 +170,7 @@ class AutoStopping(keras.callbacks.Callback):
             self._bridge,
             view.loss,
             in_rows(loader, getattr(self._data, "_num_samples", None)),
+            eval_loss=view.row_losses if view.has_row_losses else None,
             engine="swap",  # variables are looked up in the model itself
             resumed=trained and self._epoch > 0,
         )
@@ -241,54 +240,6 @@ class AutoStopping(keras.callbacks.Callback):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there in the next fit."""
         self._run.load_state_dict(state)
-
-
-class Variables(nn.Module):
-    """The variables of a Keras model by number, in which those of a shadow can be put."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        vars(self)["_keras"] = model  # no part of it, or its own modules would be, too
-        trained = {id(v) for v in model.trainable_variables}
-        self._places: list[tuple[Any, dict[str, Any], str]] = []
-        for number, variable in enumerate(model.variables):
-            if id(variable) in trained:
-                self.register_parameter(f"v{number}", variable._value)
-                self._places.append((variable, self._parameters, f"v{number}"))
-            else:
-                self.register_buffer(f"v{number}", variable._value.detach())
-                self._places.append((variable, self._buffers, f"v{number}"))
-
-    @property
-    def trained(self) -> list[Any]:
-        """The Keras variables that are parameters here."""
-        return [v for v, table, _ in self._places if table is self._parameters]
-
-    def loss(self, view: nn.Module, batch: Any) -> Tensor:
-        """That of `train_step`, with the variables that are in place now."""
-        model = vars(self)["_keras"]
-        x, y, weight = unpack_x_y_sample_weight(batch)
-        training = view.training
-        with self._bound(training):
-            outputs = model(x, training=training) if model._call_has_training_arg else model(x)
-            loss: Tensor = model._compute_loss(
-                x=x, y=y, y_pred=outputs, sample_weight=weight, training=training
-            )
-        return loss
-
-    @contextmanager
-    def _bound(self, training: bool) -> Iterator[None]:
-        model = vars(self)["_keras"]
-        before, mode = [v._value for v, _, _ in self._places], model.training
-        try:
-            for variable, table, name in self._places:
-                variable._value = table[name]
-            model.train(training)
-            yield
-        finally:
-            for (variable, _, _), value in zip(self._places, before, strict=True):
-                variable._value = value
-            model.train(mode)
 
 
 def bridge_to(optimizer: Any, view: Variables) -> Bridge:

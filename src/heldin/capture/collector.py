@@ -134,6 +134,7 @@ class Collector:
         self.pause()
         self.calls.close()
         self._model, self._spare = None, {}
+        self._leftovers = self._earlier = self._unfinished = Leftovers()
         self._names.forget()
 
     def clear(self, redraw: bool = True) -> None:

@@ -238,6 +238,8 @@ def advice_on_estimates(history: EstimateHistory, should_stop: bool) -> list[Adv
     """
     trust = docs("when-to-trust.html")
     found: list[Advice] = []
+    if history.last().step == 0:
+        return [("No step was taken yet: call step() after each optimizer.step().", "")]
     best = next(r for r in history if r.step == history.best_step)
     later = sum(r.step > best.step for r in history)
     if best.step == 0 and len(history) > 1:
@@ -275,7 +277,7 @@ def advice_on_estimates(history: EstimateHistory, should_stop: bool) -> list[Adv
             )
         )
     if len(history) < CHECKS:
-        found.append((f"There were {len(history)} checks only, so that the curve is coarse.", ""))
+        found.append((f"There were only {len(history)} checks, so that the curve is coarse.", ""))
     found.append(
         (
             "Rows that belong together (a patient, a document) have to be given as groups=, or the "

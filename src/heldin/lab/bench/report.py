@@ -141,7 +141,7 @@ def write_report(
         f"A whole training step (forward, backward, evidence, SGD) as a multiple of the same step "
         f"without heldin; medians of interleaved repetitions, over {processes} processes. "
         f"{where['date']}, "
-        f"{where['processor']}, {where['threads']} threads, torch {where['torch']}.\n\n"
+        f"{where['processor']}, threads: {where['threads']}, torch {where['torch']}.\n\n"
     )
     parts = {
         "cost": head + table(results),

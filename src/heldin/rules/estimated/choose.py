@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, Literal
 
 import torch
@@ -153,9 +155,7 @@ def stopping(
     >>> chosen.reason_chosen
     '50 rows and 4 parameters: five folds, for about 2.6 times the time of a run (budget 6); ...'
     """
-    if rule != "auto" and rule not in ESTIMATED_RULES:
-        known = ", ".join(map(repr, ESTIMATED_RULES))
-        raise HeldinError(f"heldin.stopping: expected 'auto', {known}, got {rule!r}")
+    _check_arguments(rule, model, optimizer, data, budget, memory, options)
     reason, chosen = f"asked for {rule!r}", str(rule)
     if batch_loss is not None:
         if rule == "leave-one-out":
@@ -186,6 +186,47 @@ def stopping(
     made = ESTIMATED_RULES[chosen](model, optimizer, loss_fn, data, **options)
     made.reason_chosen = reason
     return made
+
+
+def _check_arguments(
+    rule: Any,
+    model: Any,
+    optimizer: Any,
+    data: Any,
+    budget: Any,
+    memory: Any,
+    options: Mapping[str, Any],
+) -> None:
+    """What is easily mixed up, forgotten or misspelt."""
+    known = ", ".join(map(repr, ESTIMATED_RULES))
+    if not isinstance(rule, str) or rule not in ("auto", *ESTIMATED_RULES):
+        got = repr(rule) if isinstance(rule, str) else f"a {type(rule).__name__}"
+        raise HeldinError(
+            f"heldin.stopping: the first argument is the name of a rule, 'auto', {known}; got {got}"
+        )
+    for name, value, kind in (("model", model, nn.Module), ("optimizer", optimizer, Optimizer)):
+        inner = getattr(value, "optimizer", None) if kind is Optimizer else None
+        if not isinstance(value, kind) and not isinstance(inner, kind):
+            raise HeldinError(
+                f"heldin.stopping: {name} must be a torch {kind.__name__}, got a "
+                f"{type(value).__name__}; the order is stopping(rule, model, optimizer, loss_fn, "
+                "data)"
+            )
+    if data is None:
+        raise HeldinError(
+            "heldin.stopping: data is missing: the tensors (x, y), the Dataset or the DataLoader "
+            "that the model is trained on"
+        )
+    for name, number in (("budget", budget), ("memory", memory)):
+        if isinstance(number, bool) or not isinstance(number, (int, float)) or not number > 0:
+            raise HeldinError(f"heldin.stopping: {name} must be a number above 0, got {number!r}")
+    allowed: set[str] = set()
+    for each in ESTIMATED_RULES.values() if rule == "auto" else (ESTIMATED_RULES[rule],):
+        allowed |= inspect.signature(each).parameters.keys()
+    for name in options.keys() - allowed:
+        near = get_close_matches(name, [*allowed, "budget", "memory"], 1)
+        hint = f"; did you mean {near[0]!r}?" if near else f"; known are {sorted(allowed)}"
+        raise HeldinError(f"heldin.stopping: unknown argument {name!r}{hint}")
 
 
 def _case(model: nn.Module, optimizer: Optimizer, data: Any, engine: str) -> _Case:

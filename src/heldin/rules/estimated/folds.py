@@ -213,6 +213,8 @@ class FoldStopping(ShadowModels):
             raise HeldinError(
                 f"FoldStopping: {shadows} shadows for {self._folds} folds; use at most as many"
             )
+        if shadows < self._folds:  # what is known of the band is known of all folds
+            self.history.rule = f"{shadows} of {self._folds} folds"
         return only_first(labels, shadows)
 
     def _own_settings(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from heldin.errors import HeldinError
+from heldin.errors import HeldinError, HeldinWarning, more
 
-__all__ = ["WAY_OUT", "RowMatcher", "Rows"]
+__all__ = ["WAY_OUT", "RowMatcher", "Rows", "rows_with_copies", "warn_of_copies"]
 
 WAY_OUT = (
     "take the minibatches from stopping.batches(...), or pass their row numbers: "
@@ -45,6 +46,10 @@ class Rows:
                 "Dataset, or a DataLoader over one"
             )
         tensors: Sequence[Any]
+        if isinstance(source, (tuple, list)) and any(
+            hasattr(part, "__array__") and not isinstance(part, Tensor) for part in source
+        ):
+            raise HeldinError("data: expected tensors, got arrays; use torch.as_tensor for each")
         if isinstance(source, TensorDataset):
             tensors = source.tensors
         elif isinstance(source, (tuple, list)) and all(isinstance(t, Tensor) for t in source):
@@ -146,6 +151,64 @@ def _words(tensor: Tensor) -> Tensor:
     return flat.view(_WORDS[flat.element_size()])
 
 
+def _hashes(words: Tensor) -> tuple[Tensor, Tensor]:
+    """(n,) a random linear form of each row, over the integers mod 2^64, and its factors."""
+    generator = torch.Generator().manual_seed(0)
+    limits = torch.iinfo(torch.int64)
+    form = torch.randint(
+        limits.min, limits.max, (words.shape[1],), generator=generator, dtype=torch.int64
+    ).to(words.device)
+    return (words * form).sum(1), form
+
+
+MANY_COPIES = 0.05  # share of the rows that may have one without a warning
+COLUMNS = 64  # of the inputs, in which different values are counted
+
+
+def rows_with_copies(rows: Rows) -> int:
+    """How many rows have a copy, targets included, that is hardly another observation.
+
+    Rows of a few categories are equal by chance, and are not counted. A column with many different
+    values (a fifth of the rows, and at least 20) makes that unlikely.
+
+    >>> x, y = torch.arange(100.0).reshape(50, 2), torch.zeros(50)
+    >>> rows_with_copies(Rows((x,), y)), rows_with_copies(Rows((x.repeat(2, 1),), y.repeat(2)))
+    (0, 100)
+    >>> few = torch.randint(3, (50, 2), generator=torch.Generator().manual_seed(0))
+    >>> rows_with_copies(Rows((few,), y))
+    0
+    """
+    words = torch.cat([_words(x).long() for x in (*rows.inputs, rows.targets)], dim=1)
+    _, member, counts = _hashes(words)[0].unique(return_inverse=True, return_counts=True)
+    found = int((counts[member] > 1).sum())
+    if not found:
+        return 0
+    some = words[:, :: max(1, words.shape[1] // COLUMNS)].T
+    different = max(len(column.unique()) for column in some)
+    return found if different >= max(20, len(words) / 5) else 0
+
+
+def warn_of_copies(owner: str, data: Any) -> None:
+    """Say so if many rows lie in tensors twice: shadows must not be tested on what they saw."""
+    source = data.dataset if isinstance(data, DataLoader) else data
+    tensors = source.tensors if isinstance(source, TensorDataset) else source
+    if not isinstance(tensors, (tuple, list)) or len(tensors) < 2:
+        return
+    if not all(isinstance(t, Tensor) and not t.is_sparse for t in tensors):
+        return
+    rows = Rows(tuple(tensors[:-1]), tensors[-1])
+    found = rows_with_copies(rows)
+    if found > MANY_COPIES * len(rows):
+        warnings.warn(
+            f"{owner}: {found} of the {len(rows)} rows of data have an exact copy. If both are one "
+            "observation (a class that was drawn again, tables put together), shadows are tested "
+            "on rows that they were trained on, and the estimate is too low: leave the copies out, "
+            "or give groups=, the same number for all copies of a row " + more("copies-of-rows"),
+            HeldinWarning,
+            stacklevel=4,
+        )
+
+
 class RowMatcher:
     """Finds the row numbers of a minibatch by its inputs, bit for bit.
 
@@ -177,13 +240,8 @@ class _Table:
     def __init__(self, rows: Rows, kinds: Sequence[torch.dtype]) -> None:
         pairs = zip(rows.inputs, kinds, strict=True)
         self.words = torch.cat([_words(x.to(kind)).long() for x, kind in pairs], dim=1)
-        n, width = self.words.shape
-        generator = torch.Generator().manual_seed(0)
-        limits = torch.iinfo(torch.int64)
-        self.form = torch.randint(
-            limits.min, limits.max, (width,), generator=generator, dtype=torch.int64
-        ).to(self.words.device)
-        hashes = (self.words * self.form).sum(1)
+        n = len(self.words)
+        hashes, self.form = _hashes(self.words)
         self.sorted, self.order = hashes.sort(stable=True)
         first = torch.searchsorted(self.sorted, hashes)
         self.copies = torch.searchsorted(self.sorted, hashes, right=True) - first
@@ -212,7 +270,8 @@ class _Table:
             raise HeldinError(
                 f"{len(missing)} of the {len(words)} rows that the model was called with are not "
                 f"rows of data (row {int(missing[0])} of the minibatch is the first). Were they "
-                f"augmented or scaled after data was given? Then {WAY_OUT}"
+                f"augmented or scaled after data was given? Then {WAY_OUT}. Was the model called "
+                "to evaluate other rows? Then do that under torch.no_grad()"
             )
         if not self.any_copies:
             return found

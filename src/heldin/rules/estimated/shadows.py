@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from zlib import crc32
 
@@ -19,6 +19,7 @@ from .base import PathStopping
 from .curves import Patience
 from .engines import Engine
 from .losses import LossFunction
+from .rows import warn_of_copies
 from .separate import BatchLoss, Clip, SeparateShadows
 from .source import Source
 from .stack import hyperparameters
@@ -96,6 +97,8 @@ class ShadowModels(PathStopping):
             assert loss_fn is not None
             rows = TensorData(name, model, loss_fn, data, sample_weight, self._device)
             self._count = len(rows)
+        if groups is None:
+            warn_of_copies(name, data)
         self._groups = numbered(name, "groups", groups, self._count)
         self._label = self._labels().to("cpu" if general else self._device)
         if general:
@@ -370,8 +373,11 @@ def numbered(name: str, argument: str, values: Any, n: int) -> Tensor | None:
     """(n,) whole numbers in place of names of whatever kind."""
     if values is None:
         return None
-    given = values.tolist() if hasattr(values, "tolist") else list(values)
-    if len(given) != n:
-        raise HeldinError(f"{name}: {argument} must name one for each of the {n} rows")
+    given = values.tolist() if hasattr(values, "tolist") else values
+    if isinstance(given, str) or not isinstance(given, Iterable) or len(given := [*given]) != n:
+        raise HeldinError(
+            f"{name}: {argument} must be a list or tensor that names one for each of the {n} rows, "
+            f"got {type(values).__name__}"
+        )
     numbers: dict[Any, int] = {}
     return torch.tensor([numbers.setdefault(value, len(numbers)) for value in given])
