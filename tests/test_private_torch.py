@@ -217,3 +217,11 @@ def test_disable_torch_function() -> None:
 def test_batch_norm() -> None:
     assert isinstance(nn.BatchNorm1d(2), private.BatchNorm)
     assert isinstance(nn.SyncBatchNorm(2), private.BatchNorm)
+
+
+def test_norms() -> None:
+    parts = torch.tensor([1.0, -2.0, 3.0, float("nan")]).split([2, 1, 1])
+    assert [float(each) for each in private.norms(parts, 1)[:2]] == [3.0, 3.0]
+    largest = private.norms(parts, float("inf"))
+    assert float(largest[0]) == 2.0
+    assert bool(largest[2].isnan())

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch import _foreach_norm as norms
 from torch._C import DisableTorchFunction as DisableTorchFunction
 from torch._C import _current_graph_task_id as graph_task_id
 from torch._C import _get_tracing_state as tracing_state
@@ -40,6 +41,7 @@ __all__ = [
     "is_batched_by_vmap",
     "is_called_by_ddp",
     "is_wrapped_by_transform",
+    "norms",
     "outputs_of",
     "own_parameters",
     "pop_mode",

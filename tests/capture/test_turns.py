@@ -11,7 +11,7 @@ from torch import nn
 
 import heldin
 from heldin.capture.sampling import TENSORS, Sampler
-from heldin.lab.bench.counts import count_steps
+from heldin.lab.bench.counts import count_steps, counted
 from heldin.lab.bench.workloads import encoder, mlp
 
 DEPTH = 20  # layers: twice as many parameters
@@ -93,6 +93,32 @@ def test_what_is_looked_at_is_what_all_would_give() -> None:
                 assert value == pytest.approx(exact.evidence.groups[name], rel=1e-4), name
 
 
+def test_the_criterion_is_the_mean_over_the_turn() -> None:
+    """Values of other batches are shown, and do not count beside those of this one."""
+    torch.manual_seed(0)
+    model = deep()
+    with heldin.EvidenceStopping(model) as rule:
+        for _ in range(4):
+            model(torch.randn(12, 6)).square().sum().backward()
+            turn = rule._collector.turn() or {name for name, _ in model.named_parameters()}
+            rule.step()
+            values = [rule.evidence.groups[name] for name in turn]
+            assert rule.evidence.criterion == pytest.approx(sum(values) / len(values))
+            assert len(rule.evidence.groups) == 2 * DEPTH
+
+
+def test_groups_of_several_parameters_are_whole() -> None:
+    torch.manual_seed(0)
+    model = deep()
+    with heldin.EvidenceStopping(model, groups=lambda name: name.split(".")[1]) as rule:
+        for _ in range(4):
+            model(torch.randn(12, 6)).square().sum().backward()
+            rule.step()
+            values = rule.evidence.groups
+            assert set(values) == {"weight", "bias"}
+            assert rule.evidence.criterion == pytest.approx(sum(values.values()) / 2)
+
+
 def test_resumed_in_the_middle_of_a_turn() -> None:
     whole, resumed = run(12, stop=5)
     assert whole.history.columns() == resumed.history.columns()
@@ -125,6 +151,28 @@ def test_a_check_waits_for_the_device_once(make: Any) -> None:
     assert max(each.waits for each in found["plain"]) == 0
     assert max(each.waits for each in found["heldin sampled"]) == 1
     assert max(each.waits for each in found["heldin exact"]) <= 2
+
+
+def test_a_step_of_a_window_waits_for_the_device_once() -> None:
+    """It is left out if it holds an inf or nan, so that has to be known."""
+    model, x, _ = mlp((6, 5, 4), 8)
+    waits = []
+    with heldin.EvidenceStopping(model, window=3) as rule:
+        for _ in range(12):
+            model(x).square().sum().backward()
+            with counted() as found:
+                rule.step()
+            waits.append(found.waits)
+            model.zero_grad()
+    assert waits[6:] == [1, 1, 2, 1, 1, 2]
+
+
+def test_the_outlook_waits_once_more() -> None:
+    """At few checks, the 64th is the first, it is asked whether gradients have vanished."""
+    found = count_steps(["heldin sampled"], lambda: mlp((6, 5, 4), 8), steps=64)
+    waits = [each.waits for each in found["heldin sampled"]]
+    assert sorted(set(waits)) == [1, 2]
+    assert waits.count(2) == 1
 
 
 def test_operations_do_not_grow_with_depth() -> None:

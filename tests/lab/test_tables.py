@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,21 @@ pytest.importorskip("sklearn")
 import numpy as np
 
 from heldin.cli.main import main
+from heldin.lab import tables as lab
 from heldin.lab.study.data import tables
-from heldin.lab.tables import METHODS, SETTINGS, SmallProblem, compare, compared, covered, problems
-from heldin.lab.tables.rivals import Method
+from heldin.lab.tables import (
+    METHODS,
+    SETTINGS,
+    SmallProblem,
+    against,
+    compare,
+    compared,
+    covered,
+    problems,
+    write_comparison,
+)
+from heldin.lab.tables.rivals import Method, fitted
+from heldin.tables import committee
 
 
 def row(table: str, method: str, loss: float, **more: Any) -> dict[str, Any]:
@@ -75,6 +88,7 @@ def test_ratios_ranks_and_wins() -> None:
         row("b", "one", 0.5),
         row("b", "two", 1.1),
         row("c", "one", 0.1),  # two has no result there
+        *({"table": "d", "n": 50, "seed": 0, "method": m, "error": "no"} for m in ("one", "two")),
     ]
     one, two = compared(rows, ["one", "two"])
     assert one["problems"] == 2
@@ -86,6 +100,21 @@ def test_ratios_ranks_and_wins() -> None:
     assert two["worst_of_constant"] == pytest.approx(1.1)
     to_one = compared(rows, ["one", "two"], best_of=["one"])[1]
     assert to_one["ratio"] == pytest.approx((0.5 * 2.2) ** 0.5)
+
+
+def test_heldin_beside_the_best_of_its_rivals(tmp_path: Path) -> None:
+    rows = [
+        row("a", "heldin", 0.5),
+        row("a", "one", 0.25),
+        row("a", "two", 0.4),
+        row("b", "heldin", 0.5),
+        row("b", "one", 1.0),
+        row("b", "two", 0.8),
+    ]
+    text = write_comparison(rows, ["heldin", "one", "two"], tmp_path, rivals=["one", "two"])
+    ratio = (2 * 0.5 / 0.8) ** 0.5
+    assert f"heldin: {ratio:.3f} [" in text
+    assert f"({ratio:.3f} at n = 50); better than all of them in 1 of 2 problems." in text
 
 
 def test_coverage_counts_the_error_of_the_test_as_well() -> None:
@@ -119,4 +148,71 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["bench", "tables", "--out", str(out), *wrong]) == 2
         assert said in capsys.readouterr().err
     assert main(["study", "tables", "--n", "100000"]) == 2
-    assert "default" in SETTINGS
+    capsys.readouterr()
+    assert main(["bench", "tables", "--table", "--methods", "constant", "--out", str(out)]) == 0
+    assert "2 problems" in capsys.readouterr().out
+    assert (out / "results.jsonl").read_text().splitlines() == lines  # nothing was fitted
+
+
+# -- settings
+
+
+def test_a_setting_beside_the_default() -> None:
+    rows = [
+        row("a", "default", 1.0, classes=2),
+        row("a", "new", 0.5, classes=2),
+        row("b", "default", 1.0, classes=0),
+        row("b", "new", 0.8, classes=0),
+        row("c", "default", 1.0, classes=0),  # new has no result there
+    ]
+    found = against(rows, "new")
+    assert found["problems"] == 2
+    assert found["ratio"] == pytest.approx(0.4**0.5)
+    assert (found["better"], found["worst"]) == (1.0, pytest.approx(0.8))
+    assert found["parts"] == {
+        50: pytest.approx(0.4**0.5),
+        "classes": pytest.approx(0.5),
+        "numbers": pytest.approx(0.8),
+    }
+    assert against(rows, "default")["ratio"] == 1
+    assert against(rows, "unknown") == {"problems": 0}
+
+
+def test_constants_are_others_in_a_fit_and_the_same_after_it() -> None:
+    before, seen = committee.PATIENCE, []
+
+    def make(classes: bool, seed: int) -> Any:
+        seen.append(committee.PATIENCE)
+        raise RuntimeError("no")
+
+    problem = SmallProblem.cut(tables(None)[0], 30, 0)
+    method = Method(make, "network", constants={"heldin.tables.committee.PATIENCE": 7})
+    with pytest.raises(RuntimeError, match="no"):
+        fitted(method, problem)
+    assert (seen, committee.PATIENCE) == ([7], before)
+    for setting in SETTINGS.values():  # constants that are gone would not be noticed
+        for name in setting.constants:
+            where, _, what = name.rpartition(".")
+            assert hasattr(importlib.import_module(where), what)
+
+
+def test_study_of_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick = {"default": METHODS["constant"], "linear": METHODS["linear CV"], "x": METHODS["TabM"]}
+    monkeypatch.setattr(lab, "SETTINGS", quick)
+    start = ["study", "tables", "--out", str(tmp_path), "--n", "60"]
+    assert main([*start, "--settings", "linear"]) == 0
+    told = capsys.readouterr()
+    assert "2 settings, the default among them, on 2 tables." in told.out
+    assert (
+        "| default | 2 | 1.000 [1.00, 1.00] | 1.000 | 1.00 | 0% | 1.000 | 1.000 | 1.000 |"
+        in told.out
+    )
+    assert "sk_digits, n = 60, seed 1000: linear" in told.err
+    assert main([*start, "--settings", "linear"]) == 0
+    assert capsys.readouterr().err == ""  # all is there
+    assert main([*start, "--settings", "magic"]) == 2
+    assert "'magic' is unknown; there are default, linear, x" in capsys.readouterr().err
+    assert main([*start, "--list"]) == 0
+    assert capsys.readouterr().out.splitlines() == list(quick)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 import heldin
 from heldin.rules.estimated.losses import RowLoss
 from heldin.tables.assess import assess, prediction_losses
-from heldin.tables.committee import Committee, Folds, drawn_folds
+from heldin.tables.committee import Committee, Folds, drawn_folds, train_committee
 from heldin.tables.mlp import build_network, constant_outputs, predictions, start_at
 
 pytest.importorskip("sklearn")
@@ -208,23 +209,94 @@ def test_all_networks_predict() -> None:
     assert model.coefs_[0] is model.members_[-1][0][0]
     scaled = np.clip((X - X.mean(0)) / X.std(0), -4, 4)
 
-    def outputs(layers: Any) -> Any:
+    def outputs(layers: Any, units: Any) -> Any:
         (first, one), (second, two) = layers
-        return np.maximum(scaled @ first + one, 0) @ second + two
+        return units(scaled @ first + one) @ second + two
 
-    shares = np.mean([expit(outputs(layers)) for layers in model.members_], axis=0)
+    def relu(values: Any) -> Any:
+        return np.maximum(values, 0)
+
+    assert model.activation_ == "tanh"
+    shares = np.mean([expit(outputs(layers, np.tanh)) for layers in model.members_], axis=0)
     np.testing.assert_allclose(model.predict_proba(X)[:, 1:], shares, rtol=1e-9)
     assert not np.allclose(model.members_[0][0][0], model.members_[1][0][0])
     again = pickle.loads(pickle.dumps(model))
     np.testing.assert_array_equal(again.predict_proba(X), model.predict_proba(X))
     line = MLPRegressor((6,), **QUICK).fit(X, numbers)
-    mean = np.mean([outputs(layers)[:, 0] for layers in line.members_], axis=0)
+    assert line.activation_ == "relu"
+    mean = np.mean([outputs(layers, relu)[:, 0] for layers in line.members_], axis=0)
     np.testing.assert_allclose(line.predict(X), mean, rtol=1e-9)
-    assert line.loss_ == pytest.approx(np.mean((mean - numbers) ** 2))
+    assert line.loss_ == pytest.approx(np.mean((mean - numbers) ** 2), rel=1e-4)
     assert len(MLPClassifier((6,), committee=11, **QUICK).fit(X, labels).members_) == 11
     alone = MLPClassifier((6,), committee=1, **QUICK).fit(X, labels)
     assert len(alone.members_) == 1
     assert alone.stopping_rule_ == "folds"
+
+
+@pytest.mark.parametrize(
+    ("rows", "committee", "members", "missed"),
+    [(100, "auto", 11, 10), (101, "auto", 6, 21), (100, 3, 3, 50), (100, 6, 6, 20), (60, 1, 1, 6)],
+)
+def test_every_row_is_new_to_a_network(
+    rows: int, committee: Any, members: int, missed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to a hundred rows a tenth of them is missed, or as few as the number asked for allows."""
+    X, _, numbers = signal(rows)
+    drawn = []
+
+    def spy(trainer: Any, starts: Any, folds: Any, **options: Any) -> Any:
+        drawn.append(folds)
+        return train_committee(trainer, starts, folds, **options)
+
+    monkeypatch.setattr("heldin.sklearn.base.train_committee", spy)
+    model = MLPRegressor((4,), committee=committee, **QUICK).fit(X, numbers)
+    assert len(model.members_) == members
+    assert np.isfinite(model.oof_predictions_).all()
+    assert int((~drawn[0].sees).sum(1).max()) == missed
+
+
+def test_units_are_bounded_for_few_rows_of_classes() -> None:
+    X, labels, numbers = signal(301)
+    options = {**QUICK, "max_iter": 2, "learning_rate_init": 1e-3}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        few = MLPClassifier((4,), **options).fit(X[:300], labels[:300])
+        many = MLPClassifier((4,), **options).fit(X, labels)
+        asked = MLPClassifier((4,), activation="logistic", **options).fit(X, labels)
+        line = MLPRegressor((4,), **options).fit(X[:100], numbers[:100])
+        parts = MLPClassifier((4,), **options).partial_fit(X[:50], labels[:50], classes=[0, 1])
+    found = [model.activation_ for model in (few, many, asked, line, parts)]
+    assert found == ["tanh", "relu", "logistic", "relu", "relu"]
+
+
+def test_a_hundred_thousand_rows() -> None:
+    """Checks look at some of the rows, and every row still has its prediction out of fold."""
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(100_000, 4)).astype(np.float32)
+    y = X[:, 0] + rng.normal(size=100_000) > 0
+    options = {"max_iter": 2, "batch_size": 5000, "random_state": 0}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = MLPClassifier((4,), learning_rate_init=0.05, **options).fit(X, y)
+    assert model.oof_predictions_.shape == (100_000, 2)
+    value, low, high = model.estimates_["accuracy"]
+    assert 0.7 < low < value < high < 0.8
+    assert high - low < 0.02
+
+
+def test_standardised_inputs_are_trained_in_single_precision() -> None:
+    """What is kept, and what is predicted, has the precision of the inputs."""
+    X, labels, numbers = signal()
+    model = MLPRegressor((6,), **QUICK).fit(X, 1e8 + numbers)
+    assert {part.dtype for layers in model.members_ for layer in layers for part in layer} == {
+        np.dtype(np.float64)
+    }
+    first = model.members_[0][0][0]
+    np.testing.assert_array_equal(first, first.astype(np.float32))
+    plain = MLPRegressor((6,), **QUICK).fit(X, numbers)
+    np.testing.assert_allclose(model.predict(X) - 1e8, plain.predict(X), atol=0.05)
+    raw = MLPClassifier((6,), standardize=False, **QUICK).fit(X, labels).coefs_[0]
+    assert (raw != raw.astype(np.float32)).any()
 
 
 def test_warm_start_goes_on_with_every_member() -> None:

@@ -219,3 +219,40 @@ def test_all_fitted_attributes_are_documented(kind: Any) -> None:
     public = [name for name in vars(model) if name.endswith("_") and not name.startswith("_")]
     assert len(public) > 15
     assert [name for name in public if not re.search(rf"\b{name}\b", documented)] == []
+
+
+def test_a_frame_may_have_any_of_pandas_types() -> None:
+    pandas = pytest.importorskip("pandas")
+    rng = np.random.default_rng(0)
+    n = 80
+    frame = pandas.DataFrame(
+        {
+            "age": pandas.array(rng.integers(20, 80, n), dtype="Int64"),
+            "deck": pandas.array(rng.choice(["A", "B"], n), dtype="string"),
+            "paid": pandas.array(rng.random(n) < 0.5, dtype="boolean"),
+            "class": pandas.Categorical(rng.choice([1, 2, 3], n)),
+            "mixed": rng.choice(np.array([1, "two", None], object), n),
+        }
+    )
+    y = ((frame["deck"] == "A") & (frame["class"] != 3)).to_numpy(bool)
+    for column in ("age", "deck", "paid", "class"):
+        frame.loc[frame.index[::9], column] = None
+    model = MLPClassifier((8,), **{**QUICK, "max_iter": 200}).fit(frame, y)
+    assert model.score(frame, y) > 0.8
+    before = model.predict_proba(frame.iloc[1:4])
+    # a file that is read again has other types, and the same values
+    same = frame.astype({"deck": object, "class": float, "paid": object}).iloc[1:4]
+    np.testing.assert_array_equal(model.predict_proba(same), before)
+
+
+def test_wrong_frames_and_labels_are_named() -> None:
+    pandas = pytest.importorskip("pandas")
+    frame, y = table()
+    twice = pandas.concat([frame, frame[["city"]]], axis=1)
+    with pytest.raises(Exception, match="unique column names"):  # scikit-learn's own words
+        MLPClassifier((4,), **QUICK).fit(twice, y)
+    labels = pandas.Series(np.where(y, "yes", "no"), dtype=object)
+    labels[3] = None
+    for wrong in (labels, labels.astype("string")):
+        with pytest.raises(heldin.HeldinError, match=r"no label in 1 rows \(the first is row 3\)"):
+            MLPClassifier((4,), **QUICK).fit(frame, wrong)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,11 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
-__all__ = ["Moments", "as_real", "ratio_sums", "smallest_square", "snr", "upcast"]
+from heldin._private_torch import norms
 
-SMALL = 1 << 13  # coordinates up to which tensors are put together, padded to one size
+__all__ = ["Moments", "as_real", "ratio_sums", "smallest_square", "snr", "upcast", "which_finite"]
+
+SMALL = 1 << 13  # coordinates up to which tensors are put one after the other
 # coordinates of a large tensor that are worked on at a time: so many stay in a processor's cache
 PIECE, LARGE_PIECE = 1 << 17, 1 << 22
 
@@ -65,50 +67,46 @@ def ratio_sums(
     >>> ratio_sums([(torch.tensor([2.0, 0.0]), torch.tensor([4.0, 0.0]))], 2)
     tensor([[1., 1., 4.]])
     """
-    if len(pairs) > 1:
-        small: dict[Any, list[int]] = {}
-        for i, (total, _) in enumerate(pairs):
-            if total.numel() <= SMALL:
-                small.setdefault((total.dtype, total.device), []).append(i)
-        if any(len(members) > 1 for members in small.values()):
-            return _together(pairs, list(small.values()), count, symmetric)
-    return torch.stack([_of_one(*pair, count, symmetric) for pair in pairs])
-
-
-def _together(
-    pairs: Sequence[tuple[Tensor, Tensor]], groups: list[list[int]], count: int, symmetric: bool
-) -> Tensor:
-    """Small tensors as the rows of one matrix: a handful of operations for all of them."""
-    rows: list[Tensor | None] = [None] * len(pairs)
-    for members in groups:
-        if len(members) == len(pairs):
-            return _sums_of_rows(*_padded([pairs[i] for i in members]), count, symmetric)
-        found = _sums_of_rows(*_padded([pairs[i] for i in members]), count, symmetric).unbind()
-        for i, row in zip(members, found, strict=True):
-            rows[i] = row
-    each = [
-        _of_one(*pair, count, symmetric) if row is None else row
-        for pair, row in zip(pairs, rows, strict=True)
+    groups: dict[Any, list[int]] = {}  # small tensors of a kind, each of the others by itself
+    for i, (total, _) in enumerate(pairs):
+        small = total.numel() <= SMALL
+        groups.setdefault((total.dtype, total.device) if small else i, []).append(i)
+    tables = [
+        _of_large(*pairs[members[0]], count, symmetric)
+        if isinstance(key, int)
+        else _of_small([pairs[i] for i in members], count, symmetric)
+        for key, members in groups.items()
     ]
-    wanted = torch.float64 if any(row.dtype is torch.float64 for row in each) else each[0].dtype
-    return torch.stack([row.to(each[0].device, wanted) for row in each])
+    if len(tables) == 1:
+        return tables[0]
+    wanted = torch.float64 if any(t.dtype is torch.float64 for t in tables) else tables[0].dtype
+    joined = torch.cat([table.to(tables[0].device, wanted) for table in tables])
+    order = [i for members in groups.values() for i in members]
+    rows = joined.unbind()
+    return torch.stack([rows[at] for at in sorted(range(len(order)), key=order.__getitem__)])
 
 
-def _padded(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Totals and squares as rows, filled up with zeros, which count as dead coordinates."""
-    totals = pad_sequence([total.reshape(-1) for total, _ in pairs], batch_first=True)
-    return totals, pad_sequence([squares.reshape(-1) for _, squares in pairs], batch_first=True)
+def _of_small(pairs: Sequence[tuple[Tensor, Tensor]], count: int, symmetric: bool) -> Tensor:
+    """The sums of tensors that are put one after the other: few operations for all of them."""
+    sizes = [total.numel() for total, _ in pairs]
+    total = torch.cat([total.reshape(-1) for total, _ in pairs])
+    squares = torch.cat([squares.reshape(-1) for _, squares in pairs])
+    ratio, live = _ratios(total, squares, count, symmetric)
+    columns = [  # no ratio is negative
+        *norms(ratio.split(sizes), 1),
+        *norms(live.to(ratio.dtype).split(sizes), 1),
+        *norms(squares.split(sizes), math.inf),
+    ]
+    return torch.stack(columns).reshape(3, -1).mT
 
 
-def _of_one(total: Tensor, squares: Tensor, count: int, symmetric: bool) -> Tensor:
-    """The sums of one tensor; a large one in pieces, with nothing of its size in between."""
+def _of_large(total: Tensor, squares: Tensor, count: int, symmetric: bool) -> Tensor:
+    """The sums of one tensor in pieces, with nothing of its size in between."""
     total, squares = total.reshape(-1), squares.reshape(-1)
     size = PIECE if total.device.type == "cpu" else LARGE_PIECE
-    if total.numel() <= size:
-        return _sums_of_rows(total[None], squares[None], count, symmetric)[0]
     info, dead = torch.finfo(squares.dtype), smallest_square(squares.dtype)
     tiny = squares.new_full((), info.tiny)
-    room = squares.new_empty(3, size)  # written again for every piece
+    room = squares.new_empty(3, min(size, total.numel()))  # written again for every piece
     found = []
     for first, second in zip(total.split(size), squares.split(size), strict=True):
         below, least, live = room[:, : len(first)]
@@ -125,11 +123,11 @@ def _of_one(total: Tensor, squares: Tensor, count: int, symmetric: bool) -> Tens
     if table.device.type != "mps":  # which has no double precision
         table = table.double()  # a large tensor has more coordinates than floats can count
     factor = 1.0 if symmetric else 1 - 1 / count
-    return torch.stack([table[:, 0].sum() * factor, table[:, 1].sum(), table[:, 2].amax()])
+    return torch.stack([table[:, 0].sum() * factor, table[:, 1].sum(), table[:, 2].amax()])[None]
 
 
-def _sums_of_rows(total: Tensor, squares: Tensor, count: int, symmetric: bool) -> Tensor:
-    """Per row of two matrices: sum of ratios of live coordinates, their number, largest square.
+def _ratios(total: Tensor, squares: Tensor, count: int, symmetric: bool) -> tuple[Tensor, Tensor]:
+    """The ratio of each coordinate, 0 if it is dead, and whether it is alive.
 
     f = (1 - 1/m) total^2 / (squares - total^2 / m), where rounding may leave nothing of the
     variance: it is taken to be at least 4 eps of the squares, so that f is large, not negative.
@@ -137,13 +135,12 @@ def _sums_of_rows(total: Tensor, squares: Tensor, count: int, symmetric: bool) -
     info = torch.finfo(squares.dtype)
     live = squares >= smallest_square(squares.dtype)
     if symmetric:
-        below = squares.clamp_min(info.tiny)
+        below, factor = squares.clamp_min(info.tiny), 1.0
     else:
         least = (squares * (4 * info.eps)).clamp_min_(info.tiny)
         below = torch.addcmul(squares, total, total, value=-1 / count).maximum(least)
-    ratio = torch.where(live, total, 0.0).div_(below).mul_(total)
-    summed = ratio.sum(1) if symmetric else ratio.sum(1).mul_(1 - 1 / count)
-    return torch.stack([summed, live.sum(1, dtype=squares.dtype), squares.amax(1)], 1)
+        factor = 1 - 1 / count
+    return torch.where(live, total, 0.0).div_(below).mul_(total * factor), live
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,3 +187,15 @@ class Moments:
     def finite(self) -> bool:
         """Whether no contribution was inf or nan."""
         return bool(torch.isfinite(self.squares.sum()) & torch.isfinite(self.total.sum()))
+
+
+def which_finite(moments: Sequence[Moments]) -> list[bool]:
+    """Whether no contribution was inf or nan, for each; waits for the device once.
+
+    >>> which_finite([Moments(torch.ones(2), torch.tensor([1.0, torch.inf]), 3)])
+    [False]
+    """
+    sums = [each.squares.sum() + each.total.sum() for each in moments]
+    table = torch.stack([each.to(sums[0].device) for each in sums]) if sums else torch.zeros(0)
+    found: list[bool] = table.isfinite().tolist()
+    return found

@@ -142,7 +142,7 @@ def observe(
         parameters: which parameters to observe, by name (default: all).
         estimator: "exact" gives every coordinate of every parameter. "sampled" looks at a random
             block of coordinates of each, new after every `clear`, at a fraction of the cost; what
-            it gives has the shape of the block. After the first `clear` it looks at 24 parameters
+            it gives has the shape of the block. After the first `clear` it looks at 32 parameters
             at a time, in turns. "microbatch" takes the gradient of each backward pass for one
             sample, for models that cannot be looked into (compiled, for instance).
         budget: coordinates per parameter of the sampled estimator; smaller parameters are exact.

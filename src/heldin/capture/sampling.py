@@ -19,12 +19,12 @@ from heldin.state.schema import check_schema
 
 __all__ = ["TENSORS", "Block", "Sampler"]
 
-TENSORS = 24  # parameters that one draw looks at
+TENSORS = 32  # parameters that one draw looks at
 ROWS = 32  # rows of a block of a matrix
 # How many elements of the activations are read, at most or so:
 VECTOR = 1 << 17  # for a vector (a bias, the scale of a norm)
 MATRIX = 1 << 16  # for a matrix that multiplies sequences
-FILTERS = 1 << 16  # for the filters of a convolution
+FILTERS = 1 << 17  # for the filters of a convolution
 # But never fewer than this, however much there is to read: the ratios of neighbouring channels
 # differ by their own size and more, and a mean over two of them says nothing.
 ENTRIES = 16  # entries of a vector

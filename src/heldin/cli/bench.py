@@ -53,10 +53,15 @@ def add_problems(parser: argparse._ActionsContainer, role: str) -> None:
         choices=["confirmation", "development", "all"],
         help=f"which tables; defaults were chosen on those for development ({role})",
     )
+    parser.add_argument(
+        "--table", action="store_true", help="fit nothing: the table of the results in --out"
+    )
 
 
 def problems_of(options: argparse.Namespace) -> Any:
-    """The problems that the options ask for."""
+    """The problems that the options ask for, if any."""
+    if options.table:
+        return []
     from heldin.lab.study.data import tables
     from heldin.lab.tables import problems
 
@@ -85,10 +90,12 @@ def _tables(options: argparse.Namespace) -> int:
     for name in names:
         if name not in METHODS:
             raise HeldinError(f"bench: {name!r} is unknown; there are {'; '.join(METHODS)}")
-        if name not in installed():
+        if name not in installed() and not options.table:
             raise HeldinError(f"bench: {name} needs {METHODS[name].needs}, which is not installed")
     rows = compare(problems_of(options), {name: METHODS[name] for name in names}, options.out, tell)
-    print(write_comparison(rows, names, options.out))
+    rivals = [n for n in names if METHODS[n].needs == "sklearn" and METHODS[n].kind != "constant"]
+    rivals = [name for name in rivals if not name.startswith("heldin")]
+    print(write_comparison(rows, names, options.out, rivals=rivals))
     print(f"Results and table are in {options.out}")
     return 0
 

@@ -43,7 +43,9 @@ def fit(parser: argparse.ArgumentParser) -> None:
         "--rule", choices=[*RULE_NAMES, "none"], default="auto", help="what stops training"
     )
     parser.add_argument(
-        "--committee", type=int, help="networks that predict together (default: 6; 1: one alone)"
+        "--committee",
+        type=int,
+        help="networks that predict together (default: 6, up to 100 rows 11; 1: one alone)",
     )
     parser.add_argument("--hidden", default="100", help="sizes of hidden layers (default 100)")
     parser.add_argument(

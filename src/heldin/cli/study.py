@@ -55,10 +55,13 @@ def study(parser: argparse.ArgumentParser) -> None:
         "tables",
         help="settings of heldin's networks for tables, on tables for development",
         description="Fit heldin's networks with other settings than the defaults, and compare the "
-        "test losses. Interrupted studies go on where they were.",
+        "test losses with those of the defaults. Interrupted studies go on where they were; sizes "
+        "and seeds that are in the folder already join the table.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add_problems(choice, "development")
+    choice.add_argument("--settings", default="all", help="which ones, separated by commas")
+    choice.add_argument("--list", action="store_true", help="list the settings")
     choice.add_argument("--out", default="out/study-tables", help="folder for the results")
     choice.set_defaults(run=_tables)
     agree = kinds.add_parser(
@@ -110,13 +113,22 @@ def _quality(options: argparse.Namespace) -> int:
 
 def _tables(options: argparse.Namespace) -> int:
     try:
-        from heldin.lab.tables import SETTINGS, compare, write_comparison
+        from heldin.lab.tables import SETTINGS, compare, write_settings
     except ImportError as error:
         raise HeldinError(
             f"study: {error.name} is not installed; pip install 'heldin[study]'"
         ) from error
-    rows = compare(problems_of(options), SETTINGS, options.out, tell)
-    print(write_comparison(rows, list(SETTINGS), options.out, best_of=["default"]))
+    if options.list:
+        print("\n".join(SETTINGS))
+        return 0
+    names = list(SETTINGS) if options.settings == "all" else options.settings.split(",")
+    for name in names:
+        if name not in SETTINGS:
+            raise HeldinError(f"study: {name!r} is unknown; there are {', '.join(SETTINGS)}")
+    names = list(dict.fromkeys(["default", *names]))  # which the others are compared with
+    chosen = {name: SETTINGS[name] for name in names}
+    rows = compare(problems_of(options), chosen, options.out, tell)
+    print(write_settings(rows, names, options.out))
     print(f"Results and table are in {options.out}")
     return 0
 

@@ -39,6 +39,7 @@ class Evidence:
     Attributes:
         criterion: mean over groups of 1 - mean_k f_k. Above 0: the gradient is no larger than its
             own error, stop. nan if there is no evidence (a single sample, no live coordinate).
+            In a model that is looked at in turns, the mean over the parameters of the turn.
         groups: the same per group; groups without a live coordinate are absent.
         count: number of samples.
         live: number of coordinates per group that carry evidence.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from torch import nn
@@ -91,19 +91,29 @@ class RunningEvidence:
         return sums, max((each.count for each in sums.values()), default=0), skipped
 
     def form(self, sums: Mapping[str, Moments], count: int) -> Evidence:
-        """The evidence in these sums; of parameters whose turn it was not, the last ratios."""
-        found, turn = ratios(sums, self.correction), self._collector.turn()
+        """The evidence in these sums; of parameters whose turn it was not, the last ratios.
+
+        What a batch adds by chance is much the same in all parameters, so that the mean over those
+        of the turn is nearer to that over all of them than one with values of other batches in it.
+        Groups of several parameters need these, to be whole.
+        """
+        fresh, turn = ratios(sums, self.correction), self._collector.turn()
+        found, estimator = fresh, self._collector.estimator
         if turn is None or count > 1:  # else there is no value: earlier ones alone tell nothing
             if turn is not None:
                 others = set(self._collector.trained()) - turn
                 kept = {n: r for n, r in self._ratios.items() if n in others and r.finite}
-                found = {**kept, **found}
+                found = {**kept, **fresh}
             found = {name: found[name] for name in self._collector.in_order(found)}
             self._ratios = found
-        estimator = self._collector.estimator
         self.latest = evidence_of(
             found, count, self._group_of, self.correction, self._dead, estimator
         )
+        if len(fresh) < len(found) == len(set(map(self._group_of, found))):
+            groups = self.latest.groups
+            values = [groups[group] for group in map(self._group_of, fresh) if group in groups]
+            if values:
+                self.latest = replace(self.latest, criterion=math.fsum(values) / len(values))
         return self.latest
 
     def state_dict(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from heldin.capture.moments import Moments, as_real
+from heldin.capture.moments import Moments, as_real, which_finite
 from heldin.capture.sampling import Sampler
 from heldin.errors import HeldinError
 
@@ -52,7 +52,8 @@ class Window:
         """Add a step. One with an inf or nan in it is counted as a step, but not added."""
         self.steps += 1
         step = dict(seen.items())
-        bad = [name for name, moments in step.items() if not moments.finite]
+        finite = which_finite(list(step.values()))
+        bad = [name for name, fine in zip(step, finite, strict=True) if not fine]
         self.nonfinite.update(dict.fromkeys(bad))
         if bad or not step:
             return

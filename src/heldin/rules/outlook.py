@@ -6,6 +6,8 @@ import math
 import warnings
 from collections.abc import Mapping
 
+import torch
+
 from heldin.capture.moments import Moments
 from heldin.errors import HeldinWarning, more
 
@@ -35,7 +37,7 @@ class Outlook:
         due = self._checks >= FIRST and self._checks & (self._checks - 1) == 0
         if count < 2 or self._times > 1 or not (due or not self._first):
             return False
-        sizes = {n: float(m.squares.sum()) * m.weight * count for n, m in seen.items() if m.finite}
+        sizes = _sizes(seen, count)
         if not self._first:
             self._first = {name: size for name, size in sizes.items() if 0 < size < math.inf}
             return False
@@ -54,3 +56,11 @@ class Outlook:
             HeldinWarning,
             stacklevel=6,
         )
+
+
+def _sizes(seen: Mapping[str, Moments], count: int) -> dict[str, float]:
+    """The mean squared gradient of a sample, by parameter; waits for the device once."""
+    sums = [each.squares.sum() for each in seen.values()]
+    values = torch.stack([each.to(sums[0].device) for each in sums]).tolist() if sums else []
+    pairs = zip(seen.items(), values, strict=True)
+    return {n: v * m.weight * count for (n, m), v in pairs if math.isfinite(v)}

@@ -33,10 +33,11 @@ class MLPClassifier(Classifier, Hidden):
     """Neural networks for classes, called as scikit-learn's `MLPClassifier`.
 
     A committee of six networks trains in lock-step: one sees every row, each of the others misses a
-    fifth of them, so that every row is new to one. What they say of rows that are new to them tells
-    when to stop, how far to shrink towards the classes' shares, and how good the committee will be;
-    its prediction is the mean of their probabilities and costs six times that of one network. Where
-    the networks are no better than the shares, a warning says so, and these are predicted.
+    fifth of them, so that every row is new to one. (Up to 100 rows there are eleven, and each
+    misses a tenth.) What they say of rows that are new to them tells when to stop, how far to
+    shrink towards the classes' shares, and how good the committee will be; its prediction is the
+    mean of their probabilities and costs six times that of one network. Where the networks are no
+    better than the shares, a warning says so, and these are predicted.
 
     Which rule stops it is `early_stopping`:
 
@@ -53,28 +54,32 @@ class MLPClassifier(Classifier, Hidden):
     are whole numbers (not with shuffle=False, and not in sparse inputs too large to be made dense).
 
     Args:
-        hidden_layer_sizes, activation, solver, alpha, batch_size, learning_rate,
+        hidden_layer_sizes, solver, alpha, batch_size, learning_rate,
             learning_rate_init, power_t, max_iter, shuffle, random_state, tol, verbose, warm_start,
             momentum, nesterovs_momentum, validation_fraction, beta_1, beta_2, epsilon,
             n_iter_no_change: as in scikit-learn, but for solver="lbfgs", which is refused, and
             max_iter, a limit that the rule should not reach. verbose may also be a function of the
             epoch, the training loss and what the rule says.
+        activation: as in scikit-learn, or "auto": "tanh" for classes of up to 300 rows, else
+            "relu" (and in `partial_fit`).
         weight_decay: share of the weights, times the rate, by which they shrink in each step (as in
             AdamW); None: 0.3, or 0 if there is a penalty alpha.
         early_stopping: the rule.
-        committee: how many networks predict; "auto": six. With 1, one that has seen every row,
-            beside five shadows with the same start (one, from 1,000 rows on). More than six are
-            asked about folds that are drawn again.
+        committee: how many networks predict; "auto": six, up to 100 rows eleven. With 1, one that
+            has seen every row, beside a shadow with the same start for each fold (one shadow, from
+            1,000 rows on). Where there are more networks than folds, these are drawn again.
         standardize: whether inputs are brought to mean 0 and standard deviation 1 and cut off at 4.
-        cv: the folds: None (five, at random), their number, a splitter of scikit-learn, such as
-            `TimeSeriesSplit` for rows in the order of time, or a list of splits. "auto" is then one
-            network for each fold, and one more.
+            Networks are then trained in single precision.
+        cv: the folds: None (five, up to 100 rows ten, at random), their number, a splitter of
+            scikit-learn, such as `TimeSeriesSplit` for rows in the order of time, or a list of
+            splits. "auto" is then one network for each fold, and one more.
         class_weight: None, "balanced" or a mapping from labels to weights.
 
     Attributes:
         classes_, coefs_, intercepts_, n_iter_, loss_, loss_curve_, t_, n_layers_, n_outputs_,
             out_activation_, n_features_in_, feature_names_in_: as in scikit-learn. Losses are
             without the penalty.
+        activation_: the one between the layers.
         members_: of each network, the weights and biases of its layers, for standardised inputs;
             `coefs_` and `intercepts_` are those of the one that has seen every row.
         oof_predictions_: (n, classes) predictions of each row by the network that it is new to (nan
@@ -106,7 +111,7 @@ class MLPClassifier(Classifier, Hidden):
     def __init__(
         self,
         hidden_layer_sizes: Any = (100,),
-        activation: str = "relu",
+        activation: str = "auto",
         *,
         solver: str = "adam",
         alpha: float = 0.0,
@@ -154,7 +159,7 @@ class MLPRegressor(Regressor, Hidden):
     def __init__(
         self,
         hidden_layer_sizes: Any = (100,),
-        activation: str = "relu",
+        activation: str = "auto",
         *,
         solver: str = "adam",
         alpha: float = 0.0,
@@ -189,8 +194,10 @@ class LogisticRegression(Classifier, Linear):
 
     Inputs are standardised inside for training, so that their units do not matter; `coef_` and
     `intercept_` are for the inputs as given. Training starts at the classes' shares, and is stopped
-    and shrunk by five shadows that miss a fifth of the rows each (one, from 1,000 rows on); there
-    is no committee. For other arguments and attributes see `MLPClassifier`.
+    and shrunk by five shadows that miss a fifth of the rows each (ten that miss a tenth, up to 100
+    rows; one, from 1,000 rows on); there is no committee.
+
+    For other arguments and attributes see `MLPClassifier`.
 
     Args:
         fit_intercept: whether there is one.

@@ -19,7 +19,7 @@ from heldin.errors import HeldinWarning, more
 from heldin.rules.estimated.choose import ESTIMATED_RULES
 from heldin.state.estimates import EstimateHistory
 from heldin.tables.assess import Assessment
-from heldin.tables.committee import FOLDS, Folds, drawn_folds, train_committee
+from heldin.tables.committee import Folds, drawn_folds, train_committee, usual_folds
 from heldin.tables.mlp import (
     build_network,
     constant_outputs,
@@ -37,7 +37,7 @@ __all__ = ["Estimator", "Layers"]
 
 MEMORY = 2**30  # bytes that the members may take while they train
 TENSORS = 4  # of the size of the weights, for each member: weights, gradients, two moments
-MEMBERS = 6  # of a committee: one for each of five folds, and one that sees every row
+FEW = 300  # rows up to which units that cannot grow without bound are better for classes
 LARGE = 10.0  # inputs that are better scaled; scaled ones are of size 1
 MANY = 1000  # rows from which one network is stopped by one shadow, not by five
 
@@ -48,7 +48,6 @@ class Estimator(Checked):
     """Fits networks; a subclass says what the targets are and where the weights are kept."""
 
     hidden_layer_sizes: Any = ()
-    activation: str = "identity"
     fit_intercept: bool = True
     committee: Any = 1
     max_iter: int
@@ -77,6 +76,17 @@ class Estimator(Checked):
     def _scale(self, X: Any, weights: Any, first: bool) -> Any:
         """Inputs as the network is trained on them."""
         return X
+
+    def _between(self) -> str:
+        """The activation between layers."""
+        return "identity"
+
+    def _settle(self, targets: Targets, few: bool) -> None:
+        """Choose what was left open, in a first fit of few rows or many."""
+
+    def _precision(self, X: Any) -> Any:
+        """Of the numbers in training; the layers that are kept have that of the inputs."""
+        return X.dtype
 
     def _prepared(self, X: Any) -> Any:
         """Inputs as the layers that were kept take them."""
@@ -123,6 +133,8 @@ class Estimator(Checked):
             train, test = self._split(replace(targets, y=data.y), seed)
             used, held_out = (data.take(part, data.weights[part]) for part in (train, test))
             used = replace(used, weights=used.weights / used.weights.mean())
+        if first:
+            self._settle(targets, few=len(used.y) <= FEW)
         trainer = self._trainer(used, targets, seed, first)
         members, found = [trainer.model], None
         if rule in ("auto", "folds"):
@@ -134,32 +146,37 @@ class Estimator(Checked):
                     trainer,
                     members,
                     folds,
-                    together=self._wanted() > 1,
+                    together=self.committee != 1,
                     first=first,
                     report=self._report(),
                 )
-                members = members if self._wanted() > 1 else members[-1:]
+                members = members[-1:] if self.committee == 1 else members
         if found is None:
             trainer.run(rule, self._held_out(held_out, targets, trainer), self._report())
-        self._keep(trainer, members)
+        self._keep(trainer, members, used.X.dtype)
         self._assessed(found, used, targets)
         self._warn(trainer.outcome, found, used.X)
         return self
 
-    def _wanted(self) -> int:
-        """Number of networks that predict."""
-        return MEMBERS if self.committee == "auto" else int(self.committee)
+    def _folds(self, n: int, splits: Any) -> tuple[int, int]:
+        """Number of folds, and of networks that miss one of them."""
+        given = usual_folds(n) if self.cv is None else self.cv
+        folds = int(given) if splits is None else len(splits)
+        if self.committee == "auto":
+            return folds, folds
+        if self.committee == 1:
+            return folds, 1 if n >= MANY and self.cv is None else folds
+        shadows = int(self.committee) - 1
+        # every row is to be new to one of them
+        return folds if self.cv is not None else min(folds, shadows), shadows
 
     def _members(
         self, trainer: Trainer, data: Data, targets: Targets, rule: str, first: bool
     ) -> tuple[list[nn.Sequential], Folds | None]:
         """Networks to train in lock-step, and who sees what; None if they do not fit."""
-        n, wanted, model, seed = len(data.y), self._wanted(), trainer.model, trainer.seed
-        given, splits = FOLDS if self.cv is None else self.cv, data.splits
-        folds = int(given) if splits is None else len(splits)
-        shadows = wanted - 1 if wanted > 1 else 1 if n >= MANY and self.cv is None else folds
-        if self.cv is not None and self.committee == "auto":
-            shadows = folds
+        n, model, seed, splits = len(data.y), trainer.model, trainer.seed, data.splits
+        folds, shadows = self._folds(n, splits)
+        together = self.committee != 1
         each = TENSORS * sum(p.numel() * p.element_size() for p in model.parameters())
         size = f"{n} rows and {sum(p.numel() for p in model.parameters())} parameters"
         if (shadows + 1) * each > MEMORY:
@@ -168,7 +185,7 @@ class Estimator(Checked):
                 raise self._refuse(f"with {size}, {said}; use early_stopping='evidence'")
             trainer.outcome.chosen = f"{size}: {said}, more than {MEMORY:,}"
             return [model], None
-        what = "a committee" if wanted > 1 else "one network, beside shadows"
+        what = "a committee" if together else "one network, beside shadows"
         trainer.outcome.chosen = f"{size}: {what}; {shadows + 1} trained in lock-step"
         if splits is not None:
             parts = [(torch.as_tensor(a), torch.as_tensor(b)) for a, b in splits]
@@ -183,7 +200,7 @@ class Estimator(Checked):
             groups = None if data.groups is None else torch.as_tensor(data.groups)
             drawn = drawn_folds(n, shadows + 1, seed, groups, codes, folds)
         previous = None if first else self._all_layers()
-        return self._starts(model, shadows, seed, previous, wanted > 1), drawn
+        return self._starts(model, shadows, seed, previous, together), drawn
 
     def _starts(
         self,
@@ -210,15 +227,16 @@ class Estimator(Checked):
         sizes = [linear[0].in_features, *(layer.out_features for layer in linear)]
         has_bias = linear[0].bias is not None
         return build_network(
-            sizes, self.activation, bias=has_bias, dtype=_dtype(like), generator=generator
+            sizes, self._between(), bias=has_bias, dtype=_dtype(like), generator=generator
         )
 
     def _held_out(self, data: Data | None, targets: Targets, trainer: Trainer) -> Any:
         if data is None:
             return None
         scaled = self._scale_targets(replace(targets, y=data.y), None, first=False)
+        X = self._scale(data.X, None, first=False)
         return (
-            as_rows(self._scale(data.X, None, first=False)),
+            as_rows(X.astype(self._precision(X), copy=False)),
             _tensor(scaled.y, trainer.model),
             torch.from_numpy(data.weights / data.weights.mean()),
         )
@@ -230,6 +248,8 @@ class Estimator(Checked):
         targets = self._targets(data.y, first=False)  # partial_fit is told the classes
         data = replace(data, y=targets.y, weights=self._weigh(targets, data.weights))
         seed = int(check_random_state(self.random_state).randint(2**31))
+        if first:
+            self._settle(targets, few=False)  # who knows what comes
         trainer = self._trainer(data, targets, seed, first)
         outcome = trainer.outcome
         if not first:
@@ -241,7 +261,7 @@ class Estimator(Checked):
         for _ in trainer.steps():
             pass
         outcome.best_step, outcome.loss = outcome.steps, outcome.losses[-1]
-        self._keep(trainer, [trainer.model])
+        self._keep(trainer, [trainer.model], data.X.dtype)
         self._assessed(None, data, targets)
         self._optimizer_state = trainer.optimizer.state_dict()
         return self
@@ -250,10 +270,11 @@ class Estimator(Checked):
         """Of the network that sees every row."""
         hidden = np.atleast_1d(np.asarray(self.hidden_layer_sizes, int)).tolist()
         X, weights = self._scale(data.X, data.weights, first), data.weights
+        X = X.astype(self._precision(X), copy=False)
         targets = self._scale_targets(replace(targets, y=data.y), weights, first)
         model = build_network(
             [X.shape[1], *hidden, targets.outputs],
-            self.activation,
+            self._between(),
             bias=self.fit_intercept,
             dtype=torch.float32 if X.dtype == np.float32 else torch.float64,
             generator=torch.Generator().manual_seed(seed) if hidden else None,
@@ -270,8 +291,8 @@ class Estimator(Checked):
             )
         return Trainer(model, targets.loss, as_rows(X), y, some, self._config(), seed)
 
-    def _keep(self, trainer: Trainer, members: list[nn.Sequential]) -> None:
-        kept = [layers_of(model) for model in members]
+    def _keep(self, trainer: Trainer, members: list[nn.Sequential], precision: Any) -> None:
+        kept = [layers_of(model, precision) for model in members]
         parts = (part for layers in kept for layer in layers for part in layer)
         if not all(np.isfinite(part).all() for part in parts if part is not None):
             raise self._refuse(
@@ -347,17 +368,17 @@ class Estimator(Checked):
         found = []
         for layers in self._all_layers():
             kind = layers[0][0].dtype
-            model = network_of(layers, self.activation)
+            model = network_of(layers, self._between())
             found.append(network_outputs(model, as_rows(X.astype(kind, copy=False))).numpy())
         return np.stack(found)
 
 
-def layers_of(model: nn.Sequential) -> Layers:
+def layers_of(model: nn.Sequential, precision: Any) -> Layers:
     """Weights and biases as arrays."""
     return [
         (
-            layer.weight.detach().T.contiguous().numpy().copy(),
-            None if layer.bias is None else layer.bias.detach().numpy().copy(),
+            layer.weight.detach().T.contiguous().numpy().astype(precision),
+            None if layer.bias is None else layer.bias.detach().numpy().astype(precision),
         )
         for layer in model
         if isinstance(layer, nn.Linear)

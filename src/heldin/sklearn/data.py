@@ -18,7 +18,7 @@ from torch import nn
 
 from heldin.tables.trainer import TrainingConfig
 
-from .inputs import Gaps, encoder_of, has_categories
+from .inputs import Categories, Gaps, has_categories, missing_labels
 from .parameters import InvalidParameter, check_parameters
 
 __all__ = ["Checked", "Data", "Targets"]
@@ -145,8 +145,8 @@ class Checked(BaseEstimator):  # type: ignore[misc]
                 raise self._refuse("it was fitted on a DataFrame with categories; give one")
             validate_data(self, X, skip_check_array=True, reset=first)
             if first:
-                self._encoder = encoder_of(X, type(self).__name__)
-            X = self._encoder.transform(X)
+                self._encoder = Categories(X, type(self).__name__)
+            X = self._encoder(X)
             if y is None:
                 X = check_array(X, dtype=np.float64, ensure_all_finite="allow-nan")
             else:
@@ -188,6 +188,11 @@ class Checked(BaseEstimator):  # type: ignore[misc]
         """Without the rows whose weight is zero."""
         if y is None:
             raise self._refuse("requires y to be passed, but the target y is None")
+        gaps = missing_labels(y)
+        if len(gaps):
+            raise self._refuse(
+                f"y has no label in {len(gaps)} rows (the first is row {gaps[0]}); leave them out"
+            )
         X, y = self._numbers(X, y, first)
         weights = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
         if groups is not None:

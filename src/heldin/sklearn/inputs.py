@@ -7,22 +7,24 @@ from typing import Any
 import numpy as np
 import torch
 from scipy import sparse
-from sklearn.compose import make_column_selector, make_column_transformer
+from sklearn.compose import make_column_transformer
 from sklearn.impute import SimpleImputer
 from sklearn.preprocessing import OneHotEncoder, StandardScaler
 from torch import Tensor
 
+from heldin.tables.columns import category
 from heldin.tables.mlp import Inputs
 
 from .parameters import InvalidParameter
 
 __all__ = [
+    "Categories",
     "Gaps",
     "Scaler",
     "as_rows",
-    "encoder_of",
     "has_categories",
     "largest_input",
+    "missing_labels",
     "observations",
     "sorted_rows",
 ]
@@ -166,32 +168,70 @@ class Gaps:
         return self.imputer.transform(X)
 
 
+def missing_labels(y: Any) -> Any:
+    """Numbers of the rows without a label, among texts or objects; scikit-learn checks numbers.
+
+    >>> missing_labels(np.array(["a", None, "b", float("nan")], object)).tolist()
+    [1, 3]
+    """
+    y = np.asarray(y)
+    if y.dtype != object or y.ndim != 1:
+        return np.arange(0)
+    return np.flatnonzero([v is None or type(v).__name__ == "NAType" or v != v for v in y])
+
+
 def has_categories(X: Any) -> bool:
     """Whether it is a DataFrame of pandas with columns that are not numbers."""
     return hasattr(X, "select_dtypes") and not X.select_dtypes(exclude="number").empty
 
 
-def encoder_of(X: Any, owner: str) -> Any:
-    """scikit-learn's own encoder: one input for each category, numbers as they are.
+class Categories:
+    """A DataFrame as numbers, by scikit-learn's encoder: one input for each category.
 
-    A category that was not there in training is none of those known.
+    A category that was not there in training is none of those known. Which columns have
+    categories is settled in training; of later frames only values count, not dtypes.
+
+    Args:
+        X: the frame to learn from.
+        owner: whose columns they are, for errors.
     """
-    for name in X.select_dtypes(exclude="number").columns:
-        values = X[name].dropna()
-        if X[name].dtype.kind in "mM":
-            raise InvalidParameter(
-                f"{owner}: column {name!r} holds dates or times; turn them into numbers (days "
-                "since ..., month), or leave it out"
-            )
-        if values.nunique() > max(FEW, len(values) / 2):
-            raise InvalidParameter(
-                f"{owner}: column {name!r} holds free text or names ({values.nunique()} different "
-                f"values in {len(values)} rows), not categories; leave it out"
-            )
-    return make_column_transformer(
-        (
-            OneHotEncoder(handle_unknown="ignore", sparse_output=False),
-            make_column_selector(dtype_exclude="number"),
-        ),
-        remainder="passthrough",
-    ).fit(X)
+
+    def __init__(self, X: Any, owner: str) -> None:
+        self.names = list(X.select_dtypes(exclude="number").columns)
+        for name in self.names:
+            values = X[name].dropna()
+            if X[name].dtype.kind in "mM":
+                raise InvalidParameter(
+                    f"{owner}: column {name!r} holds dates or times; turn them into numbers (days "
+                    "since ..., month), or leave it out"
+                )
+            if values.nunique() > max(FEW, len(values) / 2):
+                raise InvalidParameter(
+                    f"{owner}: column {name!r} holds free text or names ({values.nunique()} "
+                    f"different values in {len(values)} rows), not categories; leave it out"
+                )
+        encoder = OneHotEncoder(handle_unknown="ignore", sparse_output=False)
+        self.transformer = make_column_transformer(
+            (encoder, self.names), remainder="passthrough"
+        ).fit(self._plain(X))
+
+    def __call__(self, X: Any) -> Any:
+        """(n, inputs)."""
+        return self.transformer.transform(self._plain(X))
+
+    def _plain(self, X: Any) -> Any:
+        """Categories are texts, and gaps None or nan.
+
+        The encoder takes neither pandas' own missing value nor numbers beside texts.
+        """
+        import pandas
+
+        columns = {}
+        for name in X.columns:
+            values, gaps = X[name], X[name].isna()
+            if name in self.names:
+                texts = [None if gap else category(v) for v, gap in zip(values, gaps, strict=True)]
+                columns[name] = pandas.Series(texts, values.index, dtype=object)
+            else:
+                columns[name] = pandas.Series(values.to_numpy(float, na_value=np.nan), values.index)
+        return pandas.DataFrame(columns, index=X.index)

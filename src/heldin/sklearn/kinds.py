@@ -17,7 +17,7 @@ from sklearn.utils.multiclass import (
 from sklearn.utils.validation import column_or_1d
 from torch import nn
 
-from heldin.tables.assess import WIDER, Assessment
+from heldin.tables.assess import Assessment, wider
 
 from .base import Estimator, Layers
 from .data import Data, Targets
@@ -140,7 +140,7 @@ class Classifier(ClassifierMixin, Estimator):  # type: ignore[misc]
         self.estimates_ = {}
         if not self._several:
             codes = data.y.ravel()[there].astype(int)
-            self.estimates_ = class_scores(shares[there], codes, WIDER)
+            self.estimates_ = class_scores(shares[there], codes, wider(len(codes)))
             self.calibration_curve_ = calibration(shares[there], codes)
 
     def predict_log_proba(self, X: Any) -> Any:
@@ -228,7 +228,7 @@ class Regressor(RegressorMixin, Estimator):  # type: ignore[misc]
         self.shrinkage_ = 1 - found.share
         predicted = found.predictions.numpy() * self._spread + self._centre
         there = np.isfinite(predicted).all(1)
-        self.estimates_ = number_scores(predicted[there], data.y[there], WIDER)
+        self.estimates_ = number_scores(predicted[there], data.y[there], wider(int(there.sum())))
         kept = given_rows(predicted, data)
         self.oof_predictions_ = kept[:, 0] if self._one_dimensional else kept
 
@@ -250,6 +250,16 @@ class Hidden(Estimator):
     """Weights layer by layer, as scikit-learn's MLPs keep them, for standardised inputs."""
 
     standardize: bool
+    activation: str
+    activation_: str
+
+    def _between(self) -> str:
+        return self.activation_
+
+    def _settle(self, targets: Targets, few: bool) -> None:
+        bounded = few and not isinstance(targets.loss, nn.MSELoss)
+        units = "tanh" if bounded else "relu"
+        self.activation_ = units if self.activation == "auto" else self.activation
 
     def _scale(self, X: Any, weights: Any, first: bool) -> Any:
         if first:
@@ -265,6 +275,10 @@ class Hidden(Estimator):
         if self._scaler.standard.with_mean and not isinstance(X, np.ndarray):
             raise self._refuse("the first rows were dense, so these must be")
         return self._scaler(X)
+
+    def _precision(self, X: Any) -> Any:
+        """Standardised inputs need no double precision, which costs twice the time."""
+        return X.dtype if self._scaler is None else np.dtype(np.float32)
 
     def _all_layers(self) -> list[Layers]:
         return [list(member) for member in self.members_]

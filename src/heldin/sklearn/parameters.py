@@ -46,7 +46,7 @@ KNOWN: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         lambda v: all(map(_count, np.atleast_1d(np.asarray(v, object)))),
         "whole numbers above 0",
     ),
-    "activation": _one_of(*ACTIVATIONS),
+    "activation": _one_of("auto", *ACTIVATIONS),
     "solver": _one_of("adam", "sgd"),
     "alpha": NOT_NEGATIVE,
     "weight_decay": (lambda v: v is None or _number(v), "None or a number >= 0"),

@@ -14,10 +14,12 @@ from torch import Tensor, nn
 
 from .mlp import predictions
 
-__all__ = ["Assessment", "assess", "prediction_losses"]
+__all__ = ["Assessment", "assess", "prediction_losses", "wider"]
 
-STEPS = 20  # in which a share between 0 and 1 is looked for
-WIDER = 1.2  # than the standard error of a mean of rows that know nothing of each other
+SHARES = tuple(step / 20 for step in range(21))  # of the members, among which one is looked for
+# Errors are wider than that of a mean of rows that know nothing of each other, and more so where
+# there are few: rare large losses are not among them, and they chose the best step and share.
+WIDER, FEW = 1.2, 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +41,15 @@ class Assessment:
     estimate: float
     standard_error: float
     constant: float
+
+
+def wider(rows: int) -> float:
+    """By how much a plain standard error of so many rows is too small.
+
+    >>> round(wider(50), 2), round(wider(500), 2)
+    (1.42, 1.22)
+    """
+    return WIDER * math.sqrt(1 + FEW / max(rows, 1))
 
 
 def prediction_losses(loss_fn: Any, predicted: Tensor, y: Tensor) -> Tensor:
@@ -95,8 +106,8 @@ def assess(
         losses = prediction_losses(loss_fn, predicted, truth) * counts[row]
         return torch.zeros_like(counts).index_add_(0, row, losses)[some]
 
-    means = torch.stack([of_rows(mixed(step / STEPS)).mean() for step in range(STEPS + 1)])
-    share = int(torch.where(means.isfinite(), means, math.inf).argmin()) / STEPS
+    means = torch.stack([of_rows(mixed(share)).mean() for share in SHARES])
+    share = SHARES[int(torch.where(means.isfinite(), means, math.inf).argmin())]
 
     chosen = mixed(share)
     honest = torch.full(outputs.shape[1:], math.nan, dtype=torch.float64)
@@ -110,9 +121,9 @@ def assess(
         losses = losses - _gain(loss_fn, predicted, ~judges, y, weights)[some]
     found = torch.full((outputs.shape[1],), math.nan, dtype=torch.float64)
     found[some] = losses
-    count = int(some.sum())
-    error = float(losses.std()) / math.sqrt(count) * WIDER if count > 1 else math.nan
-    return Assessment(share, honest, found, float(losses.mean()), error, float(means[0]))
+    count, constant = int(some.sum()), float(of_rows(mixed(0.0)).mean())
+    error = float(losses.std()) / math.sqrt(count) * wider(count) if count > 1 else math.nan
+    return Assessment(share, honest, found, float(losses.mean()), error, constant)
 
 
 def _gain(

@@ -24,9 +24,10 @@ from .assess import Assessment, assess, prediction_losses
 from .mlp import constant_outputs, predictions, start_at
 from .trainer import TURNED, Report, Trainer
 
-__all__ = ["Committee", "Folds", "drawn_folds", "train_committee"]
+__all__ = ["Committee", "Folds", "drawn_folds", "train_committee", "usual_folds"]
 
 FOLDS = 5  # of the rows; a member misses one of them
+FEW, FOLDS_OF_FEW = 100, 10  # rows up to which a fifth of them is too many to miss
 LOOKED_AT = 2048  # rows that are evaluated at a check
 CHEAP = 1024  # rows up to which a check costs nothing to speak of
 SHARE = 0.1  # of the time of training, that checks may take where there are more
@@ -71,6 +72,15 @@ class Folds:
             judges[member, test] = True
         sees[-1] = True
         return cls(sees, judges & ~sees)
+
+
+def usual_folds(n: int) -> int:
+    """Their number where nobody says another.
+
+    >>> usual_folds(100), usual_folds(101)
+    (10, 5)
+    """
+    return FOLDS_OF_FEW if n <= FEW else FOLDS
 
 
 def drawn_folds(

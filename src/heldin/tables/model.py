@@ -268,9 +268,8 @@ class TabularModel:
             "members": len(_members(estimator)),
         }
         scale = Scale.of(estimator, inputs.shape[1])
-        return cls(
-            columns, target, _members(estimator), scale, estimator.activation, facts, history
-        )
+        units = getattr(estimator, "activation_", "identity")
+        return cls(columns, target, _members(estimator), scale, units, facts, history)
 
     def predictions(self, frame: Any, path: str | Path) -> tuple[Any, dict[str, int]]:
         """(n, classes) probabilities or (n, 1) scaled numbers, and how many categories are unknown.

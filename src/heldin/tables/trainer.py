@@ -6,6 +6,7 @@ What the scikit-learn estimators and `heldin fit` have in common.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from heldin.errors import HeldinError
+from heldin.errors import HeldinError, HeldinWarning
 from heldin.rules.estimated.choose import ESTIMATED_RULES, stopping
 from heldin.rules.estimated.folds import FoldStopping, ShadowStopping
 from heldin.rules.estimated.losses import LossFunction, RowLoss
@@ -299,7 +300,11 @@ class Trainer:
         options["process_group"] = None  # each process fits its own
         name: Any = wanted
         data = (self.x, self.y)
-        rule = stopping(name, self.model, self.optimizer, self.loss_fn, data, **options)
+        with (
+            warnings.catch_warnings()
+        ):  # whole weights make copies, and equal rows are separate here
+            warnings.filterwarnings("ignore", ".*have an exact copy", HeldinWarning)
+            rule = stopping(name, self.model, self.optimizer, self.loss_fn, data, **options)
         out.rule, out.chosen = rule.name, rule.reason_chosen
         follow = self._inside if isinstance(rule, (FoldStopping, ShadowStopping)) else self._beside
         with rule:

@@ -31,11 +31,11 @@ ROWS, BATCH, RATE = 200, 32, 0.2
 class _Rows(nn.Module):
     """A transformer that reads an image row by row."""
 
-    def __init__(self) -> None:
+    def __init__(self, depth: int = 2) -> None:
         super().__init__()
         self.embed = nn.Linear(8, 64)
         layer = nn.TransformerEncoderLayer(64, 4, 256, dropout=0.0, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.encoder = nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
         self.head = nn.Linear(64, 10)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -57,7 +57,12 @@ def _cnn() -> nn.Module:
     )  # fmt: skip
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"mlp": _mlp, "cnn": _cnn, "transformer": _Rows}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "mlp": _mlp,
+    "cnn": _cnn,
+    "transformer": _Rows,
+    "deep transformer": lambda: _Rows(4),  # 52 parameters, looked at in turns
+}
 
 
 @dataclass(frozen=True)

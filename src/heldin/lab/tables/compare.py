@@ -17,7 +17,17 @@ from heldin.lab.study.data import Table
 from .problems import SmallProblem
 from .rivals import Method, fitted
 
-__all__ = ["compare", "compared", "covered", "read", "write_comparison"]
+__all__ = [
+    "Row",
+    "by_problem",
+    "compare",
+    "compared",
+    "covered",
+    "floored",
+    "interval",
+    "read",
+    "write_comparison",
+]
 
 Progress = Callable[[str], None]
 Row = dict[str, Any]
@@ -92,16 +102,20 @@ def _one(problem: SmallProblem, method: Method) -> Row:
 def by_problem(
     rows: Iterable[Row], methods: Sequence[str]
 ) -> dict[tuple[Any, ...], dict[str, Row]]:
-    """The problems on which all of the methods have a result (or an error)."""
+    """The problems on which all of the methods have a result or an error, and one a result."""
     found: dict[tuple[Any, ...], dict[str, Row]] = {}
     for row in rows:
         if row["method"] in methods:
             found.setdefault((row["table"], row["n"], row["seed"]), {})[row["method"]] = row
-    return {key: each for key, each in found.items() if len(each) == len(methods)}
+    return {
+        key: each
+        for key, each in found.items()
+        if len(each) == len(methods) and any("constant" in row for row in each.values())
+    }
 
 
-def _loss(row: Row, constant: float) -> float:
-    """A failed fit counts as the constant."""
+def floored(row: Row, constant: float) -> float:
+    """The loss of a result; a failed fit counts as the constant."""
     return float(max(row.get("loss", constant), LEAST * constant))
 
 
@@ -129,7 +143,7 @@ def compared(
     seconds: dict[str, list[float]] = {name: [] for name in methods}
     for (table, _, _), each in chosen.items():
         constant = next(r["constant"] for r in each.values() if "constant" in r)
-        losses = {name: _loss(row, constant) for name, row in each.items()}
+        losses = {name: floored(row, constant) for name, row in each.items()}
         best = min(losses[name] for name in best_of)
         order = sorted(losses.values())
         for name, loss in losses.items():
@@ -149,7 +163,7 @@ def compared(
             "problems": len(chosen),
             "rank": statistics.fmean(ranks[name]),
             "ratio": math.exp(statistics.fmean(map(math.log, ratios[name]))),
-            "interval": _interval(per_table[name]),
+            "interval": interval(per_table[name]),
             "median": statistics.median(ratios[name]),
             "p90": float(np.quantile(ratios[name], 0.9)),
             "wins": wins[name],
@@ -163,7 +177,7 @@ def compared(
     ]
 
 
-def _interval(ratios: Mapping[str, Sequence[float]]) -> tuple[float, float]:
+def interval(ratios: Mapping[str, Sequence[float]]) -> tuple[float, float]:
     """95 % of the geometric mean when tables are drawn again, with all of their problems."""
     logs = [np.log(values) for values in ratios.values()]
     sums, counts = np.array([v.sum() for v in logs]), np.array([len(v) for v in logs])
@@ -211,11 +225,32 @@ def _markdown(lines: Sequence[Mapping[str, Any]]) -> str:
     return head + body
 
 
+def _beside(
+    rows: Sequence[Row], methods: Sequence[str], rivals: Sequence[str], sizes: Sequence[int]
+) -> str:
+    """heldin's methods, each with the best of the rivals, problem by problem."""
+    text = ""
+    for name in methods if rivals else ():
+        if not name.startswith("heldin"):
+            continue
+        line, *_ = compared(rows, [name, *rivals], rivals)
+        parts = [(n, compared(rows, [name, *rivals], rivals, [n])) for n in sizes]
+        low, high = line["interval"]
+        text += (
+            f"{name}: {line['ratio']:.3f} [{low:.3f}, {high:.3f}] of the loss of the best of "
+            f"scikit-learn's rivals, median {line['median']:.3f} ("
+            + ", ".join(f"{found[0]['ratio']:.3f} at n = {n}" for n, found in parts if found)
+            + f"); better than all of them in {line['wins']} of {line['problems']} problems.\n\n"
+        )
+    return text
+
+
 def write_comparison(
     rows: Sequence[Row],
     methods: Sequence[str],
     out: str | Path,
     best_of: Sequence[str] | None = None,
+    rivals: Sequence[str] = (),
 ) -> str:
     """The tables as Markdown: of all problems, by size, and how well estimates cover; kept, too.
 
@@ -224,6 +259,7 @@ def write_comparison(
         methods: those to compare.
         out: folder for table.md.
         best_of: what the ratios are to (default: the best of all methods).
+        rivals: of scikit-learn; heldin's methods are also compared with the best of these.
     """
     lines = compared(rows, methods, best_of)
     if not lines:
@@ -239,7 +275,7 @@ def write_comparison(
     for line in sorted(lines, key=lambda each: float(each["rank"])):
         values = [f"{ratios[line['method']]:.3f}" if ratios else "" for ratios in by_size]
         text += f"| {line['method']} | " + " | ".join(values) + " |\n"
-    text += "\n"
+    text += "\n" + _beside(rows, methods, rivals, sizes)
     for name in methods:
         if found := covered(rows, name):
             text += (

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -25,12 +27,14 @@ class Method:
         kind: "network", "trees", "linear" or "constant".
         needs: the package that must be installed.
         single: whether inputs must be in single precision.
+        constants: names of modules' variables, and what they are while it is fitted.
     """
 
     make: Callable[[bool, int], Any]
     kind: str
     needs: str = "sklearn"
     single: bool = False
+    constants: Mapping[str, Any] = field(default_factory=dict)
 
 
 def _scaled(model: Any) -> Any:
@@ -151,13 +155,13 @@ def ours(**options: Any) -> Callable[[bool, int], Any]:
 
 METHODS: Mapping[str, Method] = {
     "heldin": Method(ours(), "network"),
-    "heldin, one network": Method(ours(committee=1), "network"),
+    "heldin (one network)": Method(ours(committee=1), "network"),
     "constant": Method(_constant, "constant"),
     "linear CV": Method(_linear, "linear"),
     "random forest": Method(_forest, "trees"),
     "hist gradient boosting": Method(_boosting, "trees"),
     "scikit-learn MLP": Method(_mlp(False), "network"),
-    "scikit-learn MLP, early stopping": Method(_mlp(True), "network"),
+    "scikit-learn MLP (early stopping)": Method(_mlp(True), "network"),
     "CatBoost": Method(_catboost, "trees", "catboost"),
     "LightGBM": Method(_lightgbm, "trees", "lightgbm"),
     "XGBoost": Method(_xgboost, "trees", "xgboost"),
@@ -171,13 +175,29 @@ def installed() -> list[str]:
     return [name for name, m in METHODS.items() if importlib.util.find_spec(m.needs) is not None]
 
 
+@contextmanager
+def _set(constants: Mapping[str, Any]) -> Iterator[None]:
+    """Other values for constants, in this block."""
+    before = []
+    try:
+        for name, value in constants.items():
+            where, _, what = name.rpartition(".")
+            module = importlib.import_module(where)
+            before.append((module, what, getattr(module, what)))
+            setattr(module, what, value)
+        yield
+    finally:
+        for module, what, value in before:
+            setattr(module, what, value)
+
+
 def fitted(method: Method, problem: SmallProblem) -> tuple[Any, Any]:
     """The estimator, trained, and its predictions of the test rows."""
     x, x_test, y = problem.x, problem.x_test, problem.y
     if method.single:
         x, x_test = x.astype(np.float32), x_test.astype(np.float32)
         y = y if problem.classes else y.astype(np.float32)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _set(method.constants):
         warnings.simplefilter("ignore")
         model = method.make(bool(problem.classes), problem.seed).fit(x, y)
         return model, model.predict_proba(x_test) if problem.classes else model.predict(x_test)

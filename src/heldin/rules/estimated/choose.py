@@ -155,7 +155,7 @@ def stopping(
     >>> chosen.reason_chosen
     '50 rows and 4 parameters: five folds, for about 2.6 times the time of a run (budget 6); ...'
     """
-    _check_arguments(rule, model, optimizer, data, budget, memory, options)
+    _check_arguments(rule, model, optimizer, data, budget, memory)
     reason, chosen = f"asked for {rule!r}", str(rule)
     if batch_loss is not None:
         if rule == "leave-one-out":
@@ -164,6 +164,7 @@ def stopping(
                 "'folds' or 'shadow'"
             )
         options["batch_loss"] = batch_loss
+    _check_options(rule, options)
     if rule == "auto":
         engine = options.get("engine", "auto")
         check_engine(engine)
@@ -189,15 +190,9 @@ def stopping(
 
 
 def _check_arguments(
-    rule: Any,
-    model: Any,
-    optimizer: Any,
-    data: Any,
-    budget: Any,
-    memory: Any,
-    options: Mapping[str, Any],
+    rule: Any, model: Any, optimizer: Any, data: Any, budget: Any, memory: Any
 ) -> None:
-    """What is easily mixed up, forgotten or misspelt."""
+    """What is easily mixed up or forgotten."""
     known = ", ".join(map(repr, ESTIMATED_RULES))
     if not isinstance(rule, str) or rule not in ("auto", *ESTIMATED_RULES):
         got = repr(rule) if isinstance(rule, str) else f"a {type(rule).__name__}"
@@ -220,6 +215,10 @@ def _check_arguments(
     for name, number in (("budget", budget), ("memory", memory)):
         if isinstance(number, bool) or not isinstance(number, (int, float)) or not number > 0:
             raise HeldinError(f"heldin.stopping: {name} must be a number above 0, got {number!r}")
+
+
+def _check_options(rule: str, options: Mapping[str, Any]) -> None:
+    """What is easily misspelt."""
     allowed: set[str] = set()
     for each in ESTIMATED_RULES.values() if rule == "auto" else (ESTIMATED_RULES[rule],):
         allowed |= inspect.signature(each).parameters.keys()
