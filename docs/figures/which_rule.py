@@ -3,8 +3,10 @@
     heldin study quality --data DIR --n 50,100,200 --runs 150 --seed 0 --out out/small
     heldin study quality --data DIR --n 500,1000 --runs 34 --seed 1 --out out/large
     python benchmarks/folds.py --out out/folds.json
-    for task in images texts tuning; do
-        heldin study quality --task $task --data DIR --out out/$task; done
+    heldin study quality --data DIR --n 50,100,200 --runs 17 --seed 20 --out out/fresh
+    heldin study quality --task images --data DIR --runs 10 --seed 20 --out out/images
+    heldin study quality --task texts --data DIR --runs 12 --seed 20 --out out/texts
+    heldin study quality --task tuning --data DIR --runs 13 --seed 20 --out out/tuning
     python docs/figures/errors.py --data DIR --out out/errors.csv
     python docs/figures/which_rule.py outlier --data DIR --out out/outlier.csv
     python docs/figures/which_rule.py gather out        # copies the tables to docs/study
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import shutil
 import zlib
@@ -35,12 +38,12 @@ from heldin.lab.study.quality import constants
 from heldin.lab.study.rules import RULES, replay
 from heldin.lab.study.run import log
 from heldin.lab.study.spec import Spec
-from heldin.lab.study.tables import COLUMNS, read, summarise, write
+from heldin.lab.study.tables import COLUMNS, SUMMARY, read, summarise, write
 from heldin.lab.study.tables import coverage as covered
 
 DOCS = Path(__file__).parent.parent
 PAGE, STUDY = DOCS / "which-rule.md", DOCS / "study"
-TABLES = ("summary", "groups", "coverage")
+TABLES = ("summary", "groups")
 
 AUTO = "folds bagged patience"  # what "auto" is below 1,000 rows
 SPLIT = "split 20 %"
@@ -134,7 +137,7 @@ def outlier(data: str, out: Path, runs: int) -> None:
 def gather(source: Path) -> None:
     """Copy the tables that the page is made from, those of them that were made again."""
     STUDY.mkdir(exist_ok=True)
-    for name in ("small", "large", *KINDS):
+    for name in ("small", "large", "fresh", *KINDS):
         for table in TABLES:
             _copy(source / name / f"{table}.csv", STUDY / f"{name}-{table}.csv")
     for name in ("small", "large"):
@@ -143,6 +146,16 @@ def gather(source: Path) -> None:
             (STUDY / f"{name}-datasets.txt").write_text("\n".join(datasets) + "\n")
     for name in ("folds.json", "outlier.csv", "errors.csv"):
         _copy(source / name, STUDY / name)
+    _pool(source)
+
+
+def _pool(source: Path) -> None:
+    """Runs of all kinds of networks together; each counts for itself when they are drawn again."""
+    files = [source / kind / "results.csv" for kind in KINDS]
+    if all(file.exists() for file in files):
+        rows = [row for file in files for row in read(file)]
+        rows = [{**row, "dataset": f"{row['dataset']} {row['seed']}"} for row in rows]
+        write(STUDY / "networks-summary.csv", summarise(rows), SUMMARY)
 
 
 def _copy(source: Path, target: Path) -> None:
@@ -292,34 +305,85 @@ def coverage() -> str:
 
 
 def networks() -> str:
-    """Images, texts and fine-tuning."""
-    rules = {
-        AUTO: "five folds, patience (**auto**)",
-        "3 folds bagged patience": "three of the five folds",
-        "2 folds bagged patience": "two of them",
-        "shadow patience": "one shadow",
-        "evidence, epochs": "evidence, an epoch's window",
-        SPLIT: "20 % held out",
-        "split 20 % patience": "20 % held out, patience",
-        "split 20 % refit": "20 % held out, then again on all rows",
-        "last iterate": "no early stopping",
-    }
-    parts = []
-    for kind, title in (("images", "Images"), ("texts", "Texts"), ("tuning", "Fine-tuning")):
-        if not (STUDY / f"{kind}-summary.csv").exists():
-            parts.append(f"{title}: **not run yet**.")
-            continue
-        found = _by_rule(_study(kind, "summary"))
-        bands = _by_rule(_study(kind, "coverage"))
-        lines = []
-        for rule, label in rules.items():
-            row, band = found[rule], bands.get(rule)
-            within = ["", ""] if band is None else [f"{band[f'within_{w}']:.2f}" for w in (1, 2)]
-            shown = [f"{row['gm']:.3f}", f"{row['p90']:.2f}", f"{row['win_rate']:.2f}"]
-            lines.append([label, *shown, *within, f"{row['cost']:.1f}"])
-        head = ["rule", "gm", "p90", "wins against the 20 % split", "within 1", "within 2", "cost"]
-        parts.append(f"{title}, {found[SPLIT]['runs']} runs:\n\n{_table(head, lines)}")
-    return "\n\n".join(parts)
+    """Images, texts and fine-tuning: every rule over all three, and by the kind of task."""
+    missing = [kind for kind in KINDS if not (STUDY / f"{kind}-summary.csv").exists()]
+    if missing:
+        return f"**Not run yet**: {', '.join(missing)}."
+    found = {kind: _by_rule(_study(kind, "summary")) for kind in ("networks", *KINDS)}
+    every = found["networks"]
+    rules = sorted((rule for rule in every if rule != "oracle"), key=lambda r: every[r]["gm"])
+    lines = []
+    for rule in rules:
+        row = every[rule]
+        known = math.isfinite(row["log_bias"])
+        within = [f"{row[f'within_{w}']:.2f}" if known else "" for w in (1, 2)]
+        shown = [_range(row, "gm"), _range(row, "p90", 2), _range(row, "win_rate", 2)]
+        lines.append([_named(rule), *shown, *within, f"{row['cost']:.1f}"])
+    head = ["rule", "gm", "p90", "wins against the 20 % split", "within 1", "within 2", "cost"]
+    titles = {"images": "images", "texts": "texts", "tuning": "fine-tuning"}
+    parts = [
+        [
+            _named(rule),
+            *(
+                f"{row['gm']:.3f} / {row['p90']:.2f} / {row['win_rate']:.2f}"
+                for row in (found[kind][rule] for kind in titles)
+            ),
+        ]
+        for rule in rules
+    ]
+    counts = [f"{found[kind][SPLIT]['runs']} of {title}" for kind, title in titles.items()]
+    return (
+        f"{every[SPLIT]['runs']} runs: {', '.join(counts)}.\n\n{_reached(every['auto'])}\n\n"
+        f"Every rule, over all three:\n\n{_table(head, lines)}\n\n"
+        f"By the kind of task (gm / p90 / wins):\n\n{_table(['rule', *titles.values()], parts)}"
+    )
+
+
+def _named(rule: str) -> str:
+    return f"**{rule}**" if rule == "auto" else rule
+
+
+def _reached(auto: Row) -> str:
+    """What `auto` was to reach over all networks."""
+    asked = [("gm", "at most", 1.03), ("p90", "at most", 1.08), ("win_rate", "at least", 0.75)]
+    names = {"gm": "gm", "p90": "p90", "win_rate": "wins against the 20 % split"}
+    lines = []
+    for key, way, limit in asked:
+        good = auto[key] <= limit if way == "at most" else auto[key] >= limit
+        verdict = "reached" if good else "**not reached**"
+        lines.append([f"auto: {names[key]}", f"{way} {limit:g}", _range(auto, key), verdict])
+    for width, (low, high) in ((1, (0.63, 0.73)), (2, (0.92, 0.98))):
+        share = auto[f"within_{width}"]
+        verdict = "reached" if low <= round(share, 2) <= high else "**not reached**"
+        title = f"auto: test loss within {width} standard error{'s' if width > 1 else ''}"
+        lines.append([title, f"{low:g} to {high:g}", f"{share:.2f}", verdict])
+    return _table(["", "wanted", "found", ""], lines)
+
+
+def fresh() -> str:
+    """Leave-one-out with 64 probes and variants of evidence, on runs made for them."""
+    every = _by_rule(_study("fresh", "summary"))
+    parts = {n: _by_rule(_group("fresh", f"n = {n}")) for n in (50, 100, 200)}
+    rules = (
+        "auto", "leave-one-out bagged patience", "64 probes bagged patience", "leave-one-out",
+        "64 probes", "split 20 % patience", SPLIT, "evidence, epochs, median", "evidence, epochs",
+        "evidence, median", "evidence", "evidence (paper)",
+    )  # fmt: skip
+    lines = [
+        [
+            _named(rule),
+            _range(every[rule], "gm"),
+            _range(every[rule], "p90", 2),
+            f"{every[rule]['win_rate']:.2f}",
+            *(f"{part[rule]['gm']:.3f}" for part in parts.values()),
+        ]
+        for rule in rules
+    ]
+    head = ["rule", "gm", "p90", "wins against the 20 % split", *(f"gm, n = {n}" for n in parts)]
+    counts = ", ".join(f"{part[SPLIT]['runs']} with n = {n}" for n, part in parts.items())
+    row = every[SPLIT]
+    text = f"{row['runs']} runs on {row['datasets']} tables ({counts})."
+    return f"{text}\n\n{_table(head, lines)}"
 
 
 def better() -> str:
@@ -420,6 +484,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "large": lambda: _full("large"),
     "coverage": coverage,
     "networks": networks,
+    "fresh": fresh,
     "better": better,
     "two-layers": two_layers,
     "outlier": outliers,
@@ -500,38 +565,42 @@ def draw_sizes(figure: Any) -> None:
 
 
 def quality() -> str:
-    """For the README: our rules, the paper's and the usual ones."""
+    """For the README: our rules, the paper's and the usual ones; on networks, as they are now."""
     names = {
-        '`heldin.stopping("auto", ...)`': AUTO,
-        "`LeaveOneOutStopping`": "leave-one-out bagged patience",
-        "`ShadowStopping`": "shadow patience",
-        "`EvidenceStopping(window=epoch)`": "evidence, epochs",
-        "`EvidenceStopping`": "evidence",
-        "`EvidenceStopping.paper`": "evidence (paper)",
-        "20 % held out, patience": "split 20 % patience",
-        "20 % held out, all of the run": SPLIT,
-        "20 % held out, then again on all rows": "split 20 % refit",
-        "no early stopping": "last iterate",
+        '`heldin.stopping("auto", ...)`': (AUTO, "auto"),
+        "`LeaveOneOutStopping`": ("leave-one-out bagged patience", None),
+        "`ShadowStopping`": ("shadow patience", "shadow bagged patience"),
+        "`EvidenceStopping(window=epoch)`": ("evidence, epochs",) * 2,
+        "`EvidenceStopping`": ("evidence",) * 2,
+        "`EvidenceStopping.paper`": ("evidence (paper)",) * 2,
+        "20 % held out, patience": ("split 20 % patience",) * 2,
+        "20 % held out, all of the run": (SPLIT,) * 2,
+        "20 % held out, then again on all rows": ("split 20 % refit",) * 2,
+        "no early stopping": ("last iterate",) * 2,
     }
-    small, large = (_by_rule(_study(name, "summary")) for name in ("small", "large"))
-    head = ["", "n <= 200: mean", "90th percentile", "wins against 20 %", "n >= 500: mean"]
+    small, large, nets = (
+        _by_rule(_study(name, "summary")) for name in ("small", "large", "networks")
+    )
     lines = [
         [
             label,
             *(f"{small[rule][key]:.3f}" for key in ("gm", "p90")),
             f"{small[rule]['win_rate']:.0%}",
             f"{large[rule]['gm']:.3f}",
+            f"{nets[other]['gm']:.3f}" if other else "-",
         ]
-        for label, rule in names.items()
+        for label, (rule, other) in names.items()
     ]
+    head = ["", "n <= 200: mean", "90th percentile", "wins against 20 %", "n >= 500: mean"]
     text = (
         "Test loss at the stop over the lowest on the path of the model that saw all rows (1: "
         "could not be better): geometric mean and 90th percentile over "
-        f"{small[AUTO]['runs']} runs on {small[AUTO]['datasets']} tables, and "
-        f"{large[AUTO]['runs']} runs with more rows. None of these tables was used "
+        f"{small[AUTO]['runs']} runs on {small[AUTO]['datasets']} tables, "
+        f"{large[AUTO]['runs']} runs with more rows, and {nets['auto']['runs']} runs of networks "
+        "on images and texts, from scratch and fine-tuned. None of these runs was used "
         "to choose a constant of the rules by an estimated test loss.\n\n"
     )
-    return text + _table(head, lines) + "\n"
+    return text + _table([*head, "networks: mean"], lines) + "\n"
 
 
 def page() -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import heldin
 from heldin.capture.collector import Collector
+from heldin.capture.names import Names
 from tests.support.observe_runs import agree, net
 
 
@@ -170,6 +171,21 @@ def test_threads() -> None:
     for worker in workers:
         worker.join()
     assert not failures, failures
+
+
+def test_names_are_whole_at_any_time() -> None:
+    """Passes of other threads make them be read again, in the middle of a pass of this one."""
+    known: list[int] = []
+
+    def chosen(name: str) -> bool:
+        known.append(len(names.by_id) if reading else 4)
+        return True
+
+    reading, model = False, net(3, 4, 2)
+    names = Names(model, chosen)
+    reading = True
+    assert len(names.of([torch.ones(1, requires_grad=True)])) == 4
+    assert known == [4] * 8
 
 
 def tensors_alive() -> int:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import heldin
-from tests.support.cases import Fn
+from tests.support.cases import Fn, flat
 from tests.support.promise_data import CLASS, X, Y, agree, net
 
 
@@ -90,6 +90,7 @@ def test_nodes_or_graphs_is_refused_unless_it_is_told() -> None:
     with heldin.observe(model), pytest.raises(heldin.NotObservable, match="6 rows of 'x'") as said:
         model(X, owner).sum().backward()
     assert "3 samples in one of 'x' and 'batch'" in str(said.value)
+    assert 'batch_dim={name: "owner"}' in str(said.value)
     with heldin.observe(model, batch_dim={"batch": None}) as seen:
         model(X, owner).sum().backward()
     assert seen.count == 6
@@ -102,6 +103,16 @@ def test_nodes_or_graphs_is_refused_unless_it_is_told() -> None:
             pytest.raises(heldin.NotObservable, match="'batch' holds the \"owner\" of each row"),
         ):
             model(X, wrong)
+
+
+def test_what_a_changed_batch_cannot_tell_is_refused() -> None:
+    """Without an index of nodes, the parts of a batch are known from when it was put together."""
+    batch = flat.Batch(*flat.graphs())
+    batch.edge_attr = batch.edge_attr[:-1]
+    batch.stores = [{"x": batch.x, "edge_index": batch.edge_index, "edge_attr": batch.edge_attr}]
+    with heldin.observe(flat.OfBatch()) as seen, pytest.raises(heldin.NotObservable) as said:
+        seen.call(lambda data: data.x, batch)
+    assert "'edge_attr' of the batch was changed after it was put together" in str(said.value)
 
 
 def test_the_loss_decides_what_is_counted() -> None:
@@ -255,6 +266,12 @@ def pairs(out: Tensor) -> Tensor:
     return out[:, None] - out[None]
 
 
+def _one_pair(out: Tensor) -> Tensor:
+    """Each row less its target; one of them less another row."""
+    chosen = torch.arange(len(out))[:, None] == 700
+    return out - torch.where(chosen, out.roll(1, 0), torch.ones(()))
+
+
 COUPLED: dict[str, Callable[[Tensor], Tensor]] = {
     "pairwise hinge": lambda o: (1 - pairs(o[:, 0])).clamp(min=0).mean(),
     "hinge of few pairs": lambda o: (pairs(o).abs().sum(2) - 5).relu().sum(),
@@ -265,6 +282,7 @@ COUPLED: dict[str, Callable[[Tensor], Tensor]] = {
     "L1 of sums over groups": lambda o: torch.zeros(2, 2).index_add(0, CLASS, o).abs().sum(),
     "L1 of a mean": lambda o: (o.mean(0) - 1).abs().sum(),
     "root of a mean": lambda o: F.mse_loss(o, Y).sqrt(),
+    "a pair among many rows": lambda o: _one_pair(torch.cat([o] * 200)).abs().sum(),
     "dice": lambda o: 1 - (o.sigmoid() * Y).sum() / (o.sigmoid().sum() + 1),
 }
 

@@ -41,6 +41,8 @@ def test_the_promises_have_the_numbers_of_the_study() -> None:
     assert f"ends {(float(auto[2]) - 1) * 100:.1f} % above" in text
     assert f"held out, {(float(split[2]) - 1) * 100:.1f} %" in text
     assert f"in {auto[4].strip().replace('%', ' %')} of the runs" in text
+    nets = [f"{(float(row[6]) - 1) * 100:.1f} %" for row in (auto, split)]
+    assert f"runs): {nets[0]} above; with 20 % held out, {nets[1]}." in text
     for width, word in ((2, "two"), (3, "three")):
         share = f"{COVERAGE['folds'][width]:.0%}".replace("%", " %")
         assert re.search(rf"{word}( standard errors of the estimate)?\s+in {share}", text), share

@@ -223,3 +223,14 @@ def test_rows_are_found_in_another_type() -> None:
     assert RowMatcher(Rows((x,), y))([x[[4, 2]].float()]).tolist() == [4, 2]
     zero = torch.tensor([[0.0], [-0.0]])
     assert RowMatcher(Rows((zero,), torch.tensor([0.0, 1.0])))([zero[[1]]]).tolist() == [1]
+
+
+def test_a_check_shows_the_training_loss_of_no_more_rows_than_are_held_out() -> None:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = torch.randn(500, 3), torch.randn(500, 1)
+    with heldin.ShadowStopping(model, optimizer, F.mse_loss, (x, y)) as stopping:
+        assert stopping._team.cost == 100 + 100
+        with torch.no_grad():
+            some = F.mse_loss(model(x[::5]), y[::5])
+        assert stopping.history[0].training_loss == pytest.approx(some.item())

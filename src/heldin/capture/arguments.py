@@ -8,9 +8,12 @@ call is followed under each of them, and the backward pass decides (see `countin
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, is_dataclass, replace
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
 from enum import Enum
+from types import ModuleType
 from typing import Any, Literal
 
 import torch
@@ -22,7 +25,17 @@ from heldin.errors import HeldinError, NotObservable
 from .flat import index_of, is_flat_batch, owners_beside, owners_in
 from .ownership.planes import tensors_in
 
-__all__ = ["Arguments", "BatchDim", "Count", "Entry", "Roles", "names_of", "read", "readings"]
+__all__ = [
+    "Arguments",
+    "BatchDim",
+    "Count",
+    "Entry",
+    "Roles",
+    "names_of",
+    "read",
+    "readings",
+    "rows_of",
+]
 
 BatchDim = int | Mapping[str | int, int | Literal["owner"] | None]
 INPUTS = 8  # up to which each is left out in turn
@@ -83,12 +96,14 @@ class Arguments:
         signature: all that decides which graph is built, but for shapes.
         structure: the arguments that have tensors; the same for batches of any size.
         flat: the number of samples of a flat batch, if there may be one, and whether it is sure.
+        unseen: what among the arguments cannot be looked into.
     """
 
     entries: Sequence[Entry]
     signature: Any
     structure: Any
     flat: tuple[int, bool] | None = None
+    unseen: Sequence[type] = ()
 
     def named(self, count: Count, names: Sequence[str], chosen: Sequence[Entry]) -> str:
         """Which arguments would count so many samples, for messages."""
@@ -126,8 +141,6 @@ class Roles:
                 found[Count(entry.rows)] = None
             if entry.at is not None and listed is not False:
                 found[Count(entry.at[1], True)] = None
-        if Count(0) in found:
-            return [Count(0)]
         if places is not None and len(found) == 2 and Count(1) in found:
             del found[Count(1)]  # broadcast over the samples
         return list(found)
@@ -169,6 +182,7 @@ def read(
     signature: list[Any] = []
     structure: list[Any] = []
     index, sure = None, False
+    unseen: list[type] = []
     places: list[tuple[str | int, Any]] = [*enumerate(args), *kwargs.items()]
     for place, value in places:
         if isinstance(value, PackedSequence):
@@ -185,7 +199,7 @@ def read(
             dim = None
         if is_flat_batch(value):
             entries += [Entry(tensor, place, None, None, own) for tensor, own in owners_in(value)]
-            signature.append((place, values_in(value)))
+            signature.append((place, values_in(value, unseen)))
             structure.append((place, "flat"))
             continue
         if isinstance(value, Tensor):
@@ -197,7 +211,7 @@ def read(
                 kinds = {tuple([(t.dtype, t.dim()) for t in found]) for found in each}
                 if len(kinds) == 1 and all(each):  # perhaps a list of samples
                     groups = [(found, (i, len(each))) for i, found in enumerate(each)]
-            signature.append((place, values_in(value)))
+            signature.append((place, values_in(value, unseen)))
         for tensors, at in groups:
             for tensor in tensors:
                 if tensor.is_nested:
@@ -218,21 +232,22 @@ def read(
             "heldin.observe: no argument of the model is a tensor with a batch dimension, so "
             "samples cannot be counted; pass batch_dim=..., or run the step through call()"
         )
-    return Arguments(entries, tuple(signature), tuple(structure), flat)
+    return Arguments(entries, tuple(signature), tuple(structure), flat, unseen)
 
 
 def _flat(
     entries: list[Entry], index: Tensor | None, sure: bool, names: Sequence[str]
 ) -> tuple[list[Entry], tuple[int, bool] | None]:
     """The entries with their owners in a flat batch, if there may be one (see `Arguments.flat`)."""
-    known = [int(entry.owner.max()) for entry in entries if entry.owner is not None]
+    owners = [entry.owner for entry in entries if entry.owner is not None]
+    known = [int(owner.max()) for owner in owners if owner.numel()]
     if known:
         return entries, (max(known) + 1, True)
     if index is None:
         return entries, None
     called = [_name_of(entry.place, names) for entry in entries]
-    owners = owners_beside(index, [entry.tensor for entry in entries], called)
-    pairs = zip(entries, owners, strict=True)
+    found = owners_beside(index, [entry.tensor for entry in entries], called)
+    pairs = zip(entries, found, strict=True)
     return [replace(entry, owner=own) for entry, own in pairs], (int(index.max()) + 1, sure)
 
 
@@ -251,30 +266,52 @@ def _dim_of(
     return batch_dim.get(place, 0), place in batch_dim
 
 
-def values_in(value: Any, depth: int = 4) -> Any:
-    """All that is not a tensor in an argument, by value, as far as it can be compared."""
+def values_in(value: Any, unseen: list[type], depth: int = 4) -> Any:
+    """All that is not a tensor in an argument, by value.
+
+    What cannot be looked into, or lies too deep, joins `unseen`. Functions are taken for the same
+    from call to call.
+    """
+
+    def inside(values: Iterable[Any]) -> list[Any]:
+        return [values_in(each, unseen, depth - 1) for each in values]
+
     if isinstance(value, Tensor):
         return None
     if value is None or isinstance(value, (int, float, complex, str, bytes, Enum, type)):
         return value
-    if depth and isinstance(value, (list, tuple)):
-        return (type(value), *[values_in(each, depth - 1) for each in value])
-    if depth and isinstance(value, Mapping):
-        pairs = [(str(key), values_in(each, depth - 1)) for key, each in value.items()]
-        return (type(value), *pairs)
-    if depth and is_dataclass(value):
-        fields = value.__dataclass_fields__
-        return (type(value), *[values_in(getattr(value, name), depth - 1) for name in fields])
+    if isinstance(value, (torch.dtype, torch.device, torch.layout, range, slice)):
+        return str(value)
     if hasattr(value, "tobytes") and hasattr(value, "dtype"):  # an array of numpy's
         size = getattr(value, "size", 0)
         raw = value.tobytes()
         return str(value.dtype), getattr(value, "shape", ()), raw if size < ENTRIES else hash(raw)
-    if isinstance(value, (torch.dtype, torch.device, torch.layout, range, slice)):
-        return str(value)
-    inside = getattr(value, "__dict__", None)
-    if depth and inside and not callable(value):
-        return (type(value), *[(k, values_in(v, depth - 1)) for k, v in sorted(inside.items())])
+    if depth and isinstance(value, (list, tuple, deque)):
+        return (type(value), *inside(value))
+    if depth and isinstance(value, Mapping):
+        return (type(value), *zip(map(str, value), inside(value.values()), strict=True))
+    if callable(value) or isinstance(value, (torch.Generator, ModuleType)):
+        return type(value)
+    fields = _fields(value)
+    if fields and depth:
+        return (type(value), *zip(fields, inside(fields.values()), strict=True))
+    if isinstance(value, AbstractSet):
+        return (type(value), frozenset(map(repr, value)))
+    by_value: Any = getattr(type(value), "__hash__", None)
+    if not fields and by_value is not None and by_value is not object.__hash__:
+        return value  # a date, say
+    if fields or not hasattr(value, "__dict__"):
+        unseen.append(type(value))
     return type(value)
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """The attributes of an object."""
+    slots = [getattr(kind, "__slots__", ()) for kind in type(value).__mro__]
+    names = {name for each in slots for name in ((each,) if isinstance(each, str) else each)}
+    names -= {"__dict__", "__weakref__"}
+    found = {name: getattr(value, name) for name in names if hasattr(value, name)}
+    return dict(sorted({**found, **getattr(value, "__dict__", {})}.items()))
 
 
 def readings(
@@ -309,3 +346,15 @@ def readings(
             planes.append((-own if i in way else torch.full_like(own, -float(m))).reshape(shape))
         owned.append((entry.tensor, torch.stack(planes)))
     return owned, ways
+
+
+def rows_of(entries: Sequence[Entry]) -> dict[int, list[Tensor]]:
+    """Whose the rows of a flat batch may be, as planes, by their number."""
+    found: dict[int, list[Tensor]] = {}
+    for entry in entries:
+        if entry.owner is not None and entry.owner.numel() == entry.owner.shape[0]:
+            own = entry.owner.flatten().float()
+            known = found.setdefault(len(own), [])
+            if not any(torch.equal(each[0], own) for each in known):
+                known.append(torch.stack([own, -own]))
+    return found

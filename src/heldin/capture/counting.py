@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
+
 from heldin.errors import NotObservable, more
 
 from .arguments import Count
@@ -149,6 +151,12 @@ def decide(
             errors.append(error)
     singles = [o for o in found if o.plan is None]
     many = [o for o in found if o.plan is not None]
+    none = next((o for o in singles if o.count is not None and o.count.m == 0), None)
+    if none is not None:  # an empty batch, or an argument that is empty this time
+        sizes = _shapes(calls)
+        if not (many or errors) or (sizes and all(0 in shape for shape in sizes)):
+            return none
+        singles.remove(none)
     if singles and (many or errors):  # one sample, or something that is shared by many
         shapes = _shapes(calls)
         if shapes and all(shape[dim] == 1 for shape in shapes):
@@ -164,6 +172,8 @@ def decide(
         many = [o for o in many if o.coupled is None] or many
     if len(many) > 1:
         many = _without_masks(many, calls, dim)
+    if len(many) > 1:
+        many = _without_parts(many, calls)
     if not many and not singles:
         raise errors[0]
     if len(many) + len(singles) > 1:
@@ -209,6 +219,24 @@ def _without_masks(options: Sequence[Option], calls: Sequence[Call], dim: int) -
     return [o for o in options if o not in masks] or list(options)
 
 
+def _without_parts(options: Sequence[Option], calls: Sequence[Call]) -> list[Option]:
+    """The options without those that are part of a flat one: features of graphs beside nodes."""
+    given = next((call.given for call in calls if call.given is not None), None)
+    flat = next((o for o in options if o.count is not None and o.count.flat), None)
+    if given is None or flat is None or flat.count is None:
+        return list(options)
+    line, inputs = torch.arange(flat.count.m), [e for e in given.entries if e.owner is not None]
+
+    def is_part(option: Option) -> bool:
+        if option.count is None or option.count.flat or option.count.m != len(line):
+            return False
+        own = [e.owner for e in given.entries if e.counts(option.count)]
+        same = all(o is not None and torch.equal(o.flatten(), line) for o in own)
+        return same and len(own) < len(inputs)
+
+    return [o for o in options if not is_part(o)]
+
+
 def _undecided(
     options: Sequence[Option], calls: Sequence[Call], arguments: Sequence[str]
 ) -> NotObservable:
@@ -220,9 +248,11 @@ def _undecided(
             batched = [e for e in given.entries if e.counts(count)]
             chosen = [e for i, e in enumerate(batched) if i in option.members] or batched
             found.append(given.named(count, arguments, chosen))
+    owner = 'that one holds the owner of each row with batch_dim={name: "owner"}, '
+    flat = any(option.count is not None and option.count.flat for option in options)
     return NotObservable(
         "how many samples this pass has is not established: each of these would do, "
         f"{'; '.join(dict.fromkeys(found))}. Say which arguments are no batch with "
-        "batch_dim={name: None}, or along which dimension samples lie with batch_dim={name: 0} "
-        "(a state carried from batch to batch has them along 1)"
+        f"batch_dim={{name: None}}, {owner if flat else ''}or along which dimension samples lie "
+        "with batch_dim={name: 0} (a state carried from batch to batch has them along 1)"
     )

@@ -23,8 +23,9 @@ from .reference import Output
 
 __all__ = ["couples"]
 
-PROBES = 6  # elements of a tensor that are tested: on which samples do they depend?
-LARGE = 1 << 22  # of a tensor with so many elements only two are tested
+PROBES = 6  # elements of a tensor that are tested one by one: on which samples do they depend?
+LARGE = 1 << 22  # of a tensor with so many elements only two are tested, not all
+ROUNDS = 3  # of the test that all elements take at once
 # Linear in all inputs together.
 _LINEAR = {
     "Add", "Sub", "Rsub", "Neg", "Sum", "Mean", "Nansum", "View", "Squeeze", "Unsqueeze", "Expand",
@@ -118,7 +119,7 @@ def _above(graph: Graph, starts: set[int]) -> set[int]:
 
 
 def _is_mixed(graph: Graph, at: int, number: int, outputs: Sequence[Output]) -> bool:
-    """Whether an element depends on several samples; a few of them are asked."""
+    """Whether an element depends on several samples: a few are asked one by one, all at once."""
     node = graph.nodes[at]
     if graph.names[at] == LEAF:
         return False
@@ -150,6 +151,55 @@ def _is_mixed(graph: Graph, at: int, number: int, outputs: Sequence[Output]) -> 
                 owners.update(owner[touched].unique().tolist())
         if len(owners) > 1:
             return True
+    if few < size < LARGE:
+        return _is_mixed_somewhere(GradientEdge(node, number), shape, given, outputs)
+    return False
+
+
+def _is_mixed_somewhere(
+    edge: GradientEdge, shape: Sequence[int], given: Any, outputs: Sequence[Output]
+) -> bool:
+    """Whether any element depends on several samples.
+
+    With a(d) for the change of an element when the outputs of sample s change by d[s], one that
+    depends on a single sample has a(d d) a(1) = a(d)^2; two or more differ by their parts times the
+    squared differences of their d. Changes are derivatives of the backward pass, which is linear.
+    What cannot be differentiated twice is given the benefit of the doubt.
+    """
+    if given.dtype.is_complex:
+        return False
+    random = torch.Generator().manual_seed(0)
+    seed = torch.ones(tuple(shape), dtype=given.dtype, device=given.device, requires_grad=True)
+    try:
+        backward = torch.autograd.grad(
+            [edge], [e for e, _ in outputs], [seed], create_graph=True, allow_unused=True
+        )
+        pairs = zip(backward, outputs, strict=True)
+        linear = [(g, o) for g, (_, o) in pairs if g is not None and g.requires_grad]
+        if not linear or any(grad.is_complex() for grad, _ in linear):
+            return False
+        probes = [1 + torch.rand(g.shape, generator=random, dtype=torch.float32) for g, _ in linear]
+
+        def change(factors: Tensor) -> Tensor:
+            sizes = [
+                (p * factors[layout.owner]).to(grad.device, grad.dtype)
+                for p, (grad, layout) in zip(probes, linear, strict=True)
+            ]
+            grads = [grad for grad, _ in linear]
+            return torch.autograd.grad(grads, [seed], sizes, retain_graph=True)[0].detach()
+
+        m = outputs[0][1].m
+        plain = change(torch.ones(m)).nan_to_num(0.0, 0.0, 0.0)
+        tolerance = torch.finfo(given.dtype).eps ** 0.4
+        felt = plain.abs() > tolerance * plain.abs().amax()  # others may be rounding noise
+        for _ in range(ROUNDS):
+            digits = 2.0 ** torch.randint(0, 6, (m,), generator=random)
+            once, twice = change(digits), change(digits.square()) * plain
+            apart = (twice - once.square()).abs() > tolerance * (twice.abs() + once.square())
+            if bool((apart & felt & once.isfinite() & twice.isfinite()).any()):
+                return True
+    except RuntimeError:
+        pass
     return False
 
 

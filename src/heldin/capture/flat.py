@@ -8,7 +8,7 @@ each graph's part of every tensor begins.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -114,20 +114,72 @@ def is_flat_batch(value: Any) -> bool:
 
 
 def owners_in(batch: Any) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """The tensors of such a batch with their owners; None: it is shared by all."""
+    """The tensors of such a batch with their owners; None: it is shared by all.
+
+    A batch knows where each sample's part of a tensor began when it was put together. What was
+    changed since (edges that were dropped or put in another order, loops, new tensors) has the
+    owners that the index of its nodes tells.
+    """
     for store in batch.stores:
         key = getattr(store, "_key", None)
         slices = batch._slice_dict if key is None else batch._slice_dict.get(key, {})
-        for name, tensor in store.items():
-            if not isinstance(tensor, Tensor):
-                continue
-            starts = slices.get(name)
-            if name == INDEX:
-                yield tensor, tensor.detach().cpu()
-            elif starts is None:
-                yield tensor, None
-            else:
-                dim = batch.__cat_dim__(name, tensor, store)
-                sizes = starts.diff() if dim is not None else torch.ones(len(tensor)).long()
-                owner = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
-                yield tensor, _along(owner, tensor, (dim or 0) % max(tensor.dim(), 1))
+        tensors = {name: value for name, value in store.items() if isinstance(value, Tensor)}
+        found = {n: _cut(batch, store, n, t, slices.get(n)) for n, t in tensors.items()}
+        index = tensors.get(INDEX)
+        if index is not None and len(index):
+            index = index.detach().cpu()
+            named = {n: t for n, t in tensors.items() if not n.endswith(("ptr", "_batch"))}
+            beside = owners_beside(index, [*named.values()], [*named])
+            told = {n: own for n, own in zip(named, beside, strict=True) if own is not None}
+            fresh = _is_fresh(index, tensors, slices, found, told)
+            for name, own in told.items():
+                if found[name] is None or not fresh:
+                    found[name] = own
+            found[INDEX] = index
+        for name, tensor in tensors.items():
+            if not _fits(found[name], tensor):
+                raise NotObservable(
+                    f"heldin.observe: {name!r} of the batch was changed after it was put together, "
+                    "and whose each of its rows is cannot be told any more; change it before that, "
+                    "or in forward()"
+                )
+            yield tensor, found[name]
+
+
+def _cut(batch: Any, store: Any, name: str, tensor: Tensor, starts: Tensor | None) -> Tensor | None:
+    """The owners of a tensor that was put together of parts."""
+    if starts is None or not tensor.dim():
+        return None
+    dim = batch.__cat_dim__(name, tensor, store)
+    sizes = starts.diff() if dim is not None else torch.ones(len(tensor)).long()
+    owner = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
+    return _along(owner, tensor, (dim or 0) % tensor.dim())
+
+
+def _is_fresh(
+    index: Tensor,
+    tensors: Mapping[str, Tensor],
+    slices: Mapping[str, Tensor],
+    cut: Mapping[str, Tensor | None],
+    told: Mapping[str, Tensor],
+) -> bool:
+    """Whether parts are still where they were: as many nodes of each, in order, and the edges."""
+    counts = torch.bincount(index)
+    starts = [s for s in (tensors.get("ptr"), *slices.values()) if isinstance(s, Tensor)]
+    in_place = bool((index.diff() >= 0).all()) and any(
+        torch.equal(s.diff()[: len(counts)].cpu(), counts) for s in starts
+    )
+    for name, tensor in tensors.items():
+        own, other = cut[name], told.get(name)
+        if not _fits(own, tensor):
+            return False
+        if own is not None and other is not None and other.dim() == 2 and len(tensor) == 2:
+            if other.shape[0] == 1 and not torch.equal(own.flatten(), other.flatten()):
+                return False  # pairs of nodes
+    return in_place
+
+
+def _fits(owner: Tensor | None, tensor: Tensor) -> bool:
+    if owner is None:
+        return True
+    return all(a in (1, b) for a, b in zip(owner.shape, tensor.shape, strict=True))

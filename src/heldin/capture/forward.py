@@ -23,7 +23,7 @@ from heldin._private_torch import (
 )
 from heldin.errors import NotObservable
 
-from .arguments import Arguments, BatchDim, Count, Entry, Roles, names_of, read, readings
+from .arguments import Arguments, BatchDim, Count, Entry, Roles, names_of, read, readings, rows_of
 from .eager import Eagerly
 from .flat import is_packed, packed
 from .graph import Graph, number_of
@@ -204,6 +204,8 @@ class Calls:
         call.given = given
         counts = counts or [Count(m)]
         call.candidates = [Candidate(count, self._tracker(entries, count)) for count in counts]
+        if given is not None and given.unseen:
+            call.distrust(f"an argument with a {given.unseen[0].__name__}")
         call.choose(call.candidates[0])
         self._enter(
             _all_of([r.tracker.following() for r in call.candidates if r.tracker is not None])
@@ -216,6 +218,7 @@ class Calls:
         tracker = Tracker(count.m, self._model)
         if count.flat:
             tracker.volatile = "a flat batch"  # whose rows are shared out in another way next time
+            tracker.rows = rows_of(entries)
         owned, tracker.ways = readings(entries, count)
         for tensor, planes in owned:
             tracker.own(tensor, self._earlier(tensor, planes))

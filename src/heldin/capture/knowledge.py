@@ -78,6 +78,12 @@ class Call:
         """Take one of the numbers of samples for the true one."""
         self.m, self.tracker = candidate.count.m, candidate.tracker
 
+    def distrust(self, why: str) -> None:
+        """What is found about this call need not hold for the next one."""
+        for candidate in self.candidates:
+            if candidate.tracker is not None:
+                candidate.tracker.volatile = candidate.tracker.volatile or why
+
     def note_answers(self, counting: tuple[bool, ...] | None) -> None:
         """Keep the answers that count; which ones do was found out when it was followed."""
         if self.numbers is not None:

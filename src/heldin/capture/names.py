@@ -54,6 +54,7 @@ class Names:
         return [name for name, p in self._named if p.requires_grad]
 
     def _find(self) -> None:
+        """Read the names again; other threads read them, so that tables are put in place whole."""
         if self._model is None:  # closed by another thread, in the middle of a pass
             return
         named = list(self._model.named_parameters())
@@ -61,19 +62,24 @@ class Names:
         chosen = [n for n, _ in named if self._selects is None or self._selects(n)]
         self.order = {name: i for i, name in enumerate(chosen)}
         self._named = [(n, p) for n, p in named if n in self.order]
-        self._alive, self.by_id = {}, {}
+        gathered = [
+            (parameter, name)
+            for ref, name in self._gathered.values()
+            if (parameter := ref()) is not None
+        ]
+        by_id = {id(p): name for name, p in named if name in self.order}
+        by_id |= {
+            id(p): name for p, name in gathered if self._selects is None or self._selects(name)
+        }
         for name, p in named:
-            self._add(p, name)
-            if self._real and p.is_complex() and p.requires_grad and id(p) in self.by_id:
+            if self._real and p.is_complex() and p.requires_grad and id(p) in by_id:
                 raise NotObservable(
                     f"parameter {name!r} is complex, and single entries of it cannot be looked at. "
                     "Keep it as a real one of shape (..., 2) and use torch.view_as_complex in "
                     "forward(), or leave it out with parameters=..."
                 )
-        for alive, name in self._gathered.values():
-            parameter = alive()
-            if parameter is not None:
-                self._add(parameter, name)
+        everyone = [p for _, p in named] + [p for p, _ in gathered]
+        self._alive, self.by_id = {id(p): weakref.ref(p) for p in everyone}, by_id
 
     def gathered(self, parameter: Tensor, name: str) -> None:
         """A sharded parameter was gathered for a forward pass."""

@@ -16,13 +16,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heldin._private_torch import gradient_hooks, outputs_of
+from heldin._private_torch import gradient_hooks, outputs_of, saved
 
 from .graph import Graph, shape_of
 from .layout import Layout
 from .ops import UseCache
 
-__all__ = ["ParameterPath", "Plan", "move", "pull_back"]
+__all__ = ["CUTS", "ParameterPath", "Plan", "cut_of", "move", "pull_back"]
+
+# Nodes that take rows by numbers of Python, and where these are kept.
+CUTS = {
+    "SelectBackward0": ("dim", "index"), "SliceBackward0": ("dim", "start", "end", "step"),
+    "SplitBackward0": ("dim", "split_size"), "SplitWithSizesBackward0": ("dim", "split_sizes"),
+    "UnsafeSplitBackward0": ("dim", "split_size"),
+    "UnsafeSplitWithSizesBackward0": ("dim", "split_sizes"),
+}  # fmt: skip
+
+
+def cut_of(node: Any, name: str) -> tuple[Any, ...]:
+    """By which numbers a node takes rows; the dimension comes first."""
+    return tuple([saved(node, each, None) for each in CUTS[name]])
 
 
 @dataclass(frozen=True)
@@ -56,6 +69,7 @@ class Plan:
         shared: parameters with a penalty in the loss.
         unused: parameters that meet no row at all.
         leaves: the position of every observed parameter.
+        cuts: by node, the numbers by which it takes rows along samples.
         caches: what is known about the uses, from one step to the next.
         trusted: by path, whether a batched pull-back is what single ones are.
     """
@@ -66,6 +80,7 @@ class Plan:
     shared: set[str] = field(default_factory=set)
     unused: set[str] = field(default_factory=set)
     leaves: dict[str, int] = field(default_factory=dict)
+    cuts: dict[int, tuple[Any, ...]] = field(default_factory=dict)
     caches: dict[tuple[int, int], UseCache] = field(default_factory=dict)
     trusted: dict[tuple[int, int], bool] = field(default_factory=dict)
 
@@ -116,10 +131,13 @@ class Plan:
     def fits(self, graph: Graph) -> bool:
         """Whether the sizes at the uses are those of the plan; names and edges are known to be.
 
-        A model may cut its inputs to a length that no argument tells, and a layer may be replaced
-        by one of another size.
+        A model may cut its inputs to a length that no argument tells, a layer may be replaced by
+        one of another size, and rows may be shared out among samples by numbers from anywhere.
         """
         nodes = graph.nodes
+        for position, numbers in self.cuts.items():
+            if cut_of(nodes[position], graph.names[position]) != numbers:
+                return False
         for position, layouts in self.layouts.items():
             for layout, found in zip(layouts, outputs_of(nodes[position]), strict=False):
                 if layout is not None and tuple(found.shape) != layout.shape:

@@ -14,7 +14,7 @@ from heldin.errors import NotObservable
 from .graph import Graph, children_first, shape_of
 from .layout import Layout
 from .ownership.planes import Key, canonical, is_mixed, is_nobody
-from .plan import ParameterPath, Plan
+from .plan import CUTS, ParameterPath, Plan, cut_of
 
 __all__ = ["make_plan", "refuse_hidden"]
 
@@ -62,7 +62,7 @@ def make_plan(
             outputs.setdefault(position, {})[number] = planes
     kinds = _kinds(graph, outputs)
     cuts = _cuts(graph, slots, kinds)
-    plan = Plan(m)
+    plan = Plan(m, cuts=_row_cuts(graph, outputs))
     named = {i: names[id(leaf)] for i, leaf in graph.leaves.items() if id(leaf) in names}
     plan.leaves = {name: i for i, name in named.items()}
     below = _below(graph, kinds, cuts, named)
@@ -127,6 +127,25 @@ def _kinds(graph: Graph, outputs: Mapping[int, Mapping[int, Tensor | None]]) -> 
             below = {kinds[child] for child, _ in graph.children[i] if child >= 0}
             kinds[i] = OUTSIDE if below & {DATA, OUTSIDE} else FREE
     return kinds
+
+
+def _row_cuts(
+    graph: Graph, outputs: Mapping[int, Mapping[int, Tensor | None]]
+) -> dict[int, tuple[Any, ...]]:
+    """The nodes that take rows along samples by numbers of Python, and these numbers."""
+    found = {}
+    for position, name in enumerate(graph.names):
+        if name in CUTS:
+            child, number = graph.children[position][0]
+            planes = outputs.get(child, {}).get(number)
+            numbers = cut_of(graph.nodes[position], name)
+            dim = numbers[0]
+            if planes is None or dim is None:
+                continue
+            dim = dim - (1 << 64) if dim >= 1 << 63 else dim  # negative, kept without a sign
+            if planes.shape[dim % (planes.dim() - 1) + 1] > 1:
+                found[position] = numbers
+    return found
 
 
 def _cuts(

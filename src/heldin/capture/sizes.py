@@ -126,7 +126,7 @@ class ScalablePlan:
             for position, layouts in plan.layouts.items()
             for layout, form in zip(layouts, forms[position], strict=True)
         )
-        return cls(plan, Range(sizes, sizes), forms if regular else None)
+        return cls(plan, Range(sizes, sizes), forms if regular and not plan.cuts else None)
 
     def add(self, plan: Plan, sizes: Sizes) -> None:
         """Another plan for the same graph, at other sizes, was found by following a call."""

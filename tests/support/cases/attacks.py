@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import torch
@@ -80,6 +81,59 @@ for _name, _given in {
         ),
         lambda given=_given: (torch.randn(M, 5, 3), given(next(_parts))),
     )
+
+
+_OF: list[list[int]] = [[]]  # numbers from elsewhere
+
+
+class SimpleSlots:
+    __slots__ = ("number",)
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class Hidden:
+    """A number that no attribute shows."""
+
+    __slots__ = ("_of",)
+
+    def __init__(self, number: int) -> None:
+        self._of = iter([number] * 100)
+
+
+def _number(value: Any) -> int:
+    if isinstance(value, SimpleSlots):
+        return value.number
+    if isinstance(value, Hidden):
+        return next(value._of)
+    return _number(value[0]) if isinstance(value, list) else int(value)
+
+
+def _padded(s: Any, x: Tensor, lengths: list[int]) -> tuple[Tensor]:
+    """All rows that are none of padding; who owns each is known by the lengths alone."""
+    _OF[0] = lengths
+    return (s.a(torch.cat([x[i, :n] for i, n in enumerate(lengths)])).tanh(),)
+
+
+for _name, _given in {
+    "objects with slots": lambda n: [SimpleSlots(each) for each in n],
+    "objects that hide it": lambda n: [Hidden(each) for each in n],
+    "a deque": deque,
+    "deep inside": lambda n: [[[[[[each]]]]] for each in n],
+}.items():
+    add(
+        f"lengths among the arguments: {_name}",
+        model(lambda s, x, n: _padded(s, x, [_number(each) for each in n]), a=linear(3, 2)),
+        lambda given=_given: (torch.randn(M, 5, 3), given(next(_parts))),
+        lambda s, x, n: torch.stack([part.square().sum() for part in s(x, n)[0].split(_OF[0])]),
+    )
+add(
+    "lengths that are an attribute of the model",
+    model(lambda s, x: _unpadded(s, x, _OF[0]), a=linear(3, 2)),
+    lambda: (torch.randn(M, 5, 3), next(_parts)),
+    lambda s, x, n: (_OF.__setitem__(0, n), rows(s(x)))[1],
+)
 
 
 def _even_or_not(s: Any, x: Tensor, n: Tensor) -> Tensor:
@@ -303,4 +357,33 @@ add(
     "a table whose rows are shortened in forward",
     model(lambda s, i: s.b(s.e(i)), e=lambda: nn.Embedding(7, 3, max_norm=1.0), b=linear(3, 2)),
     lambda: (torch.randint(0, 7, (M, 5)),),
+)
+_few = iter([(0, 2, 0, 3)[i % 4] for i in range(4000)])
+add(
+    "an argument that is empty at times",
+    model(lambda s, x, e: s.a(x) + s.b(e).sum(0), a=linear(3, 2), b=linear(3, 2)),
+    lambda: (torch.randn(M, 3), torch.randn(next(_few), 3)),
+)
+add(
+    "an argument that is always empty",
+    model(lambda s, x, e: s.a(torch.cat([x, e], 1)).mean(1), a=linear(3, 2)),
+    lambda: (torch.randn(M, 5, 3), torch.randn(M, 0, 3)),
+)
+
+
+def _routed(s: Any, x: Tensor) -> Tensor:
+    """Rows in the order of their experts, one product for all of these."""
+    rows = s.a(x.reshape(-1, 4))
+    expert = (rows[:, 0] > 0).long()
+    order, ends = expert.argsort(stable=True), torch.bincount(expert, minlength=2).cumsum(0)
+    out = F.grouped_mm(rows[order], s.w, offs=ends.int()).tanh()
+    return torch.zeros_like(out).index_copy(0, order, out).reshape(*x.shape[:2], 4)
+
+
+add(
+    "experts in one grouped product",
+    model(_routed, a=linear(4, 4), w=(2, 4, 4)),
+    normal(M, 3, 4),
+    autocast=False,
+    exact=False,  # single precision only
 )

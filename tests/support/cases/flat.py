@@ -96,6 +96,102 @@ add(
 )
 
 
+class WithFeatures(Net):
+    """Graphs have features, too: as many rows as there are samples."""
+
+    def forward(
+        self, x: Tensor, edge_index: Tensor, edge_attr: Tensor, batch: Tensor, u: Tensor
+    ) -> Tensor:
+        return self.run(x, edge_index, edge_attr, batch) + self.c(self.a(u).tanh())
+
+
+add(
+    "graphs with features of their own",
+    WithFeatures,
+    lambda: (*graphs(), torch.randn(M, 3)),
+    autocast=False,
+)
+_single_nodes = iter([([1] * M, [2, 3], [1, 1])[i % 3] for i in range(3000)])
+add("graphs of one node", Flat, lambda: graphs(next(_single_nodes)), autocast=False)
+_edges = iter([(0, 24)[i % 2] for i in range(3000)])
+
+
+def _with_edges(count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x, edges, attributes, owner = graphs()
+    return x, edges[:, :count], attributes[:count], owner
+
+
+add("graphs without edges at times", Flat, lambda: _with_edges(next(_edges)), autocast=False)
+
+
+class WithLonely(Net):
+    """A bias for what each node receives; some receive nothing."""
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor, batch: Tensor) -> Tensor:
+        sent = self.a(x)[edge_index[0]] * self.e(edge_attr)
+        received = torch.zeros(len(x), 4).index_add(0, edge_index[1], sent) + self.b.bias
+        return self.c(_pooled(received.tanh(), batch, int(batch.max()) + 1))
+
+
+def _few_edges(edges: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x, pairs, attributes, owner = graphs()
+    chosen = torch.randperm(pairs.shape[1])[:edges]
+    return x, pairs[:, chosen], attributes[chosen], owner
+
+
+for _count in (0, 7, 12):  # 12: as many as nodes
+    add(
+        f"graphs with {_count} edges, nodes that none leads to",
+        WithLonely,
+        lambda count=_count: _few_edges(count),
+        autocast=False,
+    )
+add(
+    "batches of graphs without edges",
+    OfBatch,
+    lambda: (Batch(*_few_edges(0)),),
+    autocast=False,
+)
+
+
+def changed(change: Any) -> tuple[Batch]:
+    """A batch whose nodes or edges were changed after it was put together."""
+    batch = Batch(*graphs())
+    change(batch)
+    batch.stores = [{k: v for k, v in vars(batch).items() if isinstance(v, Tensor)}]
+    return (batch,)
+
+
+def _other_edges(batch: Batch, chosen: Tensor) -> None:
+    batch.edge_index, batch.edge_attr = batch.edge_index[:, chosen], batch.edge_attr[chosen]
+
+
+def _other_nodes(batch: Batch) -> None:
+    order = torch.randperm(len(batch.x))
+    batch.x, batch.batch = batch.x[order], batch.batch[order]
+    batch.edge_index = order.argsort()[batch.edge_index]
+
+
+def _loops(batch: Batch) -> None:
+    own = torch.arange(len(batch.x))
+    batch.edge_index = torch.cat([batch.edge_index, torch.stack([own, own])], 1)
+    batch.edge_attr = torch.cat([batch.edge_attr, torch.randn(len(own), 2)])
+
+
+for _name, _change in {
+    "edges in another order": lambda b: _other_edges(b, torch.randperm(b.edge_index.shape[1])),
+    "fewer edges": lambda b: _other_edges(b, torch.rand(b.edge_index.shape[1]) > 0.4),
+    "nodes in another order": _other_nodes,
+    "loops": _loops,
+}.items():
+    add(
+        f"a batch of graphs, changed since it was put together: {_name}",
+        OfBatch,
+        lambda change=_change: changed(change),
+        autocast=False,
+    )
+
+
 class WithLoops(Net):
     """Each node sends to itself, too, with attributes that belong to nobody."""
 

@@ -45,6 +45,7 @@ class Following(Protocol):
     m: int
     mixers: dict[str, str]
     volatile: str | None
+    rows: dict[int, list[Tensor]]
 
     def owners(self, tensor: Tensor) -> Tensor | None:
         """The planes of a tensor; None: it holds no data."""

@@ -67,6 +67,7 @@ class Tracker(TorchDispatchMode):
         self.mixers: dict[str, str] = {}  # where samples were mixed though rows kept their owner
         self.volatile: str | None = None  # why owners may differ on the next batch
         self.causes: dict[Key, str] = {}  # by node: the op that mixed what it holds
+        self.rows: dict[int, list[Tensor]] = {}  # of a flat batch: planes of so many rows
         self.ways: list[frozenset[int]] = [frozenset()]  # which inputs have owners in each reading
         self._planes: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
         self._stamps: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()

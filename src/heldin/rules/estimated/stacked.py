@@ -25,7 +25,7 @@ from .watch import Taken
 
 __all__ = ["StackedShadows", "differs"]
 
-SHOWN = 256  # rows of which the training loss is shown beside the estimate
+SHOWN = 256  # rows of which the training loss is shown, no more than are held out
 NOISE = 64  # gradients below so many roundings of the largest are nothing but rounding
 
 
@@ -79,7 +79,8 @@ class StackedShadows:
         self._numbers_of_copies = torch.arange(len(own), device=device).unsqueeze(1)
         self._looked_at = torch.cat(own).sort().values
         self.held = len(self._looked_at)
-        self.cost = self.held + min(SHOWN, len(self.data))
+        self._shown = min(SHOWN, self.held)
+        self.cost = self.held + self._shown
 
     @property
     def engine(self) -> str:
@@ -218,7 +219,7 @@ class StackedShadows:
 
     def training_loss(self) -> float:
         """Of the model itself."""
-        return self.data.training_loss(SHOWN)
+        return self.data.training_loss(self._shown)
 
     # -- saving
 

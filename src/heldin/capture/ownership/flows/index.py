@@ -18,6 +18,7 @@ from heldin.capture.ownership.planes import (
     align,
     canonical,
     is_mixed,
+    is_nobody,
     merge,
     nobody,
 )
@@ -210,9 +211,15 @@ def _scatter(call: OpCall) -> Owners:
     if by_row:
         where = where.reshape(shape).expand(landed)
     pairs = zip(base, coming.expand(-1, *landed), strict=True)
-    return [
-        canonical(torch.stack([old.scatter_reduce(dim, where, new, "amax") for old, new in pairs]))
-    ]
+    planes = torch.stack([old.scatter_reduce(dim, where, new, "amax") for old, new in pairs])
+    if target.dim() and known[0] is None:
+        for rows in call.tracker.rows.get(target.shape[dim], ()):
+            own = rows.reshape(len(rows), *[-1 if d == dim else 1 for d in range(target.dim())])
+            empty = is_nobody(planes).repeat_interleave(2, 0)
+            if bool((empty | (planes == own)).all()):  # rows to which no edge leads, say
+                planes = torch.where(empty, own, planes)
+                break
+    return [canonical(planes)]
 
 
 @flows("index_put", "_index_put_impl", "_unsafe_index_put")
