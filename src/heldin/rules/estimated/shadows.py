@@ -374,7 +374,7 @@ def numbered(name: str, argument: str, values: Any, n: int) -> Tensor | None:
     if values is None:
         return None
     given = values.tolist() if hasattr(values, "tolist") else values
-    if isinstance(given, str) or not isinstance(given, Iterable) or len(given := [*given]) != n:
+    if not isinstance(given, Iterable) or len(given := [*given]) != n:
         raise HeldinError(
             f"{name}: {argument} must be a list or tensor that names one for each of the {n} rows, "
             f"got {type(values).__name__}"
