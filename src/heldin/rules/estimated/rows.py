@@ -162,6 +162,7 @@ def _hashes(words: Tensor) -> tuple[Tensor, Tensor]:
 
 
 MANY_COPIES = 0.05  # share of the rows that may have one without a warning
+LOOKED_AT = 4096  # rows at a time, so that large tables take no memory
 COLUMNS = 64  # of the inputs, in which different values are counted
 
 
@@ -178,14 +179,20 @@ def rows_with_copies(rows: Rows) -> int:
     >>> rows_with_copies(Rows((few,), y))
     0
     """
-    words = torch.cat([_words(x).long() for x in (*rows.inputs, rows.targets)], dim=1)
-    _, member, counts = _hashes(words)[0].unique(return_inverse=True, return_counts=True)
+    parts, n = (*rows.inputs, rows.targets), len(rows)
+
+    def words(some: slice) -> Tensor:
+        return torch.cat([_words(part[some]).long() for part in parts], dim=1)
+
+    hashes = [_hashes(words(slice(i, i + LOOKED_AT)))[0] for i in range(0, n, LOOKED_AT)]
+    _, member, counts = torch.cat(hashes).unique(return_inverse=True, return_counts=True)
     found = int((counts[member] > 1).sum())
     if not found:
         return 0
-    some = words[:, :: max(1, words.shape[1] // COLUMNS)].T
-    different = max(len(column.unique()) for column in some)
-    return found if different >= max(20, len(words) / 5) else 0
+    some = words(slice(0, n, -(-n // LOOKED_AT)))
+    columns = some[:, :: max(1, some.shape[1] // COLUMNS)].T
+    different = max(len(column.unique()) for column in columns)
+    return found if different >= max(20, len(some) / 5) else 0
 
 
 def warn_of_copies(owner: str, data: Any) -> None:
