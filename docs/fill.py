@@ -21,7 +21,7 @@ PLACE = re.compile(r"<!-- table:(?P<name>[\w-]+) -->\n(?P<text>.*?)<!-- /table:(
 CHOICES = [
     ("the default", '`heldin.stopping("auto", ...)`', "all", "2 to 6, by `budget`", "yes"),
     ("more rows, a larger model", "`ShadowStopping`", "all", "2", "yes"),
-    ("no room for a second model", "`LeaveOneOutStopping`", "all", "1.5", "yes"),
+    ("no room for a second model", "`LeaveOneOutStopping`", "all", "1.5 to 2", "yes"),
     ("no time to spare", "`EvidenceStopping(window=epoch)`", "all", "1.05 to 1.2", "no"),
     ("today: a split and patience ¹", "20 % held out, patience", "80 %", "1.1", "of few rows"),
     ("today: a split, then a refit", "20 % held out, then again on all rows", "all", "2", "no"),

@@ -11,7 +11,7 @@ from torch import nn
 
 from heldin.capture.arguments import BatchDim
 from heldin.capture.collector import BUDGET, Estimator
-from heldin.criterion.evidence import Correction, Dead, Groups
+from heldin.criterion.evidence import Across, Correction, Dead, Groups
 from heldin.rules.evidence import EvidenceStopping as Stopping
 
 from .adapters.session import StoppingSession, flat_metrics, missing_framework
@@ -78,6 +78,7 @@ class EvidenceStopping:
         warmup: int = 0,
         every: int = 1,
         arming: float | None = 0.5,
+        across: Across = "median",
         weighted: bool = True,
         start: float | None = None,
         correction: Correction = None,

@@ -9,11 +9,11 @@ from typing import Any, Literal
 
 from heldin.capture.arguments import BatchDim
 from heldin.capture.collector import BUDGET, Estimator
-from heldin.criterion.evidence import Correction, Dead, Groups, grouping
+from heldin.criterion.evidence import Across, Correction, Dead, Groups, grouping
 from heldin.rules.evidence import EvidenceStopping as Stopping
 
 from .adapters.epochs import Epochs
-from .adapters.session import Guard, StoppingSession, missing_framework
+from .adapters.session import Guard, StoppingSession, length, missing_framework
 from .adapters.settings import chosen, spelled_out
 from .rules.ranks import ProcessGroup
 
@@ -43,6 +43,8 @@ class EvidenceStopping(Callback):
         log_groups: also make a metric of each group of parameters.
         reset_on_fit: each fit starts anew; False: it goes on where the last one was, or where
             `load_state_dict` says.
+        window: number of steps whose sums add up before a value is formed; "epoch": those of an
+            epoch, which is better where the data are few (docs/which-rule.md).
         groups, smoothing and the others: see `heldin.EvidenceStopping`.
 
     Attributes:
@@ -65,10 +67,11 @@ class EvidenceStopping(Callback):
         *,
         groups: Groups = "tensor",
         smoothing: float = 0.9,
-        window: int = 1,
+        window: int | Literal["epoch"] = 1,
         warmup: int = 0,
         every: int = 1,
         arming: float | None = 0.5,
+        across: Across = "median",
         weighted: bool = True,
         start: float | None = None,
         correction: Correction = None,
@@ -164,10 +167,17 @@ class EvidenceStopping(Callback):
         """
         if self._due:
             self._due = False
-            self._watch.begin(get_model(self.learn.model))
+            self._watch.begin(get_model(self.learn.model), self._epoch_steps())
             self._epochs.reset()
         if self._stopped():
             raise CancelFitException
+
+    def _epoch_steps(self) -> float | None:
+        loader, together = self.learn.dls.train, getattr(self.learn, "gradient_accumulation", None)
+        steps = length(loader)
+        if steps is None or together is None:
+            return steps
+        return float(steps * min(1.0, loader.bs / together.n_acc))
 
     def _stopped(self) -> bool:
         return self.stopping is not None and self.stopping.should_stop

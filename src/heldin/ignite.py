@@ -11,7 +11,7 @@ from torch import nn
 
 from heldin.capture.arguments import BatchDim
 from heldin.capture.collector import BUDGET, Estimator
-from heldin.criterion.evidence import Correction, Dead, Groups
+from heldin.criterion.evidence import Across, Correction, Dead, Groups
 from heldin.rules.evidence import EvidenceStopping as Stopping
 
 from .adapters.epochs import Epochs
@@ -51,6 +51,8 @@ class EvidenceStopping:
         model: the model that the trainer trains.
         patience: number of consecutive checks that must ask for a stop.
         log_groups: also give the value of each group of parameters.
+        window: number of steps whose sums add up before a value is formed; "epoch": those of an
+            epoch, which is better where the data are few (docs/which-rule.md).
         groups, smoothing and the others: see `heldin.EvidenceStopping`.
 
     Attributes:
@@ -74,10 +76,11 @@ class EvidenceStopping:
         *,
         groups: Groups = "tensor",
         smoothing: float = 0.9,
-        window: int = 1,
+        window: int | Literal["epoch"] = 1,
         warmup: int = 0,
         every: int = 1,
         arming: float | None = 0.5,
+        across: Across = "median",
         weighted: bool = True,
         start: float | None = None,
         correction: Correction = None,
@@ -136,7 +139,7 @@ class EvidenceStopping:
         self._end(trainer)
         self._interrupted = False
         self._epochs.reset()
-        self._run.begin(self._model)
+        self._run.begin(self._model, trainer.state.epoch_length)
         self._before = BeforeStep(self._model, lambda: self._weigh(trainer))
 
     def _begin_epoch(self, trainer: Engine) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from heldin.capture.arguments import BatchDim
 from heldin.capture.collector import BUDGET, Estimator
-from heldin.criterion.evidence import Correction, Dead, Groups
+from heldin.criterion.evidence import Across, Correction, Dead, Groups
 from heldin.rules.evidence import EvidenceStopping as Stopping
 
 from .adapters.epochs import Epochs
@@ -62,6 +62,8 @@ class EvidenceStopping(keras.callbacks.Callback):
         verbose: 1: tell of the stop.
         start_from_epoch: number of first epochs in which training is never stopped.
         log_groups: also log the value of each group of parameters.
+        window: number of steps whose sums add up before a value is formed; "epoch": those of an
+            epoch, which is better where the data are few (docs/which-rule.md).
         groups, smoothing and the others: see `heldin.EvidenceStopping`.
 
     Attributes:
@@ -82,10 +84,11 @@ class EvidenceStopping(keras.callbacks.Callback):
         *,
         groups: Groups = "tensor",
         smoothing: float = 0.9,
-        window: int = 1,
+        window: int | Literal["epoch"] = 1,
         warmup: int = 0,
         every: int = 1,
         arming: float | None = 0.5,
+        across: Across = "median",
         weighted: bool = True,
         start: float | None = None,
         correction: Correction = None,
@@ -142,7 +145,10 @@ class EvidenceStopping(keras.callbacks.Callback):
         self._due = False
         self._epochs.reset()
         self._guard.over(self.model, "train_function", "evaluate", "reset_metrics")
-        stopping = self._run.begin(self.model)
+        steps = (self.params or {}).get("steps")
+        inner = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
+        together = inner.gradient_accumulation_steps or 1
+        stopping = self._run.begin(self.model, steps / together if steps else None)
         stopping._collector.keeps_all_passes = True  # the optimiser adds gradients up by itself
         # Keras calls its layers past the hooks of PyTorch, and makes whole steps of its own
         self._detours += [

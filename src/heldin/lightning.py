@@ -7,11 +7,12 @@ from typing import Any, Literal
 
 from heldin.capture.arguments import BatchDim
 from heldin.capture.collector import BUDGET, Estimator
-from heldin.criterion.evidence import Correction, Dead, Groups
+from heldin.criterion.evidence import Across, Correction, Dead, Groups
 from heldin.rules.evidence import EvidenceStopping as Stopping
 
 from .adapters.epochs import Epochs
 from .adapters.session import (
+    EPOCH,
     MethodWrapper,
     StoppingSession,
     flat_metrics,
@@ -46,6 +47,8 @@ class EvidenceStopping(Callback):
         verbose: tell of the stop.
         log_groups: also log the value of each group of parameters.
         log_rank_zero_only: tell on one process only.
+        window: number of steps whose sums add up before a value is formed; "epoch": those of an
+            epoch, which is better where the data are few (docs/which-rule.md).
         groups, smoothing and the others: see `heldin.EvidenceStopping`.
 
     Attributes:
@@ -70,10 +73,11 @@ class EvidenceStopping(Callback):
         *,
         groups: Groups = "tensor",
         smoothing: float = 0.9,
-        window: int = 1,
+        window: int | Literal["epoch"] = 1,
         warmup: int = 0,
         every: int = 1,
         arming: float | None = 0.5,
+        across: Across = "median",
         weighted: bool = True,
         start: float | None = None,
         correction: Correction = None,
@@ -108,7 +112,15 @@ class EvidenceStopping(Callback):
         if trainer.global_step:  # fit() goes on with the run before
             self._run.load_state_dict(self._run.state_dict())
         self._epochs.reset()
-        self._detour = watched_step(pl_module, self._run.begin(pl_module).call)
+        self._detour = watched_step(
+            pl_module, self._run.begin(pl_module, self._epoch_steps(trainer)).call
+        )
+
+    def _epoch_steps(self, trainer: Trainer) -> float | None:
+        if self._run.options["window"] != EPOCH:
+            return None
+        trainer.fit_loop.setup_data()  # else the loaders are made after this
+        return float(trainer.num_training_batches / trainer.accumulate_grad_batches)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Look out for passes."""

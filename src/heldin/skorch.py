@@ -9,16 +9,18 @@ from typing import Any, Literal
 
 from heldin.capture.arguments import BatchDim
 from heldin.capture.collector import BUDGET, Estimator
-from heldin.criterion.evidence import Correction, Dead, Groups
+from heldin.criterion.evidence import Across, Correction, Dead, Groups
 from heldin.rules.evidence import EvidenceStopping as Stopping
 
 from .adapters.epochs import Epochs
 from .adapters.session import (
+    EPOCH,
     BeforeStep,
     MethodWrapper,
     StoppingSession,
     forget_gradients,
     forget_passes,
+    length,
     missing_framework,
 )
 from .adapters.settings import DEFAULTS, check_elementwise, chosen, spelled_out
@@ -56,6 +58,8 @@ class EvidenceStopping(Callback):
         patience: number of consecutive checks that must ask for a stop.
         sink: where to tell of the stop, if the net is verbose.
         log_groups: also put the value of each group of parameters into the history.
+        window: number of steps whose sums add up before a value is formed; "epoch": those of an
+            epoch, which is better where the data are few (docs/which-rule.md).
         groups, smoothing and the others: see `heldin.EvidenceStopping`. All can be searched over,
             as `callbacks__evidence__smoothing` for instance.
 
@@ -81,10 +85,11 @@ class EvidenceStopping(Callback):
         *,
         groups: Groups = "tensor",
         smoothing: float = 0.9,
-        window: int = 1,
+        window: int | Literal["epoch"] = 1,
         warmup: int = 0,
         every: int = 1,
         arming: float | None = 0.5,
+        across: Across = "median",
         weighted: bool = True,
         start: float | None = None,
         correction: Correction = None,
@@ -134,20 +139,30 @@ class EvidenceStopping(Callback):
 
     def _around(self, net: NeuralNet, loop: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The net's loop, whichever way it ends."""
-        self._begin(net)
+        made = MethodWrapper(net, "get_iterator", partial(self._iterator, net))
+        if self.window != EPOCH:
+            self._begin(net)
         try:
             return loop(*args, **kwargs)
         finally:
+            made.close()
             self._end()
 
-    def _begin(self, net: NeuralNet) -> None:
+    def _iterator(self, net: NeuralNet, get: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The iterator of all epochs is made: it knows how many steps an epoch has."""
+        batches = get(*args, **kwargs)
+        if kwargs.get("training") and self.before_ is None:
+            self._begin(net, length(batches))
+        return batches
+
+    def _begin(self, net: NeuralNet, epoch_steps: int | None = None) -> None:
         state = self.run_.state_dict() if self.run_ is not None else self.state_
         state = restored(net, state)
         self.run_ = StoppingSession(
             type(self).__name__, {name: getattr(self, name) for name in DEFAULTS}
         )
         self.run_.load_state_dict(state)
-        self.run_.begin(net.module_)
+        self.run_.begin(net.module_, epoch_steps)
         self.epochs_.reset()
         self.before_ = BeforeStep(net.module_, lambda: self._weigh(net))
         self._keep(net)

@@ -9,7 +9,7 @@ from torch import nn
 
 from heldin.capture.arguments import BatchDim
 from heldin.capture.collector import BUDGET, Estimator
-from heldin.criterion.evidence import Correction, Dead, Groups
+from heldin.criterion.evidence import Across, Correction, Dead, Groups
 from heldin.rules.evidence import EvidenceStopping
 
 from .adapters.epochs import Epochs
@@ -18,6 +18,7 @@ from .adapters.session import (
     StoppingSession,
     flat_metrics,
     forget_gradients,
+    length,
     missing_framework,
 )
 from .adapters.settings import DEFAULTS, check_elementwise, chosen, spelled_out
@@ -62,6 +63,8 @@ class EvidenceStoppingCallback(TrainerCallback, ExportableState):
     Args:
         early_stopping_patience: number of consecutive checks that must ask for a stop.
         log_groups: also log the value of each group of parameters.
+        window: number of steps whose sums add up before a value is formed; "epoch": those of an
+            epoch, which is better where the data are few (docs/which-rule.md).
         groups, smoothing and the others: see `heldin.EvidenceStopping`.
         not_in_json: set by the Trainer alone, when it builds the callback anew.
 
@@ -82,10 +85,11 @@ class EvidenceStoppingCallback(TrainerCallback, ExportableState):
         *,
         groups: Groups = "tensor",
         smoothing: float = 0.9,
-        window: int = 1,
+        window: int | Literal["epoch"] = 1,
         warmup: int = 0,
         every: int = 1,
         arming: float | None = 0.5,
+        across: Across = "median",
         weighted: bool = True,
         start: float | None = None,
         correction: Correction = None,
@@ -140,12 +144,19 @@ class EvidenceStoppingCallback(TrainerCallback, ExportableState):
             self._guard.over(owner, *LOOP)
 
     def on_epoch_begin(
-        self, args: Any, state: Any, control: Any, *, model: nn.Module, **_: Any
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        *,
+        model: nn.Module,
+        train_dataloader: Any = None,
+        **_: Any,
     ) -> None:
         """Watch the model: not before all callbacks have begun, which may fail."""
         if self._due:
             self._due = False
-            self._run.begin(model)
+            self._run.begin(model, _epoch_steps(args, train_dataloader))
             self._epochs.reset()
         self._epochs.begin(self.stopping)
 
@@ -275,6 +286,12 @@ def elementwise(
             super().__init__(inner(params, **settings), model, **options)
 
     return Elementwise, kwargs
+
+
+def _epoch_steps(args: Any, loader: Any) -> float | None:
+    """How many steps the optimiser makes in an epoch; None: the loader does not tell."""
+    batches = length(loader)
+    return None if batches is None else batches / args.gradient_accumulation_steps
 
 
 def _stored(states: Any, own: Mapping[str, Any]) -> dict[str, Any] | None:

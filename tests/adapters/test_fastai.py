@@ -82,7 +82,7 @@ def fit(learn: Any, epochs: int) -> None:
 
 
 def rule(case: plain.Case, **options: Any) -> EvidenceStopping:
-    return EvidenceStopping(**case.options, **options)
+    return EvidenceStopping(**case.callback_options, **options)
 
 
 @plain.cases

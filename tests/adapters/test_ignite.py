@@ -51,7 +51,7 @@ def made(case: plain.Case, **options: Any) -> tuple[Any, nn.Module, Any, Evidenc
     trainer = create_supervised_trainer(
         model, optimizer, loss, gradient_accumulation_steps=case.accumulate, model_fn=forward
     )
-    return trainer, model, optimizer, EvidenceStopping(model, **case.options, **options)
+    return trainer, model, optimizer, EvidenceStopping(model, **case.callback_options, **options)
 
 
 @plain.cases

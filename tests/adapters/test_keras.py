@@ -77,7 +77,7 @@ def by_hand(case: plain.Case) -> tuple[heldin.EvidenceStopping, Any]:
 
 
 def rule(case: plain.Case, **options: Any) -> EvidenceStopping:
-    return EvidenceStopping(**case.options, **options)
+    return EvidenceStopping(**case.callback_options, **options)
 
 
 def as_torch(model: Any) -> nn.Module:

@@ -76,7 +76,7 @@ def trainer(case: plain.Case, *callbacks: Any, **options: Any) -> Any:
 
 
 def rule(case: plain.Case, **options: Any) -> EvidenceStopping:
-    return EvidenceStopping(**case.options, **options)
+    return EvidenceStopping(**case.callback_options, **options)
 
 
 @plain.cases

@@ -90,7 +90,7 @@ def fitted(case: plain.Case, *callbacks: Any, **options: Any) -> Net:
 
 
 def rule(case: plain.Case, **options: Any) -> EvidenceStopping:
-    return EvidenceStopping(**case.options, **options)
+    return EvidenceStopping(**case.callback_options, **options)
 
 
 def used(model: Net, kind: type = EvidenceStopping) -> Any:

@@ -77,7 +77,7 @@ OPTIMISER = {"lr": plain.RATE, "momentum": plain.MOMENTUM}
 
 
 def rule(case: plain.Case, **options: Any) -> EvidenceStoppingCallback:
-    settings = dict(case.options)
+    settings = dict(case.callback_options)
     patience = settings.pop("patience", 1)
     return EvidenceStoppingCallback(early_stopping_patience=patience, **settings, **options)
 

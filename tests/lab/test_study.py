@@ -194,11 +194,17 @@ def test_a_replayed_rule_ends_where_the_live_one_does(logged: LoggedRun, name: s
 
 EVIDENCE: dict[str, Any] = {
     "evidence (paper)": lambda run: lambda m, o, p: heldin.EvidenceStopping.paper(m),
-    "evidence": lambda run: lambda m, o, p: heldin.EvidenceStopping(m, estimator="exact"),
+    "evidence": lambda run: (
+        lambda m, o, p: heldin.EvidenceStopping(m, across="mean", estimator="exact")
+    ),
+    "evidence, median": lambda run: lambda m, o, p: heldin.EvidenceStopping(m, estimator="exact"),
     "evidence, epochs": lambda run: (
         lambda m, o, p: heldin.EvidenceStopping(
-            m, window=int(run["window"]), smoothing=0.8, estimator="exact"
+            m, window=int(run["window"]), smoothing=0.8, across="mean", estimator="exact"
         )
+    ),
+    "evidence, epochs, median": lambda run: (
+        lambda m, o, p: heldin.EvidenceStopping(m, window=int(run["window"]), estimator="exact")
     ),
 }
 

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import heldin
 from heldin.rules.estimated import curves as _curves
+from heldin.rules.estimated.stacked import StackedShadows
 from tests.support.folds_runs import MODELS, OPTIMIZERS, data, minibatches, train_once
 
 
@@ -306,3 +307,28 @@ def test_patience_needs_time_and_checks() -> None:
     assert not rule.over(step=10, best=5, since=2)
     assert rule.over(step=10, best=5, since=3)
     assert not rule.over(step=9, best=5, since=9)
+
+
+def test_a_shadow_left_with_one_row_skips_a_batch_normalisation() -> None:
+    """One row has no variance: its shadow waits, with weights and buffers as they were."""
+    torch.manual_seed(0)
+    x, y = torch.randn(12, 3).double(), torch.randn(12, 1).double()
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    folds = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2, 2, 0, 1, 2])
+    with heldin.FoldStopping(
+        model, optimizer, F.mse_loss, (x, y), folds=folds, patience=None
+    ) as stopping:
+        assert stopping.engine == "loop"
+        assert isinstance(stopping._team, StackedShadows)
+        before = [stopping._team.stack.copy_of(k) for k in range(3)]
+        before = [{n: t.clone() for n, t in each.items()} for each in before]
+        index = torch.tensor([0, 1, 2, 3])  # the first shadow may see the last row only
+        F.mse_loss(model(x[index]), y[index]).backward()
+        optimizer.step()
+        stopping.step(indices=index)
+        moved = [
+            any(not torch.equal(t, then[n]) for n, t in stopping._team.stack.copy_of(k).items())
+            for k, then in enumerate(before)
+        ]
+        assert moved == [False, True, True]

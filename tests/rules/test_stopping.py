@@ -32,7 +32,7 @@ def _nothing_left() -> Any:
 def test_without_smoothing_the_value_is_equation_5() -> None:
     model, (x, y) = net(), data()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with heldin.EvidenceStopping(model, smoothing=0, patience=1) as stopping:
+    with heldin.EvidenceStopping(model, smoothing=0, across="mean") as stopping:
         for i in range(0, 64, 16):
             batch = x[i : i + 16], y[i : i + 16]
             expected = slow_groups(model, [batch])
@@ -44,6 +44,37 @@ def test_without_smoothing_the_value_is_equation_5() -> None:
             assert stopping.criterion == pytest.approx(sum(expected.values()) / 4, rel=1e-9)
             optimizer.step()
             optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("groups", ["tensor", {"0.weight": "a", "0.bias": "a"}])
+def test_the_value_is_the_median_of_the_groups(groups: Any) -> None:
+    """The paper's rule, and `heldin.evidence`, take their mean."""
+    model, (x, y) = net(), data()
+    if isinstance(groups, dict):
+        groups = {name: groups.get(name, name) for name, _ in model.named_parameters()}
+    found = []
+    for made in (heldin.EvidenceStopping, heldin.EvidenceStopping.paper):
+        with made(model, groups, smoothing=0.0) as stopping:
+            F.cross_entropy(model(x), y).backward()
+            stopping.step()
+        values = sorted(stopping.evidence.groups.values())
+        assert len(values) == (4 if groups == "tensor" else 3)
+        middle = values[1] if len(values) == 3 else (values[1] + values[2]) / 2
+        expected = middle if stopping.across == "median" else sum(values) / len(values)
+        assert stopping.criterion == pytest.approx(expected, rel=1e-12)
+        found.append(stopping.criterion)
+    assert found[0] != pytest.approx(found[1], rel=0.1)
+    with heldin.observe(model) as seen:
+        F.cross_entropy(model(x), y).backward()
+    assert heldin.evidence(seen, groups, across="median").criterion == pytest.approx(found[0])
+    assert heldin.evidence(seen, groups).criterion == pytest.approx(found[1])
+
+
+def test_an_unknown_centre_is_refused() -> None:
+    with pytest.raises(heldin.HeldinError, match="across: expected 'mean' or 'median', got 'mode'"):
+        heldin.EvidenceStopping(net(), across="mode")  # type: ignore[arg-type]
+    with pytest.raises(heldin.HeldinError, match="across"):
+        heldin.evidence({}, across="mode")  # type: ignore[arg-type]
 
 
 def test_accumulated_micro_batches_are_one_step_of_equation_10() -> None:

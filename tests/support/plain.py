@@ -19,6 +19,7 @@ import heldin
 from heldin.adapters.session import MethodWrapper
 
 ROWS, INPUTS, CLASSES = 58, 20, 3
+EPOCH_STEPS = 4  # batches of 16
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,14 @@ class Case:
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"smoothing": 0.7, "arming": None, "warmup": 13, **self.special}
+        chosen = {"smoothing": 0.7, "arming": None, "warmup": 13, "across": "mean"}
+        return {**chosen, **self.special}
+
+    @property
+    def callback_options(self) -> dict[str, Any]:
+        """The same for a callback, which is told of the window by its name."""
+        named = {"window": "epoch"} if self.options.get("window") == EPOCH_STEPS else {}
+        return {**self.options, **named}
 
     @property
     def dtype(self) -> torch.dtype:
@@ -54,7 +62,7 @@ CASES = [
     Case("clipping", clip=0.3),
     Case("accumulation", accumulate=3),
     Case("bf16", bf16=True),
-    Case("window", special={"window": 4, "smoothing": 0.0}),
+    Case("window", special={"window": EPOCH_STEPS, "smoothing": 0.0, "across": "median"}),
     Case("everything", clip=0.3, accumulate=3, bf16=True),
     Case("patience", special={"patience": 3, "groups": "all", "estimator": "exact"}),
 ]

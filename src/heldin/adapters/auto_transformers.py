@@ -62,7 +62,7 @@ class AutoStoppingCallback(TrainerCallback):
         stopping: the rule of the last run, with its history and estimate.
 
     >>> from heldin.transformers import AutoStoppingCallback
-    >>> callback = AutoStoppingCallback(budget=2.5)
+    >>> callback = AutoStoppingCallback(budget=3)
     """
 
     @spelled_out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
@@ -15,6 +16,7 @@ from heldin.rules.elementwise import ElementwiseStopping
 from heldin.rules.evidence import EvidenceStopping
 
 __all__ = [
+    "EPOCH",
     "BeforeStep",
     "Guard",
     "MethodWrapper",
@@ -22,8 +24,23 @@ __all__ = [
     "flat_metrics",
     "forget_gradients",
     "forget_passes",
+    "length",
     "missing_framework",
 ]
+
+EPOCH = "epoch"  # a window as long as an epoch
+
+
+def length(loader: Any) -> int | None:
+    """Number of batches of a loader; None if it has none, or does not tell.
+
+    >>> length([1, 2, 3]), length(iter([1, 2, 3]))
+    (3, None)
+    """
+    try:
+        return len(loader)
+    except TypeError:
+        return None
 
 
 def missing_framework(framework: str, extra: str, error: ImportError) -> ImportError:
@@ -51,13 +68,14 @@ class StoppingSession:
     """
 
     def __init__(self, owner: str, options: Mapping[str, Any]) -> None:
-        self.options = dict(options)
+        self._owner, self.options = owner, dict(options)
         self.stopping: EvidenceStopping | None = None
         self._state: Mapping[str, Any] | None = None
-        self._check(owner)
+        self._check()
 
-    def _check(self, owner: str) -> None:
+    def _check(self) -> None:
         """Refuse what EvidenceStopping would refuse, names of parameters aside."""
+        owner = self._owner
         if "model" in self.options:
             raise HeldinError(f"{owner}: the model is the one that the framework trains")
         if isinstance(self.options.get("patience"), nn.Module):
@@ -69,15 +87,25 @@ class StoppingSession:
         groups = self.options.get("groups", "tensor")
         known = groups if isinstance(groups, str) else "tensor"
         options = {**self.options, "groups": known, "parameters": None}
+        if options.get("window") == EPOCH:
+            options["window"] = 1  # known when the run begins
         try:
             EvidenceStopping(anything, **options).close()
         except TypeError as error:
             raise HeldinError(f"{owner}: {error}; see heldin.EvidenceStopping") from None
 
-    def begin(self, model: nn.Module) -> EvidenceStopping:
-        """Watch a model from now on, from the state that was loaded last."""
+    def begin(self, model: nn.Module, epoch_steps: float | None = None) -> EvidenceStopping:
+        """Watch a model from now on, from the state that was loaded last.
+
+        Args:
+            model: the model.
+            epoch_steps: how many steps of the optimiser an epoch has, where the framework knows.
+        """
         self.end()
-        self.stopping = EvidenceStopping(model, **self.options)
+        options = dict(self.options)
+        if options.get("window") == EPOCH:
+            options["window"] = self._window(epoch_steps)
+        self.stopping = EvidenceStopping(model, **options)
         if self._state:
             try:
                 self.stopping.load_state_dict(self._state)
@@ -86,6 +114,15 @@ class StoppingSession:
                 raise
         self._state = None
         return self.stopping
+
+    def _window(self, epoch_steps: float | None) -> int:
+        """Number of observed steps in an epoch."""
+        if epoch_steps is None or not math.isfinite(epoch_steps):
+            raise HeldinError(
+                f"{self._owner}: window='epoch' needs to know how many steps an epoch has, and "
+                "these data do not tell; pass their number, window=100 for instance"
+            )
+        return max(1, math.ceil(epoch_steps) // int(self.options.get("every", 1)))
 
     def end(self) -> None:
         """Watch no more. What was found stays readable."""

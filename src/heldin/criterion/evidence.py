@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Literal, NamedTuple
 
 import torch
@@ -15,11 +16,13 @@ from heldin.errors import HeldinError
 from heldin.state.schema import shown
 
 __all__ = [
+    "Across",
     "Correction",
     "Dead",
     "Evidence",
     "Groups",
     "Ratio",
+    "centre",
     "check_options",
     "evidence",
     "evidence_of",
@@ -30,6 +33,7 @@ __all__ = [
 Groups = Literal["tensor", "all"] | Mapping[str, str] | Callable[[str], str]
 Correction = Literal["gaussian", "symmetric"] | None
 Dead = Literal["out", "zero"]
+Across = Literal["mean", "median"]
 
 
 @dataclass(frozen=True)
@@ -37,9 +41,9 @@ class Evidence:
     """The criterion of one step.
 
     Attributes:
-        criterion: mean over groups of 1 - mean_k f_k. Above 0: the gradient is no larger than its
-            own error, stop. nan if there is no evidence (a single sample, no live coordinate).
-            In a model that is looked at in turns, the mean over the parameters of the turn.
+        criterion: mean (or median) over groups of 1 - mean_k f_k. Above 0: the gradient is no
+            larger than its own error, stop. nan if there is no evidence (a single sample, no live
+            coordinate). In a model that is looked at in turns: over the parameters of the turn.
         groups: the same per group; groups without a live coordinate are absent.
         count: number of samples.
         live: number of coordinates per group that carry evidence.
@@ -100,6 +104,7 @@ def evidence(
     *,
     correction: Correction = None,
     dead: Dead = "out",
+    across: Across = "mean",
 ) -> Evidence:
     """The criterion from observed moments.
 
@@ -115,6 +120,8 @@ def evidence(
             contributions are so small that their squares are lost, 1e-17 in single precision).
             "out" leaves them out of the mean, "zero" counts them as f = 0, so that many of them
             alone ask for a stop.
+        across: the "mean" of the groups, as in the paper, or their "median", which
+            `EvidenceStopping` takes: a few groups that are far from zero do not hold up the rest.
 
     >>> import heldin, torch
     >>> model = torch.nn.Linear(1, 1, bias=False)
@@ -127,16 +134,16 @@ def evidence(
     >>> list(e.groups)
     ['weight']
     """
-    check_options(correction, dead)
+    check_options(correction, dead, across)
     estimator = seen.estimator if isinstance(seen, Observation) else "exact"
     if estimator == "microbatch" and correction is None:
         correction = "gaussian"  # few of them: the ratio of Gaussian means is too large otherwise
     found = ratios(seen, correction)
     count = max((ratio.m for ratio in found.values()), default=0)
-    return evidence_of(found, count, grouping(groups), correction, dead, estimator)
+    return evidence_of(found, count, grouping(groups), correction, dead, estimator, across)
 
 
-def check_options(correction: Correction, dead: Dead) -> None:
+def check_options(correction: Correction, dead: Dead, across: Across = "mean") -> None:
     """Refuse what is not known."""
     if correction not in (None, "gaussian", "symmetric"):
         raise HeldinError(
@@ -144,6 +151,8 @@ def check_options(correction: Correction, dead: Dead) -> None:
         )
     if dead not in ("out", "zero"):
         raise HeldinError(f"dead: expected 'out' or 'zero', got {dead!r}")
+    if across not in ("mean", "median"):
+        raise HeldinError(f"across: expected 'mean' or 'median', got {across!r}")
 
 
 class Ratio(NamedTuple):
@@ -187,6 +196,17 @@ def ratios(seen: Mapping[str, Moments], correction: Correction = None) -> dict[s
     }
 
 
+def centre(values: Collection[float], across: Across) -> float:
+    """The mean or the median of the groups' values; nan if there is none.
+
+    >>> centre([-9.0, 0.5, 1.0], "mean"), centre([-9.0, 0.5, 1.0], "median")
+    (-2.5, 0.5)
+    """
+    if not values:
+        return math.nan
+    return median(values) if across == "median" else math.fsum(values) / len(values)
+
+
 def evidence_of(
     found: Mapping[str, Ratio],
     count: int,
@@ -194,6 +214,7 @@ def evidence_of(
     correction: Correction,
     dead: Dead,
     estimator: str,
+    across: Across,
 ) -> Evidence:
     """The criterion from the ratios of the parameters."""
     sums: dict[str, float] = {}
@@ -218,5 +239,5 @@ def evidence_of(
         sums.pop(group, None)
         live.pop(group, None)
     values = {group: 1.0 - summed / sizes[group] for group, summed in sums.items()}
-    criterion = math.fsum(values.values()) / len(values) if values else math.nan
+    criterion = centre(values.values(), across)
     return Evidence(criterion, values, count, live, tuple(nonfinite), estimator)

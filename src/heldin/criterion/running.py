@@ -12,7 +12,7 @@ from torch import nn
 from heldin.capture.collector import Collector
 from heldin.capture.moments import Moments
 
-from .evidence import Correction, Dead, Evidence, Ratio, evidence_of, ratios
+from .evidence import Across, Correction, Dead, Evidence, Ratio, centre, evidence_of, ratios
 from .window import STATE_SCHEMA as WINDOW
 from .window import Window
 
@@ -38,7 +38,7 @@ class RunningEvidence:
     Args:
         collector: collects the sums, and knows whose turn it is.
         group_of: from names of parameters to names of groups.
-        correction, dead: see `heldin.evidence`.
+        correction, dead, across: see `heldin.evidence`.
         window: number of steps whose sums add up before a value is formed.
         mean: whether the loss is a mean over the samples of a step.
 
@@ -53,6 +53,7 @@ class RunningEvidence:
         group_of: Callable[[str], str],
         correction: Correction,
         dead: Dead,
+        across: Across,
         window: int,
         mean: bool,
     ) -> None:
@@ -61,7 +62,7 @@ class RunningEvidence:
         # a few micro-batches in the place of samples: the ratio of Gaussian means is too large
         if collector.estimator == "microbatch" and correction is None:
             correction = "gaussian"
-        self.correction, self._dead = correction, dead
+        self.correction, self._dead, self._across = correction, dead, across
         self._steps, self._window = window, Window(mean)
         self._ratios: dict[str, Ratio] = {}  # the last ones of every parameter
 
@@ -93,8 +94,8 @@ class RunningEvidence:
     def form(self, sums: Mapping[str, Moments], count: int) -> Evidence:
         """The evidence in these sums; of parameters whose turn it was not, the last ratios.
 
-        What a batch adds by chance is much the same in all parameters, so that the mean over those
-        of the turn is nearer to that over all of them than one with values of other batches in it.
+        What a batch adds by chance is much the same in all parameters, so that the centre of those
+        of the turn is nearer to that of all of them than one with values of other batches in it.
         Groups of several parameters need these, to be whole.
         """
         fresh, turn = ratios(sums, self.correction), self._collector.turn()
@@ -107,13 +108,13 @@ class RunningEvidence:
             found = {name: found[name] for name in self._collector.in_order(found)}
             self._ratios = found
         self.latest = evidence_of(
-            found, count, self._group_of, self.correction, self._dead, estimator
+            found, count, self._group_of, self.correction, self._dead, estimator, self._across
         )
         if len(fresh) < len(found) == len(set(map(self._group_of, found))):
             groups = self.latest.groups
             values = [groups[group] for group in map(self._group_of, fresh) if group in groups]
             if values:
-                self.latest = replace(self.latest, criterion=math.fsum(values) / len(values))
+                self.latest = replace(self.latest, criterion=centre(values, self._across))
         return self.latest
 
     def state_dict(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from heldin.capture.observation import Observation
 from heldin.capture.sharding import unwrapped
 from heldin.criterion.average import weight
 from heldin.criterion.evidence import (
+    Across,
     Correction,
     Dead,
     Evidence,
@@ -28,11 +29,7 @@ from heldin.criterion.running import RunningEvidence, why_none
 from heldin.errors import HeldinError
 from heldin.state.history import STATE_SCHEMA as HISTORY
 from heldin.state.history import History, Record
-from heldin.state.schema import (
-    check_fraction,
-    check_int,
-    model_signature,
-)
+from heldin.state.schema import check_fraction, check_int, model_signature
 
 from .base import StoppingRule
 from .decision import STATE_SCHEMA as DECISION
@@ -57,9 +54,9 @@ class EvidenceStopping(EvidenceReport, StoppingRule, Joinable, PlainLoopOnly):
     belongs into it, after `backward()`.
 
     For when no second model is affordable, and as a diagnosis; else `heldin.stopping` ends with
-    better models (docs/which-rule.md). The criterion is 1 - mean f per group, averaged over groups
-    and smoothed; above zero, it asks to stop. Of the arguments, the first block is the paper's rule
-    and its pace, the second is for robustness; `EvidenceStopping.paper` switches that off.
+    better models (docs/which-rule.md). The criterion is 1 - mean f per group, the median over
+    groups, smoothed; above zero, it asks to stop. Of the arguments, the first block is the paper's
+    rule and its pace, the second is for robustness; `EvidenceStopping.paper` switches that off.
 
     Args:
         model: the model that is trained. It is neither wrapped nor changed.
@@ -76,6 +73,8 @@ class EvidenceStopping(EvidenceReport, StoppingRule, Joinable, PlainLoopOnly):
             the start keeps it: an average over the last ten checks or so (decay 0.9, started
             at zero) must have been this far from zero once. Below: a signal was seen. Above: noise
             was fitted already. None: armed from the start.
+        across: the "median" of the groups' values, or their "mean", as in the paper. On unseen
+            tables and networks the median ended with better models (docs/which-rule.md).
         weighted: a value counts in the average by the size of its batch.
         start: None for a bias-corrected average. A number lets the plain recursion
             c = b c + (1-b) x start there, without weights.
@@ -128,6 +127,7 @@ class EvidenceStopping(EvidenceReport, StoppingRule, Joinable, PlainLoopOnly):
         warmup: int = 0,
         every: int = 1,
         arming: float | None = 0.5,
+        across: Across = "median",
         weighted: bool = True,
         start: float | None = None,
         correction: Correction = None,
@@ -151,9 +151,9 @@ class EvidenceStopping(EvidenceReport, StoppingRule, Joinable, PlainLoopOnly):
         check_arming(name, arming)
         if reduction not in ("mean", "sum"):
             raise HeldinError(f"{name}: reduction must be 'mean' or 'sum', got {reduction!r}")
-        self.arming, self.weighted, self.start = arming, weighted, start
+        self.arming, self.weighted, self.start, self.across = arming, weighted, start, across
         self.correction, self.dead, self.reduction = correction, dead, reduction
-        check_options(correction, dead)
+        check_options(correction, dead, across)
 
         self.history = History(check_int(name, "history", history, 2))
         self._decision = Decision(self.smoothing, start, arming, self.warmup, self.patience)
@@ -170,8 +170,9 @@ class EvidenceStopping(EvidenceReport, StoppingRule, Joinable, PlainLoopOnly):
         self._signature = model_signature(self._model)
         self._groups = grouping(groups)
         self._running = RunningEvidence(
-            self._collector, self._groups, correction, dead, self.window, reduction == "mean"
-        )
+            self._collector, self._groups, correction, dead, across, self.window,
+            mean=reduction == "mean",
+        )  # fmt: skip
         for each in self._collector.trained():
             self._groups(each)  # a mapping without an entry is refused now, not in a step
         self._order = CallOrder(self._model, self._collector)
@@ -191,10 +192,10 @@ class EvidenceStopping(EvidenceReport, StoppingRule, Joinable, PlainLoopOnly):
     ) -> EvidenceStopping:
         """The paper's rule: stop at the first step at which the smoothed criterion is above zero.
 
-        Every coordinate, no arming, no weights, no correction, the plain recursion
-        c = b c + (1-b) x. The paper leaves open b (here 0.9), the start of the average (here zero)
-        and the meaning of 0/0 (here dead coordinates are left out; `docs/reproduction.md` shows
-        what the other readings give). Arguments are those of the class.
+        Every coordinate, the mean over groups, no arming, no weights, no correction, the plain
+        recursion c = b c + (1-b) x. The paper leaves open b (here 0.9), the start of the average
+        (here zero) and the meaning of 0/0 (here dead coordinates are left out;
+        `docs/reproduction.md` shows the other readings). Arguments are those of the class.
 
         >>> import heldin, torch
         >>> stopping = heldin.EvidenceStopping.paper(torch.nn.Linear(3, 1), smoothing=0.99)
@@ -203,7 +204,7 @@ class EvidenceStopping(EvidenceReport, StoppingRule, Joinable, PlainLoopOnly):
         >>> stopping.close()
         """
         settings: dict[str, Any] = {
-            "arming": None, "weighted": False, "estimator": "exact", **options
+            "arming": None, "across": "mean", "weighted": False, "estimator": "exact", **options
         }  # fmt: skip
         return cls(model, groups, smoothing=smoothing, start=start, **settings)
 
@@ -356,8 +357,8 @@ class EvidenceStopping(EvidenceReport, StoppingRule, Joinable, PlainLoopOnly):
     # -- saving and closing
 
     def _settings(self) -> dict[str, Any]:
-        names = ("smoothing", "window", "every", "weighted", "start")
-        values = {n: getattr(self, n) for n in (*names, "correction", "dead", "reduction")}
+        names = ("smoothing", "window", "every", "weighted", "start", "across", "correction")
+        values = {n: getattr(self, n) for n in (*names, "dead", "reduction")}
         sampler = self._collector.sampler
         how = {"budget": sampler.budget, "seed": sampler.seed} if sampler is not None else {}
         if self._model is not None:

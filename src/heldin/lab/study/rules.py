@@ -161,12 +161,12 @@ def evidence_paper(run: LoggedRun) -> Choice:
 
 
 def evidence_robust(run: LoggedRun) -> Choice:
-    """`EvidenceStopping(model)`."""
+    """`EvidenceStopping(model, across="mean")`."""
     return _evidence(run, run["evidence"], 1, run.spec.batch, smoothing=0.9, arming=ARMING)
 
 
 def evidence_epoch(run: LoggedRun) -> Choice:
-    """`EvidenceStopping(model, window=steps of an epoch, smoothing=0.8)`."""
+    """`EvidenceStopping(model, window=steps of an epoch, smoothing=0.8, across="mean")`."""
     window = int(run["window"])
     return _evidence(
         run, run["epoch_evidence"], window, window * run.spec.batch, smoothing=0.8, arming=ARMING
@@ -174,16 +174,16 @@ def evidence_epoch(run: LoggedRun) -> Choice:
 
 
 def evidence_median(run: LoggedRun) -> Choice:
-    """`EvidenceStopping(model)`, the median over tensors in place of the mean."""
+    """`EvidenceStopping(model)`: the median over tensors."""
     values = medians(run["evidence_tensors"])
     return _evidence(run, values, 1, run.spec.batch, smoothing=0.9, arming=ARMING)
 
 
 def evidence_epoch_median(run: LoggedRun) -> Choice:
-    """The same, of an epoch's sums."""
+    """`EvidenceStopping(model, window=steps of an epoch)`: the same, of an epoch's sums."""
     window = int(run["window"])
     values = medians(run["epoch_evidence_tensors"])
-    return _evidence(run, values, window, window * run.spec.batch, smoothing=0.8, arming=ARMING)
+    return _evidence(run, values, window, window * run.spec.batch, smoothing=0.9, arming=ARMING)
 
 
 def medians(values: Any) -> list[float]:

@@ -37,21 +37,23 @@ ESTIMATED_RULES: dict[str, Callable[..., PathStopping]] = {
 
 FEW = 1000  # rows below which several shadows are worth more than one (docs/which-rule.md)
 SOME = 200  # rows from which two shadows of a network are as good as five
-SMALL = 20_000  # parameters up to which calls, not arithmetic, are what a step costs
 TENSORS = 4  # of the size of the weights, for each copy: weights, gradients, two moments
-# Time of a run with k shadows is base + each x k, in runs without, by engine and whether the model
-# is small. The most that was measured in runs of a second and more (benchmarks).
-COSTS: dict[tuple[str, bool], tuple[float, float]] = {
-    ("dense", True): (2.1, 0.1),
-    ("dense", False): (1.25, 0.95),
-    ("vmap", True): (2.2, 0.5),
-    ("vmap", False): (1.45, 1.25),
-    ("loop", True): (1.45, 1.05),
-    ("loop", False): (1.45, 1.05),
-    ("copies", True): (2.0, 0.95),
-    ("copies", False): (1.45, 1.05),
+SIZES = (20_000, 100_000)  # parameters up to which calls, not arithmetic, are what a step costs
+ARITHMETIC = (  # works much with few parameters, or belongs to models of many layers
+    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+    nn.RNNBase, nn.MultiheadAttention, nn.Embedding, nn.EmbeddingBag,
+)  # fmt: skip
+# Time of a run with k shadows is base + each x k, in runs without, by engine, for small, medium and
+# large models. The most that was measured, in runs of 1,000 steps and more with SGD, whose plain
+# steps are the cheapest.
+COSTS: dict[str, tuple[tuple[float, float], ...]] = {
+    "dense": ((2.35, 0.05), (1.5, 0.9), (1.25, 0.95)),
+    "vmap": ((4.3, 0.1), (2.9, 0.96), (2.6, 1.02)),
+    "loop": ((3.0, 0.85), (1.8, 1.4), (1.65, 1.42)),
+    "copies": ((2.2, 1.22), (1.75, 1.2), (1.45, 1.05)),
 }
-PROBES = 2e9  # samples^2 x parameters up to which a check of leave-one-out is a matter of seconds
+PROBES = 5e7  # samples^2 x parameters up to which leave-one-out costs as said below
+LEAVE_ONE_OUT = 2.0  # runs, in runs of 1,000 steps and more
 
 
 @dataclass(frozen=True)
@@ -62,11 +64,12 @@ class _Case:
     parameters: int
     bytes: int
     engine: str  # that shadows are run by
+    size: int  # 0, 1 or 2: small, medium or large in `COSTS`
     known: bool = False  # an optimiser whose steps leave-one-out can follow, on tensors
 
     def cost(self, shadows: int) -> float:
         """Time of a run with so many shadows, in runs without: see `COSTS`."""
-        base, each = COSTS[self.engine, self.parameters <= SMALL]
+        base, each = COSTS[self.engine][self.size]
         return round(base + each * shadows, 1)
 
     def wanted(self) -> int:
@@ -74,9 +77,6 @@ class _Case:
         if self.rows >= FEW:
             return 1
         return 2 if self.engine == "copies" and self.rows >= SOME else 5
-
-
-LEAVE_ONE_OUT = 1.5  # runs
 
 
 def _chosen(case: _Case, budget: float, memory: int) -> tuple[str, int, str]:
@@ -250,5 +250,14 @@ def _case(model: nn.Module, optimizer: Optimizer, data: Any, engine: str) -> _Ca
         parameters=sum(p.numel() for p in params),
         bytes=sum(p.numel() * p.element_size() for p in params),
         engine=engine,
+        size=_size(model),
         known=known,
     )
+
+
+def _size(model: nn.Module) -> int:
+    """Which column of `COSTS` a model belongs to: how much of a step is arithmetic."""
+    if any(isinstance(module, ARITHMETIC) for module in model.modules()):
+        return len(SIZES)
+    parameters = sum(p.numel() for p in model.parameters())
+    return sum(parameters > size for size in SIZES)

@@ -124,6 +124,8 @@ class _Loop:
             {name: b.detach().clone() for name, b in model.named_buffers()}
             for _ in range(stack.copies)
         ]
+        # one row has no variance, by which BatchNorm would divide
+        self.least = 2 if any(isinstance(m, BatchNorm) for m in model.modules()) else 1
         self.outputs: Tensor | None = None
 
     def __call__(self, inputs: Sequence[Tensor], keep: Tensor | None, train: bool) -> Tensor:
@@ -140,7 +142,7 @@ class _Loop:
             result: Tensor = functional_call(self.model, weights, tuple(x[k] for x in inputs))
             return result
         kept = keep[k].nonzero().flatten()
-        if not len(kept):  # what it gives has no weight, and must leave no trace in buffers
+        if len(kept) < self.least:  # what it gives has no weight, and leaves no trace in buffers
             self.modes.follow(train=False)
             with torch.no_grad():
                 blank: Tensor = functional_call(self.model, weights, tuple(inputs))
