@@ -62,7 +62,9 @@ SHOWN = (
     "shadow",
     "evidence (paper)",
     "evidence",
+    "evidence, median",
     "evidence, epochs",
+    "evidence, epochs, median",
     *(f"split {share} %{way}" for share in (10, 20, 30) for way in (" refit", "", " patience")),
     "Prechelt GL",
     "Prechelt PQ",
@@ -81,7 +83,7 @@ FEW = (
     "shadow patience",
     "split 20 % refit",
     SPLIT,
-    "evidence, epochs",
+    "evidence, epochs, median",
     "last iterate",
 )
 
@@ -418,7 +420,7 @@ def better() -> str:
 def evidence() -> str:
     """How early the rules stop."""
     lines = []
-    rules = ("evidence (paper)", "evidence", "evidence, epochs", AUTO, SPLIT)
+    rules = ("evidence (paper)", "evidence, median", "evidence, epochs, median", AUTO, SPLIT)
     for name, title in (("small", "n <= 200"), ("large", "n >= 500")):
         found = _by_rule(_study(name, "summary"))
         for rule in rules:
@@ -540,7 +542,7 @@ def draw_sizes(figure: Any) -> None:
         AUTO: "tab:green",
         "leave-one-out bagged patience": "tab:olive",
         "shadow patience": "tab:cyan",
-        "evidence, epochs": "tab:blue",
+        "evidence, epochs, median": "tab:blue",
         "split 20 % refit": "tab:orange",
         SPLIT: "tab:red",
     }
@@ -570,8 +572,8 @@ def quality() -> str:
         '`heldin.stopping("auto", ...)`': (AUTO, "auto"),
         "`LeaveOneOutStopping`": ("leave-one-out bagged patience", None),
         "`ShadowStopping`": ("shadow patience", "shadow bagged patience"),
-        "`EvidenceStopping(window=epoch)`": ("evidence, epochs",) * 2,
-        "`EvidenceStopping`": ("evidence",) * 2,
+        "`EvidenceStopping(window=epoch)`": ("evidence, epochs, median",) * 2,
+        "`EvidenceStopping`": ("evidence, median",) * 2,
         "`EvidenceStopping.paper`": ("evidence (paper)",) * 2,
         "20 % held out, patience": ("split 20 % patience",) * 2,
         "20 % held out, all of the run": (SPLIT,) * 2,

@@ -44,7 +44,7 @@ class EvidenceStopping(Callback):
         reset_on_fit: each fit starts anew; False: it goes on where the last one was, or where
             `load_state_dict` says.
         window: number of steps whose sums add up before a value is formed; "epoch": those of an
-            epoch, which is better where the data are few (docs/which-rule.md).
+            epoch. None: those of an epoch, but 100 at most, and 1 if its length is not known.
         groups, smoothing and the others: see `heldin.EvidenceStopping`.
 
     Attributes:
@@ -67,7 +67,7 @@ class EvidenceStopping(Callback):
         *,
         groups: Groups = "tensor",
         smoothing: float = 0.9,
-        window: int | Literal["epoch"] = 1,
+        window: int | Literal["epoch"] | None = None,
         warmup: int = 0,
         every: int = 1,
         arming: float | None = 0.5,

@@ -12,7 +12,6 @@ from heldin.rules.evidence import EvidenceStopping as Stopping
 
 from .adapters.epochs import Epochs
 from .adapters.session import (
-    EPOCH,
     MethodWrapper,
     StoppingSession,
     flat_metrics,
@@ -48,7 +47,7 @@ class EvidenceStopping(Callback):
         log_groups: also log the value of each group of parameters.
         log_rank_zero_only: tell on one process only.
         window: number of steps whose sums add up before a value is formed; "epoch": those of an
-            epoch, which is better where the data are few (docs/which-rule.md).
+            epoch. None: those of an epoch, but 100 at most, and 1 if its length is not known.
         groups, smoothing and the others: see `heldin.EvidenceStopping`.
 
     Attributes:
@@ -73,7 +72,7 @@ class EvidenceStopping(Callback):
         *,
         groups: Groups = "tensor",
         smoothing: float = 0.9,
-        window: int | Literal["epoch"] = 1,
+        window: int | Literal["epoch"] | None = None,
         warmup: int = 0,
         every: int = 1,
         arming: float | None = 0.5,
@@ -117,7 +116,7 @@ class EvidenceStopping(Callback):
         )
 
     def _epoch_steps(self, trainer: Trainer) -> float | None:
-        if self._run.options["window"] != EPOCH:
+        if not self._run.by_epoch:
             return None
         trainer.fit_loop.setup_data()  # else the loaders are made after this
         return float(trainer.num_training_batches / trainer.accumulate_grad_batches)

@@ -14,7 +14,6 @@ from heldin.rules.evidence import EvidenceStopping as Stopping
 
 from .adapters.epochs import Epochs
 from .adapters.session import (
-    EPOCH,
     BeforeStep,
     MethodWrapper,
     StoppingSession,
@@ -59,7 +58,7 @@ class EvidenceStopping(Callback):
         sink: where to tell of the stop, if the net is verbose.
         log_groups: also put the value of each group of parameters into the history.
         window: number of steps whose sums add up before a value is formed; "epoch": those of an
-            epoch, which is better where the data are few (docs/which-rule.md).
+            epoch. None: those of an epoch, but 100 at most, and 1 if its length is not known.
         groups, smoothing and the others: see `heldin.EvidenceStopping`. All can be searched over,
             as `callbacks__evidence__smoothing` for instance.
 
@@ -85,7 +84,7 @@ class EvidenceStopping(Callback):
         *,
         groups: Groups = "tensor",
         smoothing: float = 0.9,
-        window: int | Literal["epoch"] = 1,
+        window: int | Literal["epoch"] | None = None,
         warmup: int = 0,
         every: int = 1,
         arming: float | None = 0.5,
@@ -140,7 +139,7 @@ class EvidenceStopping(Callback):
     def _around(self, net: NeuralNet, loop: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The net's loop, whichever way it ends."""
         made = MethodWrapper(net, "get_iterator", partial(self._iterator, net))
-        if self.window != EPOCH:
+        if isinstance(self.window, int):
             self._begin(net)
         try:
             return loop(*args, **kwargs)

@@ -177,8 +177,9 @@ def test_every_option_is_in_the_signature(name: str) -> None:
             if option in ("model", "optimizer"):
                 continue
             key = option if option in own else OWN_NAMES[option]
-            assert own[key].default == wanted.default, option
-            also = " | Literal['epoch']" if option == "window" and name != "accelerate" else ""
+            epochs = option == "window" and name != "accelerate"  # whose epochs are the loop's
+            assert own[key].default == (None if epochs else wanted.default), option
+            also = " | Literal['epoch'] | None" if epochs else ""
             assert (
                 own[key].annotation.replace('"', "'") == wanted.annotation.replace('"', "'") + also
             )
@@ -282,3 +283,12 @@ def test_an_epoch_without_an_end_is_refused(steps: float | None) -> None:
 def test_other_words_for_a_window_are_refused() -> None:
     with pytest.raises(heldin.HeldinError, match="window"):
         StoppingSession("Callback", {"window": "epochs"})
+
+
+@pytest.mark.parametrize(("steps", "window"), [(7, 7), (1000, 100), (None, 1), (math.inf, 1)])
+def test_a_window_that_nobody_asked_for_is_an_epoch_and_not_too_long(
+    steps: float | None, window: int
+) -> None:
+    session = StoppingSession("Callback", {"window": None})
+    assert session.begin(plain.net(), steps).window == window
+    session.end()

@@ -128,7 +128,11 @@ def test_batch_normalisation(kind: str) -> None:
         model.compile(keras.optimizers.SGD(plain.RATE), loss)
         return model
 
-    callback, model, alone = EvidenceStopping(warmup=1000, estimator="exact"), build(), build()
+    callback, model, alone = (
+        EvidenceStopping(window=1, warmup=1000, estimator="exact"),
+        build(),
+        build(),
+    )
     same = {"batch_size": 16, "epochs": 3, "shuffle": False, "verbose": 0}
     weights = [torch.tensor(v.numpy()) for v in model.trainable_variables]
     with pytest.warns(heldin.errors.MixedSamplesWarning, match="batch normalisation"):

@@ -16,7 +16,6 @@ from heldin.rules.elementwise import ElementwiseStopping
 from heldin.rules.evidence import EvidenceStopping
 
 __all__ = [
-    "EPOCH",
     "BeforeStep",
     "Guard",
     "MethodWrapper",
@@ -29,6 +28,7 @@ __all__ = [
 ]
 
 EPOCH = "epoch"  # a window as long as an epoch
+LONGEST = 100  # steps of a window that nobody asked for: long epochs have several
 
 
 def length(loader: Any) -> int | None:
@@ -87,7 +87,7 @@ class StoppingSession:
         groups = self.options.get("groups", "tensor")
         known = groups if isinstance(groups, str) else "tensor"
         options = {**self.options, "groups": known, "parameters": None}
-        if options.get("window") == EPOCH:
+        if self.by_epoch:
             options["window"] = 1  # known when the run begins
         try:
             EvidenceStopping(anything, **options).close()
@@ -103,7 +103,7 @@ class StoppingSession:
         """
         self.end()
         options = dict(self.options)
-        if options.get("window") == EPOCH:
+        if self.by_epoch:
             options["window"] = self._window(epoch_steps)
         self.stopping = EvidenceStopping(model, **options)
         if self._state:
@@ -115,14 +115,23 @@ class StoppingSession:
         self._state = None
         return self.stopping
 
+    @property
+    def by_epoch(self) -> bool:
+        """Whether the window depends on how long an epoch is."""
+        return self.options.get("window", 1) in (EPOCH, None)
+
     def _window(self, epoch_steps: float | None) -> int:
-        """Number of observed steps in an epoch."""
+        """Number of observed steps in an epoch; unless told so, no more than `LONGEST`."""
+        asked = self.options["window"] == EPOCH
         if epoch_steps is None or not math.isfinite(epoch_steps):
+            if not asked:
+                return 1
             raise HeldinError(
                 f"{self._owner}: window='epoch' needs to know how many steps an epoch has, and "
                 "these data do not tell; pass their number, window=100 for instance"
             )
-        return max(1, math.ceil(epoch_steps) // int(self.options.get("every", 1)))
+        steps = max(1, math.ceil(epoch_steps) // int(self.options.get("every", 1)))
+        return steps if asked else min(steps, LONGEST)
 
     def end(self) -> None:
         """Watch no more. What was found stays readable."""
