@@ -41,7 +41,7 @@ coverage: $(READY)  ## all tests, and how many lines of the library they reach
 	$(PYTEST) --cov --cov-report term
 
 matrix: $(READY)  ## the core suite with oldest and newest Python and PyTorch; a table in CONTRIBUTING.md
-	$(BIN)/python -m nox --sessions core table
+	$(BIN)/python -m nox --sessions core lowest table
 
 lint: $(READY)  ## ruff, spelling, the direction of imports and mypy
 	$(BIN)/ruff check .

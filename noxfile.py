@@ -22,6 +22,8 @@ VERSIONS = [  # the ends of what is supported, and what constraints.txt pins
     ("3.11", "2.13.0"),
     ("3.13", "2.15.0"),
 ]
+EXTRAS_TESTS = [f"tests/{name}" for name in ("adapters", "cli", "lab", "state", "tables")]
+EXTRAS_TESTS.append("tests/docs/test_examples.py")
 nox.options.error_on_missing_interpreters = False
 
 
@@ -43,6 +45,28 @@ def core(session: nox.Session, torch: str) -> None:
         env={"OMP_NUM_THREADS": "1"},
         success_codes=[0, 1],  # the table tells what failed, and fails then
     )
+
+
+@nox.session(python="3.11")
+def lowest(session: nox.Session) -> None:
+    """The tests of adapters, tables and commands with the oldest extras that are allowed."""
+    torch = dict(VERSIONS)["3.11"]
+    session.install("uv", f"torch=={torch}")
+    extras = ".[frameworks,parquet,reproduce,study,test]"
+    resolved = ["uv", "pip", "install", "--resolution", "lowest-direct"]
+    session.run(*resolved, f"torch=={torch}", "--editable", extras)
+    session.run("uv", "pip", "install", "ipython")  # that fastai imports
+    session.run("uv", "pip", "install", "--no-deps", "fastai==2.8.12")
+    OUT.mkdir(parents=True, exist_ok=True)
+    report = OUT / f"{session.python}-{torch}-lowest"
+    Path(f"{report}.txt").write_text(
+        f"{session.python} {torch},\N{NO-BREAK SPACE}oldest\N{NO-BREAK SPACE}extras"
+    )
+    session.run(
+        "python", "-m", "pytest", "--numprocesses", "auto", "--dist", "loadgroup",
+        f"--junitxml={report}.xml", *(session.posargs or EXTRAS_TESTS),
+        env={"OMP_NUM_THREADS": "1"}, success_codes=[0, 1],
+    )  # fmt: skip
 
 
 @nox.session(venv_backend="none")

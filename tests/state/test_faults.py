@@ -118,8 +118,9 @@ def test_nothing_grows_in_a_long_run(kind: str) -> None:
         optimizer.step()
         if step % 500 == 0:
             counts.append(live())
-    # the history holds between 32 and 64 records, of a few objects each
-    assert max(counts) - min(counts) < 250, counts
+    # the history holds between 32 and 64 records, of a few objects each; what earlier tests have
+    # left may go in the meantime
+    assert max(counts[1:]) - counts[0] < 250, counts
     if stopping is not None:
         assert len(stopping.history) <= 66
         assert stopping.history.checks == 2000

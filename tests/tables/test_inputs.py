@@ -249,7 +249,7 @@ def test_wrong_frames_and_labels_are_named() -> None:
     pandas = pytest.importorskip("pandas")
     frame, y = table()
     twice = pandas.concat([frame, frame[["city"]]], axis=1)
-    with pytest.raises(Exception, match="unique column names"):  # scikit-learn's own words
+    with pytest.raises(heldin.HeldinError, match="several columns are named 'city'"):
         MLPClassifier((4,), **QUICK).fit(twice, y)
     labels = pandas.Series(np.where(y, "yes", "no"), dtype=object)
     labels[3] = None

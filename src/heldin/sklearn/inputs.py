@@ -197,6 +197,11 @@ class Categories:
     """
 
     def __init__(self, X: Any, owner: str) -> None:
+        twice = X.columns[X.columns.duplicated()]
+        if len(twice):
+            raise InvalidParameter(
+                f"{owner}: several columns are named {twice[0]!r}; give each a name of its own"
+            )
         self.names = list(X.select_dtypes(exclude="number").columns)
         for name in self.names:
             values = X[name].dropna()

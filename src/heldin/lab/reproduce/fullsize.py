@@ -47,7 +47,7 @@ def _both(rate: float) -> tuple[str, str]:
 
 def _tenth(**changes: Any) -> dict[str, Any]:
     """A tenth of the width, all images, the rates times ten, or so."""
-    return {"widths": TENTH, "rates": (0.03,), "budget": None, "every": 100, **changes}
+    return {"widths": TENTH, "rates": (0.03,), "budget": None, "every": 100, "travel": 250.0, **changes}
 
 
 PLAN = (
@@ -80,13 +80,13 @@ ELEMENTWISE = (  # beside the plain runs of TENTHS
     Planned(
         "tenth-greedy",
         "greedy",
-        {"widths": TENTH, "rates": (0.03,), "every": 100},
+        {"widths": TENTH, "rates": (0.03,), "every": 100, "travel": 250.0},
         ("rate 0.03, plain", "rate 0.03, greedy", "rate 0.03, greedy, 0/0 left out"),
     ),
     Planned(
         "tenth-rmsprop",
         "rmsprop",
-        {"widths": TENTH, "rates": (0.03,), "every": 100, "steps": 8333},
+        {"widths": TENTH, "rates": (0.03,), "every": 100, "steps": 8333, "travel": 250.0},
         ("SGD", "SGD with stopping", "SGD with stopping, 0/0 left out", "RMSprop"),
     ),
 )

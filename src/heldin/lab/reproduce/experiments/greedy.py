@@ -227,7 +227,7 @@ EXPERIMENT = Experiment(
         "full": Settings(
             steps=50_000,
             every=250,
-            travel=250.0,
+            travel=125.0,
             widths=FULL_NET,
             training=40_000,
             validation=10_000,
@@ -258,7 +258,8 @@ EXPERIMENT = Experiment(
     ),
     differs={
         "quick": "Net and images as for MNIST; learning rates ten times the paper's, 1,000 steps.",
-        "full": "Nothing; rate times steps is 250 (the paper does not give the number of steps).",
+        "full": "Nothing; rate times steps is 125 (the paper does not give the number of steps; the "
+        "test loss of this net turns at about 90).",
     },
     data="mnist",
     readings=choices,

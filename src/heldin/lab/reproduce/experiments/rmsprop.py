@@ -257,14 +257,14 @@ EXPERIMENT = Experiment(
     settings={
         "quick": Settings(),
         "full": Settings(
-            steps=50_000,
+            steps=25_000,
             every=250,
             widths=FULL_NET,
             training=40_000,
             validation=10_000,
             test=10_000,
             rates=(0.005,),
-            travel=250.0,
+            travel=125.0,
             shown=5_000,
         ),
     },
@@ -289,7 +289,7 @@ EXPERIMENT = Experiment(
     ),
     differs={
         "quick": "Net and images as for MNIST; SGD's learning rate 0.1; 1,000 steps.",
-        "full": "Nothing; 50,000 steps and learning rate 0.005 (the paper does not give them).",
+        "full": "Nothing; 25,000 steps and learning rate 0.005 (the paper does not give them).",
     },
     data="mnist",
     readings=lambda settings: (ZERO_FIRST, C_START, *RMS_CHOICES),
