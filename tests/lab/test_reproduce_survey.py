@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -142,7 +143,7 @@ def surveyed(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
         replace(PLAN[2], changes={**TINY["greedy"], **plain, "rates": (0.005, 0.01)}),
     )  # fmt: skip
     tenths = tuple(
-        replace(t, seeds=1, changes={**TINY["mnist-sgd"], **plain, **t.changes, "every": 4,
+        replace(t, seeds=1, changes={**TINY["mnist-sgd"], **t.changes, **plain, "every": 4,
                                      "widths": (784, 12, 10)})
         for t in TENTHS
     )  # fmt: skip
@@ -197,6 +198,20 @@ def test_a_survey_becomes_a_page(surveyed: Path) -> None:
     for line in text.splitlines():
         if line.startswith("| mnist-sgd"):
             assert len(re.findall(r"(?<!\\)\|", line)) == 8
+
+
+def test_a_survey_without_the_runs_keeps_what_is_stored(surveyed: Path, tmp_path: Path) -> None:
+    """Runs of many hours lie on one machine; others may add theirs to the page."""
+
+    def stored() -> dict[str, list[str]]:
+        files = [*surveyed.glob("*.csv"), *surveyed.glob("*.json")]
+        return {path.name: sorted(path.read_text().splitlines()) for path in files}
+
+    before = stored()
+    assert any("full-sgd" in line for line in before["progress.csv"])
+    assert "tenth" in json.loads((surveyed / "facts.json").read_text())
+    survey_module.survey(["mnist-sgd"], tmp_path / "nothing", surveyed)
+    assert stored() == before
 
 
 def test_an_unfinished_run_is_looked_at(

@@ -47,7 +47,14 @@ def _both(rate: float) -> tuple[str, str]:
 
 def _tenth(**changes: Any) -> dict[str, Any]:
     """A tenth of the width, all images, the rates times ten, or so."""
-    return {"widths": TENTH, "rates": (0.03,), "budget": None, "every": 100, "travel": 250.0, **changes}
+    return {
+        "widths": TENTH,
+        "rates": (0.03,),
+        "budget": None,
+        "every": 100,
+        "travel": 250.0,
+        **changes,
+    }
 
 
 PLAN = (

@@ -108,16 +108,37 @@ def quick_tasks(runs: Path, seeds: int = 5) -> Iterator[Task]:
 
 
 def _collected(runs: Path, store: Path, tell: Callable[[str], object]) -> None:
+    """What the runs on disk say; of runs that are not there, what is stored stays."""
     rows: list[dict[str, Any]] = []
-    facts: dict[str, Any] = {}
+    kept = store / "facts.json"
+    facts: dict[str, Any] = json.loads(kept.read_text("utf-8")) if kept.exists() else {}
     _from_plan(runs, store, rows, facts, tell)
     _from_quick(runs / "quick", store, facts, tell)
+    before = _stored_progress(store)
+    rows = [row if row["steps"] else before.get(_run_of(row), row) for row in rows]
+    there, planned = (
+        {_run_of(row) for row in rows},
+        {p.name for p in (*PLAN, *TENTHS, *ELEMENTWISE)},
+    )
+    rows += [row for run, row in before.items() if run not in there and row["set"] in planned]
     if rows:
         with open(store / "progress.csv", "w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, rows[0], lineterminator="\n")
             writer.writeheader()
             writer.writerows(rows)
-    (store / "facts.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    kept.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+
+
+def _run_of(row: Mapping[str, Any]) -> tuple[str, ...]:
+    return str(row["set"]), str(row["run"]), str(row["seed"])
+
+
+def _stored_progress(store: Path) -> dict[tuple[str, ...], dict[str, Any]]:
+    path = store / "progress.csv"
+    if not path.exists():
+        return {}
+    with open(path, newline="", encoding="utf-8") as file:
+        return {_run_of(row): row for row in csv.DictReader(file)}
 
 
 def _whole(found: Collected, parts: Sequence[str]) -> dict[int, dict[str, Any]]:

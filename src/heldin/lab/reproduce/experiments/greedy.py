@@ -258,8 +258,8 @@ EXPERIMENT = Experiment(
     ),
     differs={
         "quick": "Net and images as for MNIST; learning rates ten times the paper's, 1,000 steps.",
-        "full": "Nothing; rate times steps is 125 (the paper does not give the number of steps; the "
-        "test loss of this net turns at about 90).",
+        "full": "Nothing; rate times steps is 125 (the paper does not give the number of steps; "
+        "the test loss of this net turns at about 90).",
     },
     data="mnist",
     readings=choices,

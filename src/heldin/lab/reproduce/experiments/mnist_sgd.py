@@ -118,8 +118,8 @@ EXPERIMENT = Experiment(
     differs={
         "quick": "Net and images as for gradient descent; learning rates ten times the paper's "
         "(0.03, 0.05, 0.1), as there are only 1,500 steps.",
-        "full": "Nothing; rate times steps is 125 (the paper does not give the number of steps; the "
-        "test loss of this net turns at about 90). "
+        "full": "Nothing; rate times steps is 125 (the paper does not give the number of steps; "
+        "the test loss of this net turns at about 90). "
         "The criterion of a step is that of a random block of 16,384 weights of each matrix, and "
         "of all weights in 20 of every 1,000 steps, to compare.",
     },
