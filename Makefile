@@ -7,7 +7,7 @@ DEMO := $(VENV)/.demo
 SEEDS ?= 5
 JOBS ?= auto
 # one thread for each process of the tests, which share the cores among them
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations 10 --numprocesses $(JOBS) --dist loadgroup
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations 10 --numprocesses $(JOBS) --dist loadscope --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test quick coverage matrix lint format bench peers frameworks reproduction docs clean

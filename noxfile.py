@@ -22,6 +22,8 @@ VERSIONS = [  # the ends of what is supported, and what constraints.txt pins
     ("3.11", "2.13.0"),
     ("3.13", "2.15.0"),
 ]
+# among the cores, all tests of a module in one process
+SHARED = ["--numprocesses", "auto", "--dist", "loadscope", "--no-loadscope-reorder"]
 EXTRAS_TESTS = [f"tests/{name}" for name in ("adapters", "cli", "lab", "state", "tables")]
 EXTRAS_TESTS.append("tests/docs/test_examples.py")
 nox.options.error_on_missing_interpreters = False
@@ -37,7 +39,7 @@ def core(session: nox.Session, torch: str) -> None:
     code = "import platform, torch; print(platform.python_version(), torch.__version__)"
     found = session.run("python", "-c", code, silent=True)
     Path(f"{report}.txt").write_text(str(found).strip().splitlines()[-1])
-    command = ["python", "-m", "pytest", "--numprocesses", "auto", "--dist", "loadgroup"]
+    command = ["python", "-m", "pytest", *SHARED]
     session.run(
         *command,
         f"--junitxml={report}.xml",
@@ -63,7 +65,7 @@ def lowest(session: nox.Session) -> None:
         f"{session.python} {torch},\N{NO-BREAK SPACE}oldest\N{NO-BREAK SPACE}extras"
     )
     session.run(
-        "python", "-m", "pytest", "--numprocesses", "auto", "--dist", "loadgroup",
+        "python", "-m", "pytest", *SHARED,
         f"--junitxml={report}.xml", *(session.posargs or EXTRAS_TESTS),
         env={"OMP_NUM_THREADS": "1"}, success_codes=[0, 1],
     )  # fmt: skip

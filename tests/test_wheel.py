@@ -24,7 +24,6 @@ ROOT = Path(heldin.__file__).parents[2]
 if not (ROOT / "pyproject.toml").exists():
     pytest.skip("not run from the source tree", allow_module_level=True)
 
-pytestmark = pytest.mark.xdist_group("wheel")  # one worker builds it
 KINDS = {".py", ".typed", ".html", ".css", ".js", ".md"}  # templates of reports, too
 
 

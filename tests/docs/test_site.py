@@ -19,7 +19,6 @@ ROOT = Path(__file__).parents[2]
 
 INTERNAL = {"cli", "lab", "pages"}  # not for users
 PACKAGE = ROOT / "src" / "heldin"
-pytestmark = pytest.mark.xdist_group("site")  # one worker builds it
 
 
 def assigned(source: Path) -> list[str]:

@@ -14,13 +14,10 @@ import torch
 
 ROOT = Path(__file__).parents[3]
 
-needed = [
-    pytest.mark.skipif(
-        not (torch.distributed.is_available() and torch.distributed.is_gloo_available()),
-        reason="this build of torch has no gloo",
-    ),
-    pytest.mark.xdist_group("ranks"),  # one worker runs the ranks, once for all tests
-]
+needed = pytest.mark.skipif(
+    not (torch.distributed.is_available() and torch.distributed.is_gloo_available()),
+    reason="this build of torch has no gloo",
+)
 
 
 def launch(world: int, out: Path, names: str) -> list[subprocess.Popen[bytes]]:
