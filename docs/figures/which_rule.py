@@ -263,6 +263,8 @@ def targets() -> str:
             "at most",
         ),
         ("one shadow, with patience, n >= 500", large["shadow patience"], "gm", 1.02, "at most"),
+        ("auto, asked for later", small["auto"], "gm", 1.035, "at most"),
+        ("auto, asked for later", small["auto"], "p90", 1.08, "at most"),
     ]
     names = {"gm": "gm", "p90": "p90", "win_rate": "wins against the 20 % split"}
     lines = []
@@ -270,6 +272,11 @@ def targets() -> str:
         good = row[key] <= limit if way == "at most" else row[key] >= limit
         verdict = "reached" if good else "**not reached**"
         lines.append([f"{what}: {names[key]}", f"{way} {limit:g}", _range(row, key), verdict])
+    for width, (low, high) in ((1, (0.63, 0.73)), (2, (0.92, 0.98))):
+        share = small["auto"][f"within_{width}"]
+        verdict = "reached" if low <= share <= high else "**not reached**"
+        what = f"auto, asked for later: test loss within {width} standard error{'s'[: width - 1]}"
+        lines.append([what, f"{low} to {high}", f"{share:.2f}", verdict])
     times = [
         ("20-64-64-3, batch 32", "5 folds, dense", 1.6),
         ("20-64-64-3, batch 32", "5 folds, vmap", 2.7),
