@@ -25,10 +25,12 @@ def _stop(one: Any, smoothing: float, division: str | float) -> tuple[float, flo
 
 
 def from_full(facts: dict[str, Any], found: Mapping[int, Mapping[str, Any]]) -> None:
-    """From runs at full size, as far as they are: sampling, and the first steps."""
+    """From runs at full size, as far as they are: sampling, and the first steps; then the stop."""
     import numpy
 
     for part, one in found.get(0, {}).items():
+        if one.finished and one.log:
+            facts[f"full, {part}"] = _path([one], part)
         if "exact_table" not in one.log or len(one.log["exact_steps"]) < 20:
             continue
         exact = criteria(one.log, "out", exact=True)
@@ -49,17 +51,21 @@ def from_tenth(
     facts: dict[str, Any], runs: Mapping[int, Mapping[str, Any]], parts: Sequence[str]
 ) -> None:
     """From a tenth of the width: where the criterion stays, and what decides the stop."""
+    facts["tenth"] = _path([each[parts[1]] for each in runs.values()], parts[1])
+
+
+def _path(own: Sequence[Any], part: str) -> dict[str, Any]:
+    """Where the test loss turns and the criterion stays, and what decides the stop."""
     import numpy
 
-    own = [each[parts[1]] for each in runs.values()]
     raw = [criteria(one.log, "out") for one in own]
     late = numpy.concatenate([values[len(values) // 10 :] for values in raw])
     windows = numpy.concatenate([_windows(values) for values in raw])
-    facts["tenth"] = {
+    return {
         "seeds": len(own),
         "steps": int(own[0].steps),
         "turn": [float(one.table.step[one.table.test_loss.idxmin()]) for one in own],
-        "rate": float(parts[0].split()[1].strip(",")),
+        "rate": float(part.split()[1].strip(",")),
         "least": [float(one.table.test_loss.min()) for one in own],
         "mean": float(late.mean()),
         "deviation": float(late.std()),
@@ -101,28 +107,35 @@ def _ratios(found: Sequence[Sequence[float]]) -> str:
     return words + (f" (no stop in {lost} of {len(found)} runs)" if lost else "")
 
 
+def _about(path: Mapping[str, Any], size: str, rows: str) -> list[str]:
+    low, high = path["windows"]
+    turn = statistics.median(path["turn"])
+    return [
+        f"The test loss of the perceptron turns at rate x steps of about {path['rate'] * turn:.0f} "
+        f"({size}, {rows}: step {turn:.0f} of {path['steps']}; seeds: {path['seeds']}).",
+        f"After the first tenth of that run the criterion of a batch has mean {path['mean']:.2f} "
+        f"and standard deviation {path['deviation']:.2f}; its means over 100 steps lie between "
+        f"{low:.2f} and {high:.2f} (5 % to 95 %), and {path['above']:.0%} of the single values are "
+        "above zero. It does not cross zero at the minimum of the test loss: it stays just below, "
+        "and noise carries it over.",
+        "So smoothing decides the stop. With 0/0 left out: "
+        + "; ".join(f"{b}: {_ratios(stops)}" for b, stops in path["smoothing"].items())
+        + ".",
+        "And so does the division (smoothing 0.9): "
+        + "; ".join(f"{name}: {_ratios(stops)}" for name, stops in path["division"].items())
+        + ".",
+    ]
+
+
 def sentences(facts: Mapping[str, Any]) -> list[str]:
     """Each with its number; those whose runs are not there are missing."""
     found = []
+    full = {k.removesuffix(", evidence"): v for k, v in facts.items() if k.startswith("full, rate")}
+    for name, each in full.items():
+        found += _about(each, f"full size, {name.removeprefix('full, ')}", "all 50,000 images")
     if tenth := facts.get("tenth"):
-        low, high = tenth["windows"]
-        turn = statistics.median(tenth["turn"])
-        found += [
-            f"The test loss of the perceptron turns at rate x steps of about "
-            f"{tenth['rate'] * turn:.0f} (a tenth of the width, all 50,000 images, rate "
-            f"{tenth['rate']:g}: step {turn:.0f} of {tenth['steps']}; seeds: {tenth['seeds']}).",
-            f"After the first tenth of that run the criterion of a batch has mean "
-            f"{tenth['mean']:.2f} and standard deviation {tenth['deviation']:.2f}; its means over "
-            f"100 steps lie between {low:.2f} and {high:.2f} (5 % to 95 %), and "
-            f"{tenth['above']:.0%} of the single values are above zero. It does not cross zero at "
-            "the minimum of the test loss: it stays just below, and noise carries it over.",
-            "So smoothing decides the stop. With 0/0 left out: "
-            + "; ".join(f"{b}: {_ratios(stops)}" for b, stops in tenth["smoothing"].items())
-            + ".",
-            "And so does the division (smoothing 0.9): "
-            + "; ".join(f"{name}: {_ratios(stops)}" for name, stops in tenth["division"].items())
-            + ".",
-        ]
+        where = f"a tenth of the width, rate {tenth['rate']:g}"
+        found += _about(tenth, where, "all 50,000 images")
     if sector := facts.get("sector"):
         words = "; ".join(f"{name}: {_ratios(stops)}" for name, stops in sector["division"].items())
         found.append(

@@ -115,7 +115,7 @@ def _collected(runs: Path, store: Path, tell: Callable[[str], object]) -> None:
     _from_plan(runs, store, rows, facts, tell)
     _from_quick(runs / "quick", store, facts, tell)
     before = _stored_progress(store)
-    rows = [row if row["steps"] else before.get(_run_of(row), row) for row in rows]
+    rows = [before.get(_run_of(row), row) if not row["steps"] else row for row in rows]
     there, planned = (
         {_run_of(row) for row in rows},
         {p.name for p in (*PLAN, *TENTHS, *ELEMENTWISE)},
@@ -130,7 +130,8 @@ def _collected(runs: Path, store: Path, tell: Callable[[str], object]) -> None:
 
 
 def _run_of(row: Mapping[str, Any]) -> tuple[str, ...]:
-    return str(row["set"]), str(row["run"]), str(row["seed"])
+    """A run as it is planned now."""
+    return str(row["set"]), str(row["run"]), str(row["seed"]), str(row["of"])
 
 
 def _stored_progress(store: Path) -> dict[tuple[str, ...], dict[str, Any]]:
