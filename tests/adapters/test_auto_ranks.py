@@ -11,7 +11,12 @@ from tests.support.ranks import launching
 
 pytest.importorskip("numpy", reason="torch.distributed.all_gather_object needs numpy")
 pytestmark = launching.needed
-INSTALLED = [name for name in ranks.FRAMEWORKS if find_spec(name.removeprefix("frameworks_"))]
+NEEDS = {"frameworks_transformers": ("transformers", "accelerate")}
+INSTALLED = [
+    name
+    for name in ranks.FRAMEWORKS
+    if all(map(find_spec, NEEDS.get(name, (name.removeprefix("frameworks_"),))))
+]
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import statistics
 from typing import Any
 
 import pytest
@@ -93,17 +94,19 @@ def test_what_is_looked_at_is_what_all_would_give() -> None:
                 assert value == pytest.approx(exact.evidence.groups[name], rel=1e-4), name
 
 
-def test_the_criterion_is_the_mean_over_the_turn() -> None:
+@pytest.mark.parametrize("across", ["mean", "median"])
+def test_the_criterion_is_that_of_the_turn(across: Any) -> None:
     """Values of other batches are shown, and do not count beside those of this one."""
     torch.manual_seed(0)
     model = deep()
-    with heldin.EvidenceStopping(model) as rule:
+    with heldin.EvidenceStopping(model, across=across) as rule:
         for _ in range(4):
             model(torch.randn(12, 6)).square().sum().backward()
             turn = rule._collector.turn() or {name for name, _ in model.named_parameters()}
             rule.step()
             values = [rule.evidence.groups[name] for name in turn]
-            assert rule.evidence.criterion == pytest.approx(sum(values) / len(values))
+            expected = getattr(statistics, across)(values)
+            assert rule.evidence.criterion == pytest.approx(expected)
             assert len(rule.evidence.groups) == 2 * DEPTH
 
 

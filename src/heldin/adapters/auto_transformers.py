@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
+import accelerate  # noqa: F401  (without it there is a Trainer, which fails when it is made)
 import transformers.trainer as trainer_module
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback

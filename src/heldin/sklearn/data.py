@@ -18,7 +18,7 @@ from torch import nn
 
 from heldin.tables.trainer import TrainingConfig
 
-from .inputs import Categories, Gaps, has_categories, missing_labels
+from .inputs import Categories, Gaps, check_names, has_categories, missing_labels
 from .parameters import InvalidParameter, check_parameters
 
 __all__ = ["Checked", "Data", "Targets"]
@@ -143,6 +143,7 @@ class Checked(BaseEstimator):  # type: ignore[misc]
         if has_categories(X) if first else self._encoder is not None:
             if not hasattr(X, "columns"):
                 raise self._refuse("it was fitted on a DataFrame with categories; give one")
+            check_names(X, type(self).__name__)
             validate_data(self, X, skip_check_array=True, reset=first)
             if first:
                 self._encoder = Categories(X, type(self).__name__)

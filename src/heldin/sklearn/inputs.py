@@ -22,6 +22,7 @@ __all__ = [
     "Gaps",
     "Scaler",
     "as_rows",
+    "check_names",
     "has_categories",
     "largest_input",
     "missing_labels",
@@ -185,6 +186,15 @@ def has_categories(X: Any) -> bool:
     return hasattr(X, "select_dtypes") and not X.select_dtypes(exclude="number").empty
 
 
+def check_names(X: Any, owner: str) -> None:
+    """Refuse a DataFrame in which a name stands for several columns."""
+    twice = X.columns[X.columns.duplicated()]
+    if len(twice):
+        raise InvalidParameter(
+            f"{owner}: several columns are named {twice[0]!r}; give each a name of its own"
+        )
+
+
 class Categories:
     """A DataFrame as numbers, by scikit-learn's encoder: one input for each category.
 
@@ -197,11 +207,6 @@ class Categories:
     """
 
     def __init__(self, X: Any, owner: str) -> None:
-        twice = X.columns[X.columns.duplicated()]
-        if len(twice):
-            raise InvalidParameter(
-                f"{owner}: several columns are named {twice[0]!r}; give each a name of its own"
-            )
         self.names = list(X.select_dtypes(exclude="number").columns)
         for name in self.names:
             values = X[name].dropna()
