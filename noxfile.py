@@ -61,9 +61,7 @@ def lowest(session: nox.Session) -> None:
     session.run("uv", "pip", "install", "--no-deps", "fastai==2.8.12")
     OUT.mkdir(parents=True, exist_ok=True)
     report = OUT / f"{session.python}-{torch}-lowest"
-    Path(f"{report}.txt").write_text(
-        f"{session.python} {torch},\N{NO-BREAK SPACE}oldest\N{NO-BREAK SPACE}extras"
-    )
+    Path(f"{report}.txt").write_text(f"{session.python} {torch},_oldest_extras")
     session.run(
         "python", "-m", "pytest", *SHARED,
         f"--junitxml={report}.xml", *(session.posargs or EXTRAS_TESTS),
@@ -73,9 +71,10 @@ def lowest(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def table(session: nox.Session) -> None:
-    """The results, into CONTRIBUTING.md."""
-    lines = ["| Python | PyTorch | passed | failed | skipped | machine | date |"]
-    lines += ["| --- | --- | ---: | ---: | ---: | --- | --- |"]
+    """The results, into CONTRIBUTING.md; of what was not run this time, those of before."""
+    head, rows = RESULT.read_text().splitlines()[:2], {}
+    for line in RESULT.read_text().splitlines()[2:]:
+        rows[tuple(cell.strip() for cell in line.split("|")[1:3])] = line
     machine, failed = f"{platform.system()} {platform.machine()}", 0
     for report in sorted(OUT.glob("*.xml"), key=lambda path: path.stem):
         python, torch = Path(f"{report}"[:-4] + ".txt").read_text().split()
@@ -83,9 +82,11 @@ def table(session: nox.Session) -> None:
         bad, skipped = int(suite["failures"]) + int(suite["errors"]), int(suite["skipped"])
         passed = int(suite["tests"]) - bad - skipped
         day = datetime.datetime.fromisoformat(suite["timestamp"]).date()
-        lines.append(f"| {python} | {torch} | {passed} | {bad} | {skipped} | {machine} | {day} |")
+        torch = torch.replace("_", " ")
+        cells = (python, torch, passed, bad, skipped, machine, day)
+        rows[python, torch] = f"| {' | '.join(map(str, cells))} |"
         failed += bad
-    RESULT.write_text("\n".join(lines) + "\n")
+    RESULT.write_text("\n".join([*head, *(rows[key] for key in sorted(rows))]) + "\n")
     session.run("python", "docs/fill.py", external=True)
     if failed:
         session.error(f"{failed} tests failed; {OUT} has the reports")
