@@ -332,3 +332,30 @@ def test_a_shadow_left_with_one_row_skips_a_batch_normalisation() -> None:
             for k, then in enumerate(before)
         ]
         assert moved == [False, True, True]
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_one_row_is_enough_where_a_batch_normalisation_takes_it(frozen: bool) -> None:
+    """An image has many values in a channel, and a frozen one takes no statistics."""
+    torch.manual_seed(0)
+    x = torch.randn(10, 1, 4, 4).double()
+    y = 3 * x.flatten(1)[:, :1]
+    norm = nn.BatchNorm1d(16) if frozen else nn.BatchNorm2d(1)
+    model = nn.Sequential(
+        *((nn.Flatten(), norm) if frozen else (norm, nn.Flatten())), nn.Linear(16, 1)
+    ).double()
+    if frozen:
+        norm.eval()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    folds = torch.arange(10) % 2
+    with heldin.FoldStopping(
+        model, optimizer, F.mse_loss, (x, y), folds=folds, engine="loop", patience=None
+    ) as stopping:
+        assert isinstance(stopping._team, StackedShadows)
+        before = [stopping._team.stack.copy_of(k)["2.weight"].clone() for k in range(2)]
+        index = torch.tensor([0, 1])  # each shadow may see one of them
+        F.mse_loss(model(x[index]), y[index]).backward()
+        optimizer.step()
+        stopping.step(indices=index)
+        for k in range(2):
+            assert not torch.equal(stopping._team.stack.copy_of(k)["2.weight"], before[k])

@@ -124,8 +124,6 @@ class _Loop:
             {name: b.detach().clone() for name, b in model.named_buffers()}
             for _ in range(stack.copies)
         ]
-        # one row has no variance, by which BatchNorm would divide
-        self.least = 2 if any(isinstance(m, BatchNorm) for m in model.modules()) else 1
         self.outputs: Tensor | None = None
 
     def __call__(self, inputs: Sequence[Tensor], keep: Tensor | None, train: bool) -> Tensor:
@@ -142,14 +140,30 @@ class _Loop:
             result: Tensor = functional_call(self.model, weights, tuple(x[k] for x in inputs))
             return result
         kept = keep[k].nonzero().flatten()
-        if len(kept) < self.least:  # what it gives has no weight, and leaves no trace in buffers
-            self.modes.follow(train=False)
-            with torch.no_grad():
-                blank: Tensor = functional_call(self.model, weights, tuple(inputs))
-            self.modes.follow(train=True)
-            return blank
-        some: Tensor = functional_call(self.model, weights, tuple(x[kept] for x in inputs))
+        if not len(kept):
+            return self._blank(weights, inputs)
+        rows = tuple(x[kept] for x in inputs)
+        if len(kept) > 1 or keep.shape[1] == 1:
+            some: Tensor = functional_call(self.model, weights, rows)
+        else:  # a BatchNorm may find no variance in one row
+            before = {name: value.clone() for name, value in self.buffers[k].items()}
+            try:
+                some = functional_call(self.model, weights, rows)
+            except ValueError as error:
+                if "more than 1 value per channel" not in str(error):
+                    raise
+                for name, value in before.items():
+                    self.buffers[k][name].copy_(value)
+                return self._blank(weights, inputs)
         return some.new_zeros(keep.shape[1], *some.shape[1:]).index_copy(0, kept, some)
+
+    def _blank(self, weights: dict[str, Tensor], inputs: Sequence[Tensor]) -> Tensor:
+        """What has no weight, and leaves no trace in buffers: this copy skips the batch."""
+        self.modes.follow(train=False)
+        with torch.no_grad():
+            found: Tensor = functional_call(self.model, weights, tuple(inputs))
+        self.modes.follow(train=True)
+        return found
 
     def backward(self, gradient: Tensor) -> None:
         assert self.outputs is not None
