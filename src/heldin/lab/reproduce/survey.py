@@ -116,11 +116,9 @@ def _collected(runs: Path, store: Path, tell: Callable[[str], object]) -> None:
     _from_quick(runs / "quick", store, facts, tell)
     before = _stored_progress(store)
     rows = [before.get(_run_of(row), row) if not row["steps"] else row for row in rows]
-    there, planned = (
-        {_run_of(row) for row in rows},
-        {p.name for p in (*PLAN, *TENTHS, *ELEMENTWISE)},
-    )
-    rows += [row for run, row in before.items() if run not in there and row["set"] in planned]
+    there = {_run_of(row)[:3] for row in rows}
+    planned = {p.name for p in (*PLAN, *TENTHS, *ELEMENTWISE)}
+    rows += [row for run, row in before.items() if run[:3] not in there and row["set"] in planned]
     if rows:
         with open(store / "progress.csv", "w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, rows[0], lineterminator="\n")

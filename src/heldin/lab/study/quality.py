@@ -235,7 +235,7 @@ def constants() -> dict[str, Any]:
         "epochs of patience on a split": _rules.VALIDATION_PATIENCE,
         "Prechelt's GL alpha": _rules.GL_ALPHA,
         "Prechelt's PQ alpha and strip": (_rules.PQ_ALPHA, _rules.PQ_STRIP),
-        "evidence: smoothing per step / per epoch, arming": (0.9, 0.8, _rules.ARMING),
+        "evidence: smoothing, and that of an epoch's mean; arming": (0.9, 0.8, _rules.ARMING),
         "gradient disparity: batches, rises": (DISPARITY_BATCHES, 5),
         "label wave: window, epochs": (3, 10),
         "gradient-weight alignment: added to the excess kurtosis": 1.2,
