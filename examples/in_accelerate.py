@@ -44,7 +44,7 @@ accelerator.print(f"expected test loss {auto.estimate:.2f} ± {auto.standard_err
 
 # By evidence, where no second model is affordable, and in several processes.
 model, optimizer, loader = prepared()
-with EvidenceStopping(accelerator, model) as second:
+with EvidenceStopping(accelerator, model, window=len(loader)) as second:
     evidence = second.stopping
     while not evidence.should_stop:
         for batch in loader:

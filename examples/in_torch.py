@@ -35,7 +35,7 @@ print(f"expected test loss {auto.estimate:.2f} ± {auto.standard_error:.2f}")
 
 # By evidence, where no second model is affordable.
 model, optimizer = network()
-with heldin.EvidenceStopping(model) as evidence:
+with heldin.EvidenceStopping(model, window=len(loader)) as evidence:
     while not evidence.should_stop:
         for a, b in loader:
             F.cross_entropy(model(a), b).backward()

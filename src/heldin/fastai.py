@@ -44,7 +44,7 @@ class EvidenceStopping(Callback):
         reset_on_fit: each fit starts anew; False: it goes on where the last one was, or where
             `load_state_dict` says.
         window: number of steps whose sums add up before a value is formed; "epoch": those of an
-            epoch. None: those of an epoch, but 100 at most, and 1 if its length is not known.
+            epoch, by the number of its batches, which is better on few data.
         groups, smoothing and the others: see `heldin.EvidenceStopping`.
 
     Attributes:
@@ -67,7 +67,7 @@ class EvidenceStopping(Callback):
         *,
         groups: Groups = "tensor",
         smoothing: float = 0.9,
-        window: int | Literal["epoch"] | None = None,
+        window: int | Literal["epoch"] = 1,
         warmup: int = 0,
         every: int = 1,
         arming: float | None = 0.5,
@@ -175,9 +175,10 @@ class EvidenceStopping(Callback):
     def _epoch_steps(self) -> float | None:
         loader, together = self.learn.dls.train, getattr(self.learn, "gradient_accumulation", None)
         steps = length(loader)
-        if steps is None or together is None:
+        if steps is None or together is None or not self._watch.by_epoch:
             return steps
-        return float(steps * min(1.0, loader.bs / together.n_acc))
+        size = getattr(loader, "bs", None) or getattr(loader, "batch_size", None)
+        return None if size is None else steps / math.ceil(together.n_acc / size)
 
     def _stopped(self) -> bool:
         return self.stopping is not None and self.stopping.should_stop

@@ -52,7 +52,7 @@ class EvidenceStopping:
         patience: number of consecutive checks that must ask for a stop.
         log_groups: also give the value of each group of parameters.
         window: number of steps whose sums add up before a value is formed; "epoch": those of an
-            epoch. None: those of an epoch, but 100 at most, and 1 if its length is not known.
+            epoch, by the number of its batches, which is better on few data.
         groups, smoothing and the others: see `heldin.EvidenceStopping`.
 
     Attributes:
@@ -76,7 +76,7 @@ class EvidenceStopping:
         *,
         groups: Groups = "tensor",
         smoothing: float = 0.9,
-        window: int | Literal["epoch"] | None = None,
+        window: int | Literal["epoch"] = 1,
         warmup: int = 0,
         every: int = 1,
         arming: float | None = 0.5,

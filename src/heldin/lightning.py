@@ -47,7 +47,7 @@ class EvidenceStopping(Callback):
         log_groups: also log the value of each group of parameters.
         log_rank_zero_only: tell on one process only.
         window: number of steps whose sums add up before a value is formed; "epoch": those of an
-            epoch. None: those of an epoch, but 100 at most, and 1 if its length is not known.
+            epoch, by the number of its batches, which is better on few data.
         groups, smoothing and the others: see `heldin.EvidenceStopping`.
 
     Attributes:
@@ -72,7 +72,7 @@ class EvidenceStopping(Callback):
         *,
         groups: Groups = "tensor",
         smoothing: float = 0.9,
-        window: int | Literal["epoch"] | None = None,
+        window: int | Literal["epoch"] = 1,
         warmup: int = 0,
         every: int = 1,
         arming: float | None = 0.5,
@@ -111,15 +111,14 @@ class EvidenceStopping(Callback):
         if trainer.global_step:  # fit() goes on with the run before
             self._run.load_state_dict(self._run.state_dict())
         self._epochs.reset()
-        self._detour = watched_step(
-            pl_module, self._run.begin(pl_module, self._epoch_steps(trainer)).call
-        )
-
-    def _epoch_steps(self, trainer: Trainer) -> float | None:
         if not self._run.by_epoch:
-            return None
-        trainer.fit_loop.setup_data()  # else the loaders are made after this
-        return float(trainer.num_training_batches / trainer.accumulate_grad_batches)
+            self._detour = watched_step(pl_module, self._run.begin(pl_module).call)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Watch the module, if the window is an epoch: now its length is known."""
+        if self._run.by_epoch:
+            steps = trainer.num_training_batches / trainer.accumulate_grad_batches
+            self._detour = watched_step(pl_module, self._run.begin(pl_module, steps).call)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Look out for passes."""

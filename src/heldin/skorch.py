@@ -14,6 +14,7 @@ from heldin.rules.evidence import EvidenceStopping as Stopping
 
 from .adapters.epochs import Epochs
 from .adapters.session import (
+    EPOCH,
     BeforeStep,
     MethodWrapper,
     StoppingSession,
@@ -58,7 +59,7 @@ class EvidenceStopping(Callback):
         sink: where to tell of the stop, if the net is verbose.
         log_groups: also put the value of each group of parameters into the history.
         window: number of steps whose sums add up before a value is formed; "epoch": those of an
-            epoch. None: those of an epoch, but 100 at most, and 1 if its length is not known.
+            epoch, by the number of its batches, which is better on few data.
         groups, smoothing and the others: see `heldin.EvidenceStopping`. All can be searched over,
             as `callbacks__evidence__smoothing` for instance.
 
@@ -84,7 +85,7 @@ class EvidenceStopping(Callback):
         *,
         groups: Groups = "tensor",
         smoothing: float = 0.9,
-        window: int | Literal["epoch"] | None = None,
+        window: int | Literal["epoch"] = 1,
         warmup: int = 0,
         every: int = 1,
         arming: float | None = 0.5,
@@ -139,7 +140,7 @@ class EvidenceStopping(Callback):
     def _around(self, net: NeuralNet, loop: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The net's loop, whichever way it ends."""
         made = MethodWrapper(net, "get_iterator", partial(self._iterator, net))
-        if isinstance(self.window, int):
+        if self.window != EPOCH:
             self._begin(net)
         try:
             return loop(*args, **kwargs)
@@ -150,7 +151,8 @@ class EvidenceStopping(Callback):
     def _iterator(self, net: NeuralNet, get: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The iterator of all epochs is made: it knows how many steps an epoch has."""
         batches = get(*args, **kwargs)
-        if kwargs.get("training") and self.before_ is None:
+        training = kwargs.get("training", args[1] if len(args) > 1 else False)
+        if training and self.before_ is None:
             self._begin(net, length(batches))
         return batches
 
@@ -179,6 +181,8 @@ class EvidenceStopping(Callback):
     def on_epoch_begin(self, net: NeuralNet, **datasets: Any) -> None:
         """Remember what the end of the epoch is told with."""
         self.epoch_ = datasets
+        if self.loop_ is not None and self.before_ is None:  # of a net that makes its own iterator
+            self._begin(net)
         self.epochs_.begin(self.stopping_)
 
     def on_batch_begin(self, net: NeuralNet, training: bool | None = None, **_: Any) -> None:

@@ -64,7 +64,7 @@ class EvidenceStoppingCallback(TrainerCallback, ExportableState):
         early_stopping_patience: number of consecutive checks that must ask for a stop.
         log_groups: also log the value of each group of parameters.
         window: number of steps whose sums add up before a value is formed; "epoch": those of an
-            epoch. None: those of an epoch, but 100 at most, and 1 if its length is not known.
+            epoch, by the number of its batches, which is better on few data.
         groups, smoothing and the others: see `heldin.EvidenceStopping`.
         not_in_json: set by the Trainer alone, when it builds the callback anew.
 
@@ -85,7 +85,7 @@ class EvidenceStoppingCallback(TrainerCallback, ExportableState):
         *,
         groups: Groups = "tensor",
         smoothing: float = 0.9,
-        window: int | Literal["epoch"] | None = None,
+        window: int | Literal["epoch"] = 1,
         warmup: int = 0,
         every: int = 1,
         arming: float | None = 0.5,
@@ -209,7 +209,7 @@ class EvidenceStoppingCallback(TrainerCallback, ExportableState):
             "early_stopping_patience": self.early_stopping_patience,
             "log_groups": self.log_groups,
         }
-        usual = {**DEFAULTS, "window": None, "patience": self.early_stopping_patience}
+        usual = {**DEFAULTS, "patience": self.early_stopping_patience}
         given = {k: v for k, v in self._run.options.items() if v != usual[k]}
         args |= {name: value for name, value in given.items() if not callable(value)}
         lost = [name for name, value in given.items() if callable(value)]

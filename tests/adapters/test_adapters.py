@@ -178,8 +178,8 @@ def test_every_option_is_in_the_signature(name: str) -> None:
                 continue
             key = option if option in own else OWN_NAMES[option]
             epochs = option == "window" and name != "accelerate"  # whose epochs are the loop's
-            assert own[key].default == (None if epochs else wanted.default), option
-            also = " | Literal['epoch'] | None" if epochs else ""
+            assert own[key].default == wanted.default, option
+            also = " | Literal['epoch']" if epochs else ""
             assert (
                 own[key].annotation.replace('"', "'") == wanted.annotation.replace('"', "'") + also
             )
@@ -285,10 +285,14 @@ def test_other_words_for_a_window_are_refused() -> None:
         StoppingSession("Callback", {"window": "epochs"})
 
 
-@pytest.mark.parametrize(("steps", "window"), [(7, 7), (1000, 100), (None, 1), (math.inf, 1)])
-def test_a_window_that_nobody_asked_for_is_an_epoch_and_not_too_long(
-    steps: float | None, window: int
-) -> None:
-    session = StoppingSession("Callback", {"window": None})
-    assert session.begin(plain.net(), steps).window == window
+def test_a_run_that_goes_on_keeps_its_window() -> None:
+    """The next part of the data may have another length, or tell none."""
+    session = StoppingSession("Callback", {"window": "epoch"})
+    session.begin(plain.net(), 7)
+    state = session.state_dict()
     session.end()
+    for steps in (3, None):
+        session = StoppingSession("Callback", {"window": "epoch"})
+        session.load_state_dict(state)
+        assert session.begin(plain.net(), steps).window == 7
+        session.end()

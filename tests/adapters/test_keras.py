@@ -129,7 +129,7 @@ def test_batch_normalisation(kind: str) -> None:
         return model
 
     callback, model, alone = (
-        EvidenceStopping(window=1, warmup=1000, estimator="exact"),
+        EvidenceStopping(warmup=1000, estimator="exact"),
         build(),
         build(),
     )

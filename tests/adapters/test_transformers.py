@@ -302,7 +302,7 @@ def test_a_real_model_learns_its_loss_inside(tmp_path: Path) -> None:
         {"input_ids": i, "attention_mask": (i > 3).long(), "labels": (i[0] > 15).long()}
         for i in ids
     ]
-    callback = EvidenceStoppingCallback(smoothing=0.0, window=1, estimator="exact")
+    callback = EvidenceStoppingCallback(smoothing=0.0, estimator="exact")
     args = transformers.TrainingArguments(
         str(tmp_path),
         per_device_train_batch_size=8,

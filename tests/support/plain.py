@@ -42,8 +42,8 @@ class Case:
     @property
     def callback_options(self) -> dict[str, Any]:
         """The same for a callback, which is told of the window by its name."""
-        named = {1: 1, EPOCH_STEPS: "epoch"}[self.options.get("window", 1)]
-        return {**self.options, "window": named}
+        named = {"window": "epoch"} if self.options.get("window") == EPOCH_STEPS else {}
+        return {**self.options, **named}
 
     @property
     def dtype(self) -> torch.dtype:

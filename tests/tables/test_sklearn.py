@@ -130,7 +130,7 @@ def test_evidence_is_that_of_a_plain_loop(solver: str) -> None:
     order = torch.Generator().manual_seed(0)
     criteria = []
     # 50 rows in batches of 16: four steps, the last of two rows
-    with heldin.EvidenceStopping(twin, window=4, smoothing=0.8, estimator="exact") as stopping:
+    with heldin.EvidenceStopping(twin, window=4, estimator="exact") as stopping:
         while not stopping.should_stop:
             for index in torch.randperm(50, generator=order).split(16):
                 optimizer.zero_grad()

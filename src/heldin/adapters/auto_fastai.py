@@ -68,7 +68,7 @@ class AutoStopping(Callback):
         stopping: the rule of the last fit, with its history and estimate.
 
     >>> from heldin.fastai import AutoStopping
-    >>> callback = AutoStopping(budget=3)
+    >>> callback = AutoStopping(budget=4)
     """
 
     order = MixedPrecision.order - 2

@@ -65,7 +65,7 @@ class AutoStopping:
     >>> model, loss_fn = torch.nn.Linear(4, 2), torch.nn.functional.cross_entropy
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     >>> trainer = create_supervised_trainer(model, optimizer, loss_fn)
-    >>> stopping = AutoStopping(model, optimizer, loss_fn, budget=3).attach(trainer)
+    >>> stopping = AutoStopping(model, optimizer, loss_fn, budget=4).attach(trainer)
     """
 
     @spelled_out

@@ -57,7 +57,7 @@ class AutoStopping(keras.callbacks.Callback):
         stopped_epoch: the epoch in which training was stopped, 0 if it was not.
 
     >>> from heldin.keras import AutoStopping
-    >>> callback = AutoStopping(budget=3)
+    >>> callback = AutoStopping(budget=4)
     """
 
     @spelled_out

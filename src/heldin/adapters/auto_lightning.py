@@ -60,7 +60,7 @@ class AutoStopping(Callback):
     >>> import lightning
     >>> from heldin.lightning import AutoStopping
     >>> trainer = lightning.Trainer(
-    ...     callbacks=[AutoStopping(budget=3)], barebones=True, max_epochs=100
+    ...     callbacks=[AutoStopping(budget=4)], barebones=True, max_epochs=100
     ... )
     """
 

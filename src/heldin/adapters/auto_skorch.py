@@ -61,7 +61,7 @@ class AutoStopping(Callback):
     ...     nn.Linear, module__in_features=4, module__out_features=2, criterion=nn.CrossEntropyLoss,
     ...     train_split=None, callbacks=[("auto", AutoStopping())],
     ... )
-    >>> _ = net.set_params(callbacks__auto__budget=3)
+    >>> _ = net.set_params(callbacks__auto__budget=4)
     """
 
     @spelled_out

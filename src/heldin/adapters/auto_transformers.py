@@ -63,7 +63,7 @@ class AutoStoppingCallback(TrainerCallback):
         stopping: the rule of the last run, with its history and estimate.
 
     >>> from heldin.transformers import AutoStoppingCallback
-    >>> callback = AutoStoppingCallback(budget=3)
+    >>> callback = AutoStoppingCallback(budget=4)
     """
 
     @spelled_out

@@ -28,7 +28,6 @@ __all__ = [
 ]
 
 EPOCH = "epoch"  # a window as long as an epoch
-LONGEST = 100  # steps of a window that nobody asked for: long epochs have several
 
 
 def length(loader: Any) -> int | None:
@@ -39,7 +38,7 @@ def length(loader: Any) -> int | None:
     """
     try:
         return len(loader)
-    except TypeError:
+    except (TypeError, NotImplementedError, AttributeError, RuntimeError):
         return None
 
 
@@ -117,21 +116,19 @@ class StoppingSession:
 
     @property
     def by_epoch(self) -> bool:
-        """Whether the window depends on how long an epoch is."""
-        return self.options.get("window", 1) in (EPOCH, None)
+        """Whether the window is as long as an epoch."""
+        return bool(self.options.get("window") == EPOCH)
 
     def _window(self, epoch_steps: float | None) -> int:
-        """Number of observed steps in an epoch; unless told so, no more than `LONGEST`."""
-        asked = self.options["window"] == EPOCH
+        """Number of observed steps in an epoch; in a run that goes on, what it was."""
+        if self._state and isinstance(known := self._state["settings"]["window"], int):
+            return known
         if epoch_steps is None or not math.isfinite(epoch_steps):
-            if not asked:
-                return 1
             raise HeldinError(
                 f"{self._owner}: window='epoch' needs to know how many steps an epoch has, and "
                 "these data do not tell; pass their number, window=100 for instance"
             )
-        steps = max(1, math.ceil(epoch_steps) // int(self.options.get("every", 1)))
-        return steps if asked else min(steps, LONGEST)
+        return max(1, math.ceil(epoch_steps) // int(self.options.get("every", 1)))
 
     def end(self) -> None:
         """Watch no more. What was found stays readable."""

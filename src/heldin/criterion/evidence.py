@@ -38,7 +38,7 @@ Across = Literal["mean", "median"]
 
 @dataclass(frozen=True)
 class Evidence:
-    """The criterion of one step.
+    """The criterion of one check: of a step, or of a window of several.
 
     Attributes:
         criterion: mean (or median) over groups of 1 - mean_k f_k. Above 0: the gradient is no

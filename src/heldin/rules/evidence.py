@@ -108,7 +108,7 @@ class EvidenceStopping(EvidenceReport, StoppingRule, Joinable, PlainLoopOnly):
     """
 
     _callbacks = callbacks_named("EvidenceStopping")
-    _state_version = 2
+    _state_version = 3
     _state_schema: ClassVar[dict[str, Any]] = {
         "decision": DECISION,
         "sampler": (dict, None),

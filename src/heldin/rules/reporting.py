@@ -26,6 +26,7 @@ __all__ = [
 
 CHECKS = 8  # fewer than so many say little
 WIDE = 0.25  # standard error over estimate, from which the estimate is called rough
+EARLY = 30  # steps before which a stop by evidence is called early
 
 
 class Reporting:
@@ -317,10 +318,11 @@ def advice_on_evidence(history: History, should_stop: bool, armed: bool) -> list
                 docs("errors.html#evidence-will-hardly-stop"),
             )
         )
-    if should_stop and history.checks < 30:
+    last = history[-1].step
+    if should_stop and last < EARLY:
         found.append(
             (
-                f"It stopped after {history.checks} checks, which is early. warmup= sets a "
+                f"It stopped after {last} steps, which is early. warmup= sets a "
                 "number of steps before which it may not.",
                 f"{trust}#plateaus",
             )

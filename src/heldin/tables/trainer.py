@@ -29,7 +29,6 @@ from .mlp import Inputs, ManualBackprop, network_outputs
 __all__ = ["RULE_NAMES", "Outcome", "Report", "Trainer", "TrainingConfig", "in_units"]
 
 RULE_NAMES = ("auto", *ESTIMATED_RULES, "evidence", "validation")  # beside "none"
-SMOOTHING = 0.8  # of the evidence of whole epochs, see docs/which-rule.md
 TURNED = 3  # checks after the lowest estimate, for it to count as passed
 
 Report = Callable[[int, float, str], None]  # epoch, training loss, what the rule says
@@ -257,7 +256,7 @@ class Trainer:
         """Until the gradients of a whole epoch are as small as their error."""
         out = self.outcome
         out.evidence, self.passes.observe = [], True
-        with EvidenceStopping(self.model, smoothing=SMOOTHING, estimator="exact") as rule:
+        with EvidenceStopping(self.model, estimator="exact") as rule:
             while out.epochs < self.config.max_iter and not out.stopped:
                 before = out.steps
                 for _ in self.steps():

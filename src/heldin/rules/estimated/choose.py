@@ -135,7 +135,8 @@ def stopping(
     Args:
         rule: "folds", "shadow", "leave-one-out", or "auto": as many of five folds as the budget
             allows for fewer than 1,000 rows (two, of a network on general batches, from 200 rows
-            on), one shadow above, leave-one-out where fewer than three are affordable.
+            on), one shadow above; leave-one-out where fewer than three (one, above) are
+            affordable and it costs two runs at most: small networks on few rows, with loss_fn.
         model, optimizer, loss_fn, data: see `heldin.FoldStopping`.
         budget: for "auto": how many times the time of a plain run training may take.
         memory: for "auto": bytes that the shadows may take.
