@@ -47,7 +47,9 @@ def found(
     curves = torch.stack(rule._curves, dim=1)[own]
     means = curves.mean(0)
     best = best_check(means[: _ended(steps, means, patience)])
-    estimate, error = mean_and_error(curves[:, best], len(curves) / trained)
+    seen = rule.history.columns()["training_loss"][best]
+    missing = 1 - trained / len(problem.x)
+    estimate, error = mean_and_error(curves[:, best], len(curves) / trained, missing, seen)
     with torch.no_grad():
         outputs = functional_call(model, rule._kept[best], (problem.x_test,))
     loss, _, _, test_error = test_values(problem, outputs)

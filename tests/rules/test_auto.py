@@ -29,15 +29,16 @@ def case(**options: Any) -> _Case:
         ({"parameters": 1_000_000}, 6.0, "folds"),
         ({"engine": "vmap", "parameters": 1000}, 3.0, "leave-one-out"),
         ({"engine": "vmap", "known": False}, 4.5, ("folds", 2)),
-        ({"rows": 5000}, 6.0, "shadow"),
-        ({"rows": 5000, "parameters": 1000}, 2.6, "shadow"),  # too many to leave out
+        ({"rows": 5000}, 6.0, ("folds", 2)),
+        ({"rows": 10_000}, 6.0, "shadow"),
+        ({"rows": 50_000, "parameters": 1000}, 2.6, "shadow"),  # too many to leave out
         ({"parameters": 40_000_000}, 6.0, "shadow"),  # five copies do not fit the memory
         ({"parameters": 40_000, "known": False}, 4.2, ("folds", 3)),
         ({"parameters": 40_000, "known": False}, 3.4, ("folds", 2)),
         ({"parameters": 10**6, "engine": "copies", "known": False}, 2.5, ("shadow", 1)),
-        ({"parameters": 10**6, "engine": "copies", "known": False}, 6.0, ("folds", 2)),
+        ({"parameters": 10**6, "engine": "copies", "known": False}, 6.0, ("folds", 4)),
         ({"parameters": 10**6, "engine": "copies", "known": False, "rows": 99}, 7.0, ("folds", 5)),
-        ({"parameters": 10**6, "engine": "copies", "known": False, "rows": 9999}, 6.0, "shadow"),
+        ({"parameters": 10**6, "engine": "copies", "known": False, "rows": 9999}, 6.0, ("folds", 2)),
         ({"parameters": 10**4, "engine": "copies", "known": False, "size": 2}, 2.5, "shadow"),
         ({"parameters": 1000}, 2.0, "leave-one-out"),
     ],
@@ -111,7 +112,7 @@ def test_folds_of_ones_own_keep_to_the_budget() -> None:
     x = torch.randn(40, 3)
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for rows, folds, shadows in ((40, 8, 5), (40, 2, 2), (1200, 4, 1)):
+    for rows, folds, shadows in ((40, 8, 5), (40, 2, 2), (1200, 4, 2), (12_000, 4, 1)):
         data = x.repeat(rows // 40, 1), x.repeat(rows // 40, 1)[:, :1]
         made = heldin.stopping("auto", model, optimizer, F.mse_loss, data, folds=folds)
         assert isinstance(made, heldin.FoldStopping)

@@ -89,7 +89,44 @@ def test_each_rule_says_how_many_rows_its_error_rests_on(
     stopping = heldin.FoldStopping(model, optimizer, data=(x, y), shadows=shadows, **how)
     (curve,) = stopping._curves
     assert len(curve) == held
-    assert stopping.standard_error == _curves.mean_and_error(curve, held / 16)[1]
+    seen = stopping.history[0].training_loss  # nan for copies that have not trained yet
+    assert math.isnan(seen) == general
+    assert stopping.standard_error == _curves.mean_and_error(curve, held / 16, 0.2, seen)[1]
+
+
+def test_rows_that_shadows_miss_widen_the_error_unless_another_loss_is_estimated() -> None:
+    """A gap of a training loss and another kind of loss would say nothing."""
+    losses = torch.tensor([0.5, 1.0, 4.0, 0.5, 1.5], dtype=torch.float64)
+    plain = _curves.mean_and_error(losses)[1]
+    wide = _curves.mean_and_error(losses, missing=0.2, training_loss=0.5)[1]
+    assert math.isclose(wide, math.hypot(plain, 0.2 * (1.5 - 0.5)))
+    for seen in (2.0, math.nan):  # no gap, and an unknown one
+        assert _curves.mean_and_error(losses, missing=0.2, training_loss=seen)[1] == plain
+    torch.manual_seed(0)
+    x, y = torch.randn(20, 3), torch.randn(20, 1)
+    found = []
+    for eval_loss in (None, lambda model, batch: (model(batch[0]) - batch[1]).square()[:, 0]):
+        torch.manual_seed(1)
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        stopping = heldin.FoldStopping(
+            model,
+            optimizer,
+            data=(x, y),
+            batch_loss=lambda model, batch: F.mse_loss(model(batch[0]), batch[1]) / 10,
+            eval_loss=eval_loss,
+        )
+        for _ in range(50):
+            F.mse_loss(model(x), y).div(10).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            stopping.step(indices=range(20))
+        held = 20 / 16
+        curve, last = stopping._curves[-1], stopping.history[-1]
+        assert last.estimate > last.training_loss
+        without = _curves.mean_and_error(curve, held)[1]
+        found.append(last.standard_error > without)
+    assert found == [True, False]
 
 
 def test_the_band_covers_what_it_should() -> None:

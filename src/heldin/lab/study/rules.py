@@ -79,7 +79,12 @@ def _curve(
         shares,
         models * end,
         fired,
-        estimate=mean_and_error(values[:, best], len(values) / trained),
+        estimate=mean_and_error(
+            values[:, best],
+            len(values) / trained,
+            1 - trained / run.spec.n,
+            float(np.interp(steps[best], run["fold_steps"], run["training_loss"])),
+        ),
         parts=parts,
         progress=end / run.last,
     )

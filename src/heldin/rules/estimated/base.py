@@ -54,6 +54,7 @@ class PathStopping(EstimateReport, StoppingRule):
     _state_schema = STATE_SCHEMA
     name: ClassVar[str]  # by which `heldin.stopping` knows it
     _count: int  # of the training rows
+    _same_loss = True  # whether the training loss is of the same kind as the estimated one
 
     def __init__(
         self,
@@ -136,6 +137,10 @@ class PathStopping(EstimateReport, StoppingRule):
         """Rows that `_held_out` looks at, over those that each model behind it was trained on."""
 
     @abstractmethod
+    def _missing(self) -> float:
+        """Share of the rows that each model behind `_held_out` was not trained on."""
+
+    @abstractmethod
     def _training_loss(self) -> float:
         """Of the model (or of its shadows), for the history."""
 
@@ -203,10 +208,12 @@ class PathStopping(EstimateReport, StoppingRule):
 
     def _check(self) -> None:
         losses = self._held_out().detach().cpu().double()
-        middle, error = mean_and_error(losses, self._held_per_trained())
+        seen = self._training_loss()
+        missing = self._missing() if self._same_loss else 0.0
+        middle, error = mean_and_error(losses, self._held_per_trained(), missing, seen)
         self._curves.append(losses)
         self._kept[len(self._curves) - 1] = self._snapshot()
-        self.history.append(Estimate(self._step, middle, error, self._training_loss()))
+        self.history.append(Estimate(self._step, middle, error, seen))
         best = best_check(torch.tensor(self.history.columns()["estimate"]))
         self.history.best_step = self.history[best].step
         self._thin(best)

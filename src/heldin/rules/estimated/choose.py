@@ -35,8 +35,7 @@ ESTIMATED_RULES: dict[str, Callable[..., PathStopping]] = {
     rule.name: rule for rule in (FoldStopping, ShadowStopping, LeaveOneOutStopping)
 }
 
-FEW = 1000  # rows below which several shadows are worth more than one (docs/which-rule.md)
-SOME = 200  # rows from which two shadows of a network are as good as five
+FEW, MANY = 1000, 10_000  # rows from which two shadows, and one, are worth their time
 TENSORS = 4  # of the size of the weights, for each copy: weights, gradients, two moments
 SIZES = (20_000, 100_000)  # parameters up to which calls, not arithmetic, are what a step costs
 ARITHMETIC = (  # works much with few parameters, or belongs to models of many layers
@@ -74,9 +73,7 @@ class _Case:
 
     def wanted(self) -> int:
         """How many shadows are worth their time."""
-        if self.rows >= FEW:
-            return 1
-        return 2 if self.engine == "copies" and self.rows >= SOME else 5
+        return 5 if self.rows < FEW else 2 if self.rows < MANY else 1
 
 
 def _chosen(case: _Case, budget: float, memory: int) -> tuple[str, int, str]:
@@ -134,9 +131,9 @@ def stopping(
 
     Args:
         rule: "folds", "shadow", "leave-one-out", or "auto": as many of five folds as the budget
-            allows for fewer than 1,000 rows (two, of a network on general batches, from 200 rows
-            on), one shadow above; leave-one-out where fewer than three (one, above) are
-            affordable and it costs two runs at most: small networks on few rows, with loss_fn.
+            allows, but two from 1,000 rows on and one shadow from 10,000 rows on; leave-one-out
+            where fewer than three (or those two, or that one) are affordable and it costs two runs
+            at most: small networks on few rows, with loss_fn.
         model, optimizer, loss_fn, data: see `heldin.FoldStopping`.
         budget: for "auto": how many times the time of a plain run training may take.
         memory: for "auto": bytes that the shadows may take.

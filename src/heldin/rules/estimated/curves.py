@@ -49,10 +49,15 @@ class Patience:
         return step >= self.factor * best + self.slack and since >= self.checks
 
 
-def mean_and_error(losses: Tensor, held_per_trained: float = 0.0) -> tuple[float, float]:
+def mean_and_error(
+    losses: Tensor,
+    held_per_trained: float = 0.0,
+    missing: float = 0.0,
+    training_loss: float = math.nan,
+) -> tuple[float, float]:
     """Mean of held-out rows' losses and its standard error (nan for a single row).
 
-    The plain standard error of a mean is too small here, for three reasons:
+    The plain standard error of a mean is too small here, for four reasons:
 
     - On other training rows, all losses would be others together. Nadeau and Bengio (2003) add
       s^2 / t to the variance s^2 / m, with t the rows that each model was trained on, for models
@@ -60,6 +65,9 @@ def mean_and_error(losses: Tensor, held_per_trained: float = 0.0) -> tuple[float
     - s is an estimate: m - 3 in place of m - 1 is the variance of Student's distribution.
     - Losses have a long tail. A sample without a large loss has a mean and a spread that are both
       too small, so the largest loss counts twice in s^2.
+    - The models behind the losses miss a share of the rows. If the gap between their loss and the
+      training loss shrinks as 1 / rows, the model that sees all rows is better by that share of
+      the gap. By how much it is better is not known, so the share counts as an error.
 
     The half and the twice were chosen on development tables (docs/which-rule.md).
 
@@ -67,12 +75,16 @@ def mean_and_error(losses: Tensor, held_per_trained: float = 0.0) -> tuple[float
         losses: (m,) of the rows, or means over blocks of as many rows each.
         held_per_trained: m / t in rows: all rows held out, over those that each model was trained
             on; n / (0.8 n) for five folds, 0.2 n / (0.8 n) for one shadow without a fifth.
+        missing: share of the rows that each model was not trained on.
+        training_loss: of the model on rows that it was trained on; nan: not known.
 
     >>> losses = torch.tensor([1.0, 2.0, 3.0, 2.0, 2.0, 2.0])  # s^2 = (1 + 1 + 1) / 3
     >>> mean_and_error(losses)
     (2.0, 0.408...)
     >>> mean_and_error(losses, held_per_trained=1.25)  # sqrt((1 + 1.25 / 2) / 6)
     (2.0, 0.520...)
+    >>> mean_and_error(losses, missing=0.2, training_loss=0.5)  # sqrt(0.408^2 + (0.2 x 1.5)^2)
+    (2.0, 0.506...)
     """
     losses = losses.double()
     middle = losses.mean()
@@ -80,7 +92,9 @@ def mean_and_error(losses: Tensor, held_per_trained: float = 0.0) -> tuple[float
         return float(middle), math.nan
     squares = (losses - middle).square()
     spread = (squares.sum() + squares[losses.argmax()]) / max(1, len(losses) - 3)
-    return float(middle), float((spread * (1 + held_per_trained / 2) / len(losses)).sqrt())
+    error = float((spread * (1 + held_per_trained / 2) / len(losses)).sqrt())
+    gap = float(middle) - training_loss
+    return float(middle), math.hypot(error, missing * gap) if gap > 0 else error
 
 
 def best_check(means: Tensor) -> int:

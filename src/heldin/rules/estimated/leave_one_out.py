@@ -231,6 +231,9 @@ class LeaveOneOutStopping(PathStopping):
     def _held_per_trained(self) -> float:
         return len(self._probes) / max(1, self._count - 1)
 
+    def _missing(self) -> float:
+        return 1 / self._count
+
     def _held_out(self) -> Tensor:
         rows, probes = self._rows, self._probes
         inputs, targets = [x[probes] for x in rows.inputs], rows.targets[probes]

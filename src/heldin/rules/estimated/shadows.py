@@ -64,6 +64,7 @@ class ShadowModels(PathStopping):
         model, name = unwrapped(model), type(self).__name__
         if data is None:
             raise HeldinError(f"{name}: data is missing: the DataLoader, the Dataset or tensors")
+        self._same_loss = eval_loss is None
         together = self._together is not None
         general = batch_loss is not None or engine in ("copies", "swap") or together
         _check_losses(name, loss_fn, batch_loss, eval_loss, engine, together)
@@ -296,8 +297,10 @@ class ShadowModels(PathStopping):
         return self._team.held_out()
 
     def _held_per_trained(self) -> float:
-        hidden = int((self._label >= 0).sum()) / self._team.copies  # from each shadow
-        return self._team.held / (self._count - hidden)
+        return self._team.held / (self._count * (1 - self._missing()))
+
+    def _missing(self) -> float:
+        return int((self._label >= 0).sum()) / self._team.copies / self._count
 
     def _training_loss(self) -> float:
         return self._team.training_loss()
