@@ -66,8 +66,9 @@ class MLPClassifier(Classifier, Hidden):
             AdamW); None: 0.3, or 0 if there is a penalty alpha.
         early_stopping: the rule.
         committee: how many networks predict; "auto": six, up to 100 rows eleven. With 1, one that
-            has seen every row, beside a shadow with the same start for each fold (one shadow, from
-            1,000 rows on). Where there are more networks than folds, these are drawn again.
+            has seen every row, beside a shadow with the same start for each fold (for two of them,
+            from 1,000 rows on; one, from 10,000). Where there are more networks than folds, these
+            are drawn again.
         standardize: whether inputs are brought to mean 0 and standard deviation 1 and cut off at 4.
             Networks are then trained in single precision.
         cv: the folds: None (five, up to 100 rows ten, at random), their number, a splitter of
@@ -195,7 +196,7 @@ class LogisticRegression(Classifier, Linear):
     Inputs are standardised inside for training, so that their units do not matter; `coef_` and
     `intercept_` are for the inputs as given. Training starts at the classes' shares, and is stopped
     and shrunk by five shadows that miss a fifth of the rows each (ten that miss a tenth, up to 100
-    rows; one, from 1,000 rows on); there is no committee.
+    rows; two, from 1,000 rows on, and one from 10,000); there is no committee.
 
     For other arguments and attributes see `MLPClassifier`.
 
