@@ -277,6 +277,17 @@ def _read(where: Path, file: File) -> bytes:
         raise HeldinError(f"{error} ({packed})") from error
 
 
+def _read_or_say(name: str, data: str | Path | None, file: File) -> bytes:
+    """The checked contents of a file of a dataset; else an error that says what to do."""
+    try:
+        return _read(folder(data) / name, file)
+    except HeldinError as error:
+        raise HeldinError(
+            f"{error}: run `heldin data fetch {name}`, or give a folder that has {name}/ with "
+            "--data or HELDIN_DATA"
+        ) from error
+
+
 def require(name: str, data: str | Path | None = None, *, part: bool = True) -> str:
     """Say which files will be used if a dataset is there and sound; else an error: what to do.
 
@@ -286,21 +297,15 @@ def require(name: str, data: str | Path | None = None, *, part: bool = True) -> 
         part: whether the part of SECTOR will do.
     """
     files = _sector_files(data, part) if name == "sector" else DATASETS[name].files[:2]
-    try:
-        for file in files:
-            _read(folder(data) / name, file)
-    except HeldinError as error:
-        raise HeldinError(
-            f"{error}: run `heldin data fetch {name}`, or give a folder that has {name}/ with "
-            "--data or HELDIN_DATA"
-        ) from error
+    for file in files:
+        _read_or_say(name, data, file)
     note = " (a part of SECTOR, in another split than the paper's)" if files == SECTOR_PART else ""
     return " and ".join(file.name for file in files) + note
 
 
 def mnist(data: str | Path | None = None) -> tuple[Tensor, Tensor]:
     """MNIST's 60,000 training images, (60000, 784) bytes, and their labels."""
-    images, labels = (_read(folder(data) / "mnist", f) for f in DATASETS["mnist"].files[:2])
+    images, labels = (_read_or_say("mnist", data, f) for f in DATASETS["mnist"].files[:2])
     x = torch.frombuffer(bytearray(images), dtype=torch.uint8, offset=16).reshape(-1, 784)
     return x, torch.frombuffer(bytearray(labels), dtype=torch.uint8, offset=8).long()
 
@@ -332,7 +337,7 @@ def sector(data: str | Path | None = None, *, part: bool = True) -> Sector:
     files = _sector_files(data, part)
     tables, answers = [], []
     for file in files:
-        raw = _read(folder(data) / "sector", file)
+        raw = _read_or_say("sector", data, file)
         try:
             x, y = load_svmlight_file(io.BytesIO(raw), n_features=FEATURES, dtype="float32")
         except ValueError as error:
