@@ -88,8 +88,8 @@ def test_fetch(server: Server, tmp_path: Path) -> None:
     assert len(list(folder.iterdir())) == 3
     said = [line.split(": ")[1].split(";")[0] for line in lines]
     assert said == ["downloaded and checked"] * 2
-    assert "none is published" not in lines[0]
-    assert lines[1].endswith(f"SHA-256 is kept to from now on, {note.strip()}")
+    assert "is published" not in lines[0]
+    assert lines[1].endswith(f"so its own is kept to from now on, {note.strip()}")
     assert server.asked == ["/one/a.gz", "/one/b.bz2"]
 
 
@@ -210,7 +210,7 @@ def test_a_copy_that_was_brought_along(server: Server, tmp_path: Path) -> None:
     (tmp_path / "small" / "b.bz2").write_bytes(PACKED["b.bz2"])
     lines: list[str] = []
     fetch("small", tmp_path, tell=lines.append)
-    assert "already there; none is published" in lines[1]
+    assert "already there; no SHA-256 is published" in lines[1]
     assert (tmp_path / "small" / "b.bz2.sha256").exists()
     fetch("small", tmp_path, tell=lines.append)
     assert lines[3].endswith("already there")

@@ -262,8 +262,8 @@ def _write_down(where: Path, file: File) -> str:
         with replacing(_note(where, file)) as part:
             part.write_text(found + "\n")
     except OSError as error:
-        return f"; none is published, and its SHA-256, {found}, cannot be written down: {error}"
-    return f"; none is published, so its SHA-256 is kept to from now on, {found}"
+        return f"; no SHA-256 is published, and its own, {found}, cannot be written down: {error}"
+    return f"; no SHA-256 is published, so its own is kept to from now on, {found}"
 
 
 def _read(where: Path, file: File) -> bytes:
