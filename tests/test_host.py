@@ -85,3 +85,44 @@ def test_the_changelog_keeps_its_form() -> None:
     coming, released = heldin.__version__.partition(".dev")[0], titles[1][1:].split("]")[0]
     newer = [tuple(map(int, version.split("."))) for version in (coming, released)]
     assert newer[0] > newer[1] if ".dev" in heldin.__version__ else newer[0] == newer[1]
+
+
+# Whoever installs heldin says where packages come from, and no machine's folders are another's.
+FOREIGN = re.compile(
+    r"(pypi|pythonhosted|download\.pytorch|anaconda|npmjs)[.](org|com)"
+    r"|(?<![\w.~*$}/)-])(file://)?/(work|root|home|tmp|Users|opt)/\w"
+)
+
+
+def test_no_package_index_and_no_machine_is_named() -> None:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    files = [ROOT / name for name in listed.stdout.split("\0") if name]
+    if not files:
+        pytest.skip("not run from a clone")
+    found = [
+        f"{path.relative_to(ROOT)}: {match[0]}"
+        for path in files
+        if path.is_file()
+        for match in FOREIGN.finditer(path.read_text(encoding="latin-1"))
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "text",  # | is / and , is . as this file is looked at, too
+    [
+        "https:||download,pytorch,org|whl|cpu",
+        "[PyPI](https:||pypi,org|p|heldin)",
+        "HELDIN_DATA=|home|me|data",
+        "cd |work|main && make",
+        '"|tmp|x"',
+        "file:|||opt|wheels",
+    ],
+)
+def test_what_names_one_is_found(text: str) -> None:
+    assert FOREIGN.search(text.replace("|", "/").replace(",", "."))
+
+
+@pytest.mark.parametrize("text", ["https://a.org/work/x", "~/work/x", "out/tmp/x", "a.io/pypi/v"])
+def test_what_names_none_is_not(text: str) -> None:
+    assert FOREIGN.search(text) is None

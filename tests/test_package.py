@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 import heldin
 from heldin import _api, _requirements
 from heldin.cli import main as _cli
-from tests.support import machine
+from tests.support import machine, shuffled
 
 ROOT = Path(heldin.__file__).parents[2]
 METADATA = ROOT / "pyproject.toml"
@@ -119,3 +120,13 @@ def test_what_only_heldin_cannot_do_fails() -> None:
         cannot()
     with pytest.raises(AssertionError), machine.supported(cannot):  # a wrong value is no excuse
         raise AssertionError
+
+
+def test_another_order_of_tests() -> None:
+    names = [f"tests/test_{module}.py::test_{number}" for module in "abcd" for number in range(5)]
+    order = shuffled.shuffled(names, seed=1)
+    assert sorted(order) == list(range(20)) != order
+    modules = [place // 5 for place in order]
+    assert sum(a != b for a, b in itertools.pairwise(modules)) == 3  # kept together
+    assert modules != sorted(modules)
+    assert shuffled.shuffled(names, seed=1) == order != shuffled.shuffled(names, seed=2)

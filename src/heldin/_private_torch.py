@@ -6,6 +6,7 @@ A new version of PyTorch may rename or remove them. The rest of heldin uses the 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,6 +21,8 @@ from torch._C._functorch import is_functorch_wrapped_tensor as is_wrapped_by_tra
 from torch._C._functorch import is_legacy_batchedtensor as is_batched_by_vmap
 from torch._C._functorch import peek_interpreter_stack as transform_stack
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.modules.dropout import _DropoutNd as Dropout
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils._python_dispatch import _get_current_dispatch_mode as current_mode
@@ -27,9 +30,12 @@ from torch.utils._python_dispatch import _pop_mode as pop_mode
 from torch.utils._python_dispatch import _push_mode as push_mode
 
 __all__ = [
+    "ITERATOR_METHOD",
     "BatchNorm",
     "DisableTorchFunction",
+    "Dropout",
     "TorchDispatchMode",
+    "adopt_hooks",
     "all_raw_saved",
     "any_autocast",
     "compiled_parts",
@@ -42,20 +48,26 @@ __all__ = [
     "graph_task_id",
     "is_batched_by_vmap",
     "is_called_by_ddp",
+    "is_joining",
     "is_wrapped_by_transform",
     "norms",
     "outputs_of",
+    "overload_of",
+    "own_buffers",
     "own_parameters",
     "pop_mode",
     "push_mode",
     "raw_saved",
     "saved",
     "saved_names",
+    "schema_of",
     "sequence_number",
     "set_compiled_whole",
+    "storage_number",
     "tracing_state",
     "transform_stack",
     "version_of",
+    "viewed_by",
     "without_modes",
 ]
 
@@ -112,9 +124,25 @@ def gradient_hooks(leaf: Tensor) -> dict[int, Any] | None:
     return found
 
 
+def storage_number(tensor: Tensor) -> int:
+    """A number that tensors share which lie in the same memory."""
+    number: int = tensor.untyped_storage()._cdata
+    return number
+
+
+def viewed_by(tensor: Tensor) -> Tensor | None:
+    """The tensor that this one is a view of."""
+    return tensor._base
+
+
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """The parameters of a module itself, to be replaced in place."""
     return module._parameters
+
+
+def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """The buffers of a module itself, to be replaced in place."""
+    return module._buffers
 
 
 def forward_hooks(module: nn.Module) -> list[Any]:
@@ -148,6 +176,43 @@ def compiled_parts(module: nn.Module) -> bool:
 def is_called_by_ddp() -> bool:
     """Whether DistributedDataParallel is calling a model at this moment."""
     return nn.parallel.DistributedDataParallel._active_ddp_module is not None
+
+
+def is_joining(model: Any) -> bool:
+    """Whether a model is in a `Join` context, in which ranks may run out of data."""
+    return bool(getattr(getattr(model, "_join_config", None), "enable", False))
+
+
+# --- ops, optimisers and loaders -------------------------------------------------------------
+
+
+def schema_of(op: Any) -> Any:
+    """The arguments and results of an overload of an ATen op."""
+    return op._schema
+
+
+def overload_of(op: Any) -> str:
+    """The name of an overload among those of its op."""
+    name: str = op._overloadname
+    return name
+
+
+def adopt_hooks(wrapper: Optimizer, optimizer: Optimizer) -> None:
+    """What Optimizer.__init__ does, but for parameters and state.
+
+    Hooks around `step` are the wrapper's own, those around states the wrapped optimiser's.
+    """
+    wrapper._optimizer_step_pre_hooks = OrderedDict()
+    wrapper._optimizer_step_post_hooks = OrderedDict()
+    for kind in ("state_dict_pre", "state_dict_post", "load_state_dict_pre"):
+        name = f"_optimizer_{kind}_hooks"
+        setattr(wrapper, name, getattr(optimizer, name))
+    wrapper._optimizer_load_state_dict_post_hooks = optimizer._optimizer_load_state_dict_post_hooks
+    wrapper._patch_step_function()
+
+
+# The method by which a DataLoader makes its iterators.
+ITERATOR_METHOD = "_get_iterator"
 
 
 def decompositions() -> Mapping[Any, Callable[..., Any]]:

@@ -66,7 +66,7 @@ def dataset(monkeypatch: pytest.MonkeyPatch, server: Server) -> None:
     """A dataset "small" of two files: one with a checksum, one with a number of rows."""
     files = (
         _data.File("a.gz", hashlib.sha256(RAW["a.gz"]).hexdigest(), limit=6000),
-        _data.File("b.bz2", rows=2),
+        _data.File("b.bz2", rows=2, classes=2),
     )
     places = (f"{server.address}one/", f"{server.address}two")
     monkeypatch.setitem(_data.DATASETS, "small", _data.Dataset(files, places))
@@ -86,7 +86,10 @@ def test_fetch(server: Server, tmp_path: Path) -> None:
     assert note == hashlib.sha256(RAW["b.bz2"]).hexdigest() + "\n"
     assert {name: (folder / name).read_bytes() for name in PACKED} == PACKED
     assert len(list(folder.iterdir())) == 3
-    assert [line.rsplit(": ")[1] for line in lines] == ["downloaded and checked"] * 2
+    said = [line.split(": ")[1].split(";")[0] for line in lines]
+    assert said == ["downloaded and checked"] * 2
+    assert "is published" not in lines[0]
+    assert lines[1].endswith(f"so its own is kept to from now on, {note.strip()}")
     assert server.asked == ["/one/a.gz", "/one/b.bz2"]
 
 
@@ -131,17 +134,29 @@ def test_a_bad_download_is_never_used(server: Server, tmp_path: Path, kind: str)
     assert (tmp_path / "small" / "a.gz").read_bytes() == PACKED["a.gz"]
 
 
-@pytest.mark.parametrize(
-    "body",
-    [PACKED["b.bz2"][:-4], flipped(PACKED["b.bz2"]), bz2.compress(b"1 2:0.5\n")],
-    ids=["truncated", "flipped byte", "a row less"],
-)
-def test_a_file_without_a_published_checksum(server: Server, tmp_path: Path, body: bytes) -> None:
+UNLIKE = {  # what a file of two rows and two labels must not be, and what is said of it
+    "truncated": (PACKED["b.bz2"][:-4], "truncated or damaged"),
+    "flipped byte": (flipped(PACKED["b.bz2"]), "truncated or damaged"),
+    "a row less": (bz2.compress(b"1 2:0.5\n"), "1 rows, not 2"),
+    "an empty row": (bz2.compress(b"1 2:0.5\n\n"), "row 2 is no label"),
+    "a page": (bz2.compress(b"<html>\n</html>\n"), "row 1 is no label"),
+    "no value": (bz2.compress(b"1 2:0.5\n2 3:\n"), "row 2 is no label"),
+    "no number": (bz2.compress(b"1 2:0.5\n2 3:nan\n"), "row 2 is no label"),
+    "a feature twice": (bz2.compress(b"1 2:0.5\n2 3:1 3:1\n"), "row 2 is no label"),
+    "a feature too far": (bz2.compress(b"1 55198:0.5\n2 3:1\n"), "row 1 is no label"),
+    "a label too far": (bz2.compress(b"1 2:0.5\n106 3:1\n"), "labels beyond 1 to 105"),
+    "a label less": (bz2.compress(b"1 2:0.5\n1 3:1\n"), "rows of 1 labels, not 2"),
+}
+
+
+@pytest.mark.parametrize("kind", UNLIKE)
+def test_a_file_without_a_published_checksum(server: Server, tmp_path: Path, kind: str) -> None:
     serve(server)
+    body, reason = UNLIKE[kind]
     server.give("one", "b.bz2", body)
-    with pytest.raises(HeldinError, match=r"no address gave b\.bz2"):
+    with pytest.raises(HeldinError, match=rf"no address gave b.*b\.bz2: b\.bz2 .*{reason}"):
         fetch("small", tmp_path)
-    assert not (tmp_path / "small" / "b.bz2").exists()
+    assert not list(tmp_path.rglob("*b.bz2*"))
 
 
 def test_the_first_download_without_a_published_checksum_is_kept_to(
@@ -152,8 +167,57 @@ def test_the_first_download_without_a_published_checksum_is_kept_to(
     other = bz2.compress(RAW["b.bz2"].replace(b"5", b"6"))  # as many rows
     (tmp_path / "small" / "b.bz2").write_bytes(other)
     server.give("one", "b.bz2", other)
-    with pytest.raises(HeldinError, match=r"no address gave b\.bz2.*SHA-256"):
+    with pytest.raises(HeldinError, match=r"no address gave b\.bz2.*SHA-256.*sha256 has .*remove"):
         fetch("small", tmp_path)
+    (tmp_path / "small" / "b.bz2.sha256").unlink()
+    fetch("small", tmp_path)
+    assert (tmp_path / "small" / "b.bz2").read_bytes() == other
+
+
+@pytest.mark.parametrize("end", ["", "\n", "  -\n"])
+def test_a_checksum_that_the_user_knows_is_kept_to_from_the_first_download_on(
+    server: Server, tmp_path: Path, end: str
+) -> None:
+    """As `bunzip2 -c FILE | sha256sum` writes it, too."""
+    serve(server)
+    note = tmp_path / "small" / "b.bz2.sha256"
+    note.parent.mkdir()
+    note.write_text(hashlib.sha256(b"another").hexdigest() + end)
+    with pytest.raises(HeldinError, match=r"b\.bz2 has other contents: SHA-256 .*, not "):
+        fetch("small", tmp_path)
+    assert not (tmp_path / "small" / "b.bz2").exists()
+    known = hashlib.sha256(RAW["b.bz2"]).hexdigest().upper() + end
+    note.write_text(known)
+    lines: list[str] = []
+    fetch("small", tmp_path, tell=lines.append)
+    assert lines[1].endswith("b.bz2: downloaded and checked")
+    assert note.read_text() == known
+
+
+@pytest.mark.parametrize("text", ["", "md5", "0" * 63, "0" * 65, "g" * 64])
+def test_a_note_that_is_no_checksum(server: Server, tmp_path: Path, text: str) -> None:
+    serve(server)
+    (tmp_path / "small").mkdir()
+    (tmp_path / "small" / "b.bz2.sha256").write_text(text)
+    with pytest.raises(HeldinError, match=r"b\.bz2\.sha256 does not begin with a SHA-256"):
+        fetch("small", tmp_path)
+
+
+def test_a_copy_that_was_brought_along(server: Server, tmp_path: Path) -> None:
+    """Its checksum is written down, too, if it has the right form."""
+    serve(server)
+    (tmp_path / "small").mkdir()
+    (tmp_path / "small" / "b.bz2").write_bytes(PACKED["b.bz2"])
+    lines: list[str] = []
+    fetch("small", tmp_path, tell=lines.append)
+    assert "already there; no SHA-256 is published" in lines[1]
+    assert (tmp_path / "small" / "b.bz2.sha256").exists()
+    fetch("small", tmp_path, tell=lines.append)
+    assert lines[3].endswith("already there")
+    (tmp_path / "small" / "b.bz2.sha256").unlink()
+    (tmp_path / "small" / "b.bz2.sha256").mkdir()  # which cannot be replaced by a file
+    fetch("small", tmp_path, tell=lines.append)
+    assert "cannot be written down" in lines[5]
 
 
 def test_nothing_but_the_web(tmp_path: Path) -> None:
@@ -211,6 +275,9 @@ def test_official_addresses() -> None:
     names = [file.name for file in _data.DATASETS["sector"].files]
     assert names == ["sector.scale.bz2", "sector.t.scale.bz2"]
     assert all(len(file.sha256 or "") == 64 for file in _data.DATASETS["mnist"].files)
+    sector = _data.DATASETS["sector"]
+    assert [(file.rows, file.classes) for file in sector.files] == [(6412, 105), (3207, None)]
+    assert all(address.startswith("https://") for address in sector.addresses)  # no checksums
     for dataset in ("mnist", "sector"):
         safe = [a.startswith("https://") for a in _data.DATASETS[dataset].addresses]
         assert safe[0]
@@ -235,7 +302,7 @@ def test_damaged_copies_are_refused(tmp_path: Path) -> None:
     (tmp_path / "mnist" / file.name).write_bytes(gzip.compress(b"not the digits"))
     with pytest.raises(HeldinError, match=r"has other contents: SHA-256 .*heldin data fetch mnist"):
         _data.require("mnist", tmp_path)
-    with pytest.raises(HeldinError, match="has other contents"):
+    with pytest.raises(HeldinError, match=r"has other contents.*heldin data fetch mnist"):
         _data.mnist(tmp_path)
 
 
@@ -244,11 +311,18 @@ def test_sector_labels_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     files = (_data.File("sector.scale.bz2", rows=1), _data.File("sector.t.scale.bz2", rows=1))
     monkeypatch.setitem(_data.DATASETS, "sector", _data.Dataset(files, ()))
     (tmp_path / "sector").mkdir()
-    for text, reason in (("106 1:0.5\n", "labels beyond"), ("1 55198:0.5\n", "other contents")):
+    for raw, reason in ((b"106 1:0.5\n", "labels beyond"), (b"1 55198:0.5\n", "other contents")):
         for file in files:
-            (tmp_path / "sector" / file.name).write_bytes(bz2.compress(text.encode()))
+            (tmp_path / "sector" / file.name).write_bytes(bz2.compress(raw))
+        with pytest.raises(HeldinError, match=reason):  # by its form
+            _data.sector(tmp_path)
+        for file in files:  # a checksum stands for the form
+            note = hashlib.sha256(raw).hexdigest()
+            (tmp_path / "sector" / f"{file.name}.sha256").write_text(note)
         with pytest.raises(HeldinError, match=reason):
             _data.sector(tmp_path)
+        for file in files:
+            (tmp_path / "sector" / f"{file.name}.sha256").unlink()
 
 
 def test_the_part_of_sector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

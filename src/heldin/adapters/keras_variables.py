@@ -11,6 +11,8 @@ from keras.src.losses.losses import LossFunctionWrapper
 from keras.src.trainers.data_adapters.data_adapter_utils import unpack_x_y_sample_weight
 from torch import Tensor, nn
 
+from heldin._private_torch import own_buffers, own_parameters
+
 __all__ = ["Variables"]
 
 
@@ -25,15 +27,15 @@ class Variables(nn.Module):
         for number, variable in enumerate(model.variables):
             if id(variable) in trained:
                 self.register_parameter(f"v{number}", variable._value)
-                self._places.append((variable, self._parameters, f"v{number}"))
+                self._places.append((variable, own_parameters(self), f"v{number}"))
             else:
                 self.register_buffer(f"v{number}", variable._value.detach())
-                self._places.append((variable, self._buffers, f"v{number}"))
+                self._places.append((variable, own_buffers(self), f"v{number}"))
 
     @property
     def trained(self) -> list[Any]:
         """The Keras variables that are parameters here."""
-        return [v for v, table, _ in self._places if table is self._parameters]
+        return [v for v, table, _ in self._places if table is own_parameters(self)]
 
     def loss(self, view: nn.Module, batch: Any) -> Tensor:
         """That of `train_step`, with the variables that are in place now."""

@@ -15,7 +15,7 @@ from heldin.lab.reproduce import data as _data
 from heldin.lab.reproduce.outcomes import Reproduction
 from heldin.lab.reproduce.registry import EXPERIMENTS
 from heldin.lab.reproduce.report import HEAD, cells
-from heldin.lab.reproduce.runner import Watch
+from heldin.lab.reproduce.runner import Watch, require_packages
 from heldin.lab.reproduce.runner import reproduce as run
 
 __all__ = ["data", "reproduce"]
@@ -76,6 +76,7 @@ def _reproduce(options: argparse.Namespace) -> int:
     if options.list:
         _list(options.preset)
         return 0
+    require_packages("rich")
     if options.plan:
         return _plan(options)
     if options.readings:
@@ -157,14 +158,10 @@ def _print(found: Reproduction) -> None:
 @contextmanager
 def _bars() -> Iterator[Watch]:
     """A bar with an estimate for each experiment, on stderr, from the first news on."""
-    try:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-        from rich.progress import TimeRemainingColumn as Remaining
-    except ImportError as error:
-        raise HeldinError(
-            "reproduce: rich not installed; pip install 'heldin[reproduce]'"
-        ) from error
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import TimeRemainingColumn as Remaining
+
     words = TextColumn("{task.description:15}"), TextColumn("steps,"), TextColumn("left")
     progress = Progress(
         words[0],

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from heldin._private_torch import is_joining
 from heldin.capture.collector import Collector
 from heldin.capture.moments import Moments, upcast
 from heldin.capture.sampling import Block
@@ -172,16 +173,15 @@ class Ranks:
 
     # -- uneven inputs
 
-    def notify(self, config: Any, owner: Any) -> None:
+    def notify(self, owner: Any) -> None:
         """In a `Join` context: say that this rank still has data, before anything is sent."""
-        theirs: Any = getattr(self._model(), "_join_config", None)
-        if config is not None and config.enable:
+        if is_joining(owner):
             from torch.distributed.algorithms.join import Join
 
             work = Join.notify_join_context(owner)
             if work is not None:
                 work.wait()
-        elif theirs is not None and theirs.enable:
+        elif is_joining(self._model()):
             kind = type(owner).__name__
             raise HeldinError(
                 f"{kind}: ranks that run out of data would leave the others waiting. Name both in "
@@ -354,7 +354,6 @@ class Joinable:
 
     _ranks: Ranks | None
     _model: nn.Module | None
-    _join_config: Any = None  # set by torch.distributed.algorithms.Join
 
     def _advance(self) -> Any:
         """Close a step of all ranks."""
@@ -363,7 +362,7 @@ class Joinable:
     def _tell_joined(self) -> None:
         """Let the ranks that ran out of data know that this one goes on."""
         if self._ranks is not None:
-            self._ranks.notify(self._join_config, self)
+            self._ranks.notify(self)
 
     @property
     def bytes_sent(self) -> int:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import Any
 
 from torch.optim import Optimizer
 
+from heldin._private_torch import adopt_hooks
 from heldin.errors import HeldinError
 
 from .foreign import PlainLoopOnly
@@ -30,15 +30,7 @@ class OptimizerWrapper(Optimizer, PlainLoopOnly):
                 f"{name}: expected a torch.optim.Optimizer to wrap, got {type(optimizer).__name__}"
             )
         self.optimizer = optimizer
-        # What Optimizer.__init__ does, except that parameters and state stay with the wrapped one.
-        self._optimizer_step_pre_hooks = OrderedDict()
-        self._optimizer_step_post_hooks = OrderedDict()
-        for hooks in ("state_dict_pre", "state_dict_post", "load_state_dict_pre"):
-            setattr(
-                self, f"_optimizer_{hooks}_hooks", getattr(optimizer, f"_optimizer_{hooks}_hooks")
-            )
-        self._optimizer_load_state_dict_post_hooks = optimizer._optimizer_load_state_dict_post_hooks
-        self._patch_step_function()
+        adopt_hooks(self, optimizer)  # in place of Optimizer.__init__
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]

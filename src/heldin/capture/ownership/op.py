@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from heldin._private_torch import overload_of, schema_of
+
 __all__ = ["Op", "op_of"]
 
 _TURNS = {"t", "transpose", "swapaxes", "swapdims", "squeeze", "unsqueeze", "as_strided"}
@@ -17,14 +19,15 @@ class Op:
     """What the schema of an ATen overload says, read once."""
 
     def __init__(self, func: Any) -> None:
-        arguments = func._schema.arguments
+        schema = schema_of(func)
+        arguments = schema.arguments
         self.names = [a.name for a in arguments]
         self.defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
         self.written = [
             a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write
         ]
         self.is_view = any(
-            r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns
+            r.alias_info is not None and not r.alias_info.is_write for r in schema.returns
         )
         self.name = func.overloadpacket.__name__
         self.base = self.name.removesuffix("_") if self.written else self.name
@@ -32,7 +35,7 @@ class Op:
         self.pointwise = torch.Tag.pointwise in func.tags
         if self.written and not self.pointwise:  # some say it of the op that writes a new tensor
             twin = getattr(torch.ops.aten, self.base, None)
-            other = getattr(twin, func._overloadname, None)
+            other = getattr(twin, overload_of(func), None)
             self.pointwise = other is not None and torch.Tag.pointwise in other.tags
         self.random = torch.Tag.nondeterministic_seeded in func.tags
 

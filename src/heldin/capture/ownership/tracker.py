@@ -11,7 +11,13 @@ from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from heldin._private_torch import TorchDispatchMode, dispatch_depth, without_modes
+from heldin._private_torch import (
+    TorchDispatchMode,
+    dispatch_depth,
+    storage_number,
+    viewed_by,
+    without_modes,
+)  # fmt: skip
 
 from . import flows as flows  # registers how each op passes owners on
 from .flow import OpCall, flow
@@ -46,9 +52,13 @@ class _Part(NamedTuple):
 
 
 def _memory_of(tensor: Tensor) -> Any:
-    return (
-        tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride()
-    )  # fmt: skip
+    return (storage_number(tensor), tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def _part_of(storage: Tensor, tensor: Tensor) -> Tensor:
+    """The planes of a tensor among those of all the memory that it lies in."""
+    shape, strides = (storage.shape[0], *tensor.shape), (storage.stride(0), *tensor.stride())
+    return storage.as_strided(shape, strides, tensor.storage_offset())
 
 
 class Tracker(TorchDispatchMode):
@@ -111,8 +121,7 @@ class Tracker(TorchDispatchMode):
         """Forget every tensor and node; the graph must not outlive its step because of us."""
         self.nodes, self.slots, self.causes, self._whole, self._held = {}, {}, {}, {}, []
         self._memory, self._mixed_by = {}, WeakTensorKeyDictionary()
-        self._planes = WeakTensorKeyDictionary()
-        self._stamps = WeakTensorKeyDictionary()
+        self._planes, self._stamps = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
         self._fickle, self._single = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
         self._parts = WeakTensorKeyDictionary()
 
@@ -136,7 +145,7 @@ class Tracker(TorchDispatchMode):
         self._planes[tensor] = planes
         self._stamps[tensor] = 0
         if tensor.layout is torch.strided:
-            self._whole.pop(tensor.untyped_storage()._cdata, None)
+            self._whole.pop(storage_number(tensor), None)
 
     def note_single(self, tensor: Tensor) -> None:
         """An argument with one row: shared by all samples, unless it is the one sample itself."""
@@ -147,17 +156,11 @@ class Tracker(TorchDispatchMode):
             return self._planes.get(tensor)
         if type(tensor) not in PLAIN and tensor not in self._planes:  # made of one that is known
             return self._memory.get(_memory_of(tensor))
-        whole = self._whole.get(tensor.untyped_storage()._cdata) if self._whole else None
+        whole = self._whole.get(storage_number(tensor)) if self._whole else None
         if whole is None or self._stamps.get(tensor) == whole[1]:
             return self._planes.get(tensor)
         storage, stamp = whole
-        planes = canonical(
-            storage.as_strided(
-                (storage.shape[0], *tensor.shape),
-                (storage.stride(0), *tensor.stride()),
-                tensor.storage_offset(),
-            )
-        )
+        planes = canonical(_part_of(storage, tensor))
         if bool(is_nobody(planes).all()):
             return None
         self._planes[tensor], self._stamps[tensor] = planes, stamp
@@ -206,7 +209,7 @@ class Tracker(TorchDispatchMode):
                 self.causes[node, tensor.output_nr] = cause
             if type(tensor) not in PLAIN and type(node).__name__ == "AliasBackward0":
                 self.nodes[node.next_functions[0]] = planes  # the op itself, before it is wrapped
-            base = tensor._base  # written to through a view: the op is in the graph of the whole
+            base = viewed_by(tensor)  # written to through a view: the op is in its graph
             if base is not None and type(base.grad_fn).__name__ == "CopySlices":
                 self.nodes[base.grad_fn, base.output_nr] = self.owners(base)
 
@@ -279,19 +282,19 @@ class Tracker(TorchDispatchMode):
             if id(tensor) in written:
                 self._parts.pop(tensor, None)
                 self._overwrite(tensor, planes)
-                if tensor._base is not None:
-                    self._fickle[tensor._base] = fickle
+                if (base := viewed_by(tensor)) is not None:
+                    self._fickle[base] = fickle
             elif planes is not None:
                 self._planes[tensor] = planes
                 whole = None
                 if tensor.layout is torch.strided:  # others have no memory that could be shared
-                    key = tensor.untyped_storage()._cdata
+                    key = storage_number(tensor)
                     if not op.is_view:
                         self._whole.pop(key, None)
                     whole = self._whole.get(key)
                 self._stamps[tensor] = whole[1] if whole else 0
             elif not op.is_view and self._whole and tensor.layout is torch.strided:
-                self._whole.pop(tensor.untyped_storage()._cdata, None)
+                self._whole.pop(storage_number(tensor), None)
 
     def _note_cause(
         self, op: Op, inputs: Sequence[Tensor], outs: Sequence[Tensor], results: Sequence[Any]
@@ -315,13 +318,13 @@ class Tracker(TorchDispatchMode):
         if tensor.layout is not torch.strided:
             self._planes[tensor] = like if planes is None else planes
             return
-        key = tensor.untyped_storage()._cdata
+        key = storage_number(tensor)
         elements = tensor.untyped_storage().nbytes() // tensor.element_size()
         storage, stamp = self._whole.get(key, (None, 0))
         if storage is None:
             storage = nobody((elements,), like, self.m).contiguous()
             for alias, owned in list(self._planes.items()):
-                if alias.layout is torch.strided and alias.untyped_storage()._cdata == key:
+                if alias.layout is torch.strided and storage_number(alias) == key:
                     self._paint(storage, alias, owned)
         fresh = planes if planes is not None else nobody(tensor.shape, like, self.m)
         self._paint(storage, tensor, fresh)
@@ -332,11 +335,7 @@ class Tracker(TorchDispatchMode):
 
     @staticmethod
     def _paint(storage: Tensor, tensor: Tensor, planes: Tensor) -> None:
-        view = storage.as_strided(
-            (storage.shape[0], *tensor.shape),
-            (storage.stride(0), *tensor.stride()),
-            tensor.storage_offset(),
-        )
+        view = _part_of(storage, tensor)
         view.copy_(planes.expand_as(view))
 
     def _note_slots(

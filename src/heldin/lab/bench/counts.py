@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from heldin._private_torch import TorchDispatchMode
 
 from .methods import METHODS
 from .workloads import encoder

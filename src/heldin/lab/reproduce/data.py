@@ -3,6 +3,11 @@
 Datasets live in folders of their own (`mnist`, `sector`) of a data folder: the one given, else
 HELDIN_DATA, else the user's cache. Every file is checked whenever it is read, so that a damaged one
 is never used, and nothing is downloaded or unpacked past the size that it may have.
+
+The SHA-256 of every file is known here, but for SECTOR's, whose publisher gives none. Of these, the
+first copy that has the right form (rows, labels, features) is written down beside it
+(`sector.scale.bz2.sha256`), and no other one is taken from then on. Who has a copy that they trust
+writes that note themselves, before the first download.
 """
 
 from __future__ import annotations
@@ -12,7 +17,9 @@ import gzip
 import hashlib
 import http.client
 import io
+import itertools
 import os
+import re
 import urllib.request
 import zlib
 from collections.abc import Callable, Iterable, Sequence
@@ -29,6 +36,8 @@ from heldin.state.files import replacing
 __all__ = ["DATASETS", "Sector", "fetch", "folder", "mnist", "require", "sector", "wdbc"]
 
 CLASSES, FEATURES = 105, 55_197  # of SECTOR
+LABEL = re.compile(rb"[1-9]\d{0,2}")
+CELL = re.compile(rb"([1-9]\d{0,5}):-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
 
 
 @dataclass(frozen=True)
@@ -37,16 +46,16 @@ class File:
 
     Attributes:
         name: of the file; its ending tells how it is packed.
-        sha256: of the unpacked bytes. None where none is published: the checksums inside the
-            packed file and the number of rows have to do for the first download, which is written
-            down and has to be the same from then on.
-        rows: lines of the unpacked file, for text.
+        sha256: of the unpacked bytes. None where none is published.
+        rows: lines of the unpacked file, for text in the format of LIBSVM.
+        classes: labels, from 1 on, each of which has rows; None if some may have none.
         limit: bytes that it may have, packed and unpacked.
     """
 
     name: str
     sha256: str | None = None
     rows: int | None = None
+    classes: int | None = None
     limit: int = 64 << 20
 
     def unpack(self, packed: bytes, sha256: str | None = None) -> bytes:
@@ -60,14 +69,32 @@ class File:
         if len(raw) > self.limit:
             raise HeldinError(f"{self.name} has other contents: more than {self.limit} bytes")
         known = self.sha256 or sha256
-        if known is not None:
-            found = hashlib.sha256(raw).hexdigest()
-            if found != known:
-                raise HeldinError(f"{self.name} has other contents: SHA-256 {found}, not {known}")
-        rows = len(raw.splitlines())
-        if self.rows is not None and rows != self.rows:
-            raise HeldinError(f"{self.name} has {rows} rows, not {self.rows}")
+        found = hashlib.sha256(raw).hexdigest()
+        if known is not None and found != known:
+            raise HeldinError(f"{self.name} has other contents: SHA-256 {found}, not {known}")
+        if known is None and self.rows is not None:
+            self._check_form(raw.splitlines())
         return raw
+
+    def _check_form(self, lines: list[bytes]) -> None:
+        if len(lines) != self.rows:
+            raise HeldinError(f"{self.name} has {len(lines)} rows, not {self.rows}")
+        labels = set()
+        for number, line in enumerate(lines, 1):
+            label, *cells = line.split() or [b""]
+            pairs = [CELL.fullmatch(cell) for cell in cells]
+            features = [0, *(int(pair[1]) for pair in pairs if pair), FEATURES + 1]
+            rising = all(a < b for a, b in itertools.pairwise(features))
+            if not (LABEL.fullmatch(label) and all(pairs) and rising):
+                raise HeldinError(
+                    f"{self.name} has other contents: row {number} is no label and features of "
+                    f"SECTOR, rising from 1 to {FEATURES}"
+                )
+            labels.add(int(label))
+        if labels and max(labels) > CLASSES:
+            raise HeldinError(f"{self.name} has other contents: labels beyond 1 to {CLASSES}")
+        if self.classes is not None and len(labels) != self.classes:
+            raise HeldinError(f"{self.name} has rows of {len(labels)} labels, not {self.classes}")
 
 
 @dataclass(frozen=True)
@@ -105,7 +132,10 @@ DATASETS = {
         ),
     ),
     "sector": Dataset(
-        (File("sector.scale.bz2", rows=6412), File("sector.t.scale.bz2", rows=3207)),
+        (
+            File("sector.scale.bz2", rows=6412, classes=CLASSES),
+            File("sector.t.scale.bz2", rows=3207),
+        ),
         ("https://www.csie.ntu.edu.tw/~cjlin/libsvmtools/datasets/multiclass/sector/",),
     ),
 }
@@ -154,19 +184,20 @@ def fetch(
             _read(target, file)
         except HeldinError:
             _download(file, target, addresses or DATASETS[name].addresses)
-            tell(f"{target / file.name}: downloaded and checked")
+            said = "downloaded and checked"
         else:
-            tell(f"{target / file.name}: already there")
+            said = "already there"
+        tell(f"{target / file.name}: {said}{_write_down(target, file)}")
     return target
 
 
 def _download(file: File, target: Path, addresses: Iterable[str]) -> None:
-    reasons = []
+    reasons, known = [], _noted(target, file)
     for address in addresses:
         url = address.rstrip("/") + "/" + file.name
         try:
             packed = _answer(url, file.limit)
-            raw = file.unpack(packed, _noted(target, file))
+            file.unpack(packed, known)
         except (OSError, http.client.HTTPException, HeldinError) as error:
             reasons.append(f"{url}: {error}")
             continue
@@ -174,14 +205,15 @@ def _download(file: File, target: Path, addresses: Iterable[str]) -> None:
             target.mkdir(parents=True, exist_ok=True)
             with replacing(target / file.name) as part:
                 part.write_bytes(packed)
-            if file.sha256 is None:
-                _note(target, file).write_text(hashlib.sha256(raw).hexdigest() + "\n")
         except OSError as error:
             raise HeldinError(
                 f"data fetch: cannot write to {target}: {error}; give another folder with --data "
                 "or HELDIN_DATA"
             ) from error
         return
+    if known is not None:
+        note = _note(target, file)
+        reasons.append(f"{note} has {known}; remove it if that is no longer the right one")
     raise HeldinError(f"data fetch: no address gave {file.name}. " + "; ".join(reasons))
 
 
@@ -203,13 +235,35 @@ def _check_redirect(asked: str, led: str) -> None:
 
 
 def _note(where: Path, file: File) -> Path:
-    """Where the checksum of a first download is written down."""
+    """Where the checksum of a first copy is written down, if none is published."""
     return where / f"{file.name}.sha256"
 
 
 def _noted(where: Path, file: File) -> str | None:
+    """What is written down, by us or by `bunzip2 -c FILE | sha256sum`."""
     note = _note(where, file)
-    return note.read_text().strip() if note.is_file() else None
+    if file.sha256 is not None or not note.is_file():
+        return None
+    found = re.match(rb"[0-9a-fA-F]{64}(?=\s|$)", note.read_bytes())
+    if found is None:
+        raise HeldinError(
+            f"{note} does not begin with a SHA-256 (64 hexadecimal digits): write that of a copy "
+            "which you trust, or remove the file to take the next copy on its form"
+        )
+    return found[0].decode().lower()
+
+
+def _write_down(where: Path, file: File) -> str:
+    """Write down the checksum of the first copy; what there is to say of that."""
+    if file.sha256 is not None or _noted(where, file) is not None:
+        return ""
+    found = hashlib.sha256(_read(where, file)).hexdigest()
+    try:
+        with replacing(_note(where, file)) as part:
+            part.write_text(found + "\n")
+    except OSError as error:
+        return f"; no SHA-256 is published, and its own, {found}, cannot be written down: {error}"
+    return f"; no SHA-256 is published, so its own is kept to from now on, {found}"
 
 
 def _read(where: Path, file: File) -> bytes:
@@ -223,6 +277,17 @@ def _read(where: Path, file: File) -> bytes:
         raise HeldinError(f"{error} ({packed})") from error
 
 
+def _read_or_say(name: str, data: str | Path | None, file: File) -> bytes:
+    """The checked contents of a file of a dataset; else an error that says what to do."""
+    try:
+        return _read(folder(data) / name, file)
+    except HeldinError as error:
+        raise HeldinError(
+            f"{error}: run `heldin data fetch {name}`, or give a folder that has {name}/ with "
+            "--data or HELDIN_DATA"
+        ) from error
+
+
 def require(name: str, data: str | Path | None = None, *, part: bool = True) -> str:
     """Say which files will be used if a dataset is there and sound; else an error: what to do.
 
@@ -232,21 +297,15 @@ def require(name: str, data: str | Path | None = None, *, part: bool = True) -> 
         part: whether the part of SECTOR will do.
     """
     files = _sector_files(data, part) if name == "sector" else DATASETS[name].files[:2]
-    try:
-        for file in files:
-            _read(folder(data) / name, file)
-    except HeldinError as error:
-        raise HeldinError(
-            f"{error}: run `heldin data fetch {name}`, or give a folder that has {name}/ with "
-            "--data or HELDIN_DATA"
-        ) from error
+    for file in files:
+        _read_or_say(name, data, file)
     note = " (a part of SECTOR, in another split than the paper's)" if files == SECTOR_PART else ""
     return " and ".join(file.name for file in files) + note
 
 
 def mnist(data: str | Path | None = None) -> tuple[Tensor, Tensor]:
     """MNIST's 60,000 training images, (60000, 784) bytes, and their labels."""
-    images, labels = (_read(folder(data) / "mnist", f) for f in DATASETS["mnist"].files[:2])
+    images, labels = (_read_or_say("mnist", data, f) for f in DATASETS["mnist"].files[:2])
     x = torch.frombuffer(bytearray(images), dtype=torch.uint8, offset=16).reshape(-1, 784)
     return x, torch.frombuffer(bytearray(labels), dtype=torch.uint8, offset=8).long()
 
@@ -278,7 +337,7 @@ def sector(data: str | Path | None = None, *, part: bool = True) -> Sector:
     files = _sector_files(data, part)
     tables, answers = [], []
     for file in files:
-        raw = _read(folder(data) / "sector", file)
+        raw = _read_or_say("sector", data, file)
         try:
             x, y = load_svmlight_file(io.BytesIO(raw), n_features=FEATURES, dtype="float32")
         except ValueError as error:

@@ -24,7 +24,7 @@ from .registry import EXPERIMENTS
 from .report import write_docs, write_report
 from .run import Run, described
 
-__all__ = ["Watch", "reproduce"]
+__all__ = ["Watch", "reproduce", "require_packages"]
 
 Watch = Callable[[Mapping[str, tuple[int, int]]], object]
 """Gets the steps made and to be made of every experiment, now and then."""
@@ -130,6 +130,15 @@ def chosen(names: Sequence[str]) -> list[Experiment]:
     return [e for e in EXPERIMENTS.values() if "all" in names or e.name in names]
 
 
+def require_packages(*more: str) -> None:
+    """Say at once which packages are missing, and not after hours."""
+    lost = [name for name in (*more, *PACKAGES) if find_spec(name) is None]
+    if lost:
+        raise HeldinError(
+            f"reproduce: {', '.join(lost)} not installed; pip install 'heldin[reproduce]'"
+        )
+
+
 def reproduce(
     names: Sequence[str] = ("all",),
     *,
@@ -174,11 +183,7 @@ def reproduce(
     [True, True]
     """
     experiments = chosen(names)
-    lost = [name for name in PACKAGES if find_spec(name) is None]
-    if lost:
-        raise HeldinError(
-            f"reproduce: {', '.join(lost)} not installed; pip install 'heldin[reproduce]'"
-        )
+    require_packages()
     if preset not in ("quick", "full"):
         raise HeldinError(f"reproduce: preset must be 'quick' or 'full', got {preset!r}")
     if seeds is not None and seeds < 1:

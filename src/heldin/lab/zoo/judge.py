@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import heldin
+from heldin._private_torch import BatchNorm
 from heldin.errors import HeldinError, HeldinWarning, MixedSamplesWarning
 
 from .entry import Batch, Entry, mapped
@@ -144,7 +145,7 @@ def _made(entry: Entry) -> nn.Module:
     _seed(0)
     model = entry.make().train()
     for module in model.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        if isinstance(module, BatchNorm):
             module.eval()
     return model.double() if entry.double else model
 

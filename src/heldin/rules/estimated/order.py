@@ -2,7 +2,7 @@
 
 Batches leave a loader in the order of the sampler's lists, whatever its workers do in between. So
 the n-th batch holds the n-th list. Neither dataset nor batches are touched, and no random number is
-drawn; the loader only gets an attribute of its own in place of the method `_get_iterator`.
+drawn; the loader only gets an attribute of its own in place of the method that makes iterators.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from heldin._private_torch import ITERATOR_METHOD
 from heldin.errors import HeldinError
 
 from .batches import tensors_in
@@ -119,7 +120,7 @@ class RowOrder:
             )
         if any(known is inner for known, _ in self._followed):
             return
-        if "_get_iterator" in vars(inner):
+        if ITERATOR_METHOD in vars(inner):
             raise HeldinError(
                 "data: this DataLoader is followed by another rule already; close() that one first"
             )
@@ -128,11 +129,11 @@ class RowOrder:
         def get_iterator() -> Any:
             order, loader = me(), it()
             assert loader is not None
-            plain = type(loader)._get_iterator
+            plain = getattr(type(loader), ITERATOR_METHOD)
             return plain(loader) if order is None else order._iterate(loader, plain)
 
         self._followed.append((inner, get_iterator))
-        vars(inner)["_get_iterator"] = get_iterator
+        vars(inner)[ITERATOR_METHOD] = get_iterator
 
     def _iterate(self, loader: DataLoader[Any], plain: Any) -> Any:
         """An iterator of the loader whose sampler is listened to."""
@@ -209,8 +210,8 @@ class RowOrder:
     def close(self) -> None:
         """Leave the loaders as they were."""
         for loader, installed in self._followed:
-            if vars(loader).get("_get_iterator") is installed:  # not a later rule's
-                del vars(loader)["_get_iterator"]
+            if vars(loader).get(ITERATOR_METHOD) is installed:  # not a later rule's
+                del vars(loader)[ITERATOR_METHOD]
         self._followed = []
         self._delivered.clear()
 

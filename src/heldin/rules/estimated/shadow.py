@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from heldin._private_torch import own_parameters
+from heldin._private_torch import own_buffers, own_parameters
 from heldin.errors import HeldinError
 from heldin.state.schema import check_schema
 
@@ -79,10 +79,10 @@ class Stage:
             for name, p in own_parameters(module).items():
                 if id(p) in wanted:
                     self._weights.append((own_parameters(module), name, wanted[id(p)]))
-            for name, b in module._buffers.items():
+            for name, b in own_buffers(module).items():
                 if b is not None:
                     key = numbers.setdefault(id(b), str(len(numbers)))
-                    self._buffers.append((module._buffers, name, key))
+                    self._buffers.append((own_buffers(module), name, key))
 
     def buffers(self) -> dict[str, Tensor]:
         """Copies of the buffers, as they are in the stage."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from heldin._private_torch import Dropout
 from heldin.errors import HeldinError, HeldinWarning, more
 from heldin.state.schema import check_schema
 
@@ -62,7 +63,7 @@ class StackedShadows:
         self.inside = False
         self.stack = Stack(model, optimizer, self.copies, data.rows.inputs, engine)
         self._twin: Stack | None = None
-        if not any(isinstance(m, nn.modules.dropout._DropoutNd) for m in model.modules()):
+        if not any(isinstance(m, Dropout) for m in model.modules()):
             self._twin = Stack(model, optimizer, 1, data.rows.inputs, engine)
         self._find = RowMatcher(data.rows)
         self._steps = 0

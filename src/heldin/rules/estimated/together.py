@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from heldin._private_torch import is_called_by_ddp
+from heldin._private_torch import is_called_by_ddp, is_joining
 from heldin.capture.sharding import fully_sharded, is_parallel
 from heldin.errors import HeldinError
 from heldin.rules.agreement import compare
@@ -107,8 +107,7 @@ class Together:
         Settings are compared once, weights once more after the next step: models that began alike
         and are trained apart differ by then.
         """
-        wrapper: Any = self._model()
-        if getattr(getattr(wrapper, "_join_config", None), "enable", False):
+        if is_joining(self._model()):
             raise HeldinError(
                 f"{self._owner}: ranks that run out of data cannot follow the shadows of the "
                 "others, so that Join is not possible; give all ranks as many batches "
