@@ -256,4 +256,9 @@ EXPERIMENT = Experiment(
         "last one, there was none.",
     ),
     readings=lambda settings: CHOICES,
+    left_out=(
+        "Which rows are held out: the seeds vary that.",
+        "0/0: no variance is zero here.",
+        "Whether the criterion is smoothed as a whole or group by group: both are the same.",
+    ),
 )
