@@ -229,7 +229,7 @@ EXPERIMENT = Experiment(
     readings=lambda settings: (START, EIGENVALUES),
     added=(NOISE,),
     left_out=(
-        "Learning rate and length: the descent is that of a quadratic, so that twice the rate is "
-        "half the length; it ends long after the stop.",
+        "Learning rate and length: as long as the descent is stable, twice the rate is half the "
+        "length; neither is varied.",
     ),
 )
