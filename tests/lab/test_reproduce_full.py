@@ -199,6 +199,7 @@ def test_real_stops_at_full_size(
     text = page.read_text()
     assert "only this reading was run" in text
     assert "A weight that stops hardly changes when the others do" in text
+    assert "Largest share of factors below 1e-5 under any reading (full size)" in text
 
 
 # --- real stops ------------------------------------------------------------------------------
@@ -229,10 +230,13 @@ def test_simulated_stops_are_confirmed(tmp_path: Path, monkeypatch: pytest.Monke
     Store(folder).keep(universe_, claims)
 
     def stored(trainings: Any, where: Any, tell: Any) -> list[Confirmed]:
-        return [one for one in rows if one.by == "EvidenceStopping.paper"]
+        own = rows if trainings[0] is first else []
+        return [one for one in own if one.by == "EvidenceStopping.paper"]
 
     monkeypatch.setattr(confirm_module, "confirm", stored)
     page = tmp_path / "page.md"
     assert main(["reproduce", "--readings", "--confirm", "--docs", str(page)]) == 0
-    count = len(stored(None, None, None))
-    assert f"simulated stop = real stop in {count - 1} of {count}; {count}" in page.read_text()
+    count = len(stored([first], None, None))
+    text = page.read_text()
+    assert f"Simulated stop = real stop for {count - 1} of {count} readings" in text
+    assert f"the same step in {count - 1} of {count}, of which {count} stop at all." in text

@@ -42,7 +42,8 @@ class Training:
         name: in the table.
         settings: of the net and the images; those held out for validation are trained on.
         steps: at most.
-        whole: also for other groupings and corrections, which no reading of the paper has.
+        whole: also for other groupings and corrections, which no reading of the paper has, with
+            averages that start at zero.
     """
 
     name: str
@@ -173,14 +174,15 @@ def _confirm(training: Training, data: str | Path | None) -> Iterator[Confirmed]
 
 
 def _watched(model: nn.Module, whole: bool) -> Iterator[_Watched]:
-    """All readings; and, if asked for, all groupings and corrections of those the rule has."""
+    """All readings; and, if asked for, other groupings and corrections of those the rule has."""
     for smoothing, start, division in product(
         *([value.setting for value in choice.values] for choice in (SMOOTHING, START, DIVISION))
     ):
         if not isinstance(division, str):
             yield _Watched(smoothing, start, division, average=start)
             continue
-        for groups, correction in product(GROUPS, CORRECTIONS) if whole else [("tensor", None)]:
+        more = whole and start == 0.0
+        for groups, correction in product(GROUPS, CORRECTIONS) if more else [("tensor", None)]:
             options: dict[str, Any] = {"dead": division, "correction": correction}
             rule = EvidenceStopping.paper(
                 model,

@@ -8,9 +8,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .ledger import criteria, first_above, smooth
+from .multiverse import Universe
 from .readings import DIVISION, SMOOTHING
 
-__all__ = ["from_full", "from_sector", "from_stopped", "from_tenth", "sentences", "table"]
+__all__ = [
+    "from_full",
+    "from_readings",
+    "from_sector",
+    "from_stopped",
+    "from_tenth",
+    "sentences",
+    "table",
+]
 
 
 def _stop(one: Any, smoothing: float, division: str | float) -> tuple[float, float]:
@@ -230,4 +239,41 @@ def _epsilons(name: str, path: Mapping[str, Any], sector: Mapping[str, Any]) -> 
     return (
         f"No epsilon serves both MNIST ({name}) and SECTOR ({sector['runs']} runs of the quick "
         f"preset). The test loss at the stop, over the least, with smoothing 0.9: {words}."
+    )
+
+
+def from_readings(found: Sequence[Universe]) -> list[str]:
+    """What is seen in the values under all readings."""
+    lines = []
+    for each in found:
+        if each.experiment == "quadratic" and "noise level" in each.choices:
+            lines.append(_levels(each))
+    damped = [each for each in found if "epsilon of RMSprop" in each.choices]
+    return lines + [_factors(each) for each in damped[:1]]
+
+
+def _levels(found: Universe) -> str:
+    """Of the quadratics: what the noise level does."""
+    shares: dict[str, list[float]] = {}
+    for place in range(len(found.claims)):
+        for level, share in found.by_choice(place)["noise level"].items():
+            shares.setdefault(level, []).append(share)
+    words = "; ".join(f"{level}: {statistics.fmean(each):.0%}" for level, each in shares.items())
+    return (
+        "The noise level of the quadratics cancels where the start scales with it. Share of all "
+        f"readings, unit start included, in which the stop is near the minimum, by Lambda: {words}."
+    )
+
+
+def _factors(found: Universe) -> str:
+    """That the form of epsilon decides whether RMSprop switches weights off."""
+    choice = found.choices.index("epsilon of RMSprop")
+    (place,) = (k for k, text in enumerate(found.claims) if text.startswith("no factor"))
+    largest: dict[str, float] = {}
+    for names, cells in found.rows:
+        largest[names[choice]] = max(largest.get(names[choice], 0.0), cells[place][2])
+    words = "; ".join(f"{name}: {share:.0%}" for name, share in largest.items())
+    return (
+        "Whether RMSprop switches weights off is a matter of its epsilon. Largest share of factors "
+        f"below 1e-5 under any reading ({found.size}): {words}."
     )

@@ -84,7 +84,7 @@ def write_page(path: Path, folder: Path, command: str) -> None:
             progress_head=PROGRESS,
             progress=[[each[name] for name in PROGRESS] for each in store.progress()],
             costs=_costs(store.progress()),
-            lessons=[*_lessons.sentences(facts), *_factors(found)],
+            lessons=[*_lessons.sentences(facts), *_lessons.from_readings(found)],
             lessons_head=lessons_head,
             lessons_rows=lessons_rows,
             corrections=CORRECTIONS,
@@ -139,32 +139,14 @@ def _costs(progress: Sequence[dict[str, str]]) -> str:
     )
 
 
-def _factors(found: Sequence[Universe]) -> Iterator[str]:
-    """That the form of epsilon decides whether RMSprop switches weights off."""
-    for each in found:
-        if each.experiment != "rmsprop" or each.size.endswith(VARIED):
-            continue
-        places = [k for k, text in enumerate(each.claims) if text.startswith("no factor")]
-        if places and "epsilon of RMSprop" in each.choices:
-            choice, (place,) = each.choices.index("epsilon of RMSprop"), places
-            largest: dict[str, float] = {}
-            for names, cells in each.rows:
-                name = names[choice]
-                largest[name] = max(largest.get(name, 0.0), cells[place][2])
-            words = "; ".join(f"{name}: {share:.0%}" for name, share in largest.items())
-            yield (
-                "Whether RMSprop switches weights off is a matter of its epsilon. Largest share "
-                f"of factors below 1e-5 under any reading ({each.size}): {words}."
-            )
-            return
-
-
-def _confirmed(rows: Sequence[dict[str, str]]) -> list[str]:
+def _confirmed(rows: Sequence[dict[str, str]]) -> dict[str, Any] | None:
     """Simulated stops against real ones, in words."""
+    if not rows:
+        return None
     kinds = {
-        "EvidenceStopping.paper": "heldin's rule itself, run for each reading",
-        "sample by sample": "a constant in the variance, which the rule does not have: the "
-        "criterion from the gradient of every sample",
+        "EvidenceStopping.paper": "by heldin's rule itself, run once for each reading",
+        "sample by sample": "with a constant in the variance, which the rule does not have, by a "
+        "slow computation from the gradient of every sample",
     }
     lines = []
     for by, words in kinds.items():
@@ -174,10 +156,18 @@ def _confirmed(rows: Sequence[dict[str, str]]) -> list[str]:
             stops = sum(r["real"] != "nan" for r in own)
             if own:
                 lines.append(
-                    f"{words} ({training}): simulated stop = real stop in {same} of {len(own)}; "
-                    f"{stops} of them stop."
+                    f"{training}, {words}: the same step in {same} of {len(own)}, of which {stops} "
+                    f"stop at all{_groupings(own)}."
                 )
-    return lines
+    same = sum(r["simulated"] == r["real"] for r in rows)
+    return {"lines": lines, "same": same, "all": len(rows)}
+
+
+def _groupings(rows: Sequence[dict[str, str]]) -> str:
+    """Whether there are more than readings of the paper."""
+    if len({(r["groups"], r["correction"]) for r in rows}) == 1:
+        return ""
+    return " (also with all weights in one group, and with both corrections of `heldin.evidence`)"
 
 
 def _choices() -> Iterator[dict[str, Any]]:

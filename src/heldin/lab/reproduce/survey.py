@@ -88,8 +88,10 @@ def confirmed(
         tell: gets a line for each training.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    rows = [asdict(one) for one in _confirm.confirm(_confirm.TRAININGS, data, tell)]
-    Store(folder).keep_rows("confirmed.csv", rows)
+    rows: list[dict[str, Any]] = []
+    for training in _confirm.TRAININGS:  # each takes minutes: what is known is stored
+        rows += [asdict(one) for one in _confirm.confirm([training], data, tell)]
+        Store(folder).keep_rows("confirmed.csv", rows)
 
 
 def _claims_of(name: str, settings: Any) -> list[Claim]:

@@ -264,8 +264,9 @@ EXPERIMENT = Experiment(
     left_out=(
         "The learning rate: as long as the descent is stable, twice the rate is half the length, "
         "and the length is varied tenfold.",
-        "Slope and intercept: only their ratio to the noise counts, which is varied.",
-        'Whether x is drawn or equally spaced, and how many "about 10" validation points are: the '
-        "seeds vary what that would vary.",
+        "Slope and intercept: scaled together with the noise they change nothing, and the noise is "
+        "varied; their ratio is not.",
+        'Whether x is drawn or equally spaced, and how many "about 10" validation points are: not '
+        "varied; each seed draws other points.",
     ),
 )
