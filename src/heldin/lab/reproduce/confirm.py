@@ -63,7 +63,7 @@ TRAININGS = (
     Training(
         "SGD, batch 128, 2,500 images",
         replace(_NET, training=2500, batch=128, rates=(0.1,)),
-        2500,
+        1200,
         whole=False,
     ),
 )
