@@ -63,6 +63,7 @@ def test_choices_are_complete(name: str) -> None:
             assert len({v.name for v in choice.values}) == len(choice.values)
             assert len({str(v.setting) for v in choice.values}) == len(choice.values)
             assert all(v.why for v in choice.values)
+            assert not choice.added
         assert next(iter(readings(choices))) == ours(choices)
 
 
@@ -236,11 +237,17 @@ def test_the_plan_is_resumed(data: Path, tmp_path: Path, monkeypatch: pytest.Mon
     )
     lines: list[str] = []
     make(plan, tmp_path, data, tell=lines.append)
-    assert len(lines) == 4
-    assert lines[-1].startswith("all runs")
+    assert lines == [
+        "0 of 3 runs are finished",
+        "tenth-sgd: rate 0.03, validation, seed 0: finished",
+        "tenth-sgd: rate 0.03, evidence, seed 0: finished",
+        "full-greedy: rate 0.005, greedy, seed 0: finished",
+        "all runs of the plan are finished",
+    ]
     found = [task for _, task in tasks(plan, tmp_path, data)]
     assert [task.finished for task in found] == [True] * 3
     assert "table" in read_log(found[1].table)
     assert not read_log(found[0].table)
+    lines.clear()
     make(plan, tmp_path, data, tell=lines.append)
-    assert len(lines) == 5  # nothing was run again
+    assert lines == ["3 of 3 runs are finished", "all runs of the plan are finished"]

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from heldin.cli.main import main
-from heldin.lab.reproduce import EXPERIMENTS, spread
+from heldin.lab.reproduce import EXPERIMENTS, fullsize, spread
+from heldin.lab.reproduce import planned as planned_module
 from heldin.lab.reproduce import survey as survey_module
 from heldin.lab.reproduce.collected import collect
 from heldin.lab.reproduce.descents import toy_paths, wdbc_paths
@@ -135,12 +136,15 @@ def test_shares_of_readings(tmp_path: Path) -> None:
 @pytest.fixture
 def surveyed(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The store of a survey of tiny runs, all sizes among them."""
-    rates = {"rates": (0.03, 0.05)}
+    rates = {"rates": (0.1, 0.05)}
     plain = {"travel": None, "budget": None}
     plan = (
         replace(PLAN[0], changes={**TINY["mnist-sgd"], **plain, **rates, "budget": 2048},
-                parts=("rate 0.03, validation", "rate 0.03, evidence")),
-        replace(PLAN[2], changes={**TINY["greedy"], **plain, "rates": (0.005, 0.01)}),
+                parts=("rate 0.1, validation", "rate 0.1, evidence")),
+        replace(PLAN[2], changes={**TINY["greedy"], **plain, "rates": (0.1,)},
+                parts=("rate 0.1, greedy",)),
+        replace(PLAN[3], changes={**TINY["rmsprop"], "travel": None, "smoothing": 0.99,
+                                  "rates": (0.1,)}),
     )  # fmt: skip
     tenths = tuple(
         replace(t, seeds=1, changes={**TINY["mnist-sgd"], **t.changes, **plain, "every": 4,
@@ -152,9 +156,10 @@ def surveyed(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
                             "rates": (0.03,), "widths": (784, 12, 10)})
         for e in ELEMENTWISE
     )  # fmt: skip
-    monkeypatch.setattr(survey_module, "PLAN", plan)
-    monkeypatch.setattr(survey_module, "ELEMENTWISE", alone)
-    monkeypatch.setattr(survey_module, "TENTHS", tenths)
+    monkeypatch.setattr(planned_module, "PLAN", plan)
+    monkeypatch.setattr(planned_module, "ELEMENTWISE", alone)
+    monkeypatch.setattr(planned_module, "TENTHS", tenths)
+    monkeypatch.setattr(fullsize, "ALL", (*plan, *tenths, *alone))
     runs = tmp_path / "runs"
     make((*plan, *tenths, *alone), runs, data, tell=lambda line: None)
     for name in survey_module.REPLAYED:
@@ -179,20 +184,27 @@ def test_a_survey_becomes_a_page(surveyed: Path) -> None:
     assert ("mnist-sgd", "full size") in sizes
     assert ("mnist-sgd", "a tenth of the width") in sizes
     assert ("mnist-sgd", "a tenth of the width, pixels and initial weights varied") in sizes
+    assert ("mnist-sgd", "full size, length varied") in sizes
     assert {("sector", "quick preset"), ("rmsprop", "quick preset")} <= sizes
     real = {(u.experiment, u.size.split(",")[0]): u for u in found if u.size.endswith("real runs")}
     for size in ("a tenth of the width", "quick preset"):
         assert [len(real[name, size].claims) for name in ("greedy", "rmsprop")] == [1, 2]
     assert ("rmsprop", "a tenth of the width") in sizes
-    varied = next(u for u in found if u.size.endswith("varied"))
+    assert len(real["greedy", "full size"].claims) == 5  # shares, too
+    assert len(real["rmsprop", "full size"].claims) == 6
+    varied = next(u for u in found if u.size.endswith("weights varied"))
     assert len(varied.rows) == 40 * 4
     page = surveyed.parent.parent / "page.md"
     write_page(page, surveyed, "the command")
     text = page.read_text()
     for heading in ("Four figures", "Every claim", "What the paper does not say", "misread"):
         assert heading in text
-    assert "full-sgd | rate 0.03, evidence | 0 | 24 | 24" in text
-    assert "the correlation" in text  # of sampled and exact
+    assert "full-sgd | rate 0.1, evidence | 0 | 24 | 24" in text
+    assert "(correlation" in text  # of sampled and exact
+    assert "| greedy, full size, real runs | rate 0.1: a test loss comparable" in text
+    assert "Added later, after first results were known: length." in text
+    for image in ("mnist-sgd-full-rate-0.1.png", "greedy-full.png"):
+        assert f"figures/page/{image})" in text
     for image in re.findall(r"!\[.*?\]\((figures/page/readings.*?)\)", text):
         assert (page.parent / image).stat().st_size < 200_000
     for line in text.splitlines():
@@ -257,5 +269,3 @@ def test_readings_on_the_command_line(
     write_universe(tmp_path / "results" / "page" / "readings-toy-seeds.csv", _universe())
     assert main(arguments) == 0
     assert "Made by `heldin reproduce --readings --docs page.md`" in page.read_text()
-    assert main(["reproduce", "toy", "--plan"]) == 2
-    assert "--plan takes no names" in capsys.readouterr().err

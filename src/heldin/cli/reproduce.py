@@ -49,10 +49,17 @@ def reproduce(parser: argparse.ArgumentParser) -> None:
         "--out; without names, only write the page --docs from what is stored beside it",
     )
     parser.add_argument(
+        "--confirm",
+        action="store_true",
+        help="with --readings: let the rule itself run beside the replay of each reading of the "
+        "criterion (about ten minutes), and store at which steps both stop",
+    )
+    parser.add_argument(
         "--plan",
         action="store_true",
-        help="make the full-size runs that --readings looks at, one after the other, in --out; "
-        "started again, they go on from their checkpoints",
+        help="make the full-size runs that --readings looks at, in --out; names are then those of "
+        "sets of runs (default: all, which takes days); started again, they go on from their "
+        "checkpoints",
     )
     parser.set_defaults(run=_reproduce)
 
@@ -110,23 +117,29 @@ def _reproduce(options: argparse.Namespace) -> int:
 def _plan(options: argparse.Namespace) -> int:
     from heldin.lab.reproduce import fullsize
 
-    if options.names:
-        raise HeldinError("reproduce: --plan takes no names; it makes all runs of the plan")
-    threads = options.jobs or os.cpu_count() or 1
-    for plan in (fullsize.TENTHS, fullsize.ELEMENTWISE, fullsize.PLAN):
-        fullsize.make(plan, Path(options.out), options.data, threads)
+    plan = fullsize.named(options.names)
+    jobs = options.jobs or os.cpu_count() or 1
+    try:
+        fullsize.make(
+            plan, Path(options.out), options.data, jobs, lambda line: print(line, flush=True)
+        )
+    except KeyboardInterrupt:
+        print("heldin: interrupted; the same command goes on", file=sys.stderr)
+        return 130
     return 0
 
 
 def _readings(options: argparse.Namespace) -> int:
     from heldin.lab.reproduce.page import write_page
-    from heldin.lab.reproduce.survey import SEEDS, survey
+    from heldin.lab.reproduce.survey import SEEDS, confirmed, survey
 
     page = Path(options.docs or "reproduction.md")
     store = page.parent / "results" / page.stem
     if options.names:
         seeds = SEEDS if options.seeds is None else options.seeds
         survey(options.names, Path(options.out), store, seeds=seeds, tell=print)
+    if options.confirm:
+        confirmed(store, options.data, print)
     write_page(page, store, f"heldin reproduce --readings --docs {page.name}")
     print(f"The page is {page}")
     return 0

@@ -48,16 +48,10 @@ def collect(tasks: Iterable[Task]) -> dict[int, dict[str, Found]]:
     return found
 
 
-def _total(task: Task) -> int:
-    rate = task.arguments.get("rate")
-    lengths = hasattr(task.settings, "length") and rate is not None
-    return int(task.settings.length(rate) if lengths else task.settings.steps)
-
-
 def _finished(task: Task) -> Found | None:
     if not task.finished:
         return None
-    table, total = _tables.read(task.table), _total(task)
+    table, total = _tables.read(task.table), task.total
     spent = float(table.cpu_seconds.iloc[0])
     return Found(table, _tables.read_log(task.table), True, total, total, spent)
 
@@ -85,7 +79,7 @@ def _unfinished(task: Task) -> Found | None:
                 log |= {"exact_steps": arrays["steps"], "exact_table": arrays["table"]}
     spent = float(state["seconds"]["cpu"])
     table = pandas.DataFrame(state["rows"])
-    return Found(table, log, False, int(state["step"]), _total(task), spent)
+    return Found(table, log, False, int(state["step"]), task.total, spent)
 
 
 def progress(name: str, found: Collected, tasks: Iterable[Task]) -> list[dict[str, Any]]:
@@ -99,7 +93,7 @@ def progress(name: str, found: Collected, tasks: Iterable[Task]) -> list[dict[st
                 "run": task.part,
                 "seed": task.seed,
                 "steps": 0 if one is None else one.steps,
-                "of": _total(task),
+                "of": task.total,
                 "hours": 0.0 if one is None else round(one.seconds / 3600, 2),
                 "least test loss": ""
                 if one is None or "test_loss" not in one.table

@@ -46,6 +46,7 @@ class Claim:
         missing: what nan means.
         replayed: whether other readings of the criterion can be replayed; if not, the value needs
             runs of its own for each.
+        across: how values of several rates become one, for a claim about all rates together.
 
     >>> claim = Claim("stops near the minimum", "near", lambda tables: tables["x"], most=1.1)
     >>> verdict = claim.judge({0: {"x": 1.05}, 1: {"x": 1.0}, 2: {"x": 1.3}})
@@ -62,6 +63,7 @@ class Claim:
     form: str = ".2f"
     missing: str = "no stop"
     replayed: bool = True
+    across: Callable[[float, float], float] | None = None
 
     def judge(self, results: Results) -> Verdict:
         """Evaluate the claim on all seeds."""
@@ -138,6 +140,8 @@ class Experiment:
         claims: the statements to check, from the settings.
         choices: what the paper leaves open, and what was chosen.
         readings: the same as data, from the settings, see `readings`; the first value is ours.
+        added: choices that were written down after first results, see `Choice.added`.
+        left_out: what else the paper leaves open, and why there are no readings of it.
         differs: by preset, what is not as in the paper.
         data: the dataset that has to be there ("mnist", "sector").
         beside: another experiment whose results, if there are any, are drawn in the same figure.
@@ -157,3 +161,5 @@ class Experiment:
     data: str | None = None
     beside: str | None = None
     readings: Callable[[Any], Sequence[Choice]] = lambda settings: ()
+    added: Sequence[Choice] = ()
+    left_out: Sequence[str] = ()

@@ -78,6 +78,10 @@ def columns(drawn: Sequence[Column]) -> Any:
             bar(middle, step, colour)
         criterion(bottom, own)
         bottom.set_xlabel("step")
+        later = max(float(table.test_loss[1:].max()) for table in (held, own))
+        if later > 0:
+            middle.set_yscale("log")
+            middle.set_ylim(top=1.1 * later)  # the loss before training would hide the rest
         for axes in (top, middle):
             logarithmic(axes, "")
     for axes, label in zip(grid[:, 0], ("validation loss", "test loss", "criterion"), strict=True):

@@ -1,23 +1,29 @@
 """The full-size runs that the page reports: which, in which order, and how far they are.
 
-They take many hours: one after the other, on a few threads, from their checkpoints when started
-again. A run that is not over can be looked at as far as its last checkpoint.
+They take many hours: in the order of the plan, in a few processes of one thread each, and from
+their checkpoints when started again. A run that is not over can be looked at as far as its last
+checkpoint.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from heldin.errors import HeldinError
 
 from .data import folder as _folder
 from .registry import EXPERIMENTS
 from .runner import Task, work
 
-__all__ = ["ELEMENTWISE", "PLAN", "TENTHS", "Planned", "make", "tasks"]
+__all__ = ["ALL", "ELEMENTWISE", "PLAN", "TENTHS", "Planned", "make", "named", "tasks"]
 
 PAUSE = 240.0  # seconds between checkpoints
+NEWS = 300.0  # seconds between lines that tell how far the runs are
 TENTH = (784, 250, 200, 150, 100, 50, 10)
 FIFTH = (784, 500, 400, 300, 200, 100, 10)
 
@@ -99,8 +105,26 @@ ELEMENTWISE = (  # beside the plain runs of TENTHS
 )
 
 
+ALL = (*TENTHS, *ELEMENTWISE, *PLAN)
+
+
+def named(names: Sequence[str]) -> tuple[Planned, ...]:
+    """The sets of these names, in the order of the plan; all of them if there are no names.
+
+    >>> [planned.name for planned in named(["full-greedy", "tenth-greedy"])]
+    ['tenth-greedy', 'full-greedy']
+    """
+    known = list(dict.fromkeys(planned.name for planned in ALL))
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise HeldinError(
+            f"reproduce: unknown set of runs {unknown[0]!r}; the plan has {', '.join(known)}"
+        )
+    return tuple(planned for planned in ALL if not names or planned.name in names)
+
+
 def tasks(
-    plan: tuple[Planned, ...], out: Path, data: str | Path | None = None, threads: int = 1
+    plan: Sequence[Planned], out: Path, data: str | Path | None = None
 ) -> Iterator[tuple[Planned, Task]]:
     """The runs of a plan, in order."""
     source = str(_folder(data).absolute())
@@ -113,22 +137,66 @@ def tasks(
             for part in planned.parts:
                 yield planned, Task(
                     experiment.name, "full", part, seed, experiment.run, parts[part], settings,
-                    source, "cpu", place, PAUSE, threads,
+                    source, "cpu", place, PAUSE,
                 )  # fmt: skip
 
 
 def make(
-    plan: tuple[Planned, ...],
+    plan: Sequence[Planned],
     out: Path,
     data: str | Path | None = None,
-    threads: int = 1,
-    tell: Any = print,
+    jobs: int = 1,
+    tell: Callable[[str], object] = print,
 ) -> None:
-    """Make the runs that are not finished, one after the other."""
-    for planned, task in tasks(plan, out, data, threads):
+    """Make the runs that are not finished, in the order of the plan.
+
+    Args:
+        plan: sets of runs.
+        out: their folder.
+        data: folder of datasets.
+        jobs: processes, each of one thread.
+        tell: gets a line when a run is over, and now and then how far the others are.
+    """
+    import joblib
+
+    every = [(f"{planned.name}: {task.part}, seed {task.seed}", task)
+             for planned, task in tasks(plan, out, data)]  # fmt: skip
+    for _, task in every:
         for name in ("runs", "checkpoints"):
             (task.folder / name).mkdir(parents=True, exist_ok=True)
-        if not task.finished:
-            tell(f"{planned.name}: {task.part}, seed {task.seed}, from step {task.done}")
-            work(task)
+    waiting = {words: task for words, task in every if not task.finished}
+    tell(f"{len(every) - len(waiting)} of {len(every)} runs are finished")
+    with _news(waiting, tell):
+        workers = joblib.Parallel(n_jobs=jobs, batch_size=1, return_as="generator_unordered")
+        for words in workers(joblib.delayed(_made)(*each) for each in waiting.items()):
+            tell(f"{words}: finished")
     tell("all runs of the plan are finished")
+
+
+def _made(words: str, task: Task) -> str:
+    work(task)
+    return words
+
+
+@contextmanager
+def _news(waiting: Mapping[str, Task], tell: Callable[[str], object]) -> Iterator[None]:
+    """Tell how far the runs are, from the files that they write."""
+    over = threading.Event()
+
+    def look() -> None:
+        for words, task in waiting.items():
+            if not task.table.exists() and task.done:
+                tell(f"{words}: step {task.done} of {task.total}")
+
+    def keep_looking() -> None:
+        while not over.wait(NEWS):
+            look()
+
+    look()
+    thread = threading.Thread(target=keep_looking, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()

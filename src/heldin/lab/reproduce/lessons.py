@@ -8,9 +8,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .ledger import criteria, first_above, smooth
+from .multiverse import Universe
 from .readings import DIVISION, SMOOTHING
 
-__all__ = ["from_full", "from_sector", "from_tenth", "sentences"]
+__all__ = [
+    "from_full",
+    "from_readings",
+    "from_sector",
+    "from_stopped",
+    "from_tenth",
+    "sentences",
+    "table",
+]
 
 
 def _stop(one: Any, smoothing: float, division: str | float) -> tuple[float, float]:
@@ -95,63 +104,176 @@ def from_sector(facts: dict[str, Any], runs: Mapping[int, Mapping[str, Any]]) ->
     }
 
 
+def from_stopped(facts: dict[str, Any], size: str, real: Any, replayed: Any) -> None:
+    """From greedy stopping: the share of stopped weights at the end, real and replayed."""
+    shares = {"real": float(real.off.iloc[-1]), "replayed": float(replayed.off.iloc[-1])}
+    facts[f"greedy, {size}"] = shares
+
+
 # --- in words --------------------------------------------------------------------------------
 
 
-def _ratios(found: Sequence[Sequence[float]]) -> str:
+def _ratio(found: Sequence[Sequence[float]], never: str = "never stops") -> str:
+    """The test loss at the stops over the least, the median of the runs that stop.
+
+    >>> _ratio([(7.0, 1.25), (math.nan, math.nan)]), _ratio([(math.nan, math.nan)])
+    ('1.25 (1 of 2 runs)', 'never stops')
+    """
     known = [ratio for _, ratio in found if not math.isnan(ratio)]
     if not known:
-        return "never stops"
-    words = f"{statistics.median(known):.2f} of the least test loss"
-    lost = len(found) - len(known)
-    return words + (f" (no stop in {lost} of {len(found)} runs)" if lost else "")
+        return never
+    lost = f" ({len(known)} of {len(found)} runs)" if len(known) < len(found) else ""
+    return f"{statistics.median(known):.2f}{lost}"
 
 
-def _about(path: Mapping[str, Any], size: str, rows: str) -> list[str]:
-    low, high = path["windows"]
-    turn = statistics.median(path["turn"])
-    return [
-        f"The test loss of the perceptron turns at rate x steps of about {path['rate'] * turn:.0f} "
-        f"({size}, {rows}: step {turn:.0f} of {path['steps']}; seeds: {path['seeds']}).",
-        f"After the first tenth of that run the criterion of a batch has mean {path['mean']:.2f} "
-        f"and standard deviation {path['deviation']:.2f}; its means over 100 steps lie between "
-        f"{low:.2f} and {high:.2f} (5 % to 95 %), and {path['above']:.0%} of the single values are "
-        "above zero. It does not cross zero at the minimum of the test loss: it stays just below, "
-        "and noise carries it over.",
-        "So smoothing decides the stop. With 0/0 left out: "
-        + "; ".join(f"{b}: {_ratios(stops)}" for b, stops in path["smoothing"].items())
-        + ".",
-        "And so does the division (smoothing 0.9): "
-        + "; ".join(f"{name}: {_ratios(stops)}" for name, stops in path["division"].items())
-        + ".",
+def _paths(facts: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """The runs of MNIST with SGD on all images, the largest first, by their size in words."""
+    full = {
+        f"full size, {name.removeprefix('full, ').removesuffix(', evidence')}": path
+        for name, path in facts.items()
+        if name.startswith("full, rate")
+    }
+    if tenth := facts.get("tenth"):
+        full[f"a tenth of the width, rate {tenth['rate']:g}"] = tenth
+    return full
+
+
+def _turn(path: Mapping[str, Any]) -> float:
+    """Rate x steps at the least test loss."""
+    return float(path["rate"] * statistics.median(path["turn"]))
+
+
+TABLE = (
+    "run",
+    "seeds",
+    "rate x steps at the least test loss",
+    "mean",
+    "standard deviation",
+    "above zero",
+)
+
+
+def table(facts: Mapping[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """All runs side by side: head and rows; a dash where a reading never stops."""
+    paths = _paths(facts)
+    if not paths:
+        return (), []
+    first = next(iter(paths.values()))
+    divisions = [name for name in first["division"] if name != DIVISION.values[0].name]
+    head = (*TABLE, *(f"smoothing {b}" for b in first["smoothing"]), *divisions)
+    rows = [
+        (
+            name,
+            str(path["seeds"]),
+            f"{_turn(path):.0f}",
+            f"{path['mean']:.2f}",
+            f"{path['deviation']:.2f}",
+            f"{path['above']:.0%}",
+            *(_ratio(path["smoothing"][b], "-") for b in first["smoothing"]),
+            *(_ratio(path["division"][d], "-") for d in divisions),
+        )
+        for name, path in paths.items()
     ]
+    return head, rows
 
 
 def sentences(facts: Mapping[str, Any]) -> list[str]:
     """Each with its number; those whose runs are not there are missing."""
+    paths = _paths(facts)
     found = []
-    full = {k.removesuffix(", evidence"): v for k, v in facts.items() if k.startswith("full, rate")}
-    for name, each in full.items():
-        found += _about(each, f"full size, {name.removeprefix('full, ')}", "all 50,000 images")
-    if tenth := facts.get("tenth"):
-        where = f"a tenth of the width, rate {tenth['rate']:g}"
-        found += _about(tenth, where, "all 50,000 images")
-    if sector := facts.get("sector"):
-        words = "; ".join(f"{name}: {_ratios(stops)}" for name, stops in sector["division"].items())
-        found.append(
-            f"No epsilon serves both MNIST and SECTOR. On SECTOR ({sector['runs']} runs of the "
-            f"quick preset, smoothing 0.9): {words}. Compare the sentence before."
-        )
-    for name, each in facts.items():
-        if name.startswith("sampled"):
-            first = " and ".join(f"{value:.2f}" for value in each["zeros"])
-            found += [
-                f"Full size, {name.removeprefix('sampled, ')}: in {each['steps']} steps the "
-                "criterion of all weights was computed beside that of a random block; the mean "
-                f"difference is {each['bias']:+.4f}, the mean absolute one "
-                f"{each['difference']:.4f}, the correlation {each['correlation']:.4f}, while the "
-                f"criterion itself has standard deviation {each['spread']:.2f}.",
-                f"Zeros for 0/0 do not stop that run at once: the criterion is {first} in the "
-                "first two steps (an earlier sentence of ours said otherwise).",
-            ]
+    if paths:
+        name, first = next(iter(paths.items()))
+        found += _about(name, first)
+        if sector := facts.get("sector"):
+            found.append(_epsilons(name, first, sector))
+    for name, shares in facts.items():
+        if name.startswith("greedy, "):
+            found.append(
+                f"A weight that stops hardly changes when the others do: with real stops "
+                f"({name.removeprefix('greedy, ')}) {shares['real']:.0%} of the weights have "
+                f"stopped in the end, along plain training {shares['replayed']:.0%} would have."
+            )
+    sampled = [(n.removeprefix("sampled, "), v) for n, v in facts.items() if n[:7] == "sampled"]
+    for name, each in sampled[:1]:
+        found += [
+            f"A part of the weights is enough to know the criterion: at full size ({name}) a "
+            f"random block of 16,384 weights of each matrix differs from all of them by "
+            f"{each['difference']:.3f} on average in {each['steps']} steps, while the criterion "
+            f"itself has standard deviation {each['spread']:.2f} (correlation "
+            f"{each['correlation']:.3f}).",
+            f"Zeros for 0/0 do not stop training at once: the criterion is {each['zeros'][0]:.2f} "
+            f"and {each['zeros'][1]:.2f} in the first two steps of that run.",
+        ]
     return found
+
+
+def _about(name: str, path: Mapping[str, Any]) -> list[str]:
+    """What the largest run says."""
+    low, high = path["windows"]
+    smoothing = dict(path["smoothing"])
+    without = _ratio(smoothing.pop("0"))
+    division = dict(path["division"])
+    return [
+        f"The test loss is least at rate x steps of {_turn(path):.0f} ({name}), after "
+        f"{statistics.median(path['turn']):,.0f} steps.",
+        f"The criterion does not cross zero there. From a tenth of the run on its mean is "
+        f"{path['mean']:.2f}, and its means over 100 steps stay between {low:.2f} and {high:.2f} "
+        "(5 % and 95 %).",
+        f"It is noise that carries it over zero: the criterion of a single batch has standard "
+        f"deviation {path['deviation']:.2f}, and {path['above']:.0%} of the batches are above "
+        "zero.",
+        f"So smoothing decides the stop. The test loss there, over the least: no smoothing: "
+        f"{without}; " + "; ".join(f"{b}: {_ratio(s)}" for b, s in smoothing.items()) + ".",
+        "And so does what is done where the variance is zero or nearly so, with smoothing 0.9: "
+        + "; ".join(f"{d}: {_ratio(s)}" for d, s in division.items())
+        + ".",
+    ]
+
+
+def _epsilons(name: str, path: Mapping[str, Any], sector: Mapping[str, Any]) -> str:
+    """What each epsilon does to MNIST and to SECTOR."""
+    words = "; ".join(
+        f"{d}: MNIST {_ratio(stops)}, SECTOR {_ratio(sector['division'][d])}"
+        for d, stops in path["division"].items()
+    )
+    return (
+        f"No epsilon serves both MNIST ({name}) and SECTOR ({sector['runs']} runs of the quick "
+        f"preset). The test loss at the stop, over the least, with smoothing 0.9: {words}."
+    )
+
+
+def from_readings(found: Sequence[Universe]) -> list[str]:
+    """What is seen in the values under all readings."""
+    lines = []
+    for each in found:
+        if each.experiment == "quadratic" and "noise level" in each.choices:
+            lines.append(_levels(each))
+    damped = [each for each in found if "epsilon of RMSprop" in each.choices]
+    return lines + [_factors(each) for each in damped[:1]]
+
+
+def _levels(found: Universe) -> str:
+    """Of the quadratics: what the noise level does."""
+    shares: dict[str, list[float]] = {}
+    for place in range(len(found.claims)):
+        for level, share in found.by_choice(place)["noise level"].items():
+            shares.setdefault(level, []).append(share)
+    words = "; ".join(f"{level}: {statistics.fmean(each):.0%}" for level, each in shares.items())
+    return (
+        "The noise level of the quadratics cancels where the start scales with it. Share of all "
+        f"readings, unit start included, in which the stop is near the minimum, by Lambda: {words}."
+    )
+
+
+def _factors(found: Universe) -> str:
+    """That the form of epsilon decides whether RMSprop switches weights off."""
+    choice = found.choices.index("epsilon of RMSprop")
+    (place,) = (k for k, text in enumerate(found.claims) if text.startswith("no factor"))
+    largest: dict[str, float] = {}
+    for names, cells in found.rows:
+        largest[names[choice]] = max(largest.get(names[choice], 0.0), cells[place][2])
+    words = "; ".join(f"{name}: {share:.0%}" for name, share in largest.items())
+    return (
+        "Whether RMSprop switches weights off is a matter of its epsilon. Largest share of factors "
+        f"below 1e-5 under any reading ({found.size}): {words}."
+    )

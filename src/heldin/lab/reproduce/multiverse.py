@@ -1,7 +1,7 @@
 """For each claim: under which share of the admissible readings it holds.
 
 A reading gives values for the seeds that were run; it holds if the claim does with more than half
-of them. Readings of the criterion are replayed from what the runs have logged.
+of them.
 """
 
 from __future__ import annotations
@@ -9,36 +9,27 @@ from __future__ import annotations
 import csv
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from heldin.state.files import replacing
 
-from .averages import key
-from .collected import Collected, Found
 from .experiment import Claim, Verdict
-from .experiments import greedy as _greedy
-from .experiments import rmsprop as _rmsprop
-from .ledger import criteria, first_above, smooth
-from .readings import DIVISION, SMOOTHING, START, Choice, ours, readings
+from .readings import Choice, ours
 
 __all__ = [
     "Judged",
     "Universe",
     "file_name",
     "judge",
+    "merged",
     "read_universe",
-    "replay_criterion",
-    "replay_greedy",
-    "replay_rmsprop",
-    "restopped",
     "universe",
     "write_universe",
 ]
 
-CRITERION = (SMOOTHING, START, DIVISION)
+Cell = tuple[int, int, float]  # seeds with which a claim holds, with the other limit; the median
 MOST, LEAST = 0.9, 0.1  # of the readings: "holds", "does not hold"
 
 
@@ -61,7 +52,7 @@ class Universe:
     seeds: int
     choices: tuple[str, ...]
     claims: tuple[str, ...]
-    rows: Sequence[tuple[tuple[str, ...], Sequence[tuple[int, int, float]]]]
+    rows: Sequence[tuple[tuple[str, ...], Sequence[Cell]]]
 
     def holds(self, claim: int, beside: bool = False) -> list[bool]:
         """Of each reading, whether it holds with more than half of the seeds."""
@@ -87,7 +78,7 @@ class Judged:
 
     share: float
     beside: float
-    ours: tuple[int, int, float]
+    ours: Cell
     choice: str
     spread: tuple[float, float]
 
@@ -131,125 +122,47 @@ def universe(
     return Universe(experiment, size, seeds, names, tuple(c.text for c in claims), rows)
 
 
-# --- replaying -------------------------------------------------------------------------------
+def merged(before: Universe, found: Universe, claims: Sequence[Claim]) -> Universe:
+    """Results of some rates with stored ones of other rates, whose runs need not be there any more.
 
-
-def restopped(one: Found, smoothing: float, start: float, division: str | float) -> Any:
-    """A run's table with the stop of a reading; losses between records are on a line."""
-    import numpy
-    import pandas
-
-    raw = criteria(one.log, division)
-    stop = float(first_above(smooth(raw, smoothing, start), one.log["steps"]))
-    table = one.table.loc[:, ["step", "test_loss"]].assign(stop=0.0)
-    if math.isnan(stop):
-        return table
-    if not (table.step == stop).any():
-        loss = float(numpy.interp(stop, table.step, table.test_loss))
-        row = pandas.DataFrame([{"step": stop, "test_loss": loss, "stop": 0.0}])
-        table = pandas.concat([table, row]).sort_values("step", ignore_index=True)
-    return table.assign(stop=(table.step == stop).astype(float))
-
-
-def replay_criterion(
-    claims: Sequence[Claim], runs: Collected, fixed: Mapping[str, str] | None = None
-) -> Iterator[tuple[dict[str, str], list[list[float]]]]:
-    """The values of claims about stops under each reading of the criterion.
+    Claims of the same text are those of `found`, but for claims about all rates together
+    (`Claim.across`), whose values are put together and judged anew. Results that have other
+    choices or readings are not put together: then `found` is returned.
 
     Args:
-        claims: of the experiment.
-        runs: finished ones; those that have a log are stopped anew.
-        fixed: values of choices that are those of the runs.
+        before: what is stored.
+        found: what is new.
+        claims: those of `found`.
     """
-    for reading in readings(CRITERION):
-        how = [choice.setting(reading) for choice in CRITERION]
-        tables = {
-            seed: {
-                part: restopped(one, *how) if one.log else one.table for part, one in parts.items()
-            }
-            for seed, parts in runs.items()
-        }
-        values = [[float(claim.value(each)) for each in tables.values()] for claim in claims]
-        yield {**reading, **(fixed or {})}, values
+    old = dict(before.rows)
+    same = before.choices == found.choices and set(old) == {names for names, _ in found.rows}
+    if not same or before.seeds != found.seeds:
+        return found
+    kept = [k for k, text in enumerate(before.claims) if text not in found.claims]
+    texts = [*(before.claims[k] for k in kept), *found.claims]
+    order = sorted(range(len(texts)), key=lambda k: _rate(texts[k]))
+
+    def cells(names: tuple[str, ...], new: Sequence[Cell]) -> list[Cell]:
+        own = list(new)
+        for k, claim in enumerate(claims):
+            if claim.across is not None and claim.text in before.claims and found.seeds == 1:
+                other = old[names][before.claims.index(claim.text)][2]
+                verdict = Verdict(claim, {0: claim.across(other, own[k][2])})
+                own[k] = verdict.held, verdict.held_beside, verdict.values[0]
+        both = [*(old[names][k] for k in kept), *own]
+        return [both[k] for k in order]
+
+    rows = [(names, cells(names, new)) for names, new in found.rows]
+    return replace(found, claims=tuple(texts[k] for k in order), rows=rows)
 
 
-def _shares(one: Found, place: int, ever: bool, steps: int | None) -> Any:
-    """The table of a plain run with the shares that the element-wise rule would have stopped."""
-    import numpy
-    import pandas
+def _rate(text: str) -> float:
+    """The rate that a claim is about; those about all rates come last.
 
-    at = one.log["averages_steps"]
-    shares = one.log["averages"][:, place, :, int(ever)]
-    sizes = one.log["sizes"].astype("float64")
-    table = pandas.DataFrame({"step": at, "off": shares @ sizes / sizes.sum()})
-    for name, column in zip(one.log["names"], shares.T, strict=True):
-        table[f"off/{name}"] = column
-    table["test_loss"] = numpy.interp(at, one.table.step, one.table.test_loss)
-    return table if steps is None else table[table.step <= steps]
-
-
-def replay_greedy(
-    settings: Any, runs: Collected, steps: int | None = None
-) -> tuple[list[Claim], list[tuple[dict[str, str], list[list[float]]]]]:
-    """Claims about the shares of stopped weights, along the path of plain training.
-
-    Readings whose warm-up is longer than half of the run are left out.
-
-    Args:
-        settings: of the greedy experiment, with the rates that were run.
-        runs: of MNIST with SGD on all images.
-        steps: how many of them count.
+    >>> _rate("rate 0.01: validation stops"), _rate("up to 80 % in a layer")
+    (0.01, inf)
     """
-    from dataclasses import replace
-
-    choices = _greedy.choices(settings)
-    first: list[Claim] = []
-    found = []
-    for reading in readings(choices):
-        smoothing, start, division = (choice.setting(reading) for choice in choices)
-        own = replace(settings, smoothing=smoothing, start=start)
-        length = steps or min(int(p.table.step.iloc[-1]) for s in runs.values() for p in s.values())
-        if own.warmup > length / 2:
-            continue
-        kept = [c for c in _greedy.claims(own) if "left out" not in c.text and c.replayed]
-        first = first or kept
-        place = key(smoothing, start, division)
-        tables = {
-            seed: {
-                part.replace("evidence", "greedy"): _shares(one, place, True, steps)
-                for part, one in parts.items()
-                if one.log
-            }
-            for seed, parts in runs.items()
-        }
-        found.append((reading, [[float(c.value(t)) for t in tables.values()] for c in kept]))
-    return first, found
-
-
-def replay_rmsprop(
-    settings: Any, plain: Collected, part: str, damped: Collected, steps: int | None = None
-) -> tuple[list[Claim], list[tuple[dict[str, str], list[list[float]]]]]:
-    """Claims about Eq. 15 along the path of plain training, and about RMSprop's factors."""
-    choices = _rmsprop.EXPERIMENT.readings(settings)
-    kept = [c for c in _rmsprop.claims(settings) if "left out" not in c.text and c.replayed]
-    found = []
-    seeds = sorted(set(plain) & set(damped))
-    for reading in readings(choices):
-        division, start, *others = choices
-        place = key(settings.smoothing, start.setting(reading), division.setting(reading))
-        column = "low/" + "/".join(reading[choice.name] for choice in others)
-        lowest = f"below {min(settings.thresholds):g}"
-        values: list[list[float]] = [[] for _ in kept]
-        for seed in seeds:
-            table = damped[seed]["RMSprop"].table
-            tables = {
-                "SGD with stopping": _shares(plain[seed][part], place, False, steps),
-                "RMSprop": table.assign(**{lowest: table[column]}),
-            }
-            for claim, numbers in zip(kept, values, strict=True):
-                numbers.append(float(claim.value(tables)))
-        found.append((reading, values))
-    return kept, found
+    return float(text.split()[1].strip(":")) if text.startswith("rate ") else math.inf
 
 
 # --- files -----------------------------------------------------------------------------------
@@ -283,7 +196,7 @@ def read_universe(path: Path) -> Universe:
         (experiment, size, seeds, width), claims, choices, *rows = csv.reader(file)
     count = int(width)
 
-    def cell(text: str) -> tuple[int, int, float]:
+    def cell(text: str) -> Cell:
         held, beside, value = text.split()
         return int(held), int(beside), float(value)
 

@@ -17,6 +17,7 @@ __all__ = [
     "DIVISION",
     "ELEMENTWISE_SMOOTHING",
     "ELEMENTWISE_START",
+    "LENGTH",
     "SMOOTHING",
     "START",
     "Choice",
@@ -53,12 +54,15 @@ class Choice:
         question: what is left open.
         values: the admissible ones; the first is ours.
         replayed: whether one run answers for all values; if not, each needs runs of its own.
+        added: whether it was written down after first results were known. Readings with such a
+            choice stand beside the others and are not among those that decide a verdict.
     """
 
     name: str
     question: str
     values: tuple[Value, ...]
     replayed: bool = True
+    added: bool = False
 
     def setting(self, reading: Reading) -> Any:
         """What a reading means for the program."""
@@ -127,4 +131,13 @@ ELEMENTWISE_START = Choice(
         Value("10", "ten times the threshold", 10.0),
         Value("100", "a hundred times the threshold", 100.0),
     ),
+)
+LENGTH = Choice(
+    "length",
+    "How many steps are made; the paper gives their number for SECTOR only.",
+    (
+        Value("all", "until rate x steps is well beyond the turn of the test loss", 1.0),
+        Value("four fifths", "just beyond that turn", 0.8),
+    ),
+    added=True,
 )

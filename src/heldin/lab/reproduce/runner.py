@@ -48,7 +48,6 @@ class Task:
     device: str
     folder: Path
     pause: float
-    threads: int = 1
 
     @property
     def name(self) -> str:
@@ -75,10 +74,17 @@ class Task:
         return bool((_tables.read(self.table)["settings"] == own).all())
 
     @property
+    def total(self) -> int:
+        """Steps to be made."""
+        rate = self.arguments.get("rate")
+        by_rate = hasattr(self.settings, "length") and rate is not None
+        return int(self.settings.length(rate) if by_rate else self.settings.steps)
+
+    @property
     def done(self) -> int:
         """Steps made so far."""
         if self.table.exists():
-            return int(self.settings.steps)
+            return self.total
         try:
             return int(self.checkpoint.with_suffix(".step").read_text())
         except (OSError, ValueError):
@@ -92,7 +98,7 @@ def work(task: Task) -> None:
     how many run beside it.
     """
     threads = torch.get_num_threads()
-    torch.set_num_threads(task.threads)
+    torch.set_num_threads(1)
     try:
         run = Run(
             task.seed,
@@ -296,7 +302,7 @@ def _watched(tasks: Sequence[Task], watch: Watch | None) -> Iterator[None]:
         found = {task.experiment: (0, 0) for task in tasks}
         for task in tasks:
             done, total = found[task.experiment]
-            found[task.experiment] = (done + task.done, total + task.settings.steps)
+            found[task.experiment] = (done + task.done, total + task.total)
         watch(found)
 
     def keep_looking() -> None:

@@ -123,7 +123,11 @@ def wdbc_values(held: Path, own: Path, stops: Any, length: int) -> list[Any]:
 
 
 def _quadratics(
-    seeds: int, starts: Choice, start_of: Callable[..., Any], rise: bool
+    seeds: int,
+    starts: Choice,
+    start_of: Callable[..., Any],
+    rise: bool,
+    levels: Choice | None = None,
 ) -> Iterator[Values]:
     """For each start and kind of eigenvalues: the values of the claims, spectrum by spectrum."""
     import numpy
@@ -135,22 +139,22 @@ def _quadratics(
         generator = torch.Generator().manual_seed(seed)
         d = settings.dimension
         q, r = torch.linalg.qr(torch.randn(d, d, generator=generator, dtype=torch.float64))
-        zeta, other = settings.noise**0.5 * torch.randn(
-            2, d, generator=generator, dtype=torch.float64
-        )
-        problems.append((q * r.diagonal().sign(), zeta, other))
-    for chosen in readings([starts, _quadratic.EIGENVALUES]):
+        drawn = torch.randn(2, d, generator=generator, dtype=torch.float64)
+        problems.append((q * r.diagonal().sign(), *drawn))
+    for chosen in readings([starts, _quadratic.EIGENVALUES, *([levels] if levels else [])]):
+        noise = levels.setting(chosen) if levels else settings.noise
         values: list[list[float]] = []
         for kind in _quadratic.SPECTRA:
             eigenvalues = _quadratic.spectrum(kind, settings.dimension)
             eigenvalues = eigenvalues.pow(_quadratic.EIGENVALUES.setting(chosen))
             powers = (1 - settings.rate * eigenvalues)[:, None] ** torch.arange(settings.steps)
             found = []
-            for rotation, zeta, other in problems:
-                w0 = start_of(starts.setting(chosen), zeta, other)
+            for rotation, first, second in problems:
+                zeta = noise**0.5 * first
+                w0 = start_of(starts.setting(chosen), zeta, second, noise**0.5)
                 shift = (rotation.T @ (w0 + zeta))[:, None] * powers  # w + zeta, eigen-directions
                 gradient = rotation @ (eigenvalues[:, None] * shift)
-                variance = settings.noise * (rotation * eigenvalues).square().sum(1)
+                variance = noise * (rotation * eigenvalues).square().sum(1)
                 criterion = 1 - (gradient.square() / variance[:, None]).mean(0)
                 w = shift - (rotation.T @ zeta)[:, None]
                 test = (0.5 * eigenvalues[:, None] * w.square()).sum(0).numpy()
@@ -161,23 +165,22 @@ def _quadratics(
         yield chosen, [numpy.array(each) for each in values]
 
 
-def quadratic(seeds: int) -> Iterator[Values]:
-    """Of the quadratics: one claim for each spectrum."""
+def quadratic(seeds: int, levels: Choice | None = None) -> Iterator[Values]:
+    """Of the quadratics: one claim for each spectrum; with other noise levels if asked for."""
 
-    def start(kind: str, zeta: Any, other: Any) -> Any:
-        scale = _quadratic.Settings().noise ** 0.5
-        return 0.5 * {"opposite": zeta, "random": other, "unit": other / scale}[kind]
+    def start(kind: str, zeta: Any, drawn: Any, scale: float) -> Any:
+        return 0.5 * {"opposite": zeta, "random": scale * drawn, "unit": drawn}[kind]
 
-    yield from _quadratics(seeds, _quadratic.START, start, rise=False)
+    yield from _quadratics(seeds, _quadratic.START, start, False, levels)
 
 
 def counterexample(seeds: int) -> Iterator[Values]:
     """Of the quadratics that cannot overfit: two claims for each spectrum."""
 
-    def start(kind: str, zeta: Any, other: Any) -> Any:
-        return -5.0 * zeta if kind == "beyond" else 5.0 * other
+    def start(kind: str, zeta: Any, drawn: Any, scale: float) -> Any:
+        return -5.0 * zeta if kind == "beyond" else 5.0 * scale * drawn
 
-    yield from _quadratics(seeds, _counter.START, start, rise=True)
+    yield from _quadratics(seeds, _counter.START, start, True)
 
 
 SPREADS: Mapping[str, Callable[[int], Iterator[Values]]] = {

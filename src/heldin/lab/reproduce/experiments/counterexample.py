@@ -80,4 +80,5 @@ EXPERIMENT = Experiment(
         "multiplies). Everything else as in the experiment before.",
     ),
     readings=lambda settings: (START, EIGENVALUES),
+    left_out=("Learning rate and length, as in the experiment before.",),
 )

@@ -112,4 +112,7 @@ EXPERIMENT = Experiment(
     },
     data="mnist",
     readings=lambda settings: (SMOOTHING, START, DIVISION, PIXELS, INITIAL),
+    left_out=(
+        "As for stochastic gradient descent; pixels and initial weights are not varied yet.",
+    ),
 )

@@ -20,6 +20,7 @@ from heldin.lab.reproduce.tables import at, least, step_of
 __all__ = [
     "EIGENVALUES",
     "EXPERIMENT",
+    "NOISE",
     "SPECTRA",
     "Quadratic",
     "Settings",
@@ -51,6 +52,17 @@ START = Choice(
         Value("unit", "a draw of N(0, I)", "unit"),
     ),
     replayed=False,
+)
+NOISE = Choice(
+    "noise level",
+    'The "different noise levels" Lambda for which "this worked well".',
+    (
+        Value("10", "that of the figure", 10.0),
+        Value("1", "a tenth of it", 1.0),
+        Value("100", "ten times as much", 100.0),
+    ),
+    replayed=False,
+    added=True,
 )
 EIGENVALUES = Choice(
     "eigenvalues",
@@ -215,4 +227,9 @@ EXPERIMENT = Experiment(
         "error above and one below, give the rule the same numbers.",
     ),
     readings=lambda settings: (START, EIGENVALUES),
+    added=(NOISE,),
+    left_out=(
+        "Learning rate and length: as long as the descent is stable, twice the rate is half the "
+        "length; neither is varied.",
+    ),
 )

@@ -128,4 +128,5 @@ EXPERIMENT = Experiment(
         "loss is (1, 0.6), the true one is zero; Lambda = I.",
         "It is a picture: nothing is drawn at random, so there is one seed.",
     ),
+    left_out=("The functions drawn: it is a picture, and the claims are about these functions.",),
 )

@@ -261,4 +261,12 @@ EXPERIMENT = Experiment(
         "The validation stop is the least validation loss of the whole run, as in the paper.",
     ),
     readings=lambda settings: CHOICES,
+    left_out=(
+        "The learning rate: as long as the descent is stable, twice the rate is half the length, "
+        "and the length is varied tenfold.",
+        "Slope and intercept: scaled together with the noise they change nothing, and the noise is "
+        "varied; their ratio is not.",
+        'Whether x is drawn or equally spaced, and how many "about 10" validation points are: not '
+        "varied; each seed draws other points.",
+    ),
 )

@@ -256,4 +256,9 @@ EXPERIMENT = Experiment(
         "last one, there was none.",
     ),
     readings=lambda settings: CHOICES,
+    left_out=(
+        "Which rows are held out: the seeds vary that.",
+        "0/0 read as 0: no variance is zero here, so that it is the same as left out.",
+        "Whether the criterion is smoothed as a whole or group by group: both are the same.",
+    ),
 )
