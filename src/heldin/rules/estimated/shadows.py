@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from zlib import crc32
 
@@ -18,7 +18,9 @@ from heldin.state.schema import check_int, check_schema
 from .base import PathStopping
 from .curves import Patience
 from .engines import Engine
+from .labels import numbered
 from .losses import LossFunction
+from .parameters import SameParameters
 from .rows import warn_of_copies
 from .separate import BatchLoss, Clip, SeparateShadows
 from .source import Source
@@ -27,7 +29,7 @@ from .stacked import StackedShadows
 from .tensors import TensorData
 from .watch import Taken
 
-__all__ = ["MEMORY", "PATIENCE", "ShadowModels", "Shadows", "numbered"]
+__all__ = ["MEMORY", "PATIENCE", "ShadowModels", "Shadows"]
 
 MEMORY = 256 * 2**20
 PATIENCE = Patience(factor=2.0, slack=200, checks=3)
@@ -82,6 +84,7 @@ class ShadowModels(PathStopping):
         self._given: list[tuple[Any, Tensor | None]] = []
         self._seen = 0  # rows that the model was trained on
         self._seen_at_check = 0
+        self._same = SameParameters(model, optimizer)
         self._team: Shadows
         if general:
             source = Source(data, self.seed)
@@ -209,12 +212,14 @@ class ShadowModels(PathStopping):
         return self._team
 
     def _follow(self, taken: Taken, index: Tensor | None, now: bool) -> None:
-        if isinstance(self._team, SeparateShadows):
-            given, self._given = self._given, []
-            self._seen += self._team.follow(taken, given, now)
-        else:
-            queued, self._queue = self._queue, []
-            self._seen += self._team.follow(taken, index, queued, now)
+        self._same.check()
+        with self._watch.as_called(taken):
+            if isinstance(self._team, SeparateShadows):
+                given, self._given = self._given, []
+                self._seen += self._team.follow(taken, given, now)
+            else:
+                queued, self._queue = self._queue, []
+                self._seen += self._team.follow(taken, index, queued, now)
 
     def _due(self) -> bool:
         if not super()._due():
@@ -324,6 +329,12 @@ class ShadowModels(PathStopping):
         self._team.load_state_dict(state)
         self._label, self._queue, self._given = self._team.label, [], []
         self._seen, self._seen_at_check = state["seen"], state["seen_at_check"]
+        self._same.renew()
+
+    def restore(self) -> None:
+        """Put the chosen weights (averaged, if so asked) into the model."""
+        super().restore()
+        self._same.renew()
 
     def close(self) -> None:
         """Take the hooks away and let go of the model. What was found stays readable."""
@@ -367,17 +378,3 @@ def _usual(loss_fn: LossFunction | None) -> BatchLoss:
         return loss_fn(model(*inputs), targets)
 
     return batch_loss
-
-
-def numbered(name: str, argument: str, values: Any, n: int) -> Tensor | None:
-    """(n,) whole numbers in place of names of whatever kind."""
-    if values is None:
-        return None
-    given = values.tolist() if hasattr(values, "tolist") else values
-    if not isinstance(given, Iterable) or len(given := [*given]) != n:
-        raise HeldinError(
-            f"{name}: {argument} must be a list or tensor that names one for each of the {n} rows, "
-            f"got {type(values).__name__}"
-        )
-    numbers: dict[Any, int] = {}
-    return torch.tensor([numbers.setdefault(value, len(numbers)) for value in given])
