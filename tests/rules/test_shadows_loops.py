@@ -6,7 +6,7 @@ Every case here was silently wrong once, or was tried in order to make it so.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,81 +16,18 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
 import heldin
+from tests.support.shadow_loops import (
+    ROWS,
+    Loop,
+    batch_loss,
+    loader_of,
+    network,
+    sgd,
+    trained,
+    x,
+    y,
+)
 from tests.support.shadow_runs import D, N
-
-x = torch.randn(N, D, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-y = torch.randint(3, (N,), generator=torch.Generator().manual_seed(1))
-ROWS = [{"x": x[i], "y": y[i], "number": i} for i in range(N)]
-
-
-def batch_loss(model: nn.Module, batch: Any) -> Tensor:
-    return F.cross_entropy(model(batch["x"]), batch["y"])
-
-
-def network(*middle: nn.Module) -> nn.Module:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(D, 8), *middle, nn.Tanh(), nn.Linear(8, 3)).double()
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    return torch.optim.SGD(parameters, lr=0.3, momentum=0.9)
-
-
-def loader_of(**options: Any) -> Any:
-    generator = torch.Generator().manual_seed(3)
-    return DataLoader(ROWS, **{"batch_size": 7, "shuffle": True, "generator": generator} | options)
-
-
-class Loop:
-    """A user's loop; `train` says of every batch whether the optimiser has stepped on it."""
-
-    def __init__(self, model: nn.Module, loader: Any, epochs: int = 3, **options: Any) -> None:
-        self.start, self.model, self.loader = copy.deepcopy(model), model, loader
-        self.optimizer = sgd(model)
-        options = {"data": loader, "batch_loss": batch_loss} | options
-        self.stopping: Any = heldin.FoldStopping(model, self.optimizer, patience=None, **options)
-        self.epochs, self.steps = epochs, list[list[Any]]()
-
-    def batches(self) -> Iterator[tuple[int, Any]]:
-        for _ in range(self.epochs):
-            yield from enumerate(self.loader)
-
-    def step(self, *batches: Any) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.steps.append([copy.deepcopy(batch) for batch in batches])
-
-    def twin(self, k: int) -> nn.Module:
-        """A model in a plain loop on exactly the rows that shadow k may see."""
-        model, label = copy.deepcopy(self.start), self.stopping._label
-        optimizer = sgd(model)
-        for batches in self.steps:
-            rows = torch.cat([batch["number"] for batch in batches])
-            kept = label[rows] != k
-            if kept.any():
-                some = {
-                    key: torch.cat([batch[key] for batch in batches])[kept] for key in ("x", "y")
-                }
-                optimizer.zero_grad()
-                batch_loss(model, some).backward()
-                optimizer.step()
-        return model
-
-    def check(self) -> None:
-        label, expected = self.stopping._label, []
-        for k in range(5):
-            twin, shadow = self.twin(k), self.stopping._team.shadows[k]
-            for name, p in twin.named_parameters():
-                torch.testing.assert_close(
-                    shadow.weights[name].detach(), p.detach(), rtol=1e-9, atol=1e-11
-                )
-            twin.eval()
-            own = label == k
-            losses = F.cross_entropy(twin(x[own]), y[own], reduction="none")
-            expected.append(losses.detach())
-        torch.testing.assert_close(self.stopping._held_out(), torch.cat(expected))
-
 
 EXACT: dict[str, Callable[[], Loop]] = {}
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {}
@@ -191,20 +128,20 @@ def step_after_evaluation() -> Loop:
 @exact
 def a_batch_sampler_of_tensors() -> Loop:
     loop = Loop(network(), DataLoader(ROWS, batch_sampler=torch.arange(N).split(6)))  # type: ignore[arg-type]
-    return _plain(loop)
+    return trained(loop)
 
 
 @exact
 def batches_of_different_lengths_with_rows_twice() -> Loop:
     batches = [[0, 1, 2], [5, 5, 7, 8], [3], [*range(9, N)]]
-    return _plain(Loop(network(), DataLoader(ROWS, batch_sampler=batches)))
+    return trained(Loop(network(), DataLoader(ROWS, batch_sampler=batches)))
 
 
 @exact
 def a_weighted_sampler() -> Loop:
     generator = torch.Generator().manual_seed(2)
     sampler = WeightedRandomSampler(range(1, N + 1), N + 3, generator=generator)
-    return _plain(Loop(network(), DataLoader(ROWS, 7, sampler=sampler, drop_last=True)))
+    return trained(Loop(network(), DataLoader(ROWS, 7, sampler=sampler, drop_last=True)))
 
 
 @exact
@@ -220,17 +157,9 @@ def workers_that_prefetch_in_an_epoch_cut_short() -> Loop:
     return loop
 
 
-def _plain(loop: Loop) -> Loop:
-    for _, batch in loop.batches():
-        batch_loss(loop.model, batch).backward()
-        loop.step(batch)
-        loop.stopping.step()
-    return loop
-
-
 @refused("hands out .'a', 1.*whole numbers")
 def a_sampler_of_names() -> None:
-    _plain(Loop(network(), DataLoader(ROWS, batch_sampler=[["a", 1]])))  # type: ignore[list-item]
+    trained(Loop(network(), DataLoader(ROWS, batch_sampler=[["a", 1]])))  # type: ignore[list-item]
 
 
 # -- another model, other parameters
@@ -239,7 +168,7 @@ def a_sampler_of_names() -> None:
 @refused("does not depend on the weights of the model that it is given")
 def a_loss_of_another_model() -> None:
     model = network()
-    _plain(Loop(model, loader_of(), batch_loss=lambda _, batch: batch_loss(model, batch)))
+    trained(Loop(model, loader_of(), batch_loss=lambda _, batch: batch_loss(model, batch)))
 
 
 @refused("engine='swap'")
@@ -247,7 +176,7 @@ def a_patched_forward() -> None:
     model = network()
     forward = model.forward
     model.forward = lambda rows: forward(rows)  # type: ignore[method-assign]
-    _plain(Loop(model, loader_of()))
+    trained(Loop(model, loader_of()))
 
 
 @refused("no call of the model with a backward pass")
@@ -327,7 +256,7 @@ class Halved(nn.Module):
 
 @refused("changes the batch in place")
 def a_model_that_changes_its_batch() -> None:
-    _plain(Loop(nn.Sequential(Halved(), network()), loader_of()))
+    trained(Loop(nn.Sequential(Halved(), network()), loader_of()))
 
 
 class HalvedInTraining(nn.Module):
@@ -407,7 +336,7 @@ class Counting(nn.Module):
 
 def test_what_shadows_would_share_is_warned_about() -> None:
     with pytest.warns(heldin.HeldinWarning, match="register_buffer"):
-        _plain(Loop(Counting(), loader_of(), epochs=1))
+        trained(Loop(Counting(), loader_of(), epochs=1))
 
 
 def test_labels_of_padding_may_be_written_into_the_batch() -> None:

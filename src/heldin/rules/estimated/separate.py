@@ -143,6 +143,7 @@ class SeparateShadows:
         shares, rows = self._shares(parts)
         if not rows:
             return
+        scale = self._scale([len(index) for _, index in micro])
 
         def gradients() -> Tensor:
             shadow.forget_gradients()
@@ -150,7 +151,7 @@ class SeparateShadows:
             for (batch, _), share in zip(parts, shares, strict=True):
                 if share:
                     with self._stage.with_weights(shadow, True) as model, self._precision():
-                        loss = one_number(self._loss(model, repacked(batch))) * share
+                        loss = one_number(self._loss(model, repacked(batch))) * (share * scale)
                     shadow.add_gradients(loss)
                     total += loss.detach()
             if self._together is not None:
@@ -170,7 +171,7 @@ class SeparateShadows:
         if self._together is not None:
             self._together.copy_first(shadow.buffers.values())
         if number >= 0:
-            self._total += total * (self._processes if self._checks.adds_up else rows)
+            self._total += total * (self._processes if self._checks.adds_up else rows) / scale
             self._rows += rows
             shadow.forget_gradients()
 
@@ -194,6 +195,17 @@ class SeparateShadows:
         weight = 1.0 if adds_up else float(rows if count is None else count)
         all_rows, total = self._together.add([rows, weight], self._device)
         return [share * weight / (total or 1.0) for share in shares], int(all_rows)
+
+    def _scale(self, sizes: list[int]) -> float:
+        """By how much the mean over a step's rows is multiplied.
+
+        A framework may divide every loss by a number of batches, and step on fewer at the end of
+        an epoch. The loss knows that by a method `scale(sizes)`, of the rows in each batch.
+        """
+        function = getattr(self._loss, "scale", None)
+        if function is None:
+            return 1.0
+        return float(function(sizes)) / (len(sizes) if self._checks.adds_up else 1)
 
     def _asked(self, method: str, batches: list[Any]) -> Any:
         function = getattr(self._loss, method, None)
