@@ -81,7 +81,7 @@ class ShadowModels(PathStopping):
         self._optimizer, self._engine, self._clip = optimizer, engine, clip
         self._first_rows: int | None = None
         self._queue: list[Tensor] = []
-        self._given: list[tuple[Any, Tensor | None]] = []
+        self._given: list[tuple[Any, Tensor | None, int]] = []  # and backward passes before it
         self._seen = 0  # rows that the model was trained on
         self._seen_at_check = 0
         self._same = SameParameters(model, optimizer)
@@ -161,7 +161,12 @@ class ShadowModels(PathStopping):
                 "pass step(indices=...), or make the object with batch_loss"
             )
         index = None if indices is None else self._numbers(indices)
-        self._given.append((batch, index))
+        self._given.append((batch, index, self._watch.passes))
+
+    def trained_on(self) -> bool:
+        """Whether a backward pass has reached the parameters since this was asked last."""
+        reached, self._watch.reached = self._watch.reached, False
+        return reached
 
     def step(self, indices: Tensor | Sequence[int] | None = None, *, batch: Any = None) -> bool:
         """Follow the optimiser step just taken; True if training should stop.
@@ -215,7 +220,11 @@ class ShadowModels(PathStopping):
         self._same.check()
         with self._watch.as_called(taken):
             if isinstance(self._team, SeparateShadows):
-                given, self._given = self._given, []
+                # Gradients of batches before the last fresh pass were thrown away.
+                given = [
+                    (b, i) for b, i, passes in self._given if passes not in range(1, taken.fresh)
+                ]
+                self._given = []
                 self._seen += self._team.follow(taken, given, now)
             else:
                 queued, self._queue = self._queue, []

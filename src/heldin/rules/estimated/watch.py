@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.optim import Optimizer
 
 from heldin._private_torch import graph_task_id, version_of
@@ -58,12 +59,15 @@ class Taken:
         settings: of the optimiser's groups at the time of the step.
         autocast: mixed precision that the model was called in.
         of: the calls themselves.
+        fresh: the number of the last backward pass of the step, from 1 on, that found no gradients
+            of those before it: they were thrown away.
     """
 
     calls: list[tuple[Tensor, ...]]
     settings: list[dict[str, Any]]
     autocast: Autocast | None = None
     of: list[Call] = field(default_factory=list)
+    fresh: int = 1
 
     def changed(self) -> set[int]:
         """Where tensors lie that were changed in place after the model was called with them."""
@@ -91,6 +95,9 @@ class Watch:
     trained: list[Tensor] = field(default_factory=list)
     handles: list[Any] = field(default_factory=list)
     deaf: bool = False  # while shadows use the model itself
+    passes: int = 0  # backward passes to trained parameters since the last step
+    fresh: int = 1  # see `Taken`
+    reached: bool = False  # whether there was one since this was set to false
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Begin to watch."""
@@ -102,6 +109,9 @@ class Watch:
             model.register_forward_hook(self._returned),
             optimizer.register_step_pre_hook(self._steps),
             optimizer.register_step_post_hook(self._stepped),
+            register_multi_grad_hook(
+                [p for p in self.trained if p.requires_grad], self._arrives, mode="any"
+            ),
         ]
 
     def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -142,6 +152,13 @@ class Watch:
         if call.passes is not None:
             call.passes.add(now)
 
+    def _arrives(self, _: Tensor) -> None:
+        """A backward pass has come to the first of the trained parameters."""
+        self.passes += 1
+        self.reached = True
+        if self.passes > 1 and not any(_has_gradient(p) for p in self.trained):
+            self.fresh = self.passes
+
     def _steps(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.settings = hyperparameters(optimizer)
         self.before = sum(call.trained for call in self.calls)
@@ -151,9 +168,9 @@ class Watch:
         calls = [call for call in self.calls if call.trained]
         calls = calls if self.before else calls[:1]
         self.steps.append(
-            Taken([call.tensors for call in calls], self.settings, self.autocast, calls)
+            Taken([call.tensors for call in calls], self.settings, self.autocast, calls, self.fresh)
         )
-        self.calls = []
+        self.calls, self.passes, self.fresh = [], 0, 1
 
     @contextmanager
     def as_called(self, taken: Taken) -> Iterator[None]:
