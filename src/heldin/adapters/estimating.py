@@ -194,6 +194,8 @@ class EstimatingSession:
         except HeldinError:
             self.end()
             raise
+        if isinstance(made, ShadowModels):
+            made.count_passes()
         self.stopping, self._model = made, model
         state, self._state, self._last = self._state, {}, {}
         if state:

@@ -41,6 +41,8 @@ class SameParameters:
     def check(self) -> None:
         """Refuse what has changed since the last time."""
         self._check_groups()
+        if not self._shared:
+            return
         versions = [version_of(p) for _, p in self._shared]
         before, self._versions = self._versions, versions
         if before is None or before == versions:

@@ -163,6 +163,10 @@ class ShadowModels(PathStopping):
         index = None if indices is None else self._numbers(indices)
         self._given.append((batch, index, self._watch.passes))
 
+    def count_passes(self) -> None:
+        """Find out which batches are trained on: for `trained_on`, and for those thrown away."""
+        self._watch.count_passes()
+
     def trained_on(self) -> bool:
         """Whether a backward pass has reached the parameters since this was asked last."""
         reached, self._watch.reached = self._watch.reached, False

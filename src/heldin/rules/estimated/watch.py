@@ -95,7 +95,7 @@ class Watch:
     trained: list[Tensor] = field(default_factory=list)
     handles: list[Any] = field(default_factory=list)
     deaf: bool = False  # while shadows use the model itself
-    passes: int = 0  # backward passes to trained parameters since the last step
+    passes: int = 0  # backward passes since the last step, if they are counted
     fresh: int = 1  # see `Taken`
     reached: bool = False  # whether there was one since this was set to false
 
@@ -109,10 +109,12 @@ class Watch:
             model.register_forward_hook(self._returned),
             optimizer.register_step_pre_hook(self._steps),
             optimizer.register_step_post_hook(self._stepped),
-            register_multi_grad_hook(
-                [p for p in self.trained if p.requires_grad], self._arrives, mode="any"
-            ),
         ]
+
+    def count_passes(self) -> None:
+        """Look out for backward passes, which takes a little of each, from now on."""
+        trained = [p for p in self.trained if p.requires_grad]
+        self.handles.append(register_multi_grad_hook(trained, self._arrives, mode="any"))
 
     def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.deaf:
@@ -134,14 +136,14 @@ class Watch:
             return
         if torch.compiler.is_compiling():
             return
-        outputs = list(tensors_in(output))
-        made = [tensor for tensor in outputs if tensor.grad_fn is not None]
+        outputs = [output] if isinstance(output, Tensor) else list(tensors_in(output))
+        made = {tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None}
         if not made and (not outputs or any(tensor.requires_grad for tensor in outputs)):
             return  # something that cannot be looked into
         call = self.calls[-1]
         call.passes = set()
-        for tensor in made:
-            tensor.register_hook(lambda _, call=call: self._backward(call))
+        for node in made:  # cheaper than hooks of the tensors
+            node.register_prehook(lambda _: self._backward(call))
 
     def _backward(self, call: Call) -> None:
         """Gradients arrive at a call; those of earlier passes may have been thrown away."""
