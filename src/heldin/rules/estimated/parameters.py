@@ -19,6 +19,7 @@ class SameParameters:
     All others are shared with the model: were they trained, by another optimiser for instance,
     shadows would get to know rows that they must not see.
 
+    >>> import torch
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     >>> same = SameParameters(model, torch.optim.SGD(model[1].parameters(), lr=0.1))
     >>> same.check()
