@@ -114,8 +114,8 @@ def sequence_number(node: Any) -> int:
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often a tensor was written into."""
-    return tensor._version
+    """How often a tensor was written into; 0 where that is not counted (inference mode)."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def gradient_hooks(leaf: Tensor) -> dict[int, Any] | None:

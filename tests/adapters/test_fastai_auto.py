@@ -16,6 +16,7 @@ pytest.importorskip("fastai")
 
 from fastai.callback.mixup import MixUp
 from fastai.callback.schedule import lr_find  # noqa: F401  (a patch of Learner)
+from fastai.callback.training import GradientAccumulation
 from fastai.optimizer import SGD, Adam
 
 from heldin.adapters.session import MethodWrapper
@@ -63,6 +64,27 @@ def test_accumulated_batches() -> None:
     stopping: Any = callback.stopping
     assert 8 * plain.ROWS - 48 < stopping._seen <= 8 * plain.ROWS
     assert 5 < stopping._step < 12
+
+
+def test_more_rows_than_are_to_be_accumulated() -> None:
+    """fastai divides by the number that was asked for, and steps on whole batches."""
+    callback = rule(rule="shadow", restore=False, patience=None)
+    learn = learner(PLAIN, callback)
+    learn.add_cb(GradientAccumulation(20))
+    twin = copy.deepcopy(learn.model)
+    fit(learn, 1)  # two steps, each on two batches of 16 rows
+    stopping: Any = callback.stopping
+    optimizer = plain.sgd(twin)
+    x, y = plain.data()
+    for start in (0, 32):
+        rows = torch.arange(start, min(start + 32, plain.ROWS))
+        kept = rows[stopping._label[rows] < 0]
+        (learn.loss_func(twin(x[kept]), y[kept]) * len(rows) / 20).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = stopping._team.shadows[0].weights
+    for name, weight in twin.named_parameters():
+        torch.testing.assert_close(found[name].detach(), weight.detach())
 
 
 @pytest.mark.parametrize("kind", [SGD, Adam])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
@@ -15,7 +17,7 @@ from tests.support import estimated, plain
 
 ignite = pytest.importorskip("ignite")
 
-from ignite.engine import Events, create_supervised_trainer
+from ignite.engine import Engine, Events, create_supervised_trainer
 from ignite.handlers import Checkpoint, DiskSaver
 
 from heldin.ignite import AutoStopping
@@ -64,6 +66,41 @@ def test_same_as_plain(case: plain.Case) -> None:
     assert trainer.state.iteration == (stopping.stopping.stopped_step or 0) * case.accumulate
     assert trainer.state.metrics["heldin/should_stop"] == 1.0
     assert trainer.state.metrics["heldin/standard_error"] > 0
+
+
+def test_iterations_that_pass_over_their_batch() -> None:
+    model = plain.net()
+    optimizer, twin = plain.sgd(model), copy.deepcopy(model)
+    taken: list[Any] = []
+
+    def process(engine: Engine, batch: Any) -> None:
+        number = engine.state.iteration % 4
+        loss = estimated.batch_loss(model, batch)
+        if number == 1:  # a nan, say
+            return
+        optimizer.zero_grad()
+        loss.backward()
+        if number == 2:
+            return
+        optimizer.step()
+        taken.append(batch)
+
+    trainer = Engine(process)
+    settings = {"rule": "shadow", "patience": None, "restore": False}
+    stopping: Any = AutoStopping(model, optimizer, batch_loss=estimated.batch_loss, **settings)
+    x, y = plain.data()
+    rows = [(a, b, i) for i, (a, b) in enumerate(zip(x, y, strict=True))]
+    stopping.attach(trainer)
+    trainer.run(estimated.loader(PLAIN, dataset=rows), max_epochs=3)
+    own, label = plain.sgd(twin), stopping.stopping._label
+    for a, b, numbers in taken:
+        kept = label[numbers] < 0
+        own.zero_grad()
+        F.cross_entropy(twin(a[kept]), b[kept]).backward()
+        own.step()
+    found = stopping.stopping._team.shadows[0].weights
+    for name, weight in twin.named_parameters():
+        torch.testing.assert_close(found[name].detach(), weight.detach())
 
 
 def test_exact_resume(tmp_path: Path) -> None:

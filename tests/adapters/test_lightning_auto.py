@@ -350,3 +350,17 @@ def test_errors_and_interrupts_leave_no_trace(error: type[BaseException]) -> Non
     assert 0 < fit.global_step < 160
     estimated.expect_no_trace(module, batches)
     assert not vars(fit.strategy).keys() & {"process_dataloader"}
+
+
+class Reloaded(Module):
+    """Has another dataset in every epoch."""
+
+    def train_dataloader(self) -> Any:
+        rows = [*zip(*plain.data(), strict=True)]
+        return DataLoader(rows[:: -1 if self.current_epoch else 1], batch_size=16)
+
+
+def test_other_rows_in_a_later_epoch_are_refused() -> None:
+    fit = trainer(PLAIN, rule(), reload_dataloaders_every_n_epochs=1)
+    with pytest.raises(heldin.HeldinError, match="one over other rows"):
+        fit.fit(Reloaded())

@@ -228,6 +228,21 @@ def test_a_shadow_takes_the_same_steps_as_a_model_without_its_rows(
         torch.testing.assert_close(found[name].detach(), weight.detach())
 
 
+class Careless(Model):
+    """Takes the number of items, as many classifiers do, and does not divide by it."""
+
+    def forward(self, x: Tensor, labels: Tensor, **kwargs: Any) -> dict[str, Tensor]:
+        return super().forward(x, labels)
+
+
+def test_losses_that_the_trainer_adds_up(tmp_path: Path) -> None:
+    case, callback = estimated.CASES[2], rule()
+    run = trainer(case, tmp_path, callback, model=Careless())
+    assert run.model_accepts_loss_kwargs
+    run.train()
+    estimated.expect_same(case, callback.stopping, run.model.net, shuffle=False, added=True)
+
+
 def test_length_grouped_batches_keep_their_rows(tmp_path: Path) -> None:
     seen: list[Any] = []
 

@@ -156,7 +156,10 @@ def test_any_batch_within_a_budget() -> None:
     options: dict[str, Any] = {"data": loader, "batch_loss": batch_loss, "groups": range(60)}
     made = heldin.stopping("auto", model, optimizer, budget=3, **options)
     assert type(made) is heldin.ShadowStopping
-    assert "one shadow, for about 3 times the time of a run (budget 3)" in made.reason_chosen
+    assert (
+        "one shadow, for about 3 times the time of a run of 1,000 steps or more (budget 3)"
+        in made.reason_chosen
+    )
     for batch in loader:
         batch_loss(model, batch).backward()
         optimizer.step()

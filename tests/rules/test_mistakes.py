@@ -106,8 +106,12 @@ def test_a_page_without_a_step_says_so() -> None:
 def test_other_rows_in_between_are_named_as_a_cause() -> None:
     stopping = made()
     model: Any = stopping._model
-    model(X + 1)
+    model(X + 1)  # nobody asks for gradients of it
     loss = nn.CrossEntropyLoss()(model(X[:10]), Y[:10])
+    loss.backward()
+    stopping._optimizer.step()
+    stopping.step()
+    loss = nn.CrossEntropyLoss()(model(X[:10]), Y[:10]) + model(X + 1).square().mean()
     loss.backward()
     stopping._optimizer.step()
     with pytest.raises(heldin.HeldinError, match=re.escape("under torch.no_grad()")):

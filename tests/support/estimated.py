@@ -44,6 +44,19 @@ class Even:
         return [1 / self.accumulate] * len(batches)
 
 
+class Divided:
+    """The loss in a loop that divides by the batches of a full step, also where fewer are left."""
+
+    def __init__(self, accumulate: int) -> None:
+        self.accumulate = accumulate
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        return batch_loss(model, batch)
+
+    def scale(self, sizes: list[int]) -> float:
+        return len(sizes) / self.accumulate
+
+
 def loader(case: plain.Case, shuffle: bool = True, dataset: Any = None) -> DataLoader[Any]:
     """In an order that depends on nothing but the number of the epoch."""
     data = dataset if dataset is not None else TensorDataset(*plain.data(case.dtype))
@@ -59,6 +72,7 @@ def train(
     true_mean: bool = False,
     epochs: int | None = None,
     even: bool = False,
+    added: bool = False,
     **options: Any,
 ) -> tuple[PathStopping, nn.Module]:
     """Train until the rule stops, and restore.
@@ -70,6 +84,7 @@ def train(
         true_mean: the losses of an incomplete step are divided by their own number.
         epochs: in place of those of the case.
         even: accumulated batches count alike in the shadows, and not by their rows.
+        added: accumulated losses are not divided by anything.
         options: of `heldin.stopping`.
     """
     model = plain.net(case.dtype)
@@ -78,13 +93,16 @@ def train(
     options = {**OPTIONS, **options}
     if options["rule"] != "auto":
         del options["budget"]
+    shadow_loss: Any = Even(case.accumulate) if even else batch_loss
+    if flush and not true_mean and not even:
+        shadow_loss = Divided(1 if added else case.accumulate)
     with case.autocast():  # also for the check before the first step
         stopping = heldin.stopping(
             options.pop("rule"),
             model,
             optimizer,
             data=batches,
-            batch_loss=Even(case.accumulate) if even else batch_loss,
+            batch_loss=shadow_loss,
             clip=case.clip,
             **options,
         )
@@ -96,7 +114,7 @@ def train(
                 with case.autocast():
                     loss = batch_loss(model, batch)
                 alone = true_mean and end  # one batch is left over
-                (loss / (1 if alone else case.accumulate)).backward()
+                (loss / (1 if alone or added else case.accumulate)).backward()
                 stopping.add_batch(batch)  # type: ignore[attr-defined]
                 waiting += 1
                 if waiting < case.accumulate and not (flush and end):

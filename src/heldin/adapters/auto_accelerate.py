@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
-from torch import nn
+from torch import Tensor, nn
 
 from heldin.errors import HeldinError
 from heldin.rules.estimated.base import Average, PathStopping
@@ -122,7 +122,7 @@ class AutoStopping:
         self.stopping: PathStopping = self._run.begin(
             accelerator.unwrap_model(model),
             optimizer,
-            batch_loss,
+            DividedLoss(batch_loss, accelerator),
             own_loader(NAME, loader),
             clip=clip,
             together=True,
@@ -171,6 +171,21 @@ class AutoStopping:
             self.close()
         else:
             self._run.end()
+
+
+class DividedLoss:
+    """The loss of a batch, which `accelerator.backward` divides by the batches of a full step."""
+
+    def __init__(self, batch_loss: BatchLoss, accelerator: Accelerator) -> None:
+        self._loss, self._accelerator = batch_loss, accelerator
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        """Before it is divided."""
+        return self._loss(model, batch)
+
+    def scale(self, sizes: list[int]) -> float:
+        """A step at the end of an epoch may be one on fewer batches."""
+        return len(sizes) / float(self._accelerator.gradient_accumulation_steps)
 
 
 class Registered:

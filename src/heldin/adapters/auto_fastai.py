@@ -13,7 +13,7 @@ from fastai.callback import core
 from fastai.callback.core import Callback, CancelFitException, CancelTrainException
 from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.mixup import MixHandler
-from fastai.callback.training import GradientClip
+from fastai.callback.training import GradientAccumulation, GradientClip
 from fastai.learner import ValueMetric
 from fastai.optimizer import Optimizer as FastaiOptimizer
 from fastai.optimizer import OptimWrapper
@@ -144,14 +144,8 @@ class AutoStopping(Callback):
             MethodWrapper(train, "get_idxs", self._numbers),
             MethodWrapper(learn, "one_batch", self._one_batch),
         ]
-
-        def loss(model: nn.Module, batch: Any) -> Tensor:
-            split = getattr(learn.dls, "n_inp", len(batch) - 1)
-            found: Tensor = learn.loss_func(model(*batch[:split]), *batch[split:])
-            return found
-
         rule = self._session.begin(
-            get_model(learn.model), optimizer, loss, _rows(train), clip=_clip(learn)
+            get_model(learn.model), optimizer, LearnerLoss(learn), _rows(train), clip=_clip(learn)
         )
         if self.verbose:
             print(f"AutoStopping: {rule.reason_chosen}")
@@ -226,6 +220,24 @@ class AutoStopping(Callback):
         self._session.load_state_dict(saved)
         self._guard = Guard(self._end, CANCELLED)
         self._detours, self._rows, self._due = [], [], False
+
+
+class LearnerLoss:
+    """The Learner's loss of a batch."""
+
+    def __init__(self, learn: Any) -> None:
+        self._learn = learn
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        """Of another model than the Learner's."""
+        split = getattr(self._learn.dls, "n_inp", len(batch) - 1)
+        found: Tensor = self._learn.loss_func(model(*batch[:split]), *batch[split:])
+        return found
+
+    def scale(self, sizes: list[int]) -> float:
+        """`GradientAccumulation` steps on its number of rows or more, and divides by it."""
+        found = [c.n_acc for c in self._learn.cbs if isinstance(c, GradientAccumulation)]
+        return sum(sizes) / found[0] if found else 1.0
 
 
 def _optimizer(opt: Any) -> tuple[Any, list[MethodWrapper]]:

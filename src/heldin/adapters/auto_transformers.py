@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 import accelerate  # noqa: F401  (without it there is a Trainer, which fails when it is made)
+import torch
 import transformers.trainer as trainer_module
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 from transformers.utils import logging
 
+from heldin._private_torch import DisableTorchFunction
 from heldin.errors import HeldinError
 from heldin.rules.estimated.base import Average, PathStopping
+from heldin.rules.estimated.batches import repacked
 from heldin.rules.estimated.curves import Patience
 from heldin.rules.estimated.separate import BatchLoss
 from heldin.rules.estimated.shadows import PATIENCE
@@ -201,20 +204,36 @@ class TrainerLoss:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
+        self._counts = False  # whether the model is told the number of items
+        self._divides: bool | None = None  # whether its loss is divided by that
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
         """The mean over tokens or samples."""
+        items = self._items(batch)
+        loss = self._of(model, batch, items)
+        if self._divides is None:  # in an evaluation, where nothing is random
+            self._divides = items is not None and self._is_halved(loss, model, batch, items)
+        return loss
+
+    def _is_halved(self, loss: Tensor, model: nn.Module, batch: Any, items: Any) -> bool:
+        """Whether twice the number of items makes half the loss."""
+        with DisableTorchFunction(), torch.no_grad():  # nobody is to note the rows' losses here
+            twice = float(self._of(model, batch, 2 * items))
+        return abs(2 * twice - float(loss)) < abs(twice - float(loss))
+
+    def _of(self, model: nn.Module, batch: Any, items: Any) -> Tensor:
         trainer = self._trainer
-        inputs = trainer._prepare_inputs(batch)
+        inputs = trainer._prepare_inputs(repacked(batch))
         with _untouched(trainer), trainer.compute_loss_context_manager():
-            loss: Tensor = trainer.compute_loss(
-                model, inputs, num_items_in_batch=self._items(batch)
-            )
+            loss: Tensor = trainer.compute_loss(model, inputs, num_items_in_batch=items)
         return loss
 
     def _items(self, batch: Any) -> Any:
-        with _untouched(self._trainer):
-            return self._trainer._get_num_items_in_batch([batch], self._trainer.args.device)
+        trainer = self._trainer
+        with _untouched(trainer):
+            items = trainer._get_num_items_in_batch([batch], trainer.args.device)
+        self._counts = trainer.model_accepts_loss_kwargs and items is not None
+        return items
 
     def shares(self, batches: list[Any]) -> list[float] | None:
         """By the number of tokens, where the Trainer divides by it."""
@@ -223,6 +242,20 @@ class TrainerLoss:
             return None
         total = float(sum(items))
         return [float(each) / total if total else 0.0 for each in items]
+
+    def scale(self, sizes: list[int]) -> float:
+        """What the Trainer makes of a step on several batches.
+
+        It divides their losses by the number of batches, or believes that the model has divided
+        them by the number of items. Some models have not: their losses are added up.
+        """
+        trainer, number = self._trainer, len(sizes)
+        scaled = trainer.loss_is_scaled_for_ga
+        if scaled is None:
+            scaled = trainer.compute_loss_func is not None or self._counts
+        if self._divides:
+            return 1.0 if scaled else 1.0 / number
+        return float(number) if scaled else 1.0
 
     def count(self, batches: list[Any]) -> float | None:
         """Tokens of this process, by which it counts among others."""

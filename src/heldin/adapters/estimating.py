@@ -17,6 +17,8 @@ from heldin.rules.estimated.choose import stopping as choose
 from heldin.rules.estimated.folds import FoldStopping
 from heldin.rules.estimated.order import RowOrder
 from heldin.rules.estimated.separate import BatchLoss, Clip
+from heldin.rules.estimated.shadows import ShadowModels
+from heldin.rules.estimated.source import same_rows
 
 __all__ = [
     "OPTIONS",
@@ -69,6 +71,7 @@ class EstimatingSession:
         self.stopping: PathStopping | None = None
         self._model: nn.Module | None = None
         self._order: RowOrder | None = None
+        self._first: DataLoader[Any] | None = None  # the loader that was followed first
         self._state: Mapping[str, Any] = {}
         self._last: dict[str, Tensor] = {}
         self._check()
@@ -115,8 +118,14 @@ class EstimatingSession:
     def follow(self, loader: Any) -> None:
         """Write down the row numbers that a loader hands out from now on."""
         inner = own_loader(self.owner, loader)
+        if self._first is not None and not same_rows(self._first, inner):
+            raise HeldinError(
+                f"{self.owner}: the loader was replaced by one over other rows, and shadows hold "
+                "out those of the first. Keep one dataset in a run (a sampler may choose among its "
+                "rows), or use EvidenceStopping"
+            )
         if self._order is None:
-            self._order = RowOrder(inner)
+            self._order, self._first = RowOrder(inner), inner
         else:
             self._order.follow(inner)
 
@@ -185,6 +194,8 @@ class EstimatingSession:
         except HeldinError:
             self.end()
             raise
+        if isinstance(made, ShadowModels):
+            made.count_passes()
         self.stopping, self._model = made, model
         state, self._state, self._last = self._state, {}, {}
         if state:
@@ -204,13 +215,15 @@ class EstimatingSession:
             given: the same as the followed loader handed it out (default: batch).
             rows: its row numbers, where no loader is followed.
         """
-        if self.stopping is None or not self.running:
+        if not isinstance(self.stopping, ShadowModels) or not self.running:
+            return
+        if not self.stopping.trained_on():  # the step has passed over it, because of a nan say
             return
         index: Any = rows
         if rows is None:
             assert self._order is not None
             index = self._order.rows_of(batch if given is None else given)
-        self.stopping.add_batch(batch, index)  # type: ignore[attr-defined]
+        self.stopping.add_batch(batch, index)
 
     def step(self) -> bool:
         """Follow the optimiser's step, if it has taken one; True if training should stop."""
@@ -246,7 +259,7 @@ class EstimatingSession:
         self.close()
         if self._order is not None:
             self._order.close()
-        self._order = None
+        self._order = self._first = None
 
     def close(self) -> None:
         """Let go of model and optimiser; loaders are still followed."""

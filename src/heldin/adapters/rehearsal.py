@@ -93,6 +93,11 @@ class Rehearsal:
         """With manual optimisation the losses of accumulated batches are added as they are."""
         return [1.0] * len(batches) if self._manual else None
 
+    def scale(self, sizes: list[int]) -> float:
+        """Lightning divides by the batches of a full step, also where an epoch ends before."""
+        number = 0 if self._manual else self._trainer.accumulate_grad_batches
+        return len(sizes) / number if number else 1.0
+
     @contextmanager
     def _muted(self, model: nn.Module, losses: list[Tensor]) -> Iterator[None]:
         quiet: dict[str, Any] = {"log": _nothing, "log_dict": _nothing}

@@ -339,6 +339,15 @@ class PathStopping(EstimateReport, StoppingRule):
 
     # -- saving and closing
 
+    def __getstate__(self) -> dict[str, Any]:
+        if self._model is not None:
+            raise HeldinError(
+                f"{type(self).__name__}: a rule that follows a run belongs to its model, optimiser "
+                "and loader, and a copy would follow nothing; make another one for the other model "
+                "and give it the state: other.load_state_dict(stopping.state_dict())"
+            )
+        return dict(vars(self))
+
     def _settings(self) -> dict[str, Any]:
         own = {"grid": self.grid, "average": self.average, "rows": self._count}
         return own | self._own_settings() | {"model": self._signature}

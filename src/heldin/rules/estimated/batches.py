@@ -11,11 +11,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from heldin._private_torch import version_of
 from heldin.errors import HeldinError
 
 __all__ = [
@@ -23,8 +25,11 @@ __all__ = [
     "Layout",
     "Listed",
     "Shared",
+    "cloned",
     "layout_of",
     "layout_of_rows",
+    "refused_if_changed",
+    "repacked",
     "rows_in",
     "select",
     "tensors_in",
@@ -130,7 +135,9 @@ def rows_in(batch: Any, layout: Layout) -> int | None:
     if isinstance(layout, Shared):
         return None
     parts = _parts(batch) or {}
-    counts = (rows_in(parts[key], inner) for key, inner in layout.items() if key in parts)
+    if parts.keys() != layout.keys():
+        return None
+    counts = (rows_in(parts[key], inner) for key, inner in layout.items())
     return next((count for count in counts if count is not None), None)
 
 
@@ -173,6 +180,40 @@ def to_device(batch: Any, device: torch.device) -> Any:
     if all(moved[key] is part for key, part in parts.items()):
         return batch
     return _rebuilt(batch, moved)
+
+
+def repacked(batch: Any) -> Any:
+    """The same tensors in containers of their own: whoever takes a part out of them may do so."""
+    parts = None if isinstance(batch, Tensor) else _parts(batch)
+    return batch if parts is None else _rebuilt(batch, {k: repacked(v) for k, v in parts.items()})
+
+
+def cloned(batch: Any) -> Any:
+    """The batch with copies of all its tensors."""
+    if isinstance(batch, Tensor):
+        return batch.clone()
+    parts = _parts(batch)
+    return batch if parts is None else _rebuilt(batch, {k: cloned(v) for k, v in parts.items()})
+
+
+@contextmanager
+def refused_if_changed(batch: Any, again: bool) -> Iterator[None]:
+    """Refuse a loss that changes the values of a batch in place.
+
+    Args:
+        batch: that the loss is called with inside.
+        again: whether it was called with the same batch before. Only then: whoever writes the same
+            values a second time (labels of padding, say) does no harm.
+    """
+    tensors = list(tensors_in(batch)) if again else []
+    versions, before = [version_of(t) for t in tensors], [t.clone() for t in tensors]
+    yield
+    for tensor, version, values in zip(tensors, versions, before, strict=True):
+        if version_of(tensor) != version and not torch.equal(tensor, values):
+            raise HeldinError(
+                "batch_loss: it, or the model, changes the batch in place, so that shadows would "
+                "see it changed more than once; let it work on a copy (x = x / 255, not x /= 255)"
+            )
 
 
 def tensors_in(batch: Any) -> Iterator[Tensor]:

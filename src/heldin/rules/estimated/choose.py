@@ -99,7 +99,10 @@ def _chosen(case: _Case, budget: float, memory: int) -> tuple[str, int, str]:
         )
     if shadows:
         what = {1: "one shadow", 5: "five folds"}.get(shadows, f"{shadows} of five folds")
-        spent = f"for about {case.cost(shadows):g} times the time of a run (budget {budget:g})"
+        spent = (
+            f"for about {case.cost(shadows):g} times the time of a run of 1,000 steps or more "
+            f"(budget {budget:g})"
+        )
         why = "more would gain little" if shadows == case.wanted() else "more do not fit"
         if shadows == 5:
             why = f"the best rule with fewer than {FEW} rows"
@@ -135,7 +138,8 @@ def stopping(
             where fewer than three (or those two, or that one) are affordable and it costs two runs
             at most: small networks on few rows, with loss_fn.
         model, optimizer, loss_fn, data: see `heldin.FoldStopping`.
-        budget: for "auto": how many times the time of a plain run training may take.
+        budget: for "auto": how many times the time of a plain run training may take, in runs of
+            1,000 steps or more; shorter ones also pay for the making of the shadows.
         memory: for "auto": bytes that the shadows may take.
         batch_loss: (model, batch) -> loss, in place of loss_fn, for any model and batch.
         options: further arguments of the class.
@@ -151,7 +155,7 @@ def stopping(
     >>> type(chosen).__name__
     'FoldStopping'
     >>> chosen.reason_chosen
-    '50 rows and 4 parameters: five folds, for about 2.8 times the time of a run (budget 6); ...'
+    '50 rows and 4 parameters: five folds, for about 2.8 times the time of a run of ...'
     """
     _check_arguments(rule, model, optimizer, data, budget, memory)
     reason, chosen = f"asked for {rule!r}", str(rule)

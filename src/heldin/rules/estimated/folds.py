@@ -16,10 +16,10 @@ from heldin.state.schema import check_int
 from .base import Average
 from .curves import Patience
 from .engines import Engine
-from .labels import fold_labels, given_folds, hidden_labels, only_first
+from .labels import fold_labels, given_folds, hidden_labels, numbered, only_first
 from .losses import LossFunction
 from .separate import BatchLoss, Clip
-from .shadows import MEMORY, PATIENCE, ShadowModels, numbered
+from .shadows import MEMORY, PATIENCE, ShadowModels
 
 __all__ = ["FoldStopping", "ShadowStopping"]
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from heldin.errors import HeldinError
 
-from .batches import select, tensors_in, to_device
+from .batches import refused_if_changed, repacked, select, tensors_in, to_device
 from .labels import LOOKED_AT, thinned
 from .row_losses import RowLosses
 from .source import Source
@@ -52,7 +52,7 @@ class HeldOut:
         self._together = together
         own = thinned(label, LOOKED_AT)
         self.held = sum(len(rows) for rows in own)
-        some = own[0][: min(8, len(own[0]))]
+        some = torch.arange(min(8, view.count))
         self._find_kind(to_device(view.batch(some), device), len(some))
         size = EVALUATED if self._by_rows else max(1, self.held // BLOCKS)
         self._blocks = [
@@ -76,6 +76,8 @@ class HeldOut:
                 f"eval_loss must return the loss of a batch or one for each of its {rows} samples, "
                 f"got {tuple(whole.shape)}"
             )
+        with refused_if_changed(batch, again=True):
+            self._evaluated(0, batch, self._eval_loss)
         self._by_rows = whole.dim() > 0 and whole.numel() == rows
         self.adds_up = self._is_sum(batch, rows)
         each = noted.of(rows)
@@ -114,7 +116,7 @@ class HeldOut:
         )
 
     def _evaluated(self, number: int, batch: Any, loss: BatchLoss) -> Tensor:
-        found = self._evaluate(number, batch, loss)
+        found = self._evaluate(number, repacked(batch), loss)
         if not isinstance(found, Tensor):
             raise HeldinError(
                 f"batch_loss must return the loss of a batch, a tensor, got {type(found).__name__}"

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from heldin.errors import HeldinError
 
-__all__ = ["LOOKED_AT", "fold_labels", "given_folds", "hidden_labels", "only_first", "thinned"]
+__all__ = [
+    "LOOKED_AT",
+    "fold_labels",
+    "given_folds",
+    "hidden_labels",
+    "numbered",
+    "only_first",
+    "thinned",
+]
 
 LOOKED_AT = 4096  # held-out rows of all shadows that are evaluated at a check
 
@@ -112,3 +121,23 @@ def thinned(labels: Tensor, most: int) -> list[Tensor]:
     total = int((labels >= 0).sum())
     stride = max(1, -(-total // most))
     return [(labels == k).nonzero().flatten()[::stride] for k in range(shadows)]
+
+
+def numbered(name: str, argument: str, values: Any, n: int) -> Tensor | None:
+    """(n,) whole numbers in place of names of whatever kind."""
+    if values is None:
+        return None
+    given = values.tolist() if hasattr(values, "tolist") else values
+    if not isinstance(given, Iterable) or len(given := [*given]) != n:
+        raise HeldinError(
+            f"{name}: {argument} must be a list or tensor that names one for each of the {n} rows, "
+            f"got {type(values).__name__}"
+        )
+    for row, value in enumerate(given):
+        if value is None or value != value or not isinstance(value, Hashable):
+            raise HeldinError(
+                f"{name}: {argument} must be one name or number for each row; row {row} has "
+                f"{value!r}. A row that belongs to no other gets a name of its own"
+            )
+    numbers: dict[Any, int] = {}
+    return torch.tensor([numbers.setdefault(value, len(numbers)) for value in given])

@@ -21,6 +21,11 @@ def first_trained(owner: str, model: nn.Module) -> nn.Parameter:
                 "do not follow; give the model that the optimiser trains. The estimate and the "
                 "restored weights are those of that model, not of its average"
             )
+    if any(nn.parameter.is_lazy(p) for p in model.parameters()):
+        raise HeldinError(
+            f"{owner}: the model has lazy layers whose shapes are not known yet; call it once on a "
+            "batch before"
+        )
     parameter = next((p for p in model.parameters() if p.requires_grad), None)
     if parameter is None:
         raise HeldinError(

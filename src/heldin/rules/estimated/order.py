@@ -77,6 +77,24 @@ class Delivery:
             return 0
         return sum(tensor.untyped_storage().data_ptr() in self.places for tensor in tensors)
 
+    def misses_rows(self, calls: Sequence[Sequence[Tensor]]) -> bool:
+        """Whether calls that share memory with the batch have seen a part of its rows only.
+
+        A slice of the rows has fewer numbers, and no dimension as long as the batch; a sequence
+        that was cut, or turned round, has one.
+        """
+        if self.batch is None:
+            return False
+        rows = len(self.index)
+        sizes = {t.untyped_storage().data_ptr(): t.numel() for t in tensors_in(self.batch)}
+        seen: dict[int, int] = {}
+        for tensor in (tensor for call in calls for tensor in call):
+            place = tensor.untyped_storage().data_ptr()
+            if place in sizes:
+                whole = rows in tensor.shape
+                seen[place] = seen.get(place, 0) + (sizes[place] if whole else tensor.numel())
+        return any(seen[place] < sizes[place] for place in seen)
+
     def alike(self, prints: Sequence[Print]) -> int:
         """How many of the tensors with these marks are like tensors of the batch."""
         return sum(one in self.prints for one in prints)
@@ -97,6 +115,7 @@ class RowOrder:
 
     def __init__(self, loader: Any) -> None:
         self._delivered: deque[Delivery] = deque(maxlen=KEPT)
+        self._used: deque[Delivery] = deque(maxlen=1)  # a second step may be taken on it
         self._followed: list[tuple[DataLoader[Any], Any]] = []
         self.follow(loader)
 
@@ -140,7 +159,8 @@ class RowOrder:
         handed = deque[list[int]]()
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
         sampler = getattr(loader, name)
-        vars(loader)[name] = _Listened(sampler, handed)  # only while the iterator is made
+        batched = loader.batch_sampler is not None
+        vars(loader)[name] = _Listened(sampler, handed, batched)  # while the iterator is made
         try:
             inner = plain(loader)
         finally:
@@ -158,7 +178,7 @@ class RowOrder:
 
     def rows_of(self, batch: Any) -> Tensor:
         """(b,) row numbers of a batch that the loader handed out, here or moved elsewhere."""
-        found = next((d for d in self._delivered if d.batch is batch), None)
+        found = next((d for d in (*self._delivered, *self._used) if d.batch is batch), None)
         if found is None:
             tensors = list(tensors_in(batch))
             found = self._alike(tensors, len(tensors))
@@ -177,6 +197,12 @@ class RowOrder:
         Args:
             calls: the tensors that the model was called with.
         """
+        if not calls:
+            raise HeldinError(
+                "step: the optimiser stepped, but no call of the model with a backward pass was "
+                "seen since the last step (was it model.forward, a method of its own, or a "
+                "compiled model that was called?); pass the batch: stopping.step(batch=batch)"
+            )
         chosen: list[Delivery] = []
         for call in calls:
             match = self._alike(call, 1)
@@ -188,24 +214,32 @@ class RowOrder:
             if match not in chosen:
                 chosen.append(match)
         for delivery in chosen:
+            if delivery.misses_rows(calls):
+                raise HeldinError(
+                    "step: the model was called with a part of the batch only, and shadows would "
+                    "be trained on all of it; pass the part and its row numbers: "
+                    "stopping.step(batch=part, indices=...)"
+                )
             self._forget(delivery)
         return [(d.batch, d.index) for d in chosen]
 
     def _alike(self, tensors: Sequence[Tensor], least: int) -> Delivery | None:
         """The one batch that shares most tensors with these; None if it is not certain."""
-        counts = [delivery.here(tensors) for delivery in self._delivered]
-        if max(counts, default=0) < max(1, least):
-            prints = [print_of(tensor) for tensor in tensors]
-            counts = [delivery.alike(prints) for delivery in self._delivered]
-        best = max(counts, default=0)
-        if best < max(1, least) or counts.count(best) > 1:
-            return None
-        return self._delivered[counts.index(best)]
+        for known in (self._delivered, self._used):
+            counts = [delivery.here(tensors) for delivery in known]
+            if max(counts, default=0) < max(1, least):
+                prints = [print_of(tensor) for tensor in tensors]
+                counts = [delivery.alike(prints) for delivery in known]
+            best = max(counts, default=0)
+            if best >= max(1, least):
+                return known[counts.index(best)] if counts.count(best) == 1 else None
+        return None
 
     def _forget(self, used: Delivery) -> None:
         """Batches that were handed out before a used one were skipped."""
-        while self._delivered and self._delivered.popleft() is not used:
+        while used in self._delivered and self._delivered.popleft() is not used:
             pass
+        self._used.append(used)
 
     def close(self) -> None:
         """Leave the loaders as they were."""
@@ -214,6 +248,7 @@ class RowOrder:
                 del vars(loader)[ITERATOR_METHOD]
         self._followed = []
         self._delivered.clear()
+        self._used.clear()
 
     def __del__(self) -> None:
         if hasattr(self, "_followed"):
@@ -223,14 +258,20 @@ class RowOrder:
 class _Listened:
     """A sampler that writes down what it hands out."""
 
-    def __init__(self, inner: Any, handed: deque[list[int]]) -> None:
-        self.inner, self.handed = inner, handed
+    def __init__(self, inner: Any, handed: deque[list[int]], batched: bool) -> None:
+        self.inner, self.handed, self.batched = inner, handed, batched
 
     def __iter__(self) -> Iterator[Any]:
         self.handed.clear()
         for numbers in self.inner:
-            one = isinstance(numbers, (int, Tensor))
-            self.handed.append([int(i) for i in ([numbers] if one else numbers)])
+            try:
+                self.handed.append([int(i) for i in (numbers if self.batched else [numbers])])
+            except (TypeError, ValueError):
+                raise HeldinError(
+                    f"data: the sampler of the DataLoader hands out {numbers!r}, and rows are held "
+                    "out by their numbers; let it hand out whole numbers, and the dataset look up "
+                    "the rest"
+                ) from None
             yield numbers
 
     def __len__(self) -> int:

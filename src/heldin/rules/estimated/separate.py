@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -11,10 +12,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from heldin._private_torch import BatchNorm
-from heldin.errors import HeldinError
+from heldin.errors import HeldinError, HeldinWarning, more
 from heldin.state.schema import check_schema
 
-from .batches import select, to_device
+from .batches import cloned, refused_if_changed, repacked, select, tensors_in, to_device
 from .held_out import BatchLoss, HeldOut, one_number
 from .randomness import Autocast, own_random_stream
 from .shadow import Shadow, Stage, trained_parameters
@@ -22,7 +23,7 @@ from .source import Source
 from .stack import take_step
 from .stacked import differs
 from .together import Together
-from .watch import Taken, Watch
+from .watch import CHANGED, Taken, Watch
 
 __all__ = ["BatchLoss", "Clip", "SeparateShadows"]
 
@@ -98,7 +99,6 @@ class SeparateShadows:
             given: batches and row numbers that the user has passed.
             now: whether the model has not moved since.
         """
-        self._same_parameters(taken)
         self._autocast = taken.autocast or self._autocast
         if self._autocast and self._autocast.enabled and self._autocast.dtype == torch.float16:
             raise HeldinError(
@@ -109,6 +109,7 @@ class SeparateShadows:
             (to_device(batch, self._device), index.cpu())
             for batch, index in self._source.micro_batches(given, taken.calls)
         ]
+        _refuse_changed(taken, micro)
         self._steps += 1
         self._stage.follow()
         twin = self._twin(micro) if self._steps == 1 and now else None
@@ -119,19 +120,6 @@ class SeparateShadows:
             self._compare(twin, micro, taken.settings)
         rows = sum(len(index) for _, index in micro)
         return rows if self._together is None else int(self._together.add([rows], self._device)[0])
-
-    def _same_parameters(self, taken: Taken) -> None:
-        if len(taken.settings) != len(self.shadows[0].optimizer.param_groups):
-            raise HeldinError(
-                "step: the optimiser has got another parameter group, which the shadows do not "
-                "have; make a new stopping object when the parameters change"
-            )
-        for name, p in self._trained.items():
-            if not p.requires_grad:
-                raise HeldinError(
-                    f"step: parameter {name!r} was frozen after the shadows were made; make a new "
-                    "stopping object when the parameters change"
-                )
 
     def _train(
         self,
@@ -155,6 +143,7 @@ class SeparateShadows:
         shares, rows = self._shares(parts)
         if not rows:
             return
+        scale = self._scale([len(index) for _, index in micro])
 
         def gradients() -> Tensor:
             shadow.forget_gradients()
@@ -162,7 +151,7 @@ class SeparateShadows:
             for (batch, _), share in zip(parts, shares, strict=True):
                 if share:
                     with self._stage.with_weights(shadow, True) as model, self._precision():
-                        loss = one_number(self._loss(model, batch)) * share
+                        loss = one_number(self._loss(model, repacked(batch))) * (share * scale)
                     shadow.add_gradients(loss)
                     total += loss.detach()
             if self._together is not None:
@@ -182,7 +171,7 @@ class SeparateShadows:
         if self._together is not None:
             self._together.copy_first(shadow.buffers.values())
         if number >= 0:
-            self._total += total * (self._processes if self._checks.adds_up else rows)
+            self._total += total * (self._processes if self._checks.adds_up else rows) / scale
             self._rows += rows
             shadow.forget_gradients()
 
@@ -207,6 +196,17 @@ class SeparateShadows:
         all_rows, total = self._together.add([rows, weight], self._device)
         return [share * weight / (total or 1.0) for share in shares], int(all_rows)
 
+    def _scale(self, sizes: list[int]) -> float:
+        """By how much the mean over a step's rows is multiplied.
+
+        A framework may divide every loss by a number of batches, and step on fewer at the end of
+        an epoch. The loss knows that by a method `scale(sizes)`, of the rows in each batch.
+        """
+        function = getattr(self._loss, "scale", None)
+        if function is None:
+            return 1.0
+        return float(function(sizes)) / (len(sizes) if self._checks.adds_up else 1)
+
     def _asked(self, method: str, batches: list[Any]) -> Any:
         function = getattr(self._loss, method, None)
         return None if function is None or not batches else function(batches)
@@ -227,12 +227,20 @@ class SeparateShadows:
         first = self.shadows[0]
         buffers = {key: value.clone() for key, value in first.buffers.items()}
         twin = Shadow(first.weights, first.optimizer, buffers)
-        losses = []
-        for number in range(2):
+        batch = cloned(micro[0][0])
+
+        def loss(number: int) -> float:
             stage = self._stage.with_weights(twin, True)
             with self._quietly(-1 - number), torch.no_grad(), self._precision(), stage as model:
-                losses.append(float(one_number(self._loss(model, micro[0][0]))))
-        random = losses[0] != losses[1]
+                return float(one_number(self._loss(model, repacked(batch))))
+
+        one = loss(0)
+        with refused_if_changed(batch, again=True):
+            other = loss(1)
+        random = one != other
+        if random:
+            twin.buffers = {key: value.clone() for key, value in first.buffers.items()}
+            _warn_of_memory(one, loss(0))
         if self._together is not None:
             random = self._together.add([random], self._device)[0] > 0
         if random:
@@ -246,14 +254,13 @@ class SeparateShadows:
         before = {name: weight.detach().clone() for name, weight in twin.weights.items()}
         with self._quietly(0):
             self._train(twin, micro, -2, settings)
-        differs(
-            {
-                name: (before[name], self._trained[name].detach(), weight.detach(), weight.grad)
-                for name, weight in twin.weights.items()
-                if weight.grad is not None
-            },
-            "put them into batch_loss, pass clip=",
-        )
+        moves = {}
+        for name, weight in twin.weights.items():
+            after, grad = self._trained[name].detach(), weight.grad
+            if grad is None:  # then the model's own must not have moved, either
+                grad = after - before[name]
+            moves[name] = (before[name], after, weight.detach(), grad)
+        differs(moves, "put them into batch_loss, pass clip=")
 
     # -- checks
 
@@ -306,6 +313,31 @@ class SeparateShadows:
         """Leave the loaders as they were."""
         self._source.close()
         self._view.close()
+
+
+def _warn_of_memory(first: float, again: float) -> None:
+    """Say so if the same weights, buffers, batch and random numbers give another loss."""
+    if not abs(first - again) <= 1e-6 * abs(first):
+        warnings.warn(
+            "batch_loss gives another loss when it is called again with the same weights, buffers, "
+            f"batch and random numbers ({first:.6g} and {again:.6g}). Something that it keeps from "
+            "call to call (a counter, a running mean) is shared by all shadows, and the estimate "
+            "is that of another training: make it a buffer of the model, self.register_buffer(...) "
+            + more("a-loss-with-a-memory"),
+            HeldinWarning,
+            stacklevel=7,
+        )
+
+
+def _refuse_changed(taken: Taken, micro: Sequence[tuple[Any, Tensor]]) -> None:
+    """Refuse batches that are no longer what the model was trained on."""
+    changed = taken.changed()
+    if changed and any(
+        tensor.untyped_storage().data_ptr() in changed
+        for batch, _ in micro
+        for tensor in tensors_in(batch)
+    ):
+        raise HeldinError(CHANGED)
 
 
 class _Quiet:

@@ -184,6 +184,13 @@ class Shadow:
                 "shadows cannot be trained through torch.utils.checkpoint with use_reentrant=True; "
                 "use use_reentrant=False (gradient_checkpointing_kwargs in transformers)"
             ) from error
+        if all(gradient is None for gradient in found):
+            raise HeldinError(
+                "batch_loss: it does not depend on the weights of the model that it is given. Does "
+                "it call another model, one from outside of the function? Call its first argument, "
+                "def batch_loss(model, batch). A forward that was replaced by a function (a "
+                "patched model) needs engine='swap'"
+            )
         for weight, gradient in zip(weights, found, strict=True):
             if gradient is not None:
                 weight.grad = gradient if weight.grad is None else weight.grad + gradient

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from zlib import crc32
 
@@ -18,7 +18,9 @@ from heldin.state.schema import check_int, check_schema
 from .base import PathStopping
 from .curves import Patience
 from .engines import Engine
+from .labels import numbered
 from .losses import LossFunction
+from .parameters import SameParameters
 from .rows import warn_of_copies
 from .separate import BatchLoss, Clip, SeparateShadows
 from .source import Source
@@ -27,7 +29,7 @@ from .stacked import StackedShadows
 from .tensors import TensorData
 from .watch import Taken
 
-__all__ = ["MEMORY", "PATIENCE", "ShadowModels", "Shadows", "numbered"]
+__all__ = ["MEMORY", "PATIENCE", "ShadowModels", "Shadows"]
 
 MEMORY = 256 * 2**20
 PATIENCE = Patience(factor=2.0, slack=200, checks=3)
@@ -80,9 +82,10 @@ class ShadowModels(PathStopping):
         self._optimizer, self._engine, self._clip = optimizer, engine, clip
         self._first_rows: int | None = None
         self._queue: list[Tensor] = []
-        self._given: list[tuple[Any, Tensor | None]] = []
+        self._given: list[tuple[Any, Tensor | None, int]] = []  # and backward passes before it
         self._seen = 0  # rows that the model was trained on
         self._seen_at_check = 0
+        self._same = SameParameters(model, optimizer)
         self._team: Shadows
         if general:
             source = Source(data, self.seed)
@@ -159,7 +162,16 @@ class ShadowModels(PathStopping):
                 "pass step(indices=...), or make the object with batch_loss"
             )
         index = None if indices is None else self._numbers(indices)
-        self._given.append((batch, index))
+        self._given.append((batch, index, self._watch.passes))
+
+    def count_passes(self) -> None:
+        """Find out which batches are trained on: for `trained_on`, and for those thrown away."""
+        self._watch.count_passes()
+
+    def trained_on(self) -> bool:
+        """Whether a backward pass has reached the parameters since this was asked last."""
+        reached, self._watch.reached = self._watch.reached, False
+        return reached
 
     def step(self, indices: Tensor | Sequence[int] | None = None, *, batch: Any = None) -> bool:
         """Follow the optimiser step just taken; True if training should stop.
@@ -210,12 +222,18 @@ class ShadowModels(PathStopping):
         return self._team
 
     def _follow(self, taken: Taken, index: Tensor | None, now: bool) -> None:
-        if isinstance(self._team, SeparateShadows):
-            given, self._given = self._given, []
-            self._seen += self._team.follow(taken, given, now)
-        else:
-            queued, self._queue = self._queue, []
-            self._seen += self._team.follow(taken, index, queued, now)
+        self._same.check()
+        with self._watch.as_called(taken):
+            if isinstance(self._team, SeparateShadows):
+                # Gradients of batches before the last fresh pass were thrown away.
+                given = [
+                    (b, i) for b, i, passes in self._given if passes not in range(1, taken.fresh)
+                ]
+                self._given = []
+                self._seen += self._team.follow(taken, given, now)
+            else:
+                queued, self._queue = self._queue, []
+                self._seen += self._team.follow(taken, index, queued, now)
 
     def _due(self) -> bool:
         if not super()._due():
@@ -327,6 +345,12 @@ class ShadowModels(PathStopping):
         self._team.load_state_dict(state)
         self._label, self._queue, self._given = self._team.label, [], []
         self._seen, self._seen_at_check = state["seen"], state["seen_at_check"]
+        self._same.renew()
+
+    def restore(self) -> None:
+        """Put the chosen weights (averaged, if so asked) into the model."""
+        super().restore()
+        self._same.renew()
 
     def close(self) -> None:
         """Take the hooks away and let go of the model. What was found stays readable."""
@@ -370,17 +394,3 @@ def _usual(loss_fn: LossFunction | None) -> BatchLoss:
         return loss_fn(model(*inputs), targets)
 
     return batch_loss
-
-
-def numbered(name: str, argument: str, values: Any, n: int) -> Tensor | None:
-    """(n,) whole numbers in place of names of whatever kind."""
-    if values is None:
-        return None
-    given = values.tolist() if hasattr(values, "tolist") else values
-    if not isinstance(given, Iterable) or len(given := [*given]) != n:
-        raise HeldinError(
-            f"{name}: {argument} must be a list or tensor that names one for each of the {n} rows, "
-            f"got {type(values).__name__}"
-        )
-    numbers: dict[Any, int] = {}
-    return torch.tensor([numbers.setdefault(value, len(numbers)) for value in given])

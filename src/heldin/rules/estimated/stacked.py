@@ -22,7 +22,7 @@ from .randomness import own_random_stream
 from .rows import WAY_OUT, RowMatcher
 from .stack import Stack
 from .tensors import CHUNK, TensorData
-from .watch import Taken
+from .watch import CHANGED, Taken
 
 __all__ = ["StackedShadows", "differs"]
 
@@ -115,17 +115,14 @@ class StackedShadows:
                     "step: the optimiser stepped, but the model was not called since the last "
                     f"step; {WAY_OUT}"
                 )
+        if taken.changed():
+            raise HeldinError(CHANGED)
         if not inputs:
             inputs = tuple(x[index] for x in self.data.rows.inputs)
         if len(inputs[0]) != len(index):
             raise HeldinError(
                 f"step: the model was called with {len(inputs[0])} rows since the last step, but "
                 f"{len(index)} row numbers are known for it; call step() after every optimiser step"
-            )
-        if len(taken.settings) != len(self.stack.optimizers[0].param_groups):
-            raise HeldinError(
-                "step: the optimiser has got another parameter group, which the shadows do not "
-                "have; make a new stopping object when the parameters change"
             )
         self.advance(inputs, index, taken.settings)
         if self._twin is not None:
@@ -265,6 +262,10 @@ def differs(
     Returns:
         The relative difference, if it was worth a warning.
     """
+    moves = {
+        name: (a, b, c, grad.to_dense() if grad.is_sparse else grad)
+        for name, (a, b, c, grad) in moves.items()
+    }
     sizes = {name: float(grad.abs().double().square().mean()) for name, (*_, grad) in moves.items()}
     largest = max(sizes.values(), default=0.0)
     off = size = 0.0

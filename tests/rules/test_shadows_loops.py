@@ -1,0 +1,374 @@
+"""Loops that do more, or less, than one step on every batch: the numbers of a slow twin, or none.
+
+Every case here was silently wrong once, or was tried in order to make it so.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, WeightedRandomSampler
+
+import heldin
+from tests.support.shadow_loops import (
+    ROWS,
+    Loop,
+    batch_loss,
+    loader_of,
+    network,
+    sgd,
+    trained,
+    x,
+    y,
+)
+from tests.support.shadow_runs import D, N
+
+EXACT: dict[str, Callable[[], Loop]] = {}
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {}
+
+
+def exact(function: Callable[[], Loop]) -> Callable[[], Loop]:
+    EXACT[function.__name__] = function
+    return function
+
+
+def refused(message: str) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
+    def keep(function: Callable[[], Any]) -> Callable[[], Any]:
+        REFUSED[function.__name__] = function, message
+        return function
+
+    return keep
+
+
+# -- batches that are not trained on, or twice
+
+
+@exact
+def batches_skipped_after_the_forward_pass() -> Loop:
+    loop = Loop(network(), loader_of())
+    for number, batch in loop.batches():
+        loss = batch_loss(loop.model, batch)
+        if number != 1:  # as a guard against nan does
+            loss.backward()
+            loop.step(batch)
+            loop.stopping.step()
+    return loop
+
+
+@exact
+def gradients_thrown_away() -> Loop:
+    loop = Loop(network(), loader_of())
+    for number, batch in loop.batches():
+        loss = batch_loss(loop.model, batch)
+        loop.optimizer.zero_grad(set_to_none=number == 2)
+        loss.backward()
+        if number not in (1, 2):
+            loop.step(batch)
+            loop.stopping.step()
+    return loop
+
+
+@exact
+def evaluation_with_gradients_in_between() -> Loop:
+    loop = Loop(network(), loader_of())
+    for _, batch in loop.batches():
+        batch_loss(loop.model, batch).backward()
+        loop.model(torch.zeros(3, D, dtype=torch.float64))
+        loop.step(batch)
+        loop.stopping.step()
+    return loop
+
+
+@exact
+def two_steps_on_one_batch() -> Loop:
+    loop = Loop(network(), loader_of())
+    for number, batch in loop.batches():
+        for _ in range(2):
+            batch_loss(loop.model, batch).backward()
+            loop.step(batch)
+            loop.stopping.step(batch=batch if number % 2 else None)
+    return loop
+
+
+@exact
+def one_backward_pass_for_two_batches() -> Loop:
+    loop = Loop(network(), loader_of(drop_last=True))
+    waiting: list[Any] = []
+    for _, batch in loop.batches():
+        waiting.append(batch)
+        if len(waiting) == 2:
+            (sum(batch_loss(loop.model, one) for one in waiting) / 2).backward()  # type: ignore[union-attr]
+            loop.step(*waiting)
+            loop.stopping.step()
+            waiting = []
+    return loop
+
+
+@exact
+def step_after_evaluation() -> Loop:
+    loop = Loop(network(nn.BatchNorm1d(8).double()), loader_of(batch_size=13))
+    for _, batch in loop.batches():
+        loop.model.train()
+        batch_loss(loop.model, batch).backward()
+        loop.step(batch)
+        loop.model.eval()
+        loop.stopping.step()
+    return loop
+
+
+# -- samplers
+
+
+@exact
+def a_batch_sampler_of_tensors() -> Loop:
+    loop = Loop(network(), DataLoader(ROWS, batch_sampler=torch.arange(N).split(6)))  # type: ignore[arg-type]
+    return trained(loop)
+
+
+@exact
+def batches_of_different_lengths_with_rows_twice() -> Loop:
+    batches = [[0, 1, 2], [5, 5, 7, 8], [3], [*range(9, N)]]
+    return trained(Loop(network(), DataLoader(ROWS, batch_sampler=batches)))
+
+
+@exact
+def a_weighted_sampler() -> Loop:
+    generator = torch.Generator().manual_seed(2)
+    sampler = WeightedRandomSampler(range(1, N + 1), N + 3, generator=generator)
+    return trained(Loop(network(), DataLoader(ROWS, 7, sampler=sampler, drop_last=True)))
+
+
+@exact
+def workers_that_prefetch_in_an_epoch_cut_short() -> Loop:
+    loop = Loop(network(), loader_of(num_workers=1, persistent_workers=True, prefetch_factor=3))
+    for _ in range(2):
+        for number, batch in enumerate(loop.loader):
+            if number == 2:
+                break
+            batch_loss(loop.model, batch).backward()
+            loop.step(batch)
+            loop.stopping.step()
+    return loop
+
+
+@refused("hands out .'a', 1.*whole numbers")
+def a_sampler_of_names() -> None:
+    trained(Loop(network(), DataLoader(ROWS, batch_sampler=[["a", 1]])))  # type: ignore[list-item]
+
+
+# -- another model, other parameters
+
+
+@refused("does not depend on the weights of the model that it is given")
+def a_loss_of_another_model() -> None:
+    model = network()
+    trained(Loop(model, loader_of(), batch_loss=lambda _, batch: batch_loss(model, batch)))
+
+
+@refused("engine='swap'")
+def a_patched_forward() -> None:
+    model = network()
+    forward = model.forward
+    model.forward = lambda rows: forward(rows)  # type: ignore[method-assign]
+    trained(Loop(model, loader_of()))
+
+
+@refused("no call of the model with a backward pass")
+def calls_that_are_not_seen() -> None:
+    loop = Loop(network(), loader_of())
+    for _, batch in loop.batches():
+        F.cross_entropy(loop.model.forward(batch["x"]), batch["y"]).backward()
+        loop.step(batch)
+        loop.stopping.step()
+
+
+@refused("'2.weight' was changed, but not by the optimiser")
+def a_second_optimiser() -> None:
+    model = network()
+    model[2].requires_grad_(False)  # type: ignore[index]
+    loop = Loop(model, loader_of())
+    model[2].requires_grad_(True)  # type: ignore[index]
+    second = torch.optim.SGD(model[2].parameters(), lr=0.1)  # type: ignore[index]
+    for number, batch in loop.batches():
+        batch_loss(model, batch).backward()
+        if number:  # else the first step is warned about, too
+            second.step()
+        loop.step(batch)
+        loop.stopping.step()
+
+
+@refused("'0.weight' was unfrozen or added")
+def parameters_unfrozen_on_the_way() -> None:
+    model = network()
+    model[0].weight.requires_grad_(False)  # type: ignore[index, union-attr, operator]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    stopping = heldin.FoldStopping(model, optimizer, F.cross_entropy, (x, y))
+    for number in range(3):
+        if number == 1:
+            model[0].weight.requires_grad_(True)  # type: ignore[index, union-attr, operator]
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        stopping.step()
+
+
+@refused("lazy layers")
+def lazy_layers() -> None:
+    model = nn.Sequential(nn.LazyLinear(3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    heldin.FoldStopping(model, optimizer, data=loader_of(), batch_loss=batch_loss)
+
+
+# -- other rows than the model has seen
+
+
+@refused("changed in place when the model was called")
+def a_batch_changed_afterwards() -> None:
+    loop = Loop(network(), loader_of())
+    for _, batch in loop.batches():
+        batch_loss(loop.model, batch).backward()
+        loop.step(batch)
+        batch["x"].zero_()
+        loop.stopping.step()
+
+
+@refused("changed in place when the model was called")
+def tensors_changed_afterwards() -> None:
+    model = network()
+    optimizer = sgd(model)
+    stopping = heldin.FoldStopping(model, optimizer, F.cross_entropy, (x, y))
+    rows = x.clone()
+    F.cross_entropy(model(rows), y).backward()
+    optimizer.step()
+    rows.zero_()
+    stopping.step(indices=range(N))
+
+
+class Halved(nn.Module):
+    def forward(self, rows: Tensor) -> Tensor:
+        return rows.mul_(0.5)
+
+
+@refused("changes the batch in place")
+def a_model_that_changes_its_batch() -> None:
+    trained(Loop(nn.Sequential(Halved(), network()), loader_of()))
+
+
+class HalvedInTraining(nn.Module):
+    def forward(self, rows: Tensor) -> Tensor:
+        return rows.mul_(0.5) if self.training else rows * 1.0
+
+
+@refused("changed in place when the model was called")
+def a_model_that_changes_its_batch_in_training() -> None:
+    loop = Loop(nn.Sequential(HalvedInTraining(), network()), loader_of())
+    for _, batch in loop.batches():
+        batch_loss(loop.model, batch).backward()
+        loop.step(batch)
+        loop.stopping.step(batch=batch)
+
+
+@refused("a part of the batch only")
+def a_part_of_the_batch() -> None:
+    loop = Loop(network(), loader_of(batch_size=8))
+    for number, batch in loop.batches():
+        rows = slice(0, 8 if number == 0 else 4)
+        F.cross_entropy(loop.model(batch["x"][rows]), batch["y"][rows]).backward()
+        loop.step(batch)
+        loop.stopping.step()
+
+
+@refused("another structure")
+def a_part_taken_out_of_the_batch() -> None:
+    def popped(model: nn.Module, batch: Any) -> Tensor:
+        labels = batch.pop("y")
+        return F.cross_entropy(model(batch["x"]), labels)
+
+    loop = Loop(network(), loader_of(), batch_loss=popped)
+    for _, batch in loop.batches():
+        popped(loop.model, batch).backward()
+        loop.step(batch)
+        loop.stopping.step()
+
+
+# -- copies
+
+
+@refused("a copy would follow nothing")
+def a_copy_of_the_rule() -> None:
+    copy.deepcopy(Loop(network(), loader_of()).stopping)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_exact(name: str) -> None:
+    EXACT[name]().check()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    function, message = REFUSED[name]
+    with pytest.raises(heldin.HeldinError, match=message):
+        function()
+
+
+@pytest.mark.parametrize("groups", [[float("nan"), *range(N - 1)], torch.arange(N).view(N, 1)])
+def test_groups_without_a_name(groups: Any) -> None:
+    with pytest.raises(heldin.HeldinError, match="groups must be one name or number for each row"):
+        Loop(network(), loader_of(), groups=groups)
+
+
+class Counting(nn.Module):
+    """Keeps a number where shadows share it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.calls = network(), 0
+
+    def forward(self, rows: Tensor) -> Tensor:
+        self.calls += self.training
+        return self.inner(rows) * (1 + 0.1 * self.calls)
+
+
+def test_what_shadows_would_share_is_warned_about() -> None:
+    with pytest.warns(heldin.HeldinWarning, match="register_buffer"):
+        trained(Loop(Counting(), loader_of(), epochs=1))
+
+
+def test_labels_of_padding_may_be_written_into_the_batch() -> None:
+    def padded(model: nn.Module, batch: Any) -> Tensor:
+        batch["y"][batch["y"] == 2] = -100
+        return batch_loss(model, batch)
+
+    loop = Loop(network(), loader_of(), batch_loss=padded)
+    for _, batch in loop.batches():
+        padded(loop.model, batch).backward()
+        loop.step(batch)
+        loop.stopping.step()
+    twin = loop.twin(0)
+    found = loop.stopping._team.shadows[0].weights["0.weight"].detach()
+    torch.testing.assert_close(found, twin[0].weight.detach())  # type: ignore[index, union-attr]
+
+
+def test_sparse_gradients() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(N, 3, sparse=True))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(range(N), batch_size=5)  # type: ignore[arg-type]
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return model(batch).square().mean()
+
+    stopping: Any = heldin.FoldStopping(model, optimizer, data=loader, batch_loss=loss)
+    before = model[0].weight.detach().clone()  # type: ignore[union-attr, operator]
+    for batch in loader:
+        loss(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        stopping.step()
+    moved = (stopping._team.shadows[0].weights["0.weight"].detach() != before).any(1)
+    assert torch.equal(moved, stopping._label != 0)
