@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from heldin.errors import HeldinError
 from heldin.lab.reproduce import data as _data
 from heldin.lab.reproduce.outcomes import Reproduction
 from heldin.lab.reproduce.registry import EXPERIMENTS
