@@ -27,7 +27,7 @@ from heldin.state.schema import (
     model_signature,
 )
 
-from .curves import Patience, best_check, mean_and_error, next_check, votes
+from .curves import Patience, best_check, mean_and_error, most_crowded, next_check, votes
 from .models import first_trained
 from .together import together_of
 from .watch import Taken, Watch
@@ -250,14 +250,8 @@ class PathStopping(EstimateReport, StoppingRule):
             return
         each = sum(t.numel() * t.element_size() for t in self._kept[best].values())
         while len(self._kept) > 1 and len(self._kept) * each > self.memory:
-            numbers = sorted(self._kept)
-            steps = [math.log1p(self.history[i].step) for i in numbers]
-            gaps = {
-                number: steps[min(i + 1, len(steps) - 1)] - steps[max(i - 1, 0)]
-                for i, number in enumerate(numbers)
-                if number != best
-            }
-            del self._kept[min(gaps, key=lambda number: gaps[number])]
+            steps = {number: self.history[number].step for number in sorted(self._kept)}
+            del self._kept[most_crowded(steps, best)]
 
     # -- results
 

@@ -7,12 +7,13 @@ is a pure function, so that a rule can be replayed on a logged run.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-__all__ = ["Patience", "best_check", "mean_and_error", "next_check", "votes"]
+__all__ = ["Patience", "best_check", "mean_and_error", "most_crowded", "next_check", "votes"]
 
 
 def next_check(step: int, grid: float) -> int:
@@ -104,6 +105,25 @@ def best_check(means: Tensor) -> int:
     2
     """
     return int(torch.where(means.isfinite(), means, torch.inf).argmin())
+
+
+def most_crowded(steps: Mapping[int, int], best: int) -> int:
+    """The check whose neighbours are nearest to each other in log steps, and not the best one.
+
+    Args:
+        steps: of checks by their numbers, in order.
+        best: number of the check that is not to be given up.
+
+    >>> most_crowded({0: 0, 1: 10, 2: 11, 3: 12, 4: 13, 5: 100}, best=2)
+    3
+    """
+    numbers, logs = list(steps), [math.log1p(step) for step in steps.values()]
+    gaps = {
+        number: logs[min(i + 1, len(logs) - 1)] - logs[max(i - 1, 0)]
+        for i, number in enumerate(numbers)
+        if number != best
+    }
+    return min(gaps, key=lambda number: gaps[number])
 
 
 def votes(
