@@ -4,10 +4,10 @@
     heldin study quality --data DIR --n 500,1000 --runs 34 --seed 1 --out out/large
     python benchmarks/folds.py --out out/folds.json
     heldin study quality --data DIR --n 50,100,200 --runs 17 --seed 20 --out out/fresh
-    heldin study quality --task images --data DIR --runs 42 --seed 20 --out out/images
-    heldin study quality --task texts --data DIR --runs 42 --seed 20 --out out/texts
-    heldin study quality --task tuning --data DIR --runs 42 --seed 20 --out out/tuning
-    python docs/figures/errors.py --data DIR --out out/errors.csv
+    heldin study quality --task images --data DIR --runs 21 --seed 50 --out out/images
+    heldin study quality --task texts --data DIR --runs 21 --seed 50 --out out/texts
+    heldin study quality --task tuning --data DIR --runs 21 --seed 50 --out out/tuning
+    python docs/figures/errors.py --data DIR --seed 78 --out out/errors.csv
     python docs/figures/which_rule.py outlier --data DIR --out out/outlier.csv
     python docs/figures/which_rule.py gather out        # copies the tables to docs/study
     python docs/figures/which_rule.py page              # writes them into the page
