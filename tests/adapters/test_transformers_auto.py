@@ -253,8 +253,8 @@ def test_length_grouped_batches_keep_their_rows(tmp_path: Path) -> None:
 
     callback = Listening(rule="shadow", patience=None)
     tune(language_model(), tmp_path, callback, train_sampling_strategy="group_by_length")
-    assert sorted(i for _, index in seen for i in index.tolist()) == list(range(24))
-    for batch, index in seen:
+    assert sorted(i for _, index, _ in seen for i in index.tolist()) == list(range(24))
+    for batch, index, _ in seen:
         for row, number in zip(batch["input_ids"], index.tolist(), strict=True):
             ids = texts()[number]["input_ids"]
             assert row.tolist() == ids + [0] * (len(row) - len(ids))

@@ -173,6 +173,7 @@ class AutoStopping(keras.callbacks.Callback):
             eval_loss=view.row_losses if view.has_row_losses else None,
             engine="swap",  # variables are looked up in the model itself
             resumed=trained and self._epoch > 0,
+            in_grad=False,  # Keras sums them up in variables of its own
         )
         if self.verbose:
             print(f"AutoStopping: {rule.reason_chosen}")

@@ -142,6 +142,7 @@ class EstimatingSession:
         resumed: bool = False,
         engine: str | None = None,
         together: bool = False,
+        in_grad: bool = True,
     ) -> PathStopping:
         """Make the rule, from the state that was loaded last.
 
@@ -156,6 +157,7 @@ class EstimatingSession:
             resumed: whether the model was trained before, in the same run.
             engine: in place of engine="auto".
             together: whether the framework may train the model in several processes.
+            in_grad: whether the framework accumulates gradients in `.grad`.
         """
         self.close()
         if not together:
@@ -195,7 +197,7 @@ class EstimatingSession:
             self.end()
             raise
         if isinstance(made, ShadowModels):
-            made.count_passes()
+            made.count_passes(in_grad)
         self.stopping, self._model = made, model
         state, self._state, self._last = self._state, {}, {}
         if state:

@@ -34,6 +34,7 @@ class HeldOut:
         held: how many rows are evaluated at a check.
         cost: of a check, in forward passes of a row.
         adds_up: whether the loss of a batch is the sum of its samples' losses, and not their mean.
+        same_loss: whether eval_loss is the loss that is trained, so that both can be compared.
     """
 
     def __init__(
@@ -80,6 +81,10 @@ class HeldOut:
             self._evaluated(0, batch, self._eval_loss)
         self._by_rows = whole.dim() > 0 and whole.numel() == rows
         self.adds_up = self._is_sum(batch, rows)
+        self.same_loss = self._eval_loss is self._loss
+        if not self.same_loss:
+            trained = self._evaluated(0, batch, self._loss).sum() / (rows if self.adds_up else 1)
+            self.same_loss = bool((whole.mean() - trained).abs() <= 1e-3 * trained.abs())
         each = noted.of(rows)
         if self._by_rows or each is None:
             return

@@ -37,6 +37,7 @@ class SeparateShadows:
         held: how many rows are evaluated at a check.
         cost: of a check, in forward passes of a row.
         inside: false; the model is never trained together with these shadows.
+        same_loss: see `HeldOut`.
     """
 
     inside = False
@@ -77,6 +78,7 @@ class SeparateShadows:
             self._checks = HeldOut(
                 view, self.label, self._evaluated, loss, eval_loss, self._device, memory, together
             )
+        self.same_loss = self._checks.same_loss
         self.held, self.cost = self._checks.held, self._checks.cost
 
     @property

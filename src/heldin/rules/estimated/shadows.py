@@ -66,7 +66,6 @@ class ShadowModels(PathStopping):
         model, name = unwrapped(model), type(self).__name__
         if data is None:
             raise HeldinError(f"{name}: data is missing: the DataLoader, the Dataset or tensors")
-        self._same_loss = eval_loss is None
         together = self._together is not None
         general = batch_loss is not None or engine in ("copies", "swap") or together
         _check_losses(name, loss_fn, batch_loss, eval_loss, engine, together)
@@ -131,6 +130,7 @@ class ShadowModels(PathStopping):
                 self.seed,
                 clip,
             )
+        self._same_loss = self._team.same_loss
         self._start(optimizer)
 
     def _labels(self) -> Tensor:
@@ -164,9 +164,9 @@ class ShadowModels(PathStopping):
         index = None if indices is None else self._numbers(indices)
         self._given.append((batch, index, self._watch.passes))
 
-    def count_passes(self) -> None:
-        """Find out which batches are trained on: for `trained_on`, and for those thrown away."""
-        self._watch.count_passes()
+    def count_passes(self, in_grad: bool) -> None:
+        """Find out which batches are trained on (accumulated in `.grad`, or somewhere else)."""
+        self._watch.count_passes(in_grad)
 
     def trained_on(self) -> bool:
         """Whether a backward pass has reached the parameters since this was asked last."""

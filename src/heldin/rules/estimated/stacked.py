@@ -38,7 +38,10 @@ class StackedShadows:
         held: how many rows are evaluated at a check.
         cost: of a check, in forward passes of a row.
         inside: whether the model itself is trained in the stack, as one more copy.
+        same_loss: true; see `HeldOut`.
     """
+
+    same_loss = True
 
     def __init__(
         self,

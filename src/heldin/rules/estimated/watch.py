@@ -98,6 +98,7 @@ class Watch:
     passes: int = 0  # backward passes since the last step, if they are counted
     fresh: int = 1  # see `Taken`
     reached: bool = False  # whether there was one since this was set to false
+    in_grad: bool = True  # accumulated gradients lie in `.grad`, and are thrown away if not there
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Begin to watch."""
@@ -111,8 +112,9 @@ class Watch:
             optimizer.register_step_post_hook(self._stepped),
         ]
 
-    def count_passes(self) -> None:
+    def count_passes(self, in_grad: bool) -> None:
         """Look out for backward passes, which takes a little of each, from now on."""
+        self.in_grad = in_grad
         trained = [p for p in self.trained if p.requires_grad]
         self.handles.append(register_multi_grad_hook(trained, self._arrives, mode="any"))
 
@@ -158,7 +160,7 @@ class Watch:
         """A backward pass has come to the first of the trained parameters."""
         self.passes += 1
         self.reached = True
-        if self.passes > 1 and not any(_has_gradient(p) for p in self.trained):
+        if self.in_grad and self.passes > 1 and not any(map(_has_gradient, self.trained)):
             self.fresh = self.passes
 
     def _steps(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
