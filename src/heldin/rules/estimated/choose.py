@@ -46,7 +46,7 @@ ARITHMETIC = (  # works much with few parameters, or belongs to models of many l
 # large models. The most that was measured, in runs of 1,000 steps and more with SGD, whose plain
 # steps are the cheapest.
 COSTS: dict[str, tuple[tuple[float, float], ...]] = {
-    "dense": ((2.55, 0.05), (1.5, 0.9), (1.25, 0.95)),
+    "dense": ((2.55, 0.05), (1.5, 0.9), (1.25, 0.98)),
     "vmap": ((4.3, 0.1), (2.9, 0.96), (2.6, 1.02)),
     "loop": ((3.0, 0.85), (1.8, 1.4), (1.65, 1.42)),
     "copies": ((2.2, 1.22), (1.75, 1.2), (1.45, 1.05)),
