@@ -7,7 +7,6 @@ checkpoint.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -18,7 +17,7 @@ from heldin.errors import HeldinError
 
 from .data import folder as _folder
 from .registry import EXPERIMENTS
-from .runner import Task, work
+from .runner import Task, looking, work
 
 __all__ = ["ALL", "ELEMENTWISE", "PLAN", "TENTHS", "Planned", "make", "named", "tasks"]
 
@@ -181,22 +180,11 @@ def _made(words: str, task: Task) -> str:
 @contextmanager
 def _news(waiting: Mapping[str, Task], tell: Callable[[str], object]) -> Iterator[None]:
     """Tell how far the runs are, from the files that they write."""
-    over = threading.Event()
 
     def look() -> None:
         for words, task in waiting.items():
             if not task.table.exists() and task.done:
                 tell(f"{words}: step {task.done} of {task.total}")
 
-    def keep_looking() -> None:
-        while not over.wait(NEWS):
-            look()
-
-    look()
-    thread = threading.Thread(target=keep_looking, daemon=True)
-    thread.start()
-    try:
+    with looking(look, NEWS):
         yield
-    finally:
-        over.set()
-        thread.join()

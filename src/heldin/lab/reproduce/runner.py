@@ -24,7 +24,7 @@ from .registry import EXPERIMENTS
 from .report import write_docs, write_report
 from .run import Run, described
 
-__all__ = ["Watch", "reproduce", "require_packages"]
+__all__ = ["Watch", "looking", "reproduce", "require_packages"]
 
 Watch = Callable[[Mapping[str, tuple[int, int]]], object]
 """Gets the steps made and to be made of every experiment, now and then."""
@@ -296,7 +296,6 @@ def _watched(tasks: Sequence[Task], watch: Watch | None) -> Iterator[None]:
     if watch is None:
         yield
         return
-    over = threading.Event()
 
     def look() -> None:
         found = {task.experiment: (0, 0) for task in tasks}
@@ -305,8 +304,17 @@ def _watched(tasks: Sequence[Task], watch: Watch | None) -> Iterator[None]:
             found[task.experiment] = (done + task.done, total + task.total)
         watch(found)
 
+    with looking(look, 0.5):
+        yield
+
+
+@contextmanager
+def looking(look: Callable[[], object], pause: float) -> Iterator[None]:
+    """Look at once, every so many seconds while the block runs, and at its end."""
+    over = threading.Event()
+
     def keep_looking() -> None:
-        while not over.wait(0.5):
+        while not over.wait(pause):
             look()
 
     look()
