@@ -141,6 +141,10 @@ def test_refusals() -> None:
         heldin.stopping("best", model, optimizer, F.mse_loss, data)  # type: ignore[arg-type]
     with pytest.raises(heldin.HeldinError, match="no parameter that requires"):
         heldin.stopping("auto", nn.ReLU(), optimizer, F.mse_loss, data)
+    lazy = nn.LazyLinear(1)
+    optimizer = torch.optim.SGD(lazy.parameters(), lr=0.1)
+    with pytest.raises(heldin.HeldinError, match="lazy layers"):
+        heldin.stopping("auto", lazy, optimizer, F.mse_loss, data)
 
 
 def test_any_batch_within_a_budget() -> None:

@@ -38,6 +38,7 @@ def length(loader: Any) -> int | None:
     """
     try:
         return len(loader)
+    # An iterator or a stream of rows; loaders of Lightning and fastai before they are begun.
     except (TypeError, NotImplementedError, AttributeError, RuntimeError):
         return None
 

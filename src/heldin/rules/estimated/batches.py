@@ -197,15 +197,13 @@ def cloned(batch: Any) -> Any:
 
 
 @contextmanager
-def refused_if_changed(batch: Any, again: bool) -> Iterator[None]:
-    """Refuse a loss that changes the values of a batch in place.
+def refused_if_changed(batch: Any) -> Iterator[None]:
+    """Refuse a loss that changes the values of a batch in place when it is called again.
 
-    Args:
-        batch: that the loss is called with inside.
-        again: whether it was called with the same batch before. Only then: whoever writes the same
-            values a second time (labels of padding, say) does no harm.
+    The first call is to be made before: whoever writes the same values a second time (labels of
+    padding, say) does no harm.
     """
-    tensors = list(tensors_in(batch)) if again else []
+    tensors = list(tensors_in(batch))
     versions, before = [version_of(t) for t in tensors], [t.clone() for t in tensors]
     yield
     for tensor, version, values in zip(tensors, versions, before, strict=True):

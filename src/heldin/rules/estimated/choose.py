@@ -22,6 +22,7 @@ from .engines import check_engine
 from .folds import FoldStopping, ShadowStopping
 from .leave_one_out import LeaveOneOutStopping
 from .losses import LossFunction
+from .models import first_trained
 from .optimizers import KNOWN
 from .rows import Rows
 from .separate import BatchLoss
@@ -231,12 +232,8 @@ def _check_options(rule: str, options: Mapping[str, Any]) -> None:
 
 
 def _case(model: nn.Module, optimizer: Optimizer, data: Any, engine: str) -> _Case:
+    first_trained("heldin.stopping", model)  # or there is none
     params = [p for p in model.parameters() if p.requires_grad]
-    if not params:
-        raise HeldinError(
-            "heldin.stopping: the model has no parameter that requires a gradient; unfreeze at "
-            "least one"
-        )
     if engine == "copies":
         count, known = Source(data, seed=0, listen=False).count, False
     else:

@@ -77,7 +77,7 @@ class HeldOut:
                 f"eval_loss must return the loss of a batch or one for each of its {rows} samples, "
                 f"got {tuple(whole.shape)}"
             )
-        with refused_if_changed(batch, again=True):
+        with refused_if_changed(batch):
             self._evaluated(0, batch, self._eval_loss)
         self._by_rows = whole.dim() > 0 and whole.numel() == rows
         self.adds_up = self._is_sum(batch, rows)

@@ -237,7 +237,7 @@ class SeparateShadows:
                 return float(one_number(self._loss(model, repacked(batch))))
 
         one = loss(0)
-        with refused_if_changed(batch, again=True):
+        with refused_if_changed(batch):
             other = loss(1)
         random = one != other
         if random:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from zlib import crc32
@@ -133,8 +134,9 @@ class ShadowModels(PathStopping):
         self._same_loss = self._team.same_loss
         self._start(optimizer)
 
+    @abstractmethod
     def _labels(self) -> Tensor:
-        raise NotImplementedError
+        """(rows,) which shadow must not see a row; -1: all may."""
 
     @property
     def engine(self) -> str:
