@@ -149,7 +149,8 @@ def plan(monkeypatch: pytest.MonkeyPatch) -> tuple[fullsize.Planned, ...]:
         replace(PLAN[0], changes={**TINY["mnist-sgd"], **net, "steps": 60},
                 parts=("rate 0.1, validation", "rate 0.1, evidence")),
         replace(PLAN[2], changes={**TINY["greedy"], **net, **long}, parts=("rate 0.1, greedy",)),
-        replace(PLAN[3], changes={**TINY["rmsprop"], **net, "steps": 60, "smoothing": 0.99}),
+        replace(PLAN[3], changes={**TINY["rmsprop"], **net, "steps": 60, "smoothing": 0.99},
+                parts=("SGD", "SGD with stopping", "RMSprop")),
     )  # fmt: skip
     monkeypatch.setattr(planned_module, "PLAN", sets)
     monkeypatch.setattr(planned_module, "TENTHS", ())
@@ -192,7 +193,8 @@ def test_real_stops_at_full_size(
     make(plan, runs, data, tell=lambda line: None)
     survey(["rmsprop"], runs, folder)
     found = {(u.experiment, u.size): u for u in universes(folder)}
-    assert len(found["rmsprop", "full size"].rows) == 120
+    assert len(found["rmsprop", "full size"].rows) == 15
+    assert len(found["rmsprop", "full size, factors of RMSprop"].rows) == 8
     assert len(found["rmsprop", "full size, real runs"].claims) == 6
     page = tmp_path / "docs" / "page.md"
     write_page(page, folder, "the command")

@@ -144,7 +144,9 @@ def surveyed(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
         replace(PLAN[2], changes={**TINY["greedy"], **plain, "rates": (0.1,)},
                 parts=("rate 0.1, greedy",)),
         replace(PLAN[3], changes={**TINY["rmsprop"], "travel": None, "smoothing": 0.99,
-                                  "rates": (0.1,)}),
+                                  "rates": (0.1,)},
+                parts=("SGD", "SGD with stopping", "RMSprop")),
+        replace(PLAN[5], changes={**TINY["mnist-gd"], "rates": (0.1,), "flow": True}),
     )  # fmt: skip
     tenths = tuple(
         replace(t, seeds=1, changes={**TINY["mnist-sgd"], **t.changes, **plain, "every": 4,
@@ -185,7 +187,10 @@ def test_a_survey_becomes_a_page(surveyed: Path) -> None:
     assert ("mnist-sgd", "a tenth of the width") in sizes
     assert ("mnist-sgd", "a tenth of the width, pixels and initial weights varied") in sizes
     assert ("mnist-sgd", "full size, length varied") in sizes
+    assert ("mnist-gd", "a fifth of the width") in sizes
     assert {("sector", "quick preset"), ("rmsprop", "quick preset")} <= sizes
+    for size in ("full size", "a tenth of the width", "quick preset"):
+        assert ("rmsprop", f"{size}, factors of RMSprop") in sizes
     real = {(u.experiment, u.size.split(",")[0]): u for u in found if u.size.endswith("real runs")}
     for size in ("a tenth of the width", "quick preset"):
         assert [len(real[name, size].claims) for name in ("greedy", "rmsprop")] == [1, 2]

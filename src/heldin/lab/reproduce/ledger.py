@@ -228,20 +228,25 @@ def criteria(
     return numpy.nanmean(each, axis=1)
 
 
-def smooth(values: Any, smoothing: Any, start: Any) -> Any:
+def smooth(values: Any, smoothing: Any, start: Any, steps: Any = None) -> Any:
     """Running averages c = b c + (1-b) x along the first axis; nan changes nothing.
 
     Args:
         values: (steps, ...).
         smoothing, start: numbers, or arrays that fit the other axes.
+        steps: of the values, if some are left out: a value stands for all steps since the one
+            before it.
 
     >>> import numpy
     >>> smooth(numpy.array([2.0, 4.0]), 0.5, 0.0)
     array([1. , 2.5])
+    >>> smooth(numpy.array([2.0, 4.0]), 0.5, 0.0, steps=[1, 3])   # as 2, 4, 4
+    array([1.  , 3.25])
     """
     import numpy
 
-    if isinstance(smoothing, float) and not numpy.isnan(values).any():
+    gaps = numpy.ones(len(values)) if steps is None else numpy.diff(steps, prepend=steps[0] - 1)
+    if isinstance(smoothing, float) and (gaps == 1).all() and not numpy.isnan(values).any():
         from scipy.signal import lfilter
 
         before = numpy.full((1, *values.shape[1:]), smoothing * start)
@@ -250,8 +255,9 @@ def smooth(values: Any, smoothing: Any, start: Any) -> Any:
     b = numpy.asarray(smoothing, dtype="float64")
     now = numpy.zeros(values.shape[1:]) + start
     found = numpy.empty(values.shape)
-    for t, value in enumerate(values):
-        now = numpy.where(numpy.isnan(value), now, b * now + (1 - b) * value)
+    for t, (value, gap) in enumerate(zip(values, gaps, strict=True)):
+        kept = b**gap
+        now = numpy.where(numpy.isnan(value), now, kept * now + (1 - kept) * value)
         found[t] = now
     return found
 

@@ -26,7 +26,8 @@ def _stop(one: Any, smoothing: float, division: str | float) -> tuple[float, flo
     """The step at which a reading stops, and the test loss there over the least."""
     import numpy
 
-    stop = float(first_above(smooth(criteria(one.log, division), smoothing, 0.0), one.log["steps"]))
+    raw, steps = criteria(one.log, division), one.log["steps"]
+    stop = float(first_above(smooth(raw, smoothing, 0.0, steps), steps))
     if math.isnan(stop):
         return stop, stop
     loss = float(numpy.interp(stop, one.table.step, one.table.test_loss))
@@ -248,7 +249,7 @@ def from_readings(found: Sequence[Universe]) -> list[str]:
     for each in found:
         if each.experiment == "quadratic" and "noise level" in each.choices:
             lines.append(_levels(each))
-    damped = [each for each in found if "epsilon of RMSprop" in each.choices]
+    damped = [each for each in found if "epsilon of RMSprop" in each.choices]  # largest first
     return lines + [_factors(each) for each in damped[:1]]
 
 
@@ -268,12 +269,11 @@ def _levels(found: Universe) -> str:
 def _factors(found: Universe) -> str:
     """That the form of epsilon decides whether RMSprop switches weights off."""
     choice = found.choices.index("epsilon of RMSprop")
-    (place,) = (k for k, text in enumerate(found.claims) if text.startswith("no factor"))
     largest: dict[str, float] = {}
-    for names, cells in found.rows:
-        largest[names[choice]] = max(largest.get(names[choice], 0.0), cells[place][2])
+    for names, (cell,) in found.rows:
+        largest[names[choice]] = max(largest.get(names[choice], 0.0), cell[2])
     words = "; ".join(f"{name}: {share:.0%}" for name, share in largest.items())
     return (
         "Whether RMSprop switches weights off is a matter of its epsilon. Largest share of factors "
-        f"below 1e-5 under any reading ({found.size}): {words}."
+        f"below 1e-5 under any reading ({found.size.split(',')[0]}): {words}."
     )

@@ -10,6 +10,7 @@ from typing import Any
 from . import lessons as _lessons
 from .collected import Collected, Found, collect, progress
 from .experiment import Claim
+from .experiments.rmsprop import RMS_CHOICES
 from .figures import Column, columns
 from .fullsize import ELEMENTWISE, PLAN, TENTHS, Planned, tasks
 from .multiverse import universe
@@ -18,17 +19,18 @@ from .registry import EXPERIMENTS
 from .replay import (
     CRITERION,
     replay_criterion,
+    replay_factors,
     replay_greedy,
     replay_rmsprop,
     shortened,
     stopped_shares,
 )
-from .store import FULL, REAL, TENTH, VARIED, Store
+from .runner import Task
+from .store import FACTORS, FIFTH, FULL, REAL, TENTH, VARIED, Store
 
-__all__ = ["criterion", "from_plan", "greedy", "logged", "real", "rmsprop", "whole"]
+__all__ = ["criterion", "factors", "from_plan", "greedy", "logged", "real", "rmsprop", "whole"]
 
 Runs = dict[int, dict[str, Found]]  # by seed and part
-DESCENTS = {"fifth-gd": "a fifth of the width", "tenth-gd": TENTH}
 
 
 def from_plan(runs: Path, store: Store, rows: list[dict[str, Any]], facts: dict[str, Any]) -> None:
@@ -44,7 +46,7 @@ def from_plan(runs: Path, store: Store, rows: list[dict[str, Any]], facts: dict[
     stopped: Runs = {}
     damped: Runs = {}
     for planned in PLAN:
-        found, settings = _look(planned, runs, rows)
+        found, settings = _look(planned, runs, rows, store)
         if planned.name == "full-sgd":
             _lessons.from_full(facts, found)
             _add(sgd, found)
@@ -52,20 +54,38 @@ def from_plan(runs: Path, store: Store, rows: list[dict[str, Any]], facts: dict[
             _add(stopped, found)
         elif planned.name == "full-rmsprop":
             _add(damped, found)
-        elif planned.name in DESCENTS and (done := whole(found, planned.parts)):
+        elif done := whole(found, planned.parts):
             claims = EXPERIMENTS["mnist-gd"].claims(settings)
-            criterion(store, "mnist-gd", DESCENTS[planned.name], claims, done)
+            if logged(done):
+                criterion(store, "mnist-gd", FIFTH, claims, done)
+            _figure(store, "mnist-gd", "fifth", settings, done)
     _full(store, facts, sgd, stopped, damped)
     _tenths(runs, store, rows, facts)
 
 
 def _look(
-    planned: Planned, runs: Path, rows: list[dict[str, Any]]
+    planned: Planned, runs: Path, rows: list[dict[str, Any]], store: Store | None = None
 ) -> tuple[dict[int, dict[str, Found]], Any]:
+    """The runs of a set, on disk or (if there is a store) stored, and their settings."""
     mine = [task for _, task in tasks((planned,), runs)]
     found = collect(mine)
+    if store is not None:
+        _remember(store, planned, mine, found)
     rows += progress(planned.name, found, mine)
     return found, mine[0].settings
+
+
+def _remember(store: Store, planned: Planned, mine: Sequence[Task], found: Runs) -> None:
+    """Store the records of finished runs, and add those that are stored and not on disk."""
+    for task in mine:
+        name = f"{planned.name}-{task.name}"
+        one = found.get(task.seed, {}).get(task.part)
+        if one is not None and one.finished:
+            store.keep_run(name, one.table, task.total)
+        elif (table := store.run(name, task.total)) is not None:
+            spent = float(table.cpu_seconds.iloc[0])
+            kept = Found(table, {}, True, task.total, task.total, spent)
+            found.setdefault(task.seed, {})[task.part] = kept
 
 
 def _add(runs: Runs, found: Collected) -> None:
@@ -95,7 +115,7 @@ def logged(runs: Collected) -> Runs:
 def _full(store: Store, facts: dict[str, Any], sgd: Runs, stopped: Runs, damped: Runs) -> None:
     """MNIST with SGD, and with weights that stop, at the paper's size."""
     plain = logged(sgd)
-    parts = [part for part in sgd.get(0, {}) if part.endswith("evidence")]
+    parts = [part for part in plain.get(0, {}) if part.endswith("evidence")]
     both = [p for p in parts if p.replace("evidence", "validation") in sgd[0]]
     if both:
         rates = tuple(map(_rate, both))
@@ -109,15 +129,17 @@ def _full(store: Store, facts: dict[str, Any], sgd: Runs, stopped: Runs, damped:
         greedy(store, FULL, replace(settings, rates=tuple(map(_rate, parts))), plain, None)
         settings = EXPERIMENTS["rmsprop"].settings["full"]
         if f"rate {settings.rates[0]:g}, evidence" in parts:
-            rmsprop(store, FULL, settings, plain, whole(damped, ("RMSprop",)))
+            rmsprop(store, FULL, settings, plain)
     if twins := _twins(sgd, stopped):
         names = [part for part in twins[0] if part.endswith("greedy")]
         settings = replace(EXPERIMENTS["greedy"].settings["full"], rates=tuple(map(_rate, names)))
         real(store, "greedy", FULL, settings, twins, every=True)
         _stopped(facts, settings, twins[0], names[0])
         _figure(store, "greedy", "full", settings, twins)
+    settings = EXPERIMENTS["rmsprop"].settings["full"]
+    if done := whole(damped, ("RMSprop",)):
+        factors(store, FULL, settings, done)
     if done := whole(damped, ("SGD", "SGD with stopping", "RMSprop")):
-        settings = EXPERIMENTS["rmsprop"].settings["full"]
         real(store, "rmsprop", FULL, settings, done, every=True)
         _figure(store, "rmsprop", "full", settings, done)
 
@@ -186,8 +208,10 @@ def _elementwise(runs: Path, store: Store, plain: Runs, rows: list[dict[str, Any
         finished = whole(found, planned.parts)
         if planned.experiment == "greedy":
             greedy(store, TENTH, settings, plain, None)
-        elif finished:
-            rmsprop(store, TENTH, settings, plain, finished)
+        else:
+            rmsprop(store, TENTH, settings, plain)
+            if finished:
+                factors(store, TENTH, settings, finished)
         if finished:
             real(store, planned.experiment, TENTH, settings, finished)
             _figure(store, planned.experiment, "tenth", settings, finished)
@@ -226,11 +250,11 @@ def greedy(store: Store, size: str, settings: Any, plain: Collected, steps: int 
         store.keep(universe("greedy", beside, claims, (*choices, LENGTH), values), claims)
 
 
-def rmsprop(store: Store, size: str, settings: Any, plain: Collected, damped: Collected) -> None:
-    """Shares of weights that stop for a while, along a plain run; RMSprop's factors if run."""
+def rmsprop(store: Store, size: str, settings: Any, plain: Collected) -> None:
+    """Shares of weights that stop for a while, along a plain run."""
     part = f"rate {settings.rates[0]:g}, evidence"
     own = {seed: each for seed, each in plain.items() if part in each}
-    claims, choices, values = replay_rmsprop(settings, own, part, damped, settings.steps)
+    claims, choices, values = replay_rmsprop(settings, own, part, settings.steps)
     store.keep(universe("rmsprop", size, claims, choices, values), claims)
     if size in (FULL, TENTH):
         values = [
@@ -240,12 +264,17 @@ def rmsprop(store: Store, size: str, settings: Any, plain: Collected, damped: Co
                 settings,
                 shortened(own, value.setting),
                 part,
-                shortened(damped, value.setting),
                 round(value.setting * settings.steps),
             )[2]
         ]
         beside = f"{size}, length {VARIED}"
         store.keep(universe("rmsprop", beside, claims, (*choices, LENGTH), values), claims)
+
+
+def factors(store: Store, size: str, settings: Any, runs: Collected) -> None:
+    """The factors of RMSprop's learning rates."""
+    claims, values = replay_factors(settings, runs)
+    store.keep(universe("rmsprop", f"{size}, {FACTORS}", claims, RMS_CHOICES, values), claims)
 
 
 def real(

@@ -19,6 +19,7 @@ __all__ = [
     "CRITERION",
     "Values",
     "replay_criterion",
+    "replay_factors",
     "replay_greedy",
     "replay_rmsprop",
     "restopped",
@@ -38,8 +39,9 @@ def restopped(one: Found, smoothing: float, start: float, division: str | float)
     import numpy
     import pandas
 
+    steps = one.log["steps"]
     raw = criteria(one.log, division)
-    stop = float(first_above(smooth(raw, smoothing, start), one.log["steps"]))
+    stop = float(first_above(smooth(raw, smoothing, start, steps), steps))
     table = one.table.loc[:, ["step", "test_loss"]].assign(stop=0.0)
     if math.isnan(stop):
         return table
@@ -160,33 +162,33 @@ def replay_greedy(
 
 
 def replay_rmsprop(
-    settings: Any, plain: Collected, part: str, damped: Collected, steps: int | None = None
+    settings: Any, plain: Collected, part: str, steps: int | None = None
 ) -> tuple[list[Claim], tuple[Choice, ...], Values]:
-    """Claims about Eq. 15 along the path of plain training, and about RMSprop's factors.
-
-    Without a run of RMSprop (`damped` is empty) only the former, and only their choices.
+    """Claims about Eq. 15 along the path of plain training.
 
     Returns:
         The claims, the choices, and the values under each reading.
     """
-    choices = tuple(_rmsprop.EXPERIMENT.readings(settings))
-    kept = [c for c in _rmsprop.claims(settings) if "left out" not in c.text and c.replayed]
-    if not damped:
-        choices, kept = choices[:2], [c for c in kept if "RMSprop" not in c.text]
+    choices = division, start = _rmsprop.ZERO_FIRST, _rmsprop.C_START
+    kept = [c for c in _rmsprop.shares_claims(settings) if c.replayed]
     found: Values = []
-    seeds = sorted(set(plain) & set(damped) if damped else plain)
     for reading in readings(choices):
-        division, start, *others = choices
         place = key(settings.smoothing, start.setting(reading), division.setting(reading))
-        column = "low/" + "/".join(reading[choice.name] for choice in others)
-        lowest = f"below {min(settings.thresholds):g}"
-        values: list[list[float]] = [[] for _ in kept]
-        for seed in seeds:
-            tables = {"SGD with stopping": _shares(plain[seed][part], place, False, steps)}
-            if damped:
-                table = damped[seed]["RMSprop"].table
-                tables["RMSprop"] = table.assign(**{lowest: table[column]})
-            for claim, numbers in zip(kept, values, strict=True):
-                numbers.append(float(claim.value(tables)))
-        found.append((reading, values))
+        tables = [
+            {"SGD with stopping": _shares(each[part], place, False, steps)}
+            for each in plain.values()
+        ]
+        found.append((reading, [[float(c.value(t)) for t in tables] for c in kept]))
     return kept, choices, found
+
+
+def replay_factors(settings: Any, runs: Collected) -> tuple[list[Claim], Values]:
+    """The claim about RMSprop's factors, which a run of RMSprop notes under each reading."""
+    claim = _rmsprop.factors_claim(settings)
+    tables = [each["RMSprop"].table for each in runs.values()]
+    found: Values = []
+    for reading in readings(_rmsprop.RMS_CHOICES):
+        column = f"low/{'/'.join(reading.values())}"
+        own = [{"RMSprop": t.assign(**{_rmsprop.lowest(settings): t[column]})} for t in tables]
+        found.append((reading, [[float(claim.value(each)) for each in own]]))
+    return [claim], found

@@ -11,12 +11,15 @@ from typing import Any
 
 from .experiment import Claim
 from .multiverse import Universe, file_name, merged, read_universe, write_universe
+from .tables import read, versions
 
-__all__ = ["FULL", "QUICK", "REAL", "SIZES", "TENTH", "VARIED", "Store", "rank"]
+__all__ = ["FACTORS", "FIFTH", "FULL", "QUICK", "REAL", "SIZES", "TENTH", "VARIED", "Store", "rank"]
 
-FULL, TENTH, QUICK = "full size", "a tenth of the width", "quick preset"
-SIZES = (FULL, "a fifth of the width", TENTH, QUICK, "")
+FULL, FIFTH, TENTH = "full size", "a fifth of the width", "a tenth of the width"
+QUICK = "quick preset"
+SIZES = (FULL, FIFTH, TENTH, QUICK, "")
 REAL = "real runs"  # of sizes whose claims are not replayed
+FACTORS = "factors of RMSprop"  # of sizes at which only these are read in several ways
 VARIED = "varied"  # of sizes at which more is varied than in those that decide a verdict
 
 
@@ -55,6 +58,29 @@ class Store:
     def draw(self, name: str, figure: Any) -> None:
         """Store a figure."""
         figure.savefig(self.folder / f"{name}.png", dpi=90, metadata={"Software": None})
+
+    def keep_run(self, name: str, table: Any, total: int) -> None:
+        """Store the records of a run that took hours, without what it has logged.
+
+        Args:
+            name: of the run.
+            table: its records.
+            total: its steps.
+        """
+        same = {"experiment", "preset", "part", "seed", "seconds", "date", "device", "settings"}
+        shown = table.loc[:, [c for c in table.columns if c not in same | set(versions())]]
+        shown = shown.assign(total=total)
+        shown.to_csv(self._run(name), index=False, float_format="%.8g", lineterminator="\n")
+
+    def run(self, name: str, total: int) -> Any:
+        """The stored records of a run; None if there are none, or of another length."""
+        if not self._run(name).exists():
+            return None
+        table = read(self._run(name))
+        return table if table.total.iloc[0] == total else None
+
+    def _run(self, name: str) -> Path:
+        return self.folder / f"run-{name}.csv"
 
     def facts(self) -> dict[str, Any]:
         """Numbers of the section on what the paper does not say."""

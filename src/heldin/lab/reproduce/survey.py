@@ -157,9 +157,10 @@ def _from_quick(runs: Path, store: Store, facts: dict[str, Any]) -> None:
         if found[name]:
             settings = EXPERIMENTS[name].settings["quick"]
             _planned.real(store, name, QUICK, settings, found[name])
+    damped = EXPERIMENTS["rmsprop"].settings["quick"]
     if plain := _planned.logged(found["mnist-sgd"]):
         settings = EXPERIMENTS["greedy"].settings["quick"]
         _planned.greedy(store, QUICK, settings, plain, settings.steps)
-        if found["rmsprop"]:
-            settings = EXPERIMENTS["rmsprop"].settings["quick"]
-            _planned.rmsprop(store, QUICK, settings, plain, found["rmsprop"])
+        _planned.rmsprop(store, QUICK, damped, plain)
+    if found["rmsprop"]:
+        _planned.factors(store, QUICK, damped, found["rmsprop"])

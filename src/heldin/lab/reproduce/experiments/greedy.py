@@ -111,7 +111,11 @@ def draw(results: Results, settings: Settings) -> Any:
         table, plain = tables[f"rate {rate:g}, greedy"], tables[f"rate {rate:g}, plain"]
         top.set_title(f"SGD, batch {settings.batch}, rate {rate:g}", fontsize=9)
         top.plot(table.step, table.train_loss, color=GREY, label="train")
-        top.plot(plain.step, plain.test_loss, ":", color=BLUE, label="test, plain SGD")
+        if len(plain) > 1:
+            top.plot(plain.step, plain.test_loss, ":", color=BLUE, label="test, plain SGD")
+        else:  # all that is left of a run
+            lowest = float(plain.test_loss.min())
+            top.axhline(lowest, linestyle=":", color=BLUE, label="test, plain SGD, least")
         top.plot(table.step, table.test_loss, color=BLUE, label="test")
         logarithmic(top, "")
         fractions(bottom, table, "off")

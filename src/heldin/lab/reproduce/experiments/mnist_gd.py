@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from heldin.lab.reproduce.experiment import CLOSE, Claim, Experiment, Results, Tables
 from heldin.lab.reproduce.figures import Column, columns
 from heldin.lab.reproduce.readings import DIVISION, SMOOTHING, START
+from heldin.lab.reproduce.run import Run
 from heldin.lab.reproduce.tables import at, least, step_of
 
-from .mnist import FULL_NET, INITIAL, PIXELS, Settings, against, train
+from .mnist import FULL_NET, INITIAL, PIXELS, against, train
+from .mnist import Settings as Net
+from .mnist_flow import follow
 
 __all__ = ["EXPERIMENT", "column"]
+
+
+@dataclass(frozen=True)
+class Settings(Net):
+    """Those of the net, and how the path is computed."""
+
+    flow: bool = False  # along gradient flow, the limit of small rates, in the place of each step
+
+
+def descend(run: Run, rate: float, method: str) -> None:
+    """Train with or without a validation set, to the end."""
+    (follow if run.settings.flow else train)(run, rate, method)
 
 
 def parts(settings: Settings) -> Mapping[str, Mapping[str, Any]]:
@@ -21,7 +37,7 @@ def parts(settings: Settings) -> Mapping[str, Mapping[str, Any]]:
     return {method: {"rate": rate, "method": method} for method in ("validation", "evidence")}
 
 
-def column(results: Results, settings: Settings) -> Column:
+def column(results: Results, settings: Net) -> Column:
     """Column 1 of the paper's figure."""
     tables = next(iter(results.values()))
     title = f"gradient descent, rate {settings.rates[0]:g}"
@@ -88,7 +104,7 @@ EXPERIMENT = Experiment(
         ),
     },
     parts=parts,
-    run=train,
+    run=descend,
     figure=draw,
     caption=(
         "Top: validation loss of the run with a validation set. Middle: test losses of that "

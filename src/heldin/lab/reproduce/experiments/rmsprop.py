@@ -31,7 +31,15 @@ from .greedy import Reading, shares, train
 from .mnist import FULL_NET, net
 from .mnist import Settings as Net
 
-__all__ = ["EXPERIMENT", "RMS_CHOICES"]
+__all__ = [
+    "C_START",
+    "EXPERIMENT",
+    "RMS_CHOICES",
+    "ZERO_FIRST",
+    "factors_claim",
+    "lowest",
+    "shares_claims",
+]
 
 RMS_CHOICES = (
     Choice(
@@ -233,20 +241,34 @@ def _claims(settings: Settings, own: str, reading: str) -> list[Claim]:
     ]
 
 
+def shares_claims(settings: Settings) -> list[Claim]:
+    """How many stop, how steadily and at what cost, where 0/0 is 0."""
+    return _claims(settings, next(iter(STOPPING)), "")
+
+
+def lowest(settings: Settings) -> str:
+    """The column of shares below the smallest threshold."""
+    return f"below {min(settings.thresholds):g}"
+
+
+def factors_claim(settings: Settings) -> Claim:
+    """That RMSprop switches no weight off."""
+    return Claim(
+        f"no factor of RMSprop is {lowest(settings)} (largest share in the run)",
+        "exactly zero",
+        lambda tables: float(tables["RMSprop"][lowest(settings)].max()),
+        most=0.0,
+        form=".4f",
+    )
+
+
 def claims(settings: Settings) -> list[Claim]:
     """How many stop, how steadily, at what cost; and that RMSprop hardly switches any off."""
-    zero, out = STOPPING
-    lowest = min(settings.thresholds)
+    _, out = STOPPING
     return [
-        *_claims(settings, zero, ""),
+        *shares_claims(settings),
         *_claims(settings, out, "0/0 left out: "),
-        Claim(
-            f"no factor of RMSprop is below {lowest:g} (largest share in the run)",
-            "exactly zero",
-            lambda tables: float(tables["RMSprop"][f"below {lowest:g}"].max()),
-            most=0.0,
-            form=".4f",
-        ),
+        factors_claim(settings),
     ]
 
 

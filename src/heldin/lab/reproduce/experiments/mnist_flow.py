@@ -1,0 +1,112 @@
+"""The perceptron on MNIST along gradient flow, where gradient descent would take days."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from heldin import observe
+from heldin.lab.reproduce.flow import Sharpness, advance, ends, stages_for
+from heldin.lab.reproduce.ledger import Ledger, criteria, first_above, smooth
+from heldin.lab.reproduce.run import Run
+from heldin.lab.reproduce.training import Rows, chunks, mean_loss
+
+from .mnist import digits, net
+
+__all__ = ["follow"]
+
+ROUNDS = 2  # of power iteration for the sharpness, at each record
+
+
+def follow(run: Run, rate: float, method: str) -> None:
+    """Train with or without a validation set, and record where stretches of the flow end.
+
+    Steps are those that gradient descent of this rate would have made. Gradients along the path
+    are computed in bfloat16 (weights are kept in float32), losses and evidence in float32.
+
+    Args:
+        run: the run; `piece` images are worked on at a time, and the sharpness is that of the
+            first piece.
+        rate: of the gradient descent.
+        method: "validation" or "evidence".
+    """
+    s = run.settings
+    data = digits(run, held_out=method == "validation")
+    model = net(run)
+    weights = list(model.parameters())
+    gradient = _gradients(model, data.train, data.rows, s.piece)
+    images, labels = data.train(torch.arange(min(s.piece, data.rows)))
+    sharpness = Sharpness()
+    ledger = Ledger({name: p.numel() for name, p in model.named_parameters()})
+    records = ends(s.length(rate))
+    before = dict(zip(records[1:], records, strict=False))
+    for step in run.steps(records[-1], model=model, sharpness=sharpness, ledger=ledger):
+        if step not in before and step != 1:
+            continue
+        curved = sharpness.at(
+            weights, lambda: F.cross_entropy(model(images), labels), rounds=ROUNDS
+        )
+        if step != 1:
+            stretch = rate * (step - before[step])
+            advance(weights, gradient, stretch, stages_for(stretch, curved))
+        run.note(
+            step,
+            test_loss=mean_loss(model, data.test, s.test, s.piece),
+            sharpness=curved,
+        )
+        if method == "validation":
+            run.note(step, validation_loss=mean_loss(model, data.validation, s.validation, s.piece))
+        else:
+            _look(model, ledger, step, data.train, data.rows, s.piece)
+    if method == "validation":
+        run.mark(int(min(run.rows, key=lambda row: row["validation_loss"])["step"]), "stop")
+    else:
+        _stop(run, ledger.arrays())
+
+
+def _gradients(
+    model: nn.Module, data: Rows, rows: int, piece: int
+) -> Callable[[], tuple[Tensor, ...]]:
+    """The gradient of the mean loss, in bfloat16 but for the sums over the pieces."""
+    pieces = [data(places) for places in chunks(rows, piece)]
+    pieces = [(x.to(torch.bfloat16), y) for x, y in pieces]
+    weights = list(model.parameters())
+
+    def gradient() -> tuple[Tensor, ...]:
+        found = tuple(torch.zeros_like(w) for w in weights)
+        for x, y in pieces:
+            with torch.enable_grad():
+                with torch.autocast(x.device.type, torch.bfloat16):
+                    z = model(x)
+                loss = F.cross_entropy(z.float(), y, reduction="sum") / rows
+                each = torch.autograd.grad(loss, weights)
+            for total, part in zip(found, each, strict=True):
+                total.add_(part)
+        return found
+
+    return gradient
+
+
+def _look(model: nn.Module, ledger: Ledger, step: int, data: Rows, rows: int, piece: int) -> None:
+    """Log the evidence of all images."""
+    with observe(model) as seen:
+        for places in chunks(rows, piece):
+            x, y = data(places)
+            (F.cross_entropy(model(x), y, reduction="sum") / rows).backward()
+        ledger.add(step, seen)
+    model.zero_grad()
+
+
+def _stop(run: Run, arrays: dict[str, Any]) -> None:
+    """Note the criterion under our reading, and its stop."""
+    run.arrays = arrays
+    raw = criteria(arrays, "out")
+    smoothed = smooth(raw, run.settings.smoothing, 0.0, arrays["steps"])
+    for row, value, average in zip(run.rows, raw, smoothed, strict=True):
+        row.update(criterion=float(average), raw=float(value))
+    stop = float(first_above(smoothed, arrays["steps"]))
+    run.mark(None if stop != stop else int(stop), "stop")
