@@ -13,12 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from heldin.lab.reproduce import EXPERIMENTS
+from heldin.lab.reproduce.collected import Found
+from heldin.lab.reproduce.confirm import beside_steps
 from heldin.lab.reproduce.experiments import mnist_flow
 from heldin.lab.reproduce.flow import Sharpness, advance, coefficients, ends, reach, stages_for
+from heldin.lab.reproduce.lessons import from_flow, sentences
 from heldin.lab.reproduce.run import Run
 from tests.support.small_data import TINY, data
 
 np = pytest.importorskip("numpy")
+pandas = pytest.importorskip("pandas")
 pytest.importorskip("scipy")
 
 __all__ = ["data"]
@@ -176,3 +180,25 @@ def test_a_flow_goes_on_after_a_kill(
     descent(again, rate=0.005, method="evidence")
     assert again.rows == whole.rows
     assert (again.arrays["table"] == whole.arrays["table"]).all()
+
+
+def test_what_is_told_of_the_flow(data: Path) -> None:
+    tiny = {**TINY["mnist-gd"], "rates": (0.005,), "steps": 400, "every": 5}
+    settings = replace(EXPERIMENTS["mnist-gd"].settings["quick"], **tiny)
+    beside = beside_steps(settings, data)
+    assert 0 < beside["test_loss"] < 0.02
+    assert 0 < beside["ratio"] < 0.5
+    steps, flow = beside["stops"]
+    assert math.isnan(steps) == math.isnan(flow)
+    table = pandas.DataFrame(
+        {"step": [1, 11, 111], "sharpness": [9.0, 20.0, 40.0], "test_loss": [3.0, 1.0, 2.0],
+         "raw": [-9.0, -1.0, 0.5]}
+    )  # fmt: skip
+    one = Found(table, {}, True, 111, 111, 1.0)
+    facts: dict[str, Any] = {"flow beside steps": {**beside, "stops": [math.nan, 7.0]}}
+    from_flow(facts, 0.01, {"validation": one, "evidence": one})
+    assert facts["flow"]["gradients"]["evidence"] == stages_for(0.1, 20) + stages_for(1.0, 40)
+    assert (facts["flow"]["turn"], facts["flow"]["crossing"]) == (11, 111)
+    (sentence,) = sentences(facts)
+    assert "the largest curvature on the way is 40" in sentence
+    assert "stops never of the descent and at step 7 of the flow" in sentence

@@ -236,9 +236,11 @@ def test_simulated_stops_are_confirmed(tmp_path: Path, monkeypatch: pytest.Monke
         return [one for one in own if one.by == "EvidenceStopping.paper"]
 
     monkeypatch.setattr(confirm_module, "confirm", stored)
+    monkeypatch.setattr(confirm_module, "beside_steps", lambda **options: {"steps": 7})
     page = tmp_path / "page.md"
     assert main(["reproduce", "--readings", "--confirm", "--docs", str(page)]) == 0
     count = len(stored([first], None, None))
     text = page.read_text()
+    assert Store(folder).facts() == {"flow beside steps": {"steps": 7}}
     assert f"Simulated stop = real stop for {count - 1} of {count} readings" in text
     assert f"the same step in {count - 1} of {count}, of which {count} stop at all." in text

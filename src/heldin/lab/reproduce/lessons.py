@@ -7,11 +7,13 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .flow import stages_for
 from .ledger import criteria, first_above, smooth
 from .multiverse import Universe
 from .readings import DIVISION, SMOOTHING
 
 __all__ = [
+    "from_flow",
     "from_full",
     "from_readings",
     "from_sector",
@@ -111,6 +113,31 @@ def from_stopped(facts: dict[str, Any], size: str, real: Any, replayed: Any) -> 
     facts[f"greedy, {size}"] = shares
 
 
+def from_flow(facts: dict[str, Any], rate: float, runs: Mapping[str, Any]) -> None:
+    """From gradient flow: how many gradients it took, how sharp the loss is, where it turns."""
+    tables = {part: one.table for part, one in runs.items()}
+    facts["flow"] = {
+        "rate": rate,
+        "steps": int(next(iter(tables.values())).step.iloc[-1]),
+        "gradients": {part: gradients(table, rate) for part, table in tables.items()},
+        "sharpness": float(max(t.sharpness.max() for t in tables.values())),
+        "turn": float(tables["evidence"].step[tables["evidence"].test_loss.idxmin()]),
+        "crossing": _crossing(tables["evidence"]),
+    }
+
+
+def gradients(table: Any, rate: float) -> int:
+    """The number of gradients along a flow, from its records."""
+    gaps = table.step.diff().iloc[1:]
+    return sum(stages_for(rate * g, s) for g, s in zip(gaps, table.sharpness.iloc[1:], strict=True))
+
+
+def _crossing(table: Any) -> float:
+    """The first step at which the raw criterion is above zero; nan if it never is."""
+    above = table.step[table.raw > 0]
+    return float(above.iloc[0]) if len(above) else math.nan
+
+
 # --- in words --------------------------------------------------------------------------------
 
 
@@ -187,6 +214,8 @@ def sentences(facts: Mapping[str, Any]) -> list[str]:
         found += _about(name, first)
         if sector := facts.get("sector"):
             found.append(_epsilons(name, first, sector))
+    if flow := facts.get("flow"):
+        found.append(_flow(flow, facts.get("flow beside steps")))
     for name, shares in facts.items():
         if name.startswith("greedy, "):
             found.append(
@@ -229,6 +258,28 @@ def _about(name: str, path: Mapping[str, Any]) -> list[str]:
         + "; ".join(f"{d}: {_ratio(s)}" for d, s in division.items())
         + ".",
     ]
+
+
+def _flow(flow: Mapping[str, Any], beside: Mapping[str, Any] | None) -> str:
+    """What stands for gradient descent, and how well."""
+    count = sum(flow["gradients"].values())
+    words = (
+        f"Gradient descent of rate {flow['rate']:g} follows gradient flow: the largest curvature "
+        f"on the way is {flow['sharpness']:.0f} (a fifth of the width), and steps of this rate "
+        f"are stable up to {2 / flow['rate']:.0f}. So the flow stands for the steps, with "
+        f"{count:,} gradients for both runs in the place of {2 * flow['steps']:,}."
+    )
+    if beside is None:
+        return words
+    one, other = (
+        "never" if math.isnan(stop) else f"at step {stop:,.0f}" for stop in beside["stops"]
+    )
+    return (
+        f"{words} Where both are cheap (a tenth of the width, {beside['images']:,} images, "
+        f"{beside['steps']:,} steps) their test losses differ by at most {beside['test_loss']:.1%} "
+        f"and the mean of f by at most {beside['ratio']:.0%} after a tenth of the steps; evidence "
+        f"stops {one} of the descent and {other} of the flow."
+    )
 
 
 def _epsilons(name: str, path: Mapping[str, Any], sector: Mapping[str, Any]) -> str:

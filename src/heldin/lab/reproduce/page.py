@@ -16,7 +16,7 @@ from .experiment import CLOSE, NEAR, SHARE, SLIGHT
 from .leading import DETAILS, HEAD, counts, details, leading, row
 from .multiverse import Universe, file_name, read_universe
 from .registry import EXPERIMENTS
-from .store import FULL, TENTH, VARIED, Store, rank
+from .store import FIFTH, FULL, TENTH, VARIED, Store, rank
 
 __all__ = ["CORRECTIONS", "universes", "write_page"]
 
@@ -59,7 +59,7 @@ def write_page(path: Path, folder: Path, command: str) -> None:
     found, store = universes(folder), Store(folder)
     figures = path.parent / "figures" / path.stem
     figures.mkdir(parents=True, exist_ok=True)
-    for name in ("readings", "mnist-sgd", "greedy"):
+    for name in ("readings", "mnist-gd", "mnist-sgd", "greedy", "rmsprop"):
         for old in figures.glob(f"{name}*.png"):
             old.unlink()  # perhaps of results that are no longer there
     lines = leading(found)
@@ -76,8 +76,10 @@ def write_page(path: Path, folder: Path, command: str) -> None:
             counts=counts(lines),
             words=_words(),
             figures=f"figures/{path.stem}",
+            gd=_drawn(store, figures, "mnist-gd"),
             sgd=_drawn(store, figures, "mnist-sgd"),
             greedy=_drawn(store, figures, "greedy"),
+            rmsprop=_drawn(store, figures, "rmsprop"),
             head=HEAD,
             rows=list(map(row, lines)),
             table=markdown_table,
@@ -100,7 +102,7 @@ def write_page(path: Path, folder: Path, command: str) -> None:
 
 def _drawn(store: Store, figures: Path, name: str) -> dict[str, Any] | None:
     """Take over the stored figures of the largest size, a figure for each rate."""
-    for kind, size in (("full", FULL), ("tenth", TENTH)):
+    for kind, size in (("full", FULL), ("fifth", FIFTH), ("tenth", TENTH)):
         found = sorted(store.folder.glob(f"{name}-{kind}*.png"))
         for drawn in found:
             shutil.copy(drawn, figures / drawn.name)

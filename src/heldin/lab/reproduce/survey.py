@@ -80,7 +80,7 @@ def confirmed(
     data: str | Path | None = None,
     tell: Callable[[str], object] = lambda line: None,
 ) -> None:
-    """Compare simulated stops with real ones, and store both.
+    """Compare simulated stops with real ones and gradient flow with steps, and store both.
 
     Args:
         folder: for the results.
@@ -88,10 +88,14 @@ def confirmed(
         tell: gets a line for each training.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    store = Store(folder)
     rows: list[dict[str, Any]] = []
     for training in _confirm.TRAININGS:  # each takes minutes: what is known is stored
         rows += [asdict(one) for one in _confirm.confirm([training], data, tell)]
-        Store(folder).keep_rows("confirmed.csv", rows)
+        store.keep_rows("confirmed.csv", rows)
+    facts = store.facts()
+    facts["flow beside steps"] = _confirm.beside_steps(data=data, tell=tell)
+    store.keep_facts(facts)
 
 
 def _claims_of(name: str, settings: Any) -> list[Claim]:
