@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from heldin.lab.reproduce import EXPERIMENTS
 from heldin.lab.reproduce import data as _data
+from heldin.lab.reproduce.run import Run
 
 NET = {
     "seeds": 1,
@@ -70,3 +75,25 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     part = tuple(_data.File(file.name) for file in _data.SECTOR_PART)
     monkeypatch.setattr(_data, "SECTOR_PART", part)
     return folder
+
+
+def settings_of(name: str) -> Any:
+    """The tiny settings of an experiment."""
+    return replace(EXPERIMENTS[name].settings["quick"], **TINY[name])
+
+
+def rows_of(name: str, part: dict[str, Any], **options: Any) -> list[dict[str, float]]:
+    """What a tiny run of the first seed notes."""
+    run = Run(0, settings_of(name), part, **options)
+    EXPERIMENTS[name].run(run, **part)
+    return run.rows
+
+
+def same(first: list[dict[str, float]], second: list[dict[str, float]]) -> bool:
+    """Equal to the last bit, nan being itself."""
+    return json.dumps(first) == json.dumps(second)
+
+
+def numbers(table: Any) -> Any:
+    """A run's table without the columns that tell when it was made and how long it took."""
+    return table.drop(columns=["seconds", "cpu_seconds", "date"])
