@@ -237,7 +237,7 @@ def beside_steps(
     import numpy
 
     quick = _mnist_gd.EXPERIMENT.settings["quick"]
-    s = settings or replace(quick, rates=(0.01,), steps=3000, every=5)
+    s = settings or replace(quick, rates=(0.01,), steps=1000, every=5)
     (rate,) = s.rates
     runs = []
     for flow in (False, True):

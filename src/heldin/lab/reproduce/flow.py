@@ -147,7 +147,7 @@ class Sharpness:
         self._direction = list(state["direction"])
 
 
-def ends(steps: int, shortest: int = 5, longest: int = 500, growth: float = 0.1) -> list[int]:
+def ends(steps: int, shortest: int = 5, longest: int = 1000, growth: float = 0.1) -> list[int]:
     """Steps at which stretches end: each is as long as a share of what lies before it.
 
     >>> ends(200)
