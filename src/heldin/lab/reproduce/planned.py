@@ -58,7 +58,7 @@ def from_plan(runs: Path, store: Store, rows: list[dict[str, Any]], facts: dict[
             claims = EXPERIMENTS["mnist-gd"].claims(settings)
             if logged(done):
                 criterion(store, "mnist-gd", FIFTH, claims, done)
-            _lessons.from_flow(facts, settings.rates[0], done[0])
+                _lessons.from_flow(facts, settings.rates[0], done[0])
             _figure(store, "mnist-gd", "fifth", settings, done)
     _full(store, facts, sgd, stopped, damped)
     _tenths(runs, store, rows, facts)
