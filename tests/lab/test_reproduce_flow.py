@@ -198,7 +198,8 @@ def test_what_is_told_of_the_flow(data: Path) -> None:
     facts: dict[str, Any] = {"flow beside steps": {**beside, "stops": [math.nan, 7.0]}}
     from_flow(facts, 0.01, {"validation": one, "evidence": one})
     assert facts["flow"]["gradients"]["evidence"] == stages_for(0.1, 20) + stages_for(1.0, 40)
-    assert (facts["flow"]["turn"], facts["flow"]["crossing"]) == (11, 111)
-    (sentence,) = sentences(facts)
+    assert (facts["flow"]["turn"], facts["flow"]["crossing"]) == (11, (111, 2.0))
+    early, sentence = sentences(facts)
+    assert "from step 111 on (a fifth of the width), where the test loss is 2.00 times" in early
     assert "the largest curvature on the way is 40" in sentence
     assert "stops never of the descent and at step 7 of the flow" in sentence

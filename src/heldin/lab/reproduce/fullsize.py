@@ -66,7 +66,7 @@ PLAN = (
     Planned("full-sgd", "mnist-sgd", {}, _both(0.01)),
     Planned("full-sgd", "mnist-sgd", {}, _both(0.005)),
     Planned("full-greedy", "greedy", {}, ("rate 0.005, greedy",)),
-    # four fifths of the length, just beyond the turn; RMSprop has overfitted long before
+    # four fifths of the length, about where the turn is; RMSprop has overfitted long before
     Planned("full-rmsprop", "rmsprop", {"steps": 20_000}, ("SGD with stopping", "SGD")),
     Planned("full-rmsprop", "rmsprop", {"steps": 5_000}, ("RMSprop",)),
     # each of 15,000 steps would need the gradient of all images: 20 hours
