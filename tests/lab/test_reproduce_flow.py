@@ -192,14 +192,16 @@ def test_what_is_told_of_the_flow(data: Path) -> None:
     assert math.isnan(steps) == math.isnan(flow)
     table = pandas.DataFrame(
         {"step": [1, 11, 111], "sharpness": [9.0, 20.0, 40.0], "test_loss": [3.0, 1.0, 2.0],
-         "raw": [-9.0, -1.0, 0.5]}
+         "raw": [-9.0, -1.0, 0.5], "stop": [0.0, 0.0, 1.0]}
     )  # fmt: skip
     one = Found(table, {}, True, 111, 111, 1.0)
     facts: dict[str, Any] = {"flow beside steps": {**beside, "stops": [math.nan, 7.0]}}
-    from_flow(facts, 0.01, {"validation": one, "evidence": one})
+    held = replace(one, table=table.assign(stop=[0.0, 1.0, 0.0]))
+    from_flow(facts, 0.01, {"validation": held, "evidence": one})
     assert facts["flow"]["gradients"]["evidence"] == stages_for(0.1, 20) + stages_for(1.0, 40)
     assert (facts["flow"]["turn"], facts["flow"]["crossing"]) == (11, (111, 2.0))
     early, sentence = sentences(facts)
     assert "from step 111 on (a fifth of the width), where the test loss is 2.00 times" in early
+    assert "It is 2.00 times that of validation" in early
     assert "the largest curvature on the way is 40" in sentence
     assert "stops never of the descent and at step 7 of the flow" in sentence
