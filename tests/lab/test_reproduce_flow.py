@@ -192,9 +192,12 @@ def test_what_is_told_of_the_flow(data: Path) -> None:
     assert math.isnan(steps) == math.isnan(flow)
     table = pandas.DataFrame(
         {"step": [1, 11, 111], "sharpness": [9.0, 20.0, 40.0], "test_loss": [3.0, 1.0, 2.0],
-         "raw": [-9.0, -1.0, 0.5], "stop": [0.0, 0.0, 1.0]}
+         "stop": [0.0, 0.0, 1.0]}
     )  # fmt: skip
-    one = Found(table, {}, True, 111, 111, 1.0)
+    logged = np.zeros((3, 1, 6))
+    logged[:, 0, 0], logged[:, 0, 1] = 1.0, [10.0, 2.0, 0.5]  # all live, and f
+    log = {"steps": table.step.to_numpy(), "sizes": np.ones(1), "table": logged}
+    one = Found(table, log, True, 111, 111, 1.0)
     facts: dict[str, Any] = {"flow beside steps": {**beside, "stops": [math.nan, 7.0]}}
     held = replace(one, table=table.assign(stop=[0.0, 1.0, 0.0]))
     from_flow(facts, 0.01, {"validation": held, "evidence": one})

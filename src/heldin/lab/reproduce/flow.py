@@ -1,4 +1,4 @@
-"""Gradient flow, the path that gradient descent with a small rate follows, at a tenth of its cost.
+"""Gradient flow, the path that gradient descent with a small rate follows, with fewer gradients.
 
 Steps of gradient descent are bounded by the sharpness, the largest curvature of the loss. Several
 gradients combined with the coefficients of Chebyshev polynomials allow stretches that grow with

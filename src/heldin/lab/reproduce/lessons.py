@@ -120,26 +120,18 @@ def from_flow(facts: dict[str, Any], rate: float, runs: Mapping[str, Any]) -> No
     facts["flow"] = {
         "rate": rate,
         "steps": int(next(iter(tables.values())).step.iloc[-1]),
-        "gradients": {part: gradients(table, rate) for part, table in tables.items()},
+        "gradients": {part: _gradients(table, rate) for part, table in tables.items()},
         "sharpness": float(max(t.sharpness.max() for t in tables.values())),
         "turn": float(tables["evidence"].step[tables["evidence"].test_loss.idxmin()]),
-        "crossing": _crossing(tables["evidence"]),
+        "crossing": _stop(runs["evidence"], 0.0, "out"),
         "against": at(tables["evidence"], "test_loss") / at(tables["validation"], "test_loss"),
     }
 
 
-def gradients(table: Any, rate: float) -> int:
+def _gradients(table: Any, rate: float) -> int:
     """The number of gradients along a flow, from its records."""
     gaps = table.step.diff().iloc[1:]
     return sum(stages_for(rate * g, s) for g, s in zip(gaps, table.sharpness.iloc[1:], strict=True))
-
-
-def _crossing(table: Any) -> tuple[float, float]:
-    """The first step at which the raw criterion is above zero, and the test loss over the least."""
-    above = table[table.raw > 0]
-    if not len(above):
-        return math.nan, math.nan
-    return float(above.step.iloc[0]), float(above.test_loss.iloc[0] / table.test_loss.min())
 
 
 # --- in words --------------------------------------------------------------------------------

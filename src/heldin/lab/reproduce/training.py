@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["Rows", "batch", "chunks", "mean_loss", "perceptron"]
+__all__ = ["Rows", "backward", "batch", "chunks", "mean_loss", "perceptron"]
 
 Rows = Callable[[Tensor], tuple[Tensor, Tensor]]  # row numbers to inputs and labels
 
@@ -62,6 +62,14 @@ def batch(step: int, rows: int, size: int, seed: int) -> Tensor:
 def chunks(rows: int, size: int) -> Iterator[Tensor]:
     """All row numbers in pieces."""
     yield from torch.arange(rows).split(size)
+
+
+def backward(model: nn.Module, data: Rows, pieces: Sequence[Tensor]) -> None:
+    """Add the gradient of the mean cross-entropy over all pieces to those of the weights."""
+    rows = sum(map(len, pieces))
+    for piece in pieces:
+        x, y = data(piece)
+        (F.cross_entropy(model(x), y, reduction="sum") / rows).backward()
 
 
 @torch.no_grad()

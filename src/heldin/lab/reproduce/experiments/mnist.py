@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from heldin import EvidenceStopping, ValidationStopping
 from heldin.lab.reproduce import data as _data
@@ -17,7 +16,7 @@ from heldin.lab.reproduce.ledger import Log
 from heldin.lab.reproduce.readings import Choice, Value
 from heldin.lab.reproduce.run import Run
 from heldin.lab.reproduce.tables import at
-from heldin.lab.reproduce.training import Rows, batch, chunks, mean_loss, perceptron
+from heldin.lab.reproduce.training import Rows, backward, batch, chunks, mean_loss, perceptron
 
 __all__ = [
     "FULL_NET",
@@ -153,10 +152,7 @@ def train(run: Run, rate: float, method: str) -> None:
                 pieces = list(chunks(data.rows, s.piece))
             else:
                 pieces = [batch(step, data.rows, s.batch, run.seed)]
-            samples = sum(map(len, pieces))
-            for piece in pieces:
-                x, y = data.train(piece)
-                (F.cross_entropy(model(x), y, reduction="sum") / samples).backward()
+            backward(model, data.train, pieces)
             if log is not None and isinstance(rule, EvidenceStopping):
                 rule.take(log.after(step))
             else:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from heldin import observe
 from heldin.lab.reproduce.flow import Sharpness, advance, ends, stages_for
 from heldin.lab.reproduce.ledger import Ledger, criteria, first_above, smooth
 from heldin.lab.reproduce.run import Run
-from heldin.lab.reproduce.training import Rows, chunks, mean_loss
+from heldin.lab.reproduce.training import backward, chunks, mean_loss
 
 from .mnist import digits, net
 
@@ -26,8 +25,8 @@ ROUNDS = 2  # of power iteration for the sharpness, at each record
 def follow(run: Run, rate: float, method: str) -> None:
     """Train with or without a validation set, and record where stretches of the flow end.
 
-    Steps are those that gradient descent of this rate would have made. (Gradients in bfloat16 would
-    take half the time and move f by more than a tenth where it is small.)
+    Steps are those that gradient descent of this rate would have made. Gradients are in float32, as
+    bfloat16 moves f where it is small.
 
     Args:
         run: the run; `piece` images are worked on at a time, and the sharpness is that of the
@@ -39,8 +38,15 @@ def follow(run: Run, rate: float, method: str) -> None:
     data = digits(run, held_out=method == "validation")
     model = net(run)
     weights = list(model.parameters())
-    gradient = _gradients(model, data.train, data.rows, s.piece)
-    images, labels = data.train(torch.arange(min(s.piece, data.rows)))
+    pieces = list(chunks(data.rows, s.piece))
+
+    def gradient() -> list[Tensor]:
+        model.zero_grad()
+        with torch.enable_grad():
+            backward(model, data.train, pieces)
+        return [w.grad for w in weights if w.grad is not None]
+
+    images, labels = data.train(pieces[0])
     sharpness = Sharpness()
     ledger = Ledger({name: p.numel() for name, p in model.named_parameters()})
     records = ends(s.length(rate))
@@ -62,41 +68,13 @@ def follow(run: Run, rate: float, method: str) -> None:
         if method == "validation":
             run.note(step, validation_loss=mean_loss(model, data.validation, s.validation, s.piece))
         else:
-            _look(model, ledger, step, data.train, data.rows, s.piece)
+            with observe(model) as seen:
+                gradient()
+                ledger.add(step, seen)
     if method == "validation":
         run.mark(int(min(run.rows, key=lambda row: row["validation_loss"])["step"]), "stop")
     else:
         _stop(run, ledger.arrays())
-
-
-def _gradients(
-    model: nn.Module, data: Rows, rows: int, piece: int
-) -> Callable[[], tuple[Tensor, ...]]:
-    """The gradient of the mean loss over all images."""
-    weights = list(model.parameters())
-
-    def gradient() -> tuple[Tensor, ...]:
-        found = tuple(torch.zeros_like(w) for w in weights)
-        for places in chunks(rows, piece):
-            x, y = data(places)
-            with torch.enable_grad():
-                loss = F.cross_entropy(model(x), y, reduction="sum") / rows
-                each = torch.autograd.grad(loss, weights)
-            for total, part in zip(found, each, strict=True):
-                total.add_(part)
-        return found
-
-    return gradient
-
-
-def _look(model: nn.Module, ledger: Ledger, step: int, data: Rows, rows: int, piece: int) -> None:
-    """Log the evidence of all images."""
-    with observe(model) as seen:
-        for places in chunks(rows, piece):
-            x, y = data(places)
-            (F.cross_entropy(model(x), y, reduction="sum") / rows).backward()
-        ledger.add(step, seen)
-    model.zero_grad()
 
 
 def _stop(run: Run, arrays: dict[str, Any]) -> None:
