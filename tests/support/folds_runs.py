@@ -102,12 +102,12 @@ def separately(
     scheduler = schedule(optimizer) if schedule else None
     for index in batches:
         kept = index[seen[index]]
-        optimizer.zero_grad(set_to_none=False)
-        if len(kept):
+        if len(kept):  # a shadow without a row takes no step
+            optimizer.zero_grad(set_to_none=False)
             loss_fn(model(*(x[kept] for x in inputs)), y[kept]).backward()
-        for p in model.parameters():  # a shadow without a row takes its step with gradient 0
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-        optimizer.step()
+            for p in model.parameters():
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            optimizer.step()
         if scheduler:
             scheduler.step()
     return model

@@ -52,6 +52,7 @@ COSTS: dict[str, tuple[tuple[float, float], ...]] = {
     "loop": ((3.0, 0.85), (1.8, 1.4), (1.65, 1.42)),
     "copies": ((2.2, 1.22), (1.75, 1.2), (1.45, 1.05)),
 }
+BUDGET, MEMORY = 6.0, 2**30  # defaults of "auto": times a plain run, bytes of the shadows
 PROBES = 5e7  # samples^2 x parameters up to which leave-one-out costs as said below
 LEAVE_ONE_OUT = 2.0  # runs, in runs of 1,000 steps and more
 
@@ -123,8 +124,8 @@ def stopping(
     loss_fn: LossFunction | None = None,
     data: Any = None,
     *,
-    budget: float = 6.0,
-    memory: int = 2**30,
+    budget: float | None = None,
+    memory: int | None = None,
     batch_loss: BatchLoss | None = None,
     **options: Any,
 ) -> PathStopping:
@@ -139,9 +140,9 @@ def stopping(
             where fewer than three (or those two, or that one) are affordable and it costs two runs
             at most: small networks on few rows, with loss_fn.
         model, optimizer, loss_fn, data: see `heldin.FoldStopping`.
-        budget: for "auto": how many times the time of a plain run training may take, in runs of
-            1,000 steps or more; shorter ones also pay for the making of the shadows.
-        memory: for "auto": bytes that the shadows may take.
+        budget: for "auto" only: how many times the time of a plain run training may take (default:
+            6), in runs of 1,000 steps or more; shorter ones also pay for the making of the shadows.
+        memory: for "auto" only: bytes that the shadows may take (default: 1 GiB).
         batch_loss: (model, batch) -> loss, in place of loss_fn, for any model and batch.
         options: further arguments of the class.
 
@@ -159,6 +160,7 @@ def stopping(
     '50 rows and 4 parameters: five folds, for about 2.8 times the time of a run of ...'
     """
     _check_arguments(rule, model, optimizer, data, budget, memory)
+    budget, memory = budget or BUDGET, memory or MEMORY
     reason, chosen = f"asked for {rule!r}", str(rule)
     if batch_loss is not None:
         if rule == "leave-one-out":
@@ -174,6 +176,9 @@ def stopping(
         together = bool(groups_of(model, options.get("process_group", "auto")))
         if batch_loss is not None or together or engine == "swap":
             engine = "copies"
+        if engine != "copies":
+            first_trained("heldin.stopping", model)  # or there is none
+            data = Rows.of(data, next(p for p in model.parameters() if p.requires_grad).device)
         case = _case(model, optimizer, data, engine)
         chosen, shadows, reason = _chosen(case, budget, memory)
         if chosen == "shadow" and options.keys() & {"folds", "stratify"}:
@@ -216,6 +221,13 @@ def _check_arguments(
             "that the model is trained on"
         )
     for name, number in (("budget", budget), ("memory", memory)):
+        if number is None:
+            continue
+        if rule != "auto":
+            raise HeldinError(
+                f"heldin.stopping: {name} is for rule='auto', which chooses by it, and would be "
+                f"ignored with {rule!r}; leave it out"
+            )
         if isinstance(number, bool) or not isinstance(number, (int, float)) or not number > 0:
             raise HeldinError(f"heldin.stopping: {name} must be a number above 0, got {number!r}")
 
@@ -237,9 +249,8 @@ def _case(model: nn.Module, optimizer: Optimizer, data: Any, engine: str) -> _Ca
     if engine == "copies":
         count, known = Source(data, seed=0, listen=False).count, False
     else:
-        rows = Rows.of(data, params[0].device)
-        count, known = len(rows), type(optimizer) in KNOWN
-        if engine == "auto" and is_plain(model, rows.inputs):
+        count, known = len(data), type(optimizer) in KNOWN
+        if engine == "auto" and is_plain(model, data.inputs):
             engine = "dense"
         elif engine == "auto":  # the copies of a BatchNorm run one after the other
             normed = any(isinstance(module, BatchNorm) for module in model.modules())

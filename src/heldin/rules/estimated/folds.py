@@ -76,10 +76,9 @@ class FoldStopping(ShadowModels):
         stratify: (n,) classes; each fold gets its share of every class.
         average: "bagged" averages the weights of the checks by how often each would have been
             chosen had the rows been drawn again; "best" keeps those of the lowest estimate.
-        grid: ratio of the steps of successive checks. With batch_loss, or more than 1,024 rows (128
-            with engine="loop"), there are fewer where they would take more than 5 % of the run, and
-            no more than 4,096 held-out rows are looked at (the standard error tells what that
-            costs).
+        grid: ratio of the steps of successive checks. There are fewer where they would take more
+            than 5 % of the run, the same ones with every engine, and no more than 4,096 held-out
+            rows are evaluated (the standard error tells what that costs).
         patience: when to stop, see `heldin.Patience`; None: never (`restore()` still chooses).
         sample_weight: (n,) if the loop's loss is the mean of weight x loss over a minibatch.
         engine: "dense" (plain networks: nn.Linear and activations in sequence), "vmap" (whatever

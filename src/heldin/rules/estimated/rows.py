@@ -38,6 +38,8 @@ class Rows:
     @classmethod
     def of(cls, data: Any, device: torch.device) -> Rows:
         """The rows of a tuple of tensors (..., y), a map-style Dataset or a DataLoader of one."""
+        if isinstance(data, Rows):
+            return data
         loader = data if isinstance(data, DataLoader) else None
         source = loader.dataset if loader is not None else data
         if isinstance(source, IterableDataset):
@@ -198,6 +200,8 @@ def rows_with_copies(rows: Rows) -> int:
 def warn_of_copies(owner: str, data: Any) -> None:
     """Say so if many rows lie in tensors twice: shadows must not be tested on what they saw."""
     source = data.dataset if isinstance(data, DataLoader) else data
+    if isinstance(data, Rows):
+        source = (*data.inputs, data.targets)
     tensors = source.tensors if isinstance(source, TensorDataset) else source
     if not isinstance(tensors, (tuple, list)) or len(tensors) < 2:
         return

@@ -36,7 +36,6 @@ MEMORY = 256 * 2**20
 PATIENCE = Patience(factor=2.0, slack=200, checks=3)
 SHARE = 0.05  # of the time of the run that checks may take
 FIRST = 8  # checks beyond that, without which a short run would have none
-AFFORDABLE = {"dense": 1024, "vmap": 1024, "loop": 128}  # rows up to which they are cheap anyway
 
 Shadows = StackedShadows | SeparateShadows
 
@@ -240,14 +239,13 @@ class ShadowModels(PathStopping):
     def _due(self) -> bool:
         if not super()._due():
             return False
-        if self._count <= AFFORDABLE.get(self.engine, 0):
-            return True
         if self._seen - self._seen_at_check < self._count / 4:  # an epoch has no more than four
             return False
         # In forward passes of a row; a backward pass costs two. The first checks are always there.
         shares = self._team.copies - float((self._label >= 0).double().mean())
         run = 3.0 * self._seen * (1.0 + shares)
-        return (len(self.history) + 1) * self._team.cost <= SHARE * run + FIRST * self._team.cost
+        cost = 2 * self._team.held  # the same for every engine, so that the grid is
+        return (len(self.history) + 1) * cost <= SHARE * run + FIRST * cost
 
     def train(
         self,

@@ -77,6 +77,7 @@ class Stack:
         self.grads: dict[str, Tensor] = {}
         self.idle: set[str] = set()  # parameters that have no part in the outputs
         self.members: list[list[nn.Parameter]] = []  # the flat vectors of each group
+        self._spans: list[list[tuple[nn.Parameter, str, slice]]] = []  # of each tensor, by group
         self._gather(optimizer, names)
         if not self.blocks:
             raise HeldinError(
@@ -91,6 +92,7 @@ class Stack:
     def _gather(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
         for group in optimizer.param_groups:
             self.members.append([])
+            self._spans.append([])
             alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
             for p in group["params"]:
                 if id(p) in names:
@@ -107,6 +109,7 @@ class Stack:
                     block = flat.detach()[start:end].view(shape)
                     self.blocks[names[id(p)]] = block.requires_grad_()
                     self.grads[names[id(p)]] = flat.grad[start:end].view(shape)
+                    self._spans[-1].append((flat, names[id(p)], slice(start, end)))
                     start = end
                 self.members[-1].append(flat)
 
@@ -198,6 +201,7 @@ class Stack:
                 self._clip(clip)
             return outputs
 
+        stepping = self._stepping(keep)
         for made in self.optimizers:
             for group, setting in zip(made.param_groups, settings, strict=True):
                 group.update(setting)
@@ -205,8 +209,51 @@ class Stack:
             self._searched(gradient, targets, keep, loss)
             return
         gradient()
-        for made in self.optimizers:
-            take_step(made)
+        for number, made in enumerate(self.optimizers):
+            if stepping is None or stepping[number]:
+                take_step(made)
+
+    def _stepping(self, keep: Tensor) -> list[bool] | None:
+        """Which copies take a step: those that keep a row; None if all do.
+
+        A copy without a row takes none: its weights, moments and step count stay as they are. One
+        optimiser for all copies has one step count, so each gets its own from then on.
+        """
+        stepping = keep.any(1).tolist()
+        if len(stepping) == 1 and self.copies > 1:
+            stepping = stepping * self.copies
+        if all(stepping):
+            return None
+        if self.elementwise and len(self.optimizers) != self.copies:
+            self._split()
+        return stepping
+
+    def _split(self) -> None:
+        """Give every copy an optimiser of its own, with its part of the state."""
+        (joint,) = self.optimizers
+        split = []
+        for number in range(self.copies):
+            groups, states = [], []
+            for group, spans in zip(joint.param_groups, self._spans, strict=True):
+                params = []
+                for flat, name, span in spans:
+                    weight = nn.Parameter(self.blocks[name].detach()[number])
+                    weight.grad = self.grads[name][number]
+                    params.append(weight)
+                    states.append((weight, flat, span))
+                setting = {key: value for key, value in group.items() if key != "params"}
+                groups.append({"params": params, **setting})
+            single = again(joint, groups)
+            for weight, flat, span in states:
+                for key, value in joint.state.get(flat, {}).items():
+                    whole = isinstance(value, Tensor) and value.shape == flat.shape
+                    if whole and flat.dim():
+                        part = value[span].view(self.copies, *weight.shape)[number].clone()
+                    else:
+                        part = copy.deepcopy(value)
+                    single.state[weight][key] = part
+            split.append(single)
+        self.optimizers = split
 
     def _clip(self, largest: float) -> None:
         """As `clip_grad_norm_` does, for each copy by itself."""
@@ -269,7 +316,7 @@ class Stack:
             check_schema(
                 saved, {"state": {int: {str: kinds}}, "param_groups": [dict]}, "['optimizers']"
             )
-        if copies != self.copies:
+        if copies != self.copies or len(state["optimizers"]) != len(self.optimizers):
             return
         for made, saved in zip(self.optimizers, state["optimizers"], strict=True):
             params = [p for group in made.param_groups for p in group["params"]]
@@ -290,6 +337,8 @@ class Stack:
         for mine, saved in zip(getattr(self.forward, "buffers", []), state["buffers"], strict=True):
             for name, buffer in mine.items():
                 buffer.copy_(saved[name])
+        if self.elementwise and len(state["optimizers"]) > len(self.optimizers):
+            self._split()
         for made, saved in zip(self.optimizers, state["optimizers"], strict=True):
             made.load_state_dict(saved)
 

@@ -1,0 +1,141 @@
+"""Every engine gives the numbers of the same slow twin, and checks at the same steps."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset
+
+import heldin
+from heldin.adapters.estimating import EstimatingSession
+
+N, D = 24, 4
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.03, momentum=0.9, weight_decay=0.01),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.02, amsgrad=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.02, weight_decay=0.1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5),
+}
+GRID = list(itertools.product(OPTIMIZERS, (1, 2, 3, 8)))
+
+
+def rows() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(N, D, generator=generator, dtype=torch.float64)
+    noise = torch.randn(N, 1, generator=generator, dtype=torch.float64)
+    return x, 3 * x[:, :1] + 0.1 * noise
+
+
+def network() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(D, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+
+
+def minibatches(size: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return [p for _ in range(3) for p in torch.randperm(N, generator=generator).split(size)]
+
+
+def run(engine: str, optimizer: str, size: int) -> Any:
+    x, y = rows()
+    model = network()
+    made = OPTIMIZERS[optimizer](model.parameters())
+    stopping: Any = heldin.FoldStopping(
+        model, made, nn.MSELoss(), (x, y), folds=5, engine=engine, patience=None
+    )
+    for index in minibatches(size):
+        made.zero_grad()
+        F.mse_loss(model(x[index]), y[index]).backward()
+        made.step()
+        stopping.step()
+    losses = stopping._held_out()
+    return stopping, losses
+
+
+def twin_losses(label: Tensor, optimizer: str, size: int) -> Tensor:
+    """Train freshly built models by hand; one without a row in a minibatch takes no step."""
+    x, y = rows()
+    losses = torch.empty(N, dtype=torch.float64)
+    for k in range(5):
+        model = network()
+        made = OPTIMIZERS[optimizer](model.parameters())
+        for index in minibatches(size):
+            visible = index[label[index] != k]
+            if len(visible):
+                made.zero_grad()
+                F.mse_loss(model(x[visible]), y[visible]).backward()
+                made.step()
+        held = label == k
+        with torch.no_grad():
+            losses[held] = (model(x[held]) - y[held]).square().mean(1)
+    return losses
+
+
+@pytest.mark.parametrize(("optimizer", "size"), GRID)
+@pytest.mark.parametrize("engine", ["dense", "vmap", "loop", "copies", "swap"])
+def test_engine_gives_the_numbers_of_the_twin(engine: str, optimizer: str, size: int) -> None:
+    stopping, losses = run(engine, optimizer, size)
+    expected = twin_losses(stopping._label, optimizer, size)
+    if engine in ("copies", "swap"):  # in the order of the folds
+        expected = torch.cat([expected[stopping._label == k] for k in range(5)])
+    torch.testing.assert_close(losses, expected, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("size", [1, 3, 8])
+def test_checks_do_not_depend_on_the_engine(size: int) -> None:
+    steps = [[r.step for r in run(e, "sgd", size)[0].history] for e in ("dense", "vmap", "copies")]
+    assert steps[0] == steps[1] == steps[2]
+
+
+def test_resume_after_a_copy_has_skipped_a_step() -> None:
+    stopping, losses = run("dense", "adam", 1)
+    x, y = rows()
+    model = network()
+    made = OPTIMIZERS["adam"](model.parameters())
+    other: Any = heldin.FoldStopping(
+        model, made, nn.MSELoss(), (x, y), engine="dense", patience=None
+    )
+    other.load_state_dict(stopping.state_dict())
+    assert torch.equal(other._held_out(), losses)
+    other.close()
+
+
+@pytest.mark.parametrize("name", ["budget", "memory"])
+def test_what_would_be_ignored_is_refused(name: str) -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(heldin.HeldinError, match=f"{name} is for rule='auto'"):
+        heldin.stopping("folds", model, optimizer, nn.MSELoss(), rows(), **{name: 10})
+
+
+class Counted(Dataset[Any]):
+    def __init__(self) -> None:
+        self.reads = 0
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads += 1
+        x, y = rows()
+        return x[index], y[index]
+
+
+def test_auto_reads_the_data_once() -> None:
+    data, model = Counted(), network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    heldin.stopping("auto", model, optimizer, nn.MSELoss(), data).close()
+    assert data.reads == N
+
+
+def test_a_callback_draws_no_random_number() -> None:
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    EstimatingSession("AutoStopping", {"rule": "folds"})
+    assert torch.equal(torch.get_rng_state(), before)
