@@ -28,10 +28,9 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
-import heldin
 from heldin.capture.sampling import Sampler
-from heldin.rules.ranks import COLUMNS, HEAD
 from heldin_lab.bench.workloads import mlp
+from heldin_lab.rules import COLUMNS, HEAD, EvidenceStopping
 
 BUDGET = 4096
 Shapes = Mapping[str, tuple[int, ...]]
@@ -185,7 +184,7 @@ def worker(rank: int, ranks: int, name: str, batch: int, estimator: Estimator, o
         ).backward()
 
     plain = counted(step)
-    with heldin.EvidenceStopping(trained, estimator=estimator) as stopping:
+    with EvidenceStopping(trained, estimator=estimator) as stopping:
         for _ in range(3):  # the first steps find out how to look
             step()
             stopping.step()

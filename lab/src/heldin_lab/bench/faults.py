@@ -35,6 +35,15 @@ import torch.nn.functional as F
 from torch import nn
 
 import heldin
+from heldin_lab.rules import (
+    ElementwiseStopping,
+    EvidenceStopping,
+    FoldStopping,
+    LeaveOneOutStopping,
+    Patience,
+    ShadowStopping,
+    ValidationStopping,
+)
 
 RULES = ("evidence", "window", "elementwise", "fold", "shadow", "leave-one-out", "validation")
 LAST = 240  # steps after which a run ends by itself
@@ -59,22 +68,22 @@ class Run:
         if rule in ("evidence", "window"):
             self.model.insert(2, nn.Dropout(0.1))
         self.optimizer: Any = torch.optim.Adam(self.model.parameters(), lr=0.004)
-        patience = heldin.Patience(1.5, 20, 3)
+        patience = Patience(1.5, 20, 3)
         whole = (self.model, self.optimizer, F.mse_loss, (self.x, self.y))
         self.stopping: Any = None
         if rule in ("evidence", "window"):
             window = 3 if rule == "window" else 1
-            self.stopping = heldin.EvidenceStopping(self.model, window=window, budget=16)
+            self.stopping = EvidenceStopping(self.model, window=window, budget=16)
         elif rule == "elementwise":
-            self.optimizer = heldin.ElementwiseStopping(self.optimizer, self.model, smoothing=0.9)
+            self.optimizer = ElementwiseStopping(self.optimizer, self.model, smoothing=0.9)
         elif rule == "fold":
-            self.stopping = heldin.FoldStopping(*whole, 3, patience=patience)
+            self.stopping = FoldStopping(*whole, 3, patience=patience)
         elif rule == "shadow":
-            self.stopping = heldin.ShadowStopping(*whole, patience=patience)
+            self.stopping = ShadowStopping(*whole, patience=patience)
         elif rule == "leave-one-out":
-            self.stopping = heldin.LeaveOneOutStopping(*whole, patience=patience)
+            self.stopping = LeaveOneOutStopping(*whole, patience=patience)
         else:
-            self.stopping = heldin.ValidationStopping(
+            self.stopping = ValidationStopping(
                 self.model, lambda: F.mse_loss(self.model(x[30:]), y[30:]), patience=20
             )
         self.generator = torch.Generator().manual_seed(7)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import heldin
+from heldin_lab.rules import FoldStopping, ShadowStopping
 
 
 def network(*sizes: int) -> nn.Sequential:
@@ -81,11 +81,11 @@ def separate(sizes: tuple[int, ...], optimizer: str, rows: int, batch: int, k: i
 
 
 def folds(**options: Any) -> Callable[..., Any]:
-    return lambda *parts: heldin.FoldStopping(*parts, patience=None, **options)
+    return lambda *parts: FoldStopping(*parts, patience=None, **options)
 
 
 def shadow(**options: Any) -> Callable[..., Any]:
-    return lambda *parts: heldin.ShadowStopping(*parts, patience=None, **options)
+    return lambda *parts: ShadowStopping(*parts, patience=None, **options)
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -107,7 +107,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "steps": 40,
         "ways": {
             "one shadow, dense": shadow(engine="dense"),
-            "one shadow, dense, train()": ("train", "dense", heldin.ShadowStopping),
+            "one shadow, dense, train()": ("train", "dense", ShadowStopping),
             "one shadow, vmap": shadow(engine="vmap"),
             "5 folds, dense": folds(engine="dense"),
             "5 folds, dense, train()": ("train", "dense"),
@@ -134,7 +134,7 @@ def found(sizes: tuple[int, ...], optimizer: str, rows: int, batch: int) -> Call
     x, y = torch.randn(rows, sizes[0]), torch.randint(sizes[-1], (rows,))
     model = network(*sizes)
     made = OPTIMIZERS[optimizer](model.parameters())
-    stopping = heldin.FoldStopping(model, made, F.cross_entropy, (x, y), patience=None)
+    stopping = FoldStopping(model, made, F.cross_entropy, (x, y), patience=None)
     stream = forever(x, y, batch)
 
     def go(steps: int) -> None:
@@ -154,7 +154,7 @@ def inside(
     rows: int,
     batch: int,
     engine: Any,
-    kind: Any = heldin.FoldStopping,
+    kind: Any = FoldStopping,
 ) -> Callable[[int], None]:
     """As `trainer`, with the model in the same stack as its shadows."""
     torch.manual_seed(0)

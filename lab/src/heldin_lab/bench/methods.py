@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from heldin.capture.observation import Estimator, observe
-from heldin.rules.evidence import EvidenceStopping
+from heldin_lab.rules import EvidenceStopping
 
 from .workloads import loss_of
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-import heldin
+from heldin_lab.rules import FoldStopping
 
 
 class Text(nn.Module):
@@ -94,13 +94,13 @@ def batch_loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 def general(shadows: int) -> Callable[..., Any]:
-    return lambda model, optimizer, loader: heldin.FoldStopping(
+    return lambda model, optimizer, loader: FoldStopping(
         model, optimizer, data=loader, batch_loss=batch_loss, shadows=shadows, patience=None
     )
 
 
 def stacked(shadows: int) -> Callable[..., Any]:
-    return lambda model, optimizer, loader: heldin.FoldStopping(
+    return lambda model, optimizer, loader: FoldStopping(
         model, optimizer, F.cross_entropy, loader, shadows=shadows, patience=None
     )
 

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import heldin
+from heldin_lab.rules import ElementwiseStopping, EvidenceStopping
 
 SAMPLES = 200  # of memory, over a run
 KINDS = ("evidence", "elementwise")
@@ -60,9 +60,9 @@ def soak(kind: str, steps: int) -> dict[str, Any]:
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01)
     stopping: Any = None
     if kind == "evidence":
-        stopping = heldin.EvidenceStopping(model, warmup=steps)
+        stopping = EvidenceStopping(model, warmup=steps)
     else:
-        optimizer = heldin.ElementwiseStopping(optimizer, model, smoothing=0.999)
+        optimizer = ElementwiseStopping(optimizer, model, smoothing=0.999)
     data = torch.randn(256, 10)
     labels = (data[:, 0] + torch.randn(256) > 0).long()
     memory: list[tuple[float, float]] = []

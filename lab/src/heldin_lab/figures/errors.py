@@ -20,9 +20,14 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from heldin import FoldStopping, LeaveOneOutStopping
-from heldin.rules.estimated.base import PathStopping
-from heldin.rules.estimated.curves import Patience, best_check, mean_and_error
+from heldin_lab.rules import (
+    FoldStopping,
+    LeaveOneOutStopping,
+    PathStopping,
+    Patience,
+    best_check,
+    mean_and_error,
+)
 from heldin_lab.study.data import Problem, Table, role, tables
 from heldin_lab.study.quality import plan
 from heldin_lab.study.rules import FOLD_PATIENCE, LOO_PATIENCE, _ended

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import heldin
 from heldin_lab.figures import IMAGES
+from heldin_lab.rules import EvidenceStopping, LeaveOneOutStopping
 
 TRUE, TRAIN, STOP, LATE = "tab:orange", "tab:blue", "tab:green", "tab:red"
 
@@ -76,7 +77,7 @@ def toy(figure: Any) -> None:
     nn.init.zeros_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     training, true, fits = [], [], {}
-    with heldin.EvidenceStopping.paper(model, "all", smoothing=0.0) as stopping:
+    with EvidenceStopping.paper(model, "all", smoothing=0.0) as stopping:
         for step in range(1, steps + 1):
             loss = (model(waves(x)) - y[:, None]).square().mean() / 2
             with torch.no_grad():
@@ -132,7 +133,7 @@ def leave_one_out(figure: Any) -> None:
     keep = 1 - torch.eye(n)  # run i does not see row i
     apart = torch.zeros(n, d)
     real, true = {}, {}
-    with heldin.LeaveOneOutStopping(model, optimizer, loss_fn, (x, y), patience=None) as stopping:
+    with LeaveOneOutStopping(model, optimizer, loss_fn, (x, y), patience=None) as stopping:
         for step in range(1, steps + 1):
             loss_fn(model(x), y).backward()
             optimizer.step()
@@ -179,7 +180,7 @@ def smoothing(figure: Any) -> None:
     model = nn.Linear(d, 1)
     nn.init.zeros_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    rules = {b: heldin.EvidenceStopping(model, smoothing=b) for b in (0.0, 0.9, 0.99)}
+    rules = {b: EvidenceStopping(model, smoothing=b) for b in (0.0, 0.9, 0.99)}
     for _ in range(100):
         for rows in torch.randperm(n).split(50):
             loss = nn.functional.binary_cross_entropy_with_logits(model(x[rows]), y[rows])

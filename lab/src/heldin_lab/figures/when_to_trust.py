@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import heldin
 from heldin_lab.figures import IMAGES
+from heldin_lab.rules import EvidenceStopping
 
 BLUE, RED, GREY = "tab:blue", "tab:red", "0.6"
 
@@ -29,7 +30,7 @@ class Recorder:
     def __init__(
         self,
         model: nn.Module,
-        make: Callable[..., heldin.EvidenceStopping] = heldin.EvidenceStopping,
+        make: Callable[..., EvidenceStopping] = EvidenceStopping,
         **options: Any,
     ) -> None:
         self.loss: list[float] = []
@@ -106,7 +107,7 @@ def path(figure: Any) -> None:
 # --- plateaus --------------------------------------------------------------------------------
 
 
-def parity(seed: int, steps: int, make: Callable[..., heldin.EvidenceStopping]) -> Recorder:
+def parity(seed: int, steps: int, make: Callable[..., EvidenceStopping]) -> Recorder:
     """The sign of a product of two inputs among forty: at first no weight shows a signal."""
     torch.manual_seed(seed)
     n, d = 10_000, 40
@@ -128,9 +129,9 @@ def parity(seed: int, steps: int, make: Callable[..., heldin.EvidenceStopping]) 
 def plateau(figure: Any) -> None:
     """A plateau at the start, under the paper's rule and under the default one."""
     axes = figure.subplots(2, 2, sharex=True, sharey="row")
-    rules: dict[str, Callable[..., heldin.EvidenceStopping]] = {
-        "the paper's rule": heldin.EvidenceStopping.paper,
-        "the default": heldin.EvidenceStopping,
+    rules: dict[str, Callable[..., EvidenceStopping]] = {
+        "the paper's rule": EvidenceStopping.paper,
+        "the default": EvidenceStopping,
     }
     for column, (title, make) in enumerate(rules.items()):
         run = parity(1, 600, make)
@@ -182,7 +183,7 @@ def stationary(rate: float, momentum: float, steps: int = 250) -> float:
     model.forward = lambda x: 0.5 * (model.w - x) ** 2
     optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=momentum)
     total = 0.0
-    with heldin.EvidenceStopping(model, smoothing=0, correction="gaussian") as stopping:
+    with EvidenceStopping(model, smoothing=0, correction="gaussian") as stopping:
         for step in range(2 * steps):
             model(torch.randn(32, 500, generator=generator)).sum(1).mean().backward()
             stopping.step()
@@ -246,7 +247,7 @@ def tiny(figure: Any) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         rows = batches(n, size, torch.Generator().manual_seed(1))
         options: dict[str, Any] = {"smoothing": 0, "window": window, "patience": 10**9}
-        with heldin.EvidenceStopping(model, groups="all", **options) as stopping:
+        with EvidenceStopping(model, groups="all", **options) as stopping:
             for _ in range(10 * n // size):
                 i = next(rows)
                 F.cross_entropy(model(x[i]), y[i]).backward()

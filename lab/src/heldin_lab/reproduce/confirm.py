@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from heldin import EvidenceStopping
+from heldin_lab.rules import EvidenceStopping
 
 from .experiments import mnist as _mnist
 from .experiments import mnist_gd as _mnist_gd

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from heldin.rules.evidence import EvidenceStopping
+from heldin_lab.rules import EvidenceStopping
 
 __all__ = ["BUDGETS", "MODELS", "Agreement", "agreement"]
 

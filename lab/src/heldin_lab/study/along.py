@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from heldin.rules.estimated.folds import FoldStopping
-from heldin.rules.estimated.losses import RowLoss
+from heldin_lab.rules import FoldStopping, RowLoss
 
 from .data import Problem
 from .logged import moving

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from heldin.errors import HeldinError
-from heldin.rules.estimated.losses import LossFunction
+from heldin_lab.rules import LossFunction
 
 from .spec import Spec, network
 

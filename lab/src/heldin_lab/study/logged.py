@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.data import TensorDataset
 
-from heldin.rules.estimated import choose
+from heldin_lab.rules import choose
 
 from .data import Problem, Table
 from .networks import NetworkTask

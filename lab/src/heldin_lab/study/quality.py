@@ -12,9 +12,9 @@ import joblib
 import numpy as np
 import torch
 
-from heldin import FoldStopping, LeaveOneOutStopping
 from heldin.errors import HeldinError
-from heldin.rules.estimated import leave_one_out as _leaveoneout
+from heldin_lab.rules import FoldStopping, LeaveOneOutStopping
+from heldin_lab.rules import leave_one_out as _leaveoneout
 
 from . import rules as _rules
 from . import run as _run

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from heldin.criterion.average import Average, weight
-from heldin.rules.estimated import leave_one_out as _leaveoneout
-from heldin.rules.estimated import shadows as _shadows
-from heldin.rules.estimated.curves import Patience, best_check, mean_and_error, votes
+from heldin_lab.rules import Patience, best_check, mean_and_error, votes
+from heldin_lab.rules import leave_one_out as _leaveoneout
+from heldin_lab.rules import shadows as _shadows
 
 from .logged import Choice, LoggedRun, Outcome
 from .rivals import (

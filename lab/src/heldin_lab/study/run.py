@@ -13,10 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from heldin.rules.estimated.curves import best_check, next_check
-from heldin.rules.estimated.folds import FoldStopping
-from heldin.rules.estimated.leave_one_out import LeaveOneOutStopping
 from heldin.state.files import replacing
+from heldin_lab.rules import FoldStopping, LeaveOneOutStopping, best_check, next_check
 
 from .data import Problem, Table
 from .spec import Spec, minibatches, optimizer_of, rate, sharpness

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from heldin.rules.estimated.jacobians import mapped
-from heldin.rules.estimated.losses import RowLoss
+from heldin_lab.rules import RowLoss, mapped
 
 __all__ = [
     "MODELS",

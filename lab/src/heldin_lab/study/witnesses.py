@@ -11,8 +11,7 @@ from torch.optim import Optimizer
 from heldin.capture.moments import Moments
 from heldin.capture.observation import observe
 from heldin.criterion.evidence import Evidence, evidence
-from heldin.rules.estimated.losses import RowLoss
-from heldin.rules.estimated.stack import Stack, hyperparameters
+from heldin_lab.rules import RowLoss, Stack, hyperparameters
 
 from .data import Problem, classes_of
 from .rivals import alignment, disparity, pooled_evidence

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from heldin.rules.estimated.curves import Patience
+from heldin_lab.rules import Patience
 
 from .compare import Row, by_problem, floored, interval
 from .rivals import Method, ours

@@ -10,7 +10,6 @@ from typing import Any, Literal
 import torch
 from torch.nn import functional as F
 
-from heldin import ElementwiseStopping
 from heldin_lab.reproduce.experiment import NEAR, SHARE, SLIGHT, Claim, Experiment, Results, Tables
 from heldin_lab.reproduce.figures import BLUE, GREY, fractions, legend, logarithmic, new
 from heldin_lab.reproduce.readings import (
@@ -23,6 +22,7 @@ from heldin_lab.reproduce.readings import (
 from heldin_lab.reproduce.run import Run
 from heldin_lab.reproduce.tables import last, least
 from heldin_lab.reproduce.training import batch, mean_loss
+from heldin_lab.rules import ElementwiseStopping
 
 from .mnist import FULL_NET, digits, net
 from .mnist import Settings as Net

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from heldin import EvidenceStopping, ValidationStopping
 from heldin_lab.reproduce import data as _data
 from heldin_lab.reproduce.averages import Averages
 from heldin_lab.reproduce.experiment import Tables
@@ -17,6 +16,7 @@ from heldin_lab.reproduce.readings import Choice, Value
 from heldin_lab.reproduce.run import Run
 from heldin_lab.reproduce.tables import at
 from heldin_lab.reproduce.training import Rows, backward, batch, chunks, mean_loss, perceptron
+from heldin_lab.rules import EvidenceStopping, ValidationStopping
 
 __all__ = [
     "FULL_NET",

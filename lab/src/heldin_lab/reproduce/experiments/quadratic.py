@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from heldin import EvidenceStopping
 from heldin_lab.reproduce.experiment import NEAR, SLIGHT, Claim, Experiment, Results, Tables
 from heldin_lab.reproduce.figures import GREY, RED, bar, criterion, logarithmic, new
 from heldin_lab.reproduce.readings import Choice, Value
 from heldin_lab.reproduce.run import Run
 from heldin_lab.reproduce.tables import at, least, step_of
+from heldin_lab.rules import EvidenceStopping
 
 __all__ = [
     "EIGENVALUES",

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from heldin import ElementwiseStopping
 from heldin_lab.reproduce.damping import fraction_below, rmsprop_factors
 from heldin_lab.reproduce.experiment import CLOSE, SHARE, Claim, Experiment, Results, Tables
 from heldin_lab.reproduce.figures import (
@@ -26,6 +25,7 @@ from heldin_lab.reproduce.figures import (
 from heldin_lab.reproduce.readings import DIVISION, LENGTH, Choice, Value, readings
 from heldin_lab.reproduce.run import Run
 from heldin_lab.reproduce.tables import last, least
+from heldin_lab.rules import ElementwiseStopping
 
 from .greedy import Reading, shares, train
 from .mnist import FULL_NET, net

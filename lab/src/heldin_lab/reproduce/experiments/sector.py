@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from heldin import EvidenceStopping, HeldinError, ValidationStopping
+from heldin import HeldinError
 from heldin_lab.reproduce import data as _data
 from heldin_lab.reproduce.data import CLASSES, FEATURES
 from heldin_lab.reproduce.experiment import NEAR, SLIGHT, Claim, Experiment, Results, Tables
@@ -20,6 +20,7 @@ from heldin_lab.reproduce.readings import DIVISION, SMOOTHING, START
 from heldin_lab.reproduce.run import Run
 from heldin_lab.reproduce.tables import at, last, least
 from heldin_lab.reproduce.training import Rows, batch, mean_loss, perceptron
+from heldin_lab.rules import EvidenceStopping, ValidationStopping
 
 __all__ = ["EXPERIMENT"]
 

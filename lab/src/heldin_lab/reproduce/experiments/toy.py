@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from heldin import EvidenceStopping, ValidationStopping
 from heldin_lab.reproduce.experiment import NEAR, SLIGHT, Claim, Experiment, Results, Tables
 from heldin_lab.reproduce.figures import (
     BLUE,
@@ -25,6 +24,7 @@ from heldin_lab.reproduce.figures import (
 from heldin_lab.reproduce.readings import Choice, Value
 from heldin_lab.reproduce.run import Run
 from heldin_lab.reproduce.tables import at, last, least, step_of
+from heldin_lab.rules import EvidenceStopping, ValidationStopping
 
 __all__ = ["EXPERIMENT"]
 

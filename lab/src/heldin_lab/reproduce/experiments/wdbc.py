@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from heldin import EvidenceStopping, ValidationStopping
 from heldin_lab.reproduce import data as _data
 from heldin_lab.reproduce.experiment import NEAR, SLIGHT, Claim, Experiment, Results, Tables
 from heldin_lab.reproduce.figures import Column, columns
 from heldin_lab.reproduce.readings import DIVISION, SMOOTHING, START, Choice, Value
 from heldin_lab.reproduce.run import Run
 from heldin_lab.reproduce.tables import at, last, least, step_of
+from heldin_lab.rules import EvidenceStopping, ValidationStopping
 
 __all__ = ["EXPERIMENT"]
 
