@@ -24,16 +24,23 @@ VERSIONS = [  # the ends of what is supported, and what constraints.txt pins
 ]
 # among the cores, all tests of a module in one process
 SHARED = ["--numprocesses", "auto", "--dist", "loadscope", "--no-loadscope-reorder"]
-EXTRAS_TESTS = [f"tests/{name}" for name in ("adapters", "cli", "lab", "state", "tables")]
-EXTRAS_TESTS.append("tests/docs/test_examples.py")
+EXTRAS_TESTS = [f"tests/{name}" for name in ("adapters", "cli", "state", "tables")]
+EXTRAS_TESTS += ["tests/docs/test_examples.py", "lab/tests"]
+FRAMEWORKS = "accelerate,ignite,keras,lightning,skorch,transformers"
+METADATA = nox.project.load_toml(ROOT / "pyproject.toml")
 nox.options.error_on_missing_interpreters = False
+
+
+def group(*names: str) -> list[str]:
+    """Return the requirements of groups of pyproject.toml."""
+    return list(nox.project.dependency_groups(METADATA, *names))
 
 
 @nox.session
 @nox.parametrize("python,torch", [nox.param(*v, id="-".join(v)) for v in VERSIONS])
 def core(session: nox.Session, torch: str) -> None:
     """The tests, with PyTorch and no other package but those that run tests."""
-    session.install(f"torch=={torch}", "--editable", ".[test]")
+    session.install(f"torch=={torch}", "--editable", ".", *group("test"))
     OUT.mkdir(parents=True, exist_ok=True)
     report = OUT / f"{session.python}-{torch}"
     code = "import platform, torch; print(platform.python_version(), torch.__version__)"
@@ -54,9 +61,9 @@ def lowest(session: nox.Session) -> None:
     """The tests of adapters, tables and commands with the oldest extras that are allowed."""
     torch = dict(VERSIONS)["3.11"]
     session.install("uv", f"torch=={torch}")
-    extras = ".[frameworks,parquet,reproduce,study,test]"
+    packages = ["--editable", f".[{FRAMEWORKS},parquet]", "--editable", "./lab"]
     resolved = ["uv", "pip", "install", "--resolution", "lowest-direct"]
-    session.run(*resolved, f"torch=={torch}", "--editable", extras)
+    session.run(*resolved, f"torch=={torch}", *packages, *group("test", "frameworks"))
     session.run("uv", "pip", "install", "ipython")  # that fastai imports
     session.run("uv", "pip", "install", "--no-deps", "fastai==2.8.12")
     OUT.mkdir(parents=True, exist_ok=True)

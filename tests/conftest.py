@@ -33,7 +33,6 @@ QUICK = {
     "test_auto",
     "test_bad_input",
     "test_cases",
-    "test_diagnostics",
     "test_elementwise",
     "test_elementwise_optimizer",
     "test_elementwise_resume",

@@ -1,6 +1,5 @@
 """Early stopping without a validation set."""
 
-import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -37,25 +36,6 @@ __all__ = [
 
 _MODULES = ("criterion", "diagnostics", "errors", "ops", "state")
 
-# Names that were here in 0.1, and where they are now. They go with the next release.
-_MOVED = {
-    "Estimate": "state.Estimate",
-    "EstimateHistory": "state.EstimateHistory",
-    "Evidence": "criterion.Evidence",
-    "History": "state.History",
-    "MixedSamplesWarning": "errors.MixedSamplesWarning",
-    "Packed": "state.Packed",
-    "Record": "state.Record",
-    "Use": "ops.OpUse",
-    "Verification": "diagnostics.Verification",
-    "fraction_below": "diagnostics.fraction_below",
-    "load": "state.load",
-    "rmsprop_factors": "diagnostics.rmsprop_factors",
-    "rule": "ops.register_op_rule",
-    "save": "state.save",
-}
-
-
 check_torch()
 
 
@@ -67,16 +47,7 @@ def __getattr__(name: str) -> Any:
         api = import_module("heldin._api")
         globals().update({public: getattr(api, public) for public in __all__})
         return globals()[name]
-    if name not in _MOVED:
-        raise AttributeError(f"module 'heldin' has no attribute {name!r}")
-    place = _MOVED[name]
-    warnings.warn(
-        f"heldin.{name} is now heldin.{place}; the old name goes with the next release",
-        DeprecationWarning,
-        stacklevel=2,
-    )
-    module, _, own = place.partition(".")
-    return getattr(import_module(f"heldin.{module}"), own)
+    raise AttributeError(f"module 'heldin' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -1,8 +1,7 @@
-"""`heldin demo` and the picture at the top of the README."""
+"""`heldin demo`."""
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import re
 from pathlib import Path
@@ -12,10 +11,8 @@ import pytest
 for needed in ("sklearn", "matplotlib", "rich"):
     pytest.importorskip(needed)
 
+from heldin.cli import demo_runs as demo
 from heldin.cli.main import main
-from heldin.lab import demo
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_demo_ends_with_a_table_and_a_figure(
@@ -61,18 +58,3 @@ def test_rows_that_are_tested_with_are_not_trained_on() -> None:
     assert not rows & {tuple(row) for row in problem.test_x.tolist()}
     assert demo.train("validation", 3, epochs=1).rows == 80
     assert demo.train("auto", 3, epochs=1).rows == 100
-
-
-def test_hero_figure_can_be_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("PIL")
-    place = ROOT / "docs" / "figures" / "hero.py"
-    spec = importlib.util.spec_from_file_location("hero", place)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.main(["--out", str(tmp_path)], epochs=5, frames=2)
-    for name in ("hero.png", "hero.gif"):
-        assert (tmp_path / name).stat().st_size > 5000
-        assert (place.parent / name).stat().st_size < 400_000
-    assert "auto: 100 rows" in capsys.readouterr().out

@@ -73,7 +73,7 @@ def test_the_package_lists_its_names() -> None:
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for needed in ("zensical", "mkdocstrings", "latex2mathml"):
-        pytest.importorskip(needed, reason=f"{needed} is needed to build the site: heldin[docs]")
+        pytest.importorskip(needed, reason=f"{needed} is needed to build the site: make setup")
     folder = tmp_path_factory.mktemp("project")
     for file in ("CONTRIBUTING.md", "mkdocs.yml"):  # a copy, as the site is written beside it
         shutil.copy(ROOT / file, folder)

@@ -39,7 +39,7 @@ def run_demo(options: argparse.Namespace) -> int:
         import sklearn  # noqa: F401
         from rich.console import Console
 
-        from heldin.lab import demo as story
+        from . import demo_runs as story
     except ImportError as error:
         raise HeldinError(f"{error.name} is not installed; pip install 'heldin[demo]'") from error
     import torch
@@ -84,7 +84,7 @@ def _table(runs: dict[str, list[Any]], splits: int) -> Any:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    from heldin.lab import demo as story
+    from . import demo_runs as story
 
     plural = "" if splits == 1 else "s"
     table = Table(

@@ -23,13 +23,8 @@ OFFER = (
 )
 COMMANDS = {  # the module that has it, and what it does
     "demo": (".demo", "See it work: one table, with and without a validation set; a minute."),
-    "bench": (".bench", "Time training steps with and without observation."),
     "fit": (".fit", "Train a model on all rows of a table, without a held-out part."),
     "predict": (".fit", "Predict rows with a model of `heldin fit`; CSV to stdout."),
-    "study": (".study", "Train many small models; which stopping rule keeps better ones?"),
-    "zoo": (".zoo", "Observe models of other libraries; is what is seen true?"),
-    "reproduce": (".reproduce", "Run the paper's experiments; a report."),
-    "data": (".reproduce", "Fetch the paper's datasets from their official places."),
 }
 
 

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-__all__ = ["markdown_table", "render", "svg"]
+__all__ = ["render", "svg"]
 
 
 @cache
 def _environment() -> Any:
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     return Environment(
         loader=FileSystemLoader(Path(__file__).parent / "templates"),
-        autoescape=select_autoescape(["html"]),  # other pages are Markdown
+        autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -45,17 +44,3 @@ def svg(figure: Any) -> str:
         figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
     text = file.getvalue()
     return text[text.index("<svg") :]
-
-
-def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown.
-
-    >>> print(markdown_table(["a"], [["1"], ["x | y"]]), end="")
-    | a |
-    |---|
-    | 1 |
-    | x \\| y |
-    """
-    table = [[cell.replace("|", r"\|") for cell in row] for row in rows]
-    lines = ["| " + " | ".join(row) + " |" for row in (head, *table)]
-    return "\n".join([lines[0], "|" + "---|" * len(head), *lines[1:]]) + "\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from types import TracebackType
@@ -16,18 +15,9 @@ from heldin.state.schema import check_settings, checked_state, load_or_roll_back
 
 from .reporting import Reporting, table
 
-__all__ = ["Closing", "StoppingRule", "deprecated"]
+__all__ = ["Closing", "StoppingRule"]
 
 Self = TypeVar("Self", bound="Closing")
-
-
-def deprecated(old: str, new: str) -> None:
-    """Warn whoever called the function that calls this one."""
-    warnings.warn(
-        f"{old} is now {new}; the old name goes with the next release",
-        DeprecationWarning,
-        stacklevel=3,
-    )
 
 
 class Closing:
@@ -36,12 +26,6 @@ class Closing:
     def close(self) -> None:
         """Watch no more. What was found stays readable."""
         raise NotImplementedError
-
-    def remove(self) -> None:
-        """The old name of `close`."""
-        name = type(self).__name__
-        deprecated(f"{name}.remove", f"{name}.close")
-        self.close()
 
     def __enter__(self: Self) -> Self:
         return self

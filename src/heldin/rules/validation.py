@@ -18,7 +18,7 @@ from heldin.state.schema import (
     model_signature,
 )
 
-from .base import StoppingRule, deprecated
+from .base import StoppingRule
 from .reporting import ValidationReport
 
 __all__ = ["ValidationStopping"]
@@ -41,7 +41,6 @@ class ValidationStopping(ValidationReport, StoppingRule):
         every: check every so many steps.
         restore_best: at the stop, put the weights (and buffers) of the best check back.
         history: how many records to keep, see `heldin.state.History`.
-        restore: the old name of `restore_best`.
 
     >>> import heldin, torch
     >>> model = torch.nn.Linear(2, 1)
@@ -75,13 +74,9 @@ class ValidationStopping(ValidationReport, StoppingRule):
         every: int = 1,
         restore_best: bool = True,
         history: int = 4096,
-        restore: bool | None = None,
     ) -> None:
         super().__init__()
         name = type(self).__name__
-        if restore is not None:
-            deprecated(f"{name}(restore=...)", f"{name}(restore_best=...)")
-            restore_best = restore
         if not isinstance(model, nn.Module):
             raise HeldinError(f"{name}: expected a torch.nn.Module, got {type(model)}")
         if loss is not None and not callable(loss):
@@ -176,11 +171,6 @@ class ValidationStopping(ValidationReport, StoppingRule):
                 "check, before close()"
             )
         self._model.load_state_dict(self._best, strict=False)
-
-    def restore_best(self) -> None:
-        """The old name of `restore`."""
-        deprecated("ValidationStopping.restore_best", "ValidationStopping.restore")
-        self.restore()
 
     # -- reports
 

@@ -1,0 +1,28 @@
+"""The laboratory takes heldin's stopping rules from one module."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import heldin_lab
+
+PACKAGE = Path(heldin_lab.__file__).parent
+
+
+def uses(path: Path) -> list[str]:
+    """Return the names of stopping rules that a module takes from heldin itself."""
+    names = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("heldin.rules"):
+            names.append(str(node.module))
+        elif isinstance(node, ast.ImportFrom) and node.module == "heldin":
+            names += [a.name for a in node.names if a.name.endswith(("Stopping", "stopping"))]
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "heldin":
+            names += [node.attr] if node.attr.endswith(("Stopping", "stopping")) else []
+    return names
+
+
+def test_rules_come_from_one_module() -> None:
+    modules = {path: uses(path) for path in sorted(PACKAGE.rglob("*.py"))}
+    assert [path.name for path, names in modules.items() if names] == ["rules.py"]

@@ -1,1 +1,0 @@
-"""The laboratory: experiments on heldin, which the library itself never imports."""
