@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 import torch
@@ -386,4 +387,33 @@ add(
     normal(M, 3, 4),
     autocast=False,
     exact=False,  # single precision only
+)
+
+
+# --- found in public scripts: fields that a dataclass does not keep ----------------------------
+
+
+@dataclass
+class Rows:
+    """A batch whose constructor takes more than it keeps."""
+
+    scale: InitVar[float]
+    x: Tensor
+    scaled: Tensor = field(init=False)
+    label: str = field(init=False)  # never set
+
+    def __post_init__(self, scale: float) -> None:
+        self.scaled = self.x * scale
+
+
+add(
+    "a dataclass with an InitVar",
+    model(lambda s, batch: s.a(batch.x) * batch.scaled[:, :2], a=linear(3, 2)),
+    lambda: (Rows(2.0, torch.randn(M, 3)),),
+)
+add(
+    "an output in a dataclass with an InitVar",
+    model(lambda s, x: Rows(2.0, s.a(x)), a=linear(3, 2)),
+    normal(M, 3),
+    lambda s, x: rows(s(x).scaled),
 )
