@@ -417,3 +417,47 @@ add(
     normal(M, 3),
     lambda s, x: rows(s(x).scaled),
 )
+
+
+# --- found by attacks: outputs that change from call to call -----------------------------------
+
+
+def _two_outputs(s: Any, x: Tensor) -> Any:
+    """The same two tensors as a tuple, in the other order, in a dictionary, by turns."""
+    s.turn = getattr(s, "turn", -1) + 1
+    first = s.a(x)
+    second = first.tanh()[:, None] * s.b(first)[:, :, None]
+    return ((first, second), (second, first), {"x": second, "y": first})[s.turn % 3]
+
+
+def _of_both(s: Any, x: Tensor) -> Tensor:
+    out = s(x)
+    return sum(rows(each) for each in (out.values() if isinstance(out, dict) else out))
+
+
+add(
+    "outputs in another order and structure from call to call",
+    model(_two_outputs, a=linear(3, 2), b=linear(2, 5)),
+    normal(M, 3),
+    _of_both,
+)
+add(
+    "a tensor, then several that hold it",
+    model(
+        lambda s, x: _more_and_more(s, s.a(x)),
+        a=linear(3, 2),
+    ),
+    normal(M, 3),
+    lambda s, x: rows(_last(s(x))),
+)
+
+
+def _more_and_more(s: Any, h: Tensor) -> Any:
+    s.turn = getattr(s, "turn", -1) + 1
+    return (h, (h, h.sin()), [h.sum(0), {"h": h, "cos": h.cos()}])[s.turn % 3]
+
+
+def _last(out: Any) -> Tensor:
+    while not isinstance(out, Tensor):
+        out = list(out.values() if isinstance(out, dict) else out)[-1]
+    return out
