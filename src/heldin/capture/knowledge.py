@@ -341,18 +341,25 @@ class Knowledge:
         )
 
     def warn_mixed(self, mixers: Mapping[str, str]) -> None:
-        """Say once where samples are mixed."""
-        for place, why in mixers.items():
-            if place not in self._warned:
-                self._warned.add(place)
-                warnings.warn(
-                    f"{place} mixes the samples of a batch ({why}): there is no per-sample "
-                    "gradient as such. The contributions of each sample's rows are taken instead. "
-                    "An argument that only looks like a batch: batch_dim={name: None} "
-                    + more("samples-are-mixed"),
-                    MixedSamplesWarning,
-                    stacklevel=2,
-                )
+        """Warn once per cause that samples are mixed: name the first place, count the others.
+
+        Args:
+            mixers: the cause by place in the model.
+        """
+        for cause in dict.fromkeys(mixers.values()):
+            if cause in self._warned:
+                continue
+            self._warned.add(cause)
+            first, *others = [place for place, other in mixers.items() if other == cause]
+            count = f", as in {len(others)} other place{'s' * (len(others) > 1)}" if others else ""
+            warnings.warn(
+                f"{first} mixes the samples of a batch ({cause}{count}): there is no per-sample "
+                "gradient as such. The contributions of each sample's rows are taken instead. "
+                "An argument that only looks like a batch: batch_dim={name: None} "
+                + more("samples-are-mixed"),
+                MixedSamplesWarning,
+                stacklevel=2,
+            )
 
 
 def _ops_below(node: Any, number: int) -> tuple[int, int]:
