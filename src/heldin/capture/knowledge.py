@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge
 
+from heldin._private_torch import raw_saved, saved, saved_names
 from heldin.errors import HeldinWarning, MixedSamplesWarning, NotObservable, more
 
 from .arguments import Arguments, Count
@@ -132,11 +133,24 @@ class Call:
 
 
 @dataclass(frozen=True)
+class Ops:
+    """The ops that have computed a tensor.
+
+    Attributes:
+        last: name and settings (not sizes) of the last one, number of the tensor among its outputs.
+        signature: hash of the graph of all of them.
+    """
+
+    last: tuple[Any, ...]
+    signature: int
+
+
+@dataclass(frozen=True)
 class OutputRecord:
     """An output of a followed call: where samples lie in it, and which ops have computed it."""
 
     layout: Layout
-    ops: tuple[int, int]  # see `_ops_below`
+    ops: Ops
 
 
 @dataclass
@@ -149,7 +163,7 @@ class OutputForms:
     """
 
     sizes: Range
-    forms: list[tuple[Form, tuple[int, int]] | None]
+    forms: list[tuple[Form, Ops] | None]
 
 
 @dataclass
@@ -304,7 +318,8 @@ class Knowledge:
         """Return the outputs of a call in which the place of each sample is established.
 
         That is so for a followed call. Another call of the same kind has the layouts of that one
-        where the same ops have computed the output, or where a layout fits in one way only.
+        where the same ops have computed the output; or where it is at the same place, has the same
+        shape, and the layout fits in one way only or comes from the same last op.
         """
         records = self._outputs.get((call.key, call.answers))
         if records is None:
@@ -362,9 +377,11 @@ class Knowledge:
             )
 
 
-def _ops_below(node: Any, number: int) -> tuple[int, int]:
-    """Return a hash of the ops that have computed an output of a node, and its number there."""
-    return hash(walk([node]).signature), number
+def _ops_below(node: Any, number: int) -> Ops:
+    """Describe the ops that have computed an output of a node."""
+    names = [name for name in saved_names(node) if not name.endswith(("sizes", "numel"))]
+    plain = [(n, str(saved(node, n, None))) for n in names if raw_saved(node, n) is None]
+    return Ops((node.name(), *plain, number), hash(walk([node]).signature))
 
 
 def _layout_of(
@@ -381,7 +398,8 @@ def _layout_of(
     if same_place in fitting:
         assert same_place is not None
         dim = same_place.layout.dim
-        if same_place.ops == ops or (dim is not None and shape.count(shape[dim]) == 1):
+        fits_one_way = dim is not None and shape.count(shape[dim]) == 1
+        if fits_one_way or same_place.ops.last == ops.last:
             return same_place.layout
     same_ops = [r.layout for r in fitting if r.ops == ops]
     if same_ops and all(torch.equal(same_ops[0].owner, other.owner) for other in same_ops[1:]):
@@ -389,14 +407,12 @@ def _layout_of(
     return None
 
 
-def _form_of(record: OutputRecord) -> tuple[Form, tuple[int, int]] | None:
+def _form_of(record: OutputRecord) -> tuple[Form, Ops] | None:
     form = Form.of(record.layout)
     return None if form is None else (form, record.ops)
 
 
-def _common_form(
-    entry: tuple[Form, tuple[int, int]], record: OutputRecord
-) -> tuple[Form, tuple[int, int]] | None:
+def _common_form(entry: tuple[Form, Ops], record: OutputRecord) -> tuple[Form, Ops] | None:
     form = entry[0].also(record.layout)
     return None if form is None else (form, record.ops)
 
