@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -208,6 +209,25 @@ def test_batch_norm_in_training_mode_is_reported_once_by_name() -> None:
     assert torch.isfinite(seen["0.weight"].squares).all()
     total = seen["0.weight"].total
     assert torch.allclose(total, model[0].weight.grad)
+
+
+def test_samples_that_are_mixed_in_many_places_are_reported_once_per_cause() -> None:
+    class Standardise(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x - x.mean(0)) / x.std(0)
+
+    norms = [layer for _ in range(20) for layer in (nn.Linear(3, 3), nn.BatchNorm1d(3))]
+    model = nn.Sequential(*norms, Standardise(), nn.Linear(3, 3), Standardise())
+    with heldin.observe(model), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for size in (6, 6, 5):  # of another size it is followed again
+            model(torch.randn(size, 3)).sin().sum().backward()
+    messages = [str(each.message) for each in said]
+    assert len(messages) == 2
+    assert "in module '1'" in messages[0]
+    assert "(training mode, as in 19 other places)" in messages[0]
+    assert "in module '40'" in messages[1]
+    assert "statistics of the batch" in messages[1]
 
 
 def test_batch_norm_takes_the_contributions_of_rows() -> None:

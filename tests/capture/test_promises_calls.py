@@ -18,6 +18,7 @@ from heldin.capture import forward
 from heldin.capture.knowledge import IDLE
 from tests.support.cases import Fn, rows
 from tests.support.promise_data import X, Y, agree, net
+from tests.support.truth import error, truth
 
 
 @pytest.fixture(autouse=True)
@@ -112,6 +113,54 @@ def test_a_model_that_returns_another_structure_for_the_same_inputs() -> None:
             out.sin().sum().backward()
             factor, shift = (1, 2, 1)[step % 3], (0, 0, 1)[step % 3]
             agree(seen, model, (model.a(X) * factor + shift).sin().sum(1))
+
+
+CHANGING = {  # what a model returns at first, and later
+    "more outputs": (lambda y, z, w: y, lambda y, z, w: (z, y)),
+    "fewer outputs": (lambda y, z, w: (z, y), lambda y, z, w: y),
+    "other outputs": (lambda y, z, w: (y, z), lambda y, z, w: {"w": w, "y": y}),
+    "another width": (lambda y, z, w: y, lambda y, z, w: z),
+    "samples elsewhere": (lambda y, z, w: w, lambda y, z, w: w.transpose(0, 1)),
+    "samples elsewhere, all sizes alike": (
+        lambda y, z, w: w[..., :2].repeat(1, 3, 3),
+        lambda y, z, w: w[..., :2].repeat(1, 3, 3).transpose(0, 2),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGING)
+def test_outputs_that_change_are_right_or_a_warning_says_so(name: str) -> None:
+    first, later = CHANGING[name]
+    turns = iter(range(1000))
+
+    def forward(s: Any, x: Tensor) -> Any:
+        y = s.a(x)
+        z = s.b(y.tanh())
+        return (later if next(turns) in (2, 3, 4) else first)(y, z, z[:, None] * y[:, :, None])
+
+    model = Fn(forward, a=nn.Linear(3, 2), b=nn.Linear(2, 5))
+    skipped = 0
+    with heldin.observe(model) as seen:
+        for step in range(8):
+            seen.clear()
+            model.zero_grad()
+            out = model(X)
+            if name.startswith("samples elsewhere") and step in (2, 3, 4):
+                out = out.transpose(0, 2 if "alike" in name else 1)
+            tensors = [out] if isinstance(out, Tensor) else out
+            tensors = tensors.values() if isinstance(tensors, dict) else tensors
+            losses = sum(each.sin().flatten(1).sum(1) for each in tensors)
+            expected = truth(model, losses)
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                losses.sum().backward()
+            if said:
+                assert "place of each sample" in str(said[0].message)
+                assert seen.count == 0
+                skipped += 1
+            else:
+                assert max(error(seen, expected, 1e-12).values()) < 1e-9
+    assert skipped <= 2
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from heldin.errors import HeldinError, NotObservable
 
-from .flat import index_of, is_flat_batch, owners_beside, owners_in
+from .flat import index_of, is_flat_batch, owners_beside, owners_in, owners_in_fields
 from .ownership.planes import tensors_in
 
 __all__ = [
@@ -197,8 +197,11 @@ def read(
                 index, sure = found_index, dim == "owner"
         if dim == "owner":
             dim = None
-        if is_flat_batch(value):
-            entries += [Entry(tensor, place, None, None, own) for tensor, own in owners_in(value)]
+        owned = list(owners_in(value)) if is_flat_batch(value) else []
+        if not owned and not told and not isinstance(value, Tensor):
+            owned = owners_in_fields(value)
+        if owned:
+            entries += [Entry(tensor, place, None, None, owner) for tensor, owner in owned]
             signature.append((place, values_in(value, unseen)))
             structure.append((place, "flat"))
             continue

@@ -379,7 +379,9 @@ class Collector:
         missed = partly_missed(backward.roots, backward.seeds, leaves, found)
         if missed is not None:
             return self._let_go(
-                f"not all of {missed!r}'s gradient comes through the model's outputs"
+                f"not all of {missed!r}'s gradient comes through outputs of the model in which the "
+                "place of each sample is established. Return the same tensors from every call, "
+                "without code between the model and the loss that uses parameters"
             )
         known = {}
         for name, (first, second) in found.items():

@@ -2,8 +2,9 @@
 
 So graphs are batched: `x` has a row for each node, `batch` the number of the graph that each node
 is of, `edge_index` two numbers of nodes for each edge. An argument called `batch` may be such an
-index, one that `batch_dim={name: "owner"}` names surely is. Batches of torch_geometric know where
-each graph's part of every tensor begins.
+index, one that `batch_dim={name: "owner"}` names surely is, and so is an entry `batch` beside edges
+in a dataclass or a mapping. Batches of torch_geometric know where each graph's part of every tensor
+begins.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from heldin.errors import NotObservable, more
 
+from .ownership.planes import fields_of
+
 __all__ = [
     "INDEX",
     "index_of",
@@ -23,6 +26,7 @@ __all__ = [
     "is_packed",
     "owners_beside",
     "owners_in",
+    "owners_in_fields",
     "packed",
 ]
 
@@ -65,7 +69,7 @@ def owners_beside(
         if found[i] is not None or not tensor.dim():
             continue
         size = tensor.shape[0]
-        if edges is not None and size == len(edges) and (size != rows or "edge" in names[i]):
+        if edges is not None and size == len(edges) and (size != rows or _is_of_edges(names[i])):
             found[i] = _along(edges, tensor, 0)
         elif size == rows:
             found[i] = _along(index, tensor, 0)
@@ -77,13 +81,17 @@ def owners_beside(
 def _of_edges(index: Tensor, tensor: Tensor, name: str) -> Tensor | None:
     """The owners of edges: pairs of row numbers, of which both are of one sample."""
     numbers = not tensor.is_floating_point() and tensor.dtype is not torch.bool
-    if "edge" not in name or not numbers or tensor.dim() != 2 or len(tensor) != 2:
+    if not _is_of_edges(name) or not numbers or tensor.dim() != 2 or len(tensor) != 2:
         return None
     ends = tensor.detach().cpu().long()
     if not ends.numel() or int(ends.min()) < 0 or int(ends.max()) >= len(index):
         return None
     own, other = index[ends]
     return own if torch.equal(own, other) else None
+
+
+def _is_of_edges(name: str) -> bool:
+    return "edge" in name or name == "E"
 
 
 def _along(owner: Tensor, tensor: Tensor, dim: int) -> Tensor:
@@ -144,6 +152,24 @@ def owners_in(batch: Any) -> Iterator[tuple[Tensor, Tensor | None]]:
                     "or in forward()"
                 )
             yield tensor, found[name]
+
+
+def owners_in_fields(value: Any) -> list[tuple[Tensor, Tensor | None]]:
+    """Return the tensors of a graph batch with their owners; nothing if the value is none.
+
+    A graph batch is a dataclass or a mapping with an index of owners called `batch`, and with edges
+    both of whose ends have the same owner.
+    """
+    entries = value if isinstance(value, Mapping) else fields_of(value)
+    index = index_of(entries.get(INDEX), INDEX, False)
+    if index is None:
+        return []
+    tensors = {str(name): entry for name, entry in entries.items() if isinstance(entry, Tensor)}
+    pairs = {n: t for n, t in tensors.items() if _is_of_edges(n) and t.dim() == 2 and len(t) == 2}
+    if all(_of_edges(index, pair, name) is None and pair.numel() for name, pair in pairs.items()):
+        return []
+    owners = owners_beside(index, [*tensors.values()], [*tensors])
+    return list(zip(tensors.values(), owners, strict=True))
 
 
 def _cut(batch: Any, store: Any, name: str, tensor: Tensor, starts: Tensor | None) -> Tensor | None:

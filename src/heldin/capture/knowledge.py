@@ -11,12 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch.autograd.graph import GradientEdge
 
+from heldin._private_torch import raw_saved, saved, saved_names
 from heldin.errors import HeldinWarning, MixedSamplesWarning, NotObservable, more
 
 from .arguments import Arguments, Count
-from .graph import Graph, number_of, shape_of
+from .graph import Graph, number_of, shape_of, walk
 from .layout import Layout
 from .ownership.numbers import Numbers
 from .ownership.tracker import Tracker
@@ -130,12 +132,38 @@ class Call:
         self.candidates, self.given = [], None
 
 
+@dataclass(frozen=True)
+class Ops:
+    """The ops that have computed a tensor.
+
+    Attributes:
+        last: name and settings (not sizes) of the last one, number of the tensor among its outputs.
+        signature: hash of the graph of all of them.
+    """
+
+    last: tuple[Any, ...]
+    signature: int
+
+
+@dataclass(frozen=True)
+class OutputRecord:
+    """An output of a followed call: where samples lie in it, and which ops have computed it."""
+
+    layout: Layout
+    ops: Ops
+
+
 @dataclass
 class OutputForms:
-    """Where samples lie in the outputs of calls of one kind."""
+    """Where samples lie in the outputs of calls of one kind, at all sizes.
+
+    Attributes:
+        sizes: the sizes of the calls.
+        forms: per output, its form and the ops that have computed it; None: no form fits.
+    """
 
     sizes: Range
-    forms: list[Form | None]
+    forms: list[tuple[Form, Ops] | None]
 
 
 @dataclass
@@ -147,7 +175,7 @@ class Knowledge:
     _known: set[Any] = field(default_factory=set)  # keys of calls that need not be followed
     _ranges: dict[Any, Range] = field(default_factory=dict)  # by kind: sizes that need not be
     _own_sizes: set[Any] = field(default_factory=set)  # kinds whose plans hold for one size only
-    _outputs: dict[Any, list[Layout | None]] = field(default_factory=dict)  # by key of the call
+    _outputs: dict[Any, list[OutputRecord | None]] = field(default_factory=dict)  # by call's key
     _output_forms: dict[Any, OutputForms] = field(default_factory=dict)  # by kind
     _unexpected: Counter[Any] = field(default_factory=Counter)  # unknown graphs of known calls
     _idle: Counter[Any] = field(default_factory=Counter)  # followed in vain, by key of the call
@@ -261,42 +289,55 @@ class Knowledge:
         self.warn_mixed(candidate.tracker.mixers)
 
     def _note_outputs(self, call: Call, layouts: list[Layout | None]) -> None:
-        """The layouts of a followed call's outputs."""
+        """Record the layouts of a followed call's outputs."""
         key, kind = (call.key, call.answers), (call.kind, call.answers)
+        ends = zip(call.ends, layouts, strict=True)
+        records = [
+            None if node is None or layout is None else OutputRecord(layout, _ops_below(node, nr))
+            for (node, nr), layout in ends
+        ]
         self._outputs.pop(key, None)
-        self._outputs[key] = layouts
+        self._outputs[key] = records
         if len(self._outputs) > 2 * KINDS:  # those of known calls are needed
             for old in [k for k in self._outputs if k[0] not in self._known][: KINDS // 2]:
                 del self._outputs[old]
-        known = self._output_forms.get(kind)
-        if known is None or len(known.forms) != len(layouts):
-            forms = [None if layout is None else Form.of(layout) for layout in layouts]
+        at_all_sizes = self._output_forms.get(kind)
+        if at_all_sizes is None or len(at_all_sizes.forms) != len(records):
+            forms = [None if record is None else _form_of(record) for record in records]
             self._output_forms[kind] = OutputForms(Range(call.sizes, call.sizes), forms)
             _shorten(self._output_forms)
             return
-        known.sizes.widen(call.sizes)
-        pairs = zip(known.forms, layouts, strict=True)
-        known.forms = [
-            None if form is None or layout is None else form.also(layout) for form, layout in pairs
+        at_all_sizes.sizes.widen(call.sizes)
+        pairs = zip(at_all_sizes.forms, records, strict=True)
+        at_all_sizes.forms = [
+            None if form is None or record is None else _common_form(form, record)
+            for form, record in pairs
         ]
 
     def outputs(self, call: Call) -> list[Output]:
-        """The outputs of a call whose rows have known owners."""
-        layouts = self._outputs.get((call.key, call.answers))
-        if layouts is None:
-            known = self._output_forms.get((call.kind, call.answers))
-            if known is None or call.sizes not in known.sizes:
+        """Return the outputs of a call in which the place of each sample is established.
+
+        That is so for a followed call. Another call of the same kind has the layouts of that one
+        where the same ops have computed the output; or where it is at the same place, has the same
+        shape, and the layout fits in one way only or comes from the same last op.
+        """
+        records = self._outputs.get((call.key, call.answers))
+        if records is None:
+            at_all_sizes = self._output_forms.get((call.kind, call.answers))
+            if at_all_sizes is None or call.sizes not in at_all_sizes.sizes:
                 return []
-            layouts = [
-                None if form is None or node is None else form.at(shape_of(node, number), call.m)
-                for (node, number), form in zip(call.ends, known.forms, strict=False)
-            ]
-        pairs = zip(call.ends, layouts, strict=False)
-        return [
-            (GradientEdge(node, number), layout)
-            for (node, number), layout in pairs
-            if node is not None and layout is not None
-        ]
+            records = [None] * len(at_all_sizes.forms)
+            for i, (end, entry) in enumerate(zip(call.ends, at_all_sizes.forms, strict=False)):
+                if end[0] is not None and entry is not None:
+                    form, ops = entry
+                    layout = form.at(shape_of(*end), call.m)
+                    records[i] = None if layout is None else OutputRecord(layout, ops)
+        found = []
+        for i, (node, number) in enumerate(call.ends):
+            layout = None if node is None else _layout_of(node, number, i, call.ends, records)
+            if layout is not None:
+                found.append((GradientEdge(node, number), layout))
+        return found
 
     # -- warnings
 
@@ -315,18 +356,65 @@ class Knowledge:
         )
 
     def warn_mixed(self, mixers: Mapping[str, str]) -> None:
-        """Say once where samples are mixed."""
-        for place, why in mixers.items():
-            if place not in self._warned:
-                self._warned.add(place)
-                warnings.warn(
-                    f"{place} mixes the samples of a batch ({why}): there is no per-sample "
-                    "gradient as such. The contributions of each sample's rows are taken instead. "
-                    "An argument that only looks like a batch: batch_dim={name: None} "
-                    + more("samples-are-mixed"),
-                    MixedSamplesWarning,
-                    stacklevel=2,
-                )
+        """Warn once per cause that samples are mixed: name the first place, count the others.
+
+        Args:
+            mixers: the cause by place in the model.
+        """
+        for cause in dict.fromkeys(mixers.values()):
+            if cause in self._warned:
+                continue
+            self._warned.add(cause)
+            first, *others = [place for place, other in mixers.items() if other == cause]
+            count = f", as in {len(others)} other place{'s' * (len(others) > 1)}" if others else ""
+            warnings.warn(
+                f"{first} mixes the samples of a batch ({cause}{count}): there is no per-sample "
+                "gradient as such. The contributions of each sample's rows are taken instead. "
+                "An argument that only looks like a batch: batch_dim={name: None} "
+                + more("samples-are-mixed"),
+                MixedSamplesWarning,
+                stacklevel=2,
+            )
+
+
+def _ops_below(node: Any, number: int) -> Ops:
+    """Describe the ops that have computed an output of a node."""
+    names = [name for name in saved_names(node) if not name.endswith(("sizes", "numel"))]
+    plain = [(n, str(saved(node, n, None))) for n in names if raw_saved(node, n) is None]
+    return Ops((node.name(), *plain, number), hash(walk([node]).signature))
+
+
+def _layout_of(
+    node: Any,
+    number: int,
+    i: int,
+    ends: Sequence[Any],
+    records: Sequence[OutputRecord | None],
+) -> Layout | None:
+    """Return the layout of the i-th output of a call; None if the records do not establish it."""
+    shape, ops = shape_of(node, number), _ops_below(node, number)
+    fitting = [r for r in records if r is not None and r.layout.shape == shape]
+    same_place = records[i] if len(records) == len(ends) else None
+    if same_place in fitting:
+        assert same_place is not None
+        dim = same_place.layout.dim
+        fits_one_way = dim is not None and shape.count(shape[dim]) == 1
+        if fits_one_way or same_place.ops.last == ops.last:
+            return same_place.layout
+    same_ops = [r.layout for r in fitting if r.ops == ops]
+    if same_ops and all(torch.equal(same_ops[0].owner, other.owner) for other in same_ops[1:]):
+        return same_ops[0]
+    return None
+
+
+def _form_of(record: OutputRecord) -> tuple[Form, Ops] | None:
+    form = Form.of(record.layout)
+    return None if form is None else (form, record.ops)
+
+
+def _common_form(entry: tuple[Form, Ops], record: OutputRecord) -> tuple[Form, Ops] | None:
+    form = entry[0].also(record.layout)
+    return None if form is None else (form, record.ops)
 
 
 def _all_sizes(calls: Sequence[Call]) -> Sizes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 import torch
@@ -387,3 +388,76 @@ add(
     autocast=False,
     exact=False,  # single precision only
 )
+
+
+# --- found in public scripts: fields that a dataclass does not keep ----------------------------
+
+
+@dataclass
+class Rows:
+    """A batch whose constructor takes more than it keeps."""
+
+    scale: InitVar[float]
+    x: Tensor
+    scaled: Tensor = field(init=False)
+    label: str = field(init=False)  # never set
+
+    def __post_init__(self, scale: float) -> None:
+        self.scaled = self.x * scale
+
+
+add(
+    "a dataclass with an InitVar",
+    model(lambda s, batch: s.a(batch.x) * batch.scaled[:, :2], a=linear(3, 2)),
+    lambda: (Rows(2.0, torch.randn(M, 3)),),
+)
+add(
+    "an output in a dataclass with an InitVar",
+    model(lambda s, x: Rows(2.0, s.a(x)), a=linear(3, 2)),
+    normal(M, 3),
+    lambda s, x: rows(s(x).scaled),
+)
+
+
+# --- found by attacks: outputs that change from call to call -----------------------------------
+
+
+def _two_outputs(s: Any, x: Tensor) -> Any:
+    """The same two tensors as a tuple, in the other order, in a dictionary, by turns."""
+    s.turn = getattr(s, "turn", -1) + 1
+    first = s.a(x)
+    second = first.tanh()[:, None] * s.b(first)[:, :, None]
+    return ((first, second), (second, first), {"x": second, "y": first})[s.turn % 3]
+
+
+def _of_both(s: Any, x: Tensor) -> Tensor:
+    out = s(x)
+    return sum(rows(each) for each in (out.values() if isinstance(out, dict) else out))
+
+
+add(
+    "outputs in another order and structure from call to call",
+    model(_two_outputs, a=linear(3, 2), b=linear(2, 5)),
+    normal(M, 3),
+    _of_both,
+)
+add(
+    "a tensor, then several that hold it",
+    model(
+        lambda s, x: _more_and_more(s, s.a(x)),
+        a=linear(3, 2),
+    ),
+    normal(M, 3),
+    lambda s, x: rows(_last(s(x))),
+)
+
+
+def _more_and_more(s: Any, h: Tensor) -> Any:
+    s.turn = getattr(s, "turn", -1) + 1
+    return (h, (h, h.sin()), [h.sum(0), {"h": h, "cos": h.cos()}])[s.turn % 3]
+
+
+def _last(out: Any) -> Tensor:
+    while not isinstance(out, Tensor):
+        out = list(out.values() if isinstance(out, dict) else out)[-1]
+    return out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 import torch
@@ -208,5 +209,68 @@ add(
     "attributes of nobody, put among those of samples by a view",
     WithLoops,
     graphs,
+    autocast=False,
+)
+
+
+# --- dataclasses and mappings with an index of owners -----------------------------------------
+
+
+@dataclass
+class Molecules:
+    """A batch as chemprop builds it: from a list that is no field of it."""
+
+    parts: InitVar[tuple[Tensor, Tensor, Tensor, Tensor]]
+    V: Tensor = field(init=False)
+    E: Tensor = field(init=False)
+    edge_index: Tensor = field(init=False)
+    rev_edge_index: Tensor = field(init=False)
+    batch: Tensor = field(init=False)
+    size: int = field(init=False)
+    name: str = field(init=False)  # never set
+
+    def __post_init__(self, parts: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
+        self.V, edges, attributes, self.batch = parts
+        count = edges.shape[1]
+        self.edge_index = torch.cat([edges, edges.flip(0)], 1)
+        self.E = torch.cat([attributes, attributes])
+        self.rev_edge_index = torch.cat([torch.arange(count) + count, torch.arange(count)])
+        self.size = int(self.batch.max()) + 1
+
+
+class OfMolecules(Net):
+    """Messages along directed bonds, without those that come straight back."""
+
+    def forward(self, bmg: Molecules) -> Tensor:
+        start, end = bmg.edge_index
+        first = (self.a(bmg.V)[start] + self.e(bmg.E)).tanh()
+        received = torch.zeros(len(bmg.V), 4, dtype=first.dtype).index_add(0, end, first)
+        second = (first + self.b(received[start] - first[bmg.rev_edge_index])).tanh()
+        nodes = torch.zeros(len(bmg.V), 4, dtype=first.dtype).index_add(0, end, second)
+        return self.c(_pooled(nodes, bmg.batch, bmg.size))
+
+
+class OfMapping(Net):
+    def forward(self, data: dict[str, Tensor]) -> Tensor:
+        return self.run(data["x"], data["edge_index"], data["edge_attr"], data["batch"])
+
+
+add(
+    "a dataclass with an InitVar: molecules",
+    OfMolecules,
+    lambda: (Molecules(graphs()),),
+    autocast=False,
+)
+for _count in (0, 6):  # 6: with their reverses, as many as nodes
+    add(
+        f"molecules with {_count} bonds",
+        OfMolecules,
+        lambda count=_count: (Molecules(_few_edges(count)),),
+        autocast=False,
+    )
+add(
+    "graphs in a mapping",
+    OfMapping,
+    lambda: (dict(zip(("x", "edge_index", "edge_attr", "batch"), graphs(), strict=True)),),
     autocast=False,
 )

@@ -132,6 +132,12 @@ for _mode in ("zeros", "reflect", "replicate", "circular"):
         normal(M, 2, 5, 5),
     )
 add("conv2d, padding same", lambda: nn.Conv2d(2, 3, (3, 2), padding="same"), normal(M, 2, 5, 5))
+for _kind, _sides in {nn.Conv1d: (6,), nn.Conv2d: (5, 6), nn.Conv3d: (4, 3, 4)}.items():
+    add(
+        f"{_kind.__name__}, padding valid",  # whose node saves one number for all axes
+        lambda kind=_kind: kind(2, 3, 2, stride=2, padding="valid"),
+        normal(M, 2, *_sides),
+    )
 add("conv2d, strided", lambda: nn.Conv2d(2, 3, 3, stride=2, padding=1), normal(M, 2, 6, 7))
 add("conv2d, dilated", lambda: nn.Conv2d(2, 3, 2, dilation=2, bias=False), normal(M, 2, 6, 6))
 add("conv2d, groups", lambda: nn.Conv2d(4, 6, 3, groups=2), normal(M, 4, 5, 5))

@@ -22,19 +22,25 @@ def _convolution(use: OpUse) -> Contributions | None:
         return None
     x, grad = use.layout.split(use.saved("input")), use.layout.split(use.grad)
     weight = use.saved("weight")
-    settings = [list(use.option(name)) for name in ("stride", "padding", "dilation")]
-    if weight.dim() == 4 and use.option("groups") == 1 and not use.option("transposed"):
-        named = dict(zip(("stride", "padding", "dilation"), settings, strict=True))
-        return Filters(grad, x, weight.shape[2:], named)
-    tail = [use.option("transposed"), list(use.option("output_padding")), use.option("groups")]
+    axes = weight.dim() - 2
+    settings = {name: _per_axis(use, name, axes) for name in ("stride", "padding", "dilation")}
+    if axes == 2 and use.option("groups") == 1 and not use.option("transposed"):
+        return Filters(grad, x, weight.shape[2:], settings)
+    tail = [use.option("transposed"), _per_axis(use, "output_padding", axes), use.option("groups")]
 
     def compute(lo: int, hi: int) -> Tensor:
-        each = [
+        gradients = [
             torch.ops.aten.convolution_backward(
-                grad[i], x[i], weight, None, *settings, *tail, [False, True, False]
+                grad[i], x[i], weight, None, *settings.values(), *tail, [False, True, False]
             )[1]
             for i in range(lo, hi)
         ]
-        return upcast(torch.stack(each))
+        return upcast(torch.stack(gradients))
 
     return Lazy(compute, use.m, use.shape)
+
+
+def _per_axis(use: OpUse, name: str, axes: int) -> list[int]:
+    """Read a setting that has one number per axis, or one for all (`padding="valid"`)."""
+    numbers = list(use.option(name))
+    return numbers * axes if len(numbers) == 1 else numbers

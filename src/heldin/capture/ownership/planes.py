@@ -18,6 +18,7 @@ the guess is wrong, another sample's data meets it further down, and the result 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from functools import reduce
 from math import prod
 from typing import Any
@@ -29,6 +30,7 @@ __all__ = [
     "Key",
     "align",
     "canonical",
+    "fields_of",
     "is_mixed",
     "is_nobody",
     "merge",
@@ -103,13 +105,19 @@ def reshape(planes: Tensor, old: Sequence[int], new: Sequence[int]) -> Tensor:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """All tensors in nested tuples, lists, dicts and dataclass-like mappings, in order."""
+    """List all tensors in nested tuples, lists, dicts and dataclasses, in order."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, Mapping):
         return [t for v in value.values() for t in tensors_in(v)]
     if isinstance(value, (tuple, list)):
         return [t for v in value for t in tensors_in(v)]
-    if hasattr(value, "__dataclass_fields__"):
-        return [t for name in value.__dataclass_fields__ for t in tensors_in(getattr(value, name))]
-    return []
+    return [t for v in fields_of(value).values() for t in tensors_in(v)]
+
+
+def fields_of(value: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass by name, those without a value left out; else nothing."""
+    if isinstance(value, type) or not is_dataclass(value):
+        return {}
+    names = [field.name for field in fields(value)]  # __dataclass_fields__ also lists InitVars
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
