@@ -10,17 +10,20 @@ if TYPE_CHECKING:
     from . import diagnostics as diagnostics
     from . import errors as errors
     from . import ops as ops
+    from . import rules as rules
     from . import state as state
     from ._api import *
 
 __version__ = "0.2.0.dev0"  # the one place; pyproject.toml reads it
 
 __all__ = [
+    "EarlyStopping",
     "ElementwiseStopping",
     "EvidenceStopping",
     "FoldStopping",
     "HeldinError",
     "HeldinWarning",
+    "Interval",
     "LeaveOneOutStopping",
     "Moments",
     "NotObservable",
@@ -34,7 +37,7 @@ __all__ = [
     "verify",
 ]
 
-_MODULES = ("criterion", "diagnostics", "errors", "ops", "state")
+_MODULES = ("criterion", "diagnostics", "errors", "ops", "rules", "state")
 
 check_torch()
 

@@ -5,6 +5,8 @@ from heldin.capture.observation import Observation as Observation
 from heldin.capture.observation import observe as observe
 from heldin.criterion.evidence import evidence as evidence
 from heldin.diagnostics.verification import verify as verify
+from heldin.early_stopping import EarlyStopping as EarlyStopping
+from heldin.early_stopping import Interval as Interval
 from heldin.errors import HeldinError as HeldinError
 from heldin.errors import HeldinWarning as HeldinWarning
 from heldin.errors import NotObservable as NotObservable

@@ -40,11 +40,11 @@ class AutoStopping:
         batch_loss: (model, batch) -> loss, as the loop has it, before it is divided by the number
             of accumulated batches.
         rule: "auto", "folds" or "shadow", see `heldin.stopping`.
-        budget: for "auto": how many times the time of a plain run training may take.
+        budget: for "auto": how many times the time of a plain run training may take (6).
         groups: (n,) names or numbers of the rows; equal ones are held out together.
         restore: put the weights of the best estimate into the model at the end.
         clip: how the loop clips gradients: the largest norm, or a function of the parameters.
-        memory: for "auto": bytes that the shadows may take.
+        memory: for "auto": bytes that the shadows may take (1 GiB).
         stratify: (n,) classes; each fold gets its share of every class.
         eval_data: the same rows without augmentation: a Dataset, or a DataLoader over one.
         eval_loss: (model, batch) -> the loss to estimate (default: batch_loss).
@@ -88,12 +88,12 @@ class AutoStopping:
         loader: Any,
         batch_loss: BatchLoss,
         rule: Literal["auto", "folds", "shadow"] = "auto",
-        budget: float = 6.0,
+        budget: float | None = None,
         groups: Any = None,
         restore: bool = True,
         *,
         clip: Clip | None = None,
-        memory: int = 2**30,
+        memory: int | None = None,
         stratify: Any = None,
         eval_data: Any = None,
         eval_loss: BatchLoss | None = None,

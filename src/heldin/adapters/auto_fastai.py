@@ -52,13 +52,13 @@ class AutoStopping(Callback):
 
     Args:
         rule: "auto", "folds" or "shadow", see `heldin.stopping`.
-        budget: for "auto": how many times the time of a plain run training may take.
+        budget: for "auto": how many times the time of a plain run training may take (6).
         groups: (n,) names or numbers of the rows; equal ones are held out together.
         restore: put the weights of the best estimate into the model at the end.
         verbose: tell what was chosen, and of the stop.
         reset_on_fit: each fit starts anew; False: it goes on where the last one was, or where
             `load_state_dict` says.
-        memory: for "auto": bytes that the shadows may take.
+        memory: for "auto": bytes that the shadows may take (1 GiB).
         stratify: (n,) classes; each fold gets its share of every class.
         eval_loss: (model, batch) -> the loss to estimate (default: the Learner's own).
         average, grid, patience, engine, seed: see `heldin.FoldStopping`; average=None is the
@@ -78,13 +78,13 @@ class AutoStopping(Callback):
     def __init__(
         self,
         rule: Literal["auto", "folds", "shadow"] = "auto",
-        budget: float = 6.0,
+        budget: float | None = None,
         groups: Any = None,
         restore: bool = True,
         verbose: bool = False,
         reset_on_fit: bool = True,
         *,
-        memory: int = 2**30,
+        memory: int | None = None,
         stratify: Any = None,
         eval_loss: BatchLoss | None = None,
         average: Average | None = None,

@@ -44,12 +44,12 @@ class AutoStopping:
         optimizer: the optimiser that trains it.
         loss_fn: (outputs, targets) -> loss, of batches (inputs ..., targets).
         rule: "auto", "folds" or "shadow", see `heldin.stopping`.
-        budget: for "auto": how many times the time of a plain run training may take.
+        budget: for "auto": how many times the time of a plain run training may take (6).
         groups: (n,) names or numbers of the rows; equal ones are held out together.
         restore: put the weights of the best estimate into the model at the end.
         batch_loss: (model, batch) -> loss, in place of loss_fn, for any batch.
         clip: how the trainer clips gradients: the largest norm, or a function of the parameters.
-        memory: for "auto": bytes that the shadows may take.
+        memory: for "auto": bytes that the shadows may take (1 GiB).
         stratify: (n,) classes; each fold gets its share of every class.
         eval_data: the same rows without augmentation: a Dataset, or a DataLoader over one.
         eval_loss: (model, batch) -> the loss to estimate (default: that of training).
@@ -75,13 +75,13 @@ class AutoStopping:
         optimizer: Optimizer,
         loss_fn: LossFunction | None = None,
         rule: Literal["auto", "folds", "shadow"] = "auto",
-        budget: float = 6.0,
+        budget: float | None = None,
         groups: Any = None,
         restore: bool = True,
         *,
         batch_loss: BatchLoss | None = None,
         clip: Clip | None = None,
-        memory: int = 2**30,
+        memory: int | None = None,
         stratify: Any = None,
         eval_data: Any = None,
         eval_loss: BatchLoss | None = None,

@@ -44,11 +44,11 @@ class AutoStopping(keras.callbacks.Callback):
 
     Args:
         rule: "auto", "folds" or "shadow", see `heldin.stopping`.
-        budget: for "auto": how many times the time of a plain run training may take.
+        budget: for "auto": how many times the time of a plain run training may take (6).
         groups: (n,) names or numbers of the rows; equal ones are held out together.
         restore: put the weights of the best estimate into the model at the end.
         verbose: 1: tell what was chosen, and of the stop.
-        memory: for "auto": bytes that the shadows may take.
+        memory: for "auto": bytes that the shadows may take (1 GiB).
         stratify: (n,) classes; each fold gets its share of every class.
         average, grid, patience, seed: see `heldin.FoldStopping`; average=None is the rule's own.
 
@@ -64,12 +64,12 @@ class AutoStopping(keras.callbacks.Callback):
     def __init__(
         self,
         rule: Literal["auto", "folds", "shadow"] = "auto",
-        budget: float = 6.0,
+        budget: float | None = None,
         groups: Any = None,
         restore: bool = True,
         verbose: int = 0,
         *,
-        memory: int = 2**30,
+        memory: int | None = None,
         stratify: Any = None,
         average: Average | None = None,
         grid: float = 1.2,

@@ -40,11 +40,11 @@ class AutoStopping(Callback):
 
     Args:
         rule: "auto", "folds" or "shadow", see `heldin.stopping`.
-        budget: for "auto": how many times the time of a plain run training may take.
+        budget: for "auto": how many times the time of a plain run training may take (6).
         groups: (n,) names or numbers of the rows; equal ones are held out together.
         restore: put the weights of the best estimate into the module at the end.
         sink: where to tell of choice and stop, if the net is verbose.
-        memory: for "auto": bytes that the shadows may take.
+        memory: for "auto": bytes that the shadows may take (1 GiB).
         stratify: (n,) classes; each fold gets its share of every class.
         eval_data: the same rows without augmentation: a Dataset, or a DataLoader over one.
         eval_loss: (module, batch) -> the loss to estimate (default: the net's own).
@@ -68,12 +68,12 @@ class AutoStopping(Callback):
     def __init__(
         self,
         rule: Literal["auto", "folds", "shadow"] = "auto",
-        budget: float = 6.0,
+        budget: float | None = None,
         groups: Any = None,
         restore: bool = True,
         sink: Callable[[str], Any] = print,
         *,
-        memory: int = 2**30,
+        memory: int | None = None,
         stratify: Any = None,
         eval_data: Any = None,
         eval_loss: BatchLoss | None = None,

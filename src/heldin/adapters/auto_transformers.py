@@ -52,10 +52,10 @@ class AutoStoppingCallback(TrainerCallback):
 
     Args:
         rule: "auto", "folds" or "shadow", see `heldin.stopping`.
-        budget: for "auto": how many times the time of a plain run training may take.
+        budget: for "auto": how many times the time of a plain run training may take (6).
         groups: (n,) names or numbers of the rows; equal ones are held out together.
         restore: put the weights of the best estimate into the model at the end.
-        memory: for "auto": bytes that the shadows may take.
+        memory: for "auto": bytes that the shadows may take (1 GiB).
         stratify: (n,) classes; each fold gets its share of every class.
         eval_data: the same rows without augmentation: a Dataset, or a DataLoader over one.
         eval_loss: (model, inputs) -> the loss to estimate (default: `compute_loss`).
@@ -73,11 +73,11 @@ class AutoStoppingCallback(TrainerCallback):
     def __init__(
         self,
         rule: Literal["auto", "folds", "shadow"] = "auto",
-        budget: float = 6.0,
+        budget: float | None = None,
         groups: Any = None,
         restore: bool = True,
         *,
-        memory: int = 2**30,
+        memory: int | None = None,
         stratify: Any = None,
         eval_data: Any = None,
         eval_loss: BatchLoss | None = None,

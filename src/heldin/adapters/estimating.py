@@ -74,6 +74,7 @@ class EstimatingSession:
         self._first: DataLoader[Any] | None = None  # the loader that was followed first
         self._state: Mapping[str, Any] = {}
         self._last: dict[str, Tensor] = {}
+        self._final: dict[str, Any] = {}  # state of the rule when its run ended
         self._check()
 
     def _check(self) -> None:
@@ -84,7 +85,11 @@ class EstimatingSession:
                 f"{owner}: rule must be 'auto', 'folds' or 'shadow' in a framework, got {rule!r}"
             )
         for name in ("budget", "memory"):
-            value = self.options.get(name, 1)
+            value = self.options.get(name)
+            if value is None:
+                continue
+            if rule != "auto":
+                raise HeldinError(f"{owner}: {name} is for rule='auto', not for {rule!r}")
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
                 raise HeldinError(f"{owner}: {name} must be a number above 0, got {value!r}")
         if not isinstance(self.options.get("restore", True), bool):
@@ -181,8 +186,8 @@ class EstimatingSession:
         if view is not None:
             options["eval_data"] = _unseen(view, rows, prepare)
         if self.options.get("rule", "auto") == "auto":
-            options["budget"] = self.options.get("budget", 6.0)
-            options["memory"] = self.options.get("memory", 2**30)
+            options["budget"] = self.options.get("budget") or 6.0
+            options["memory"] = self.options.get("memory") or 2**30
         try:
             made = choose(
                 self.options.get("rule", "auto"),
@@ -267,6 +272,8 @@ class EstimatingSession:
     def close(self) -> None:
         """Let go of model and optimiser; loaders are still followed."""
         if self.stopping is not None:
+            if self._model is not None:
+                self._final = self.stopping.state_dict()  # a later fit may go on from here
             self.stopping.close()
         self._model = None
 
@@ -283,7 +290,8 @@ class EstimatingSession:
     def state_dict(self) -> dict[str, Any]:
         """The state of the run, or the one that the next begins with."""
         if self.stopping is not None and not self._state:
-            return {"rule": self.stopping.state_dict(), "last": self._last}
+            rule = self.stopping.state_dict() if self.running else self._final
+            return {"rule": rule, "last": self._last}
         return dict(self._state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

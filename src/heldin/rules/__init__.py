@@ -1,1 +1,7 @@
-"""Stopping rules: objects with `step()`, `should_stop` and a history."""
+"""Stopping rules: `Auto`, `Folds`, `LeaveOneOut`, `Evidence` and `Validation` are data."""
+
+from .options import Auto as Auto
+from .options import Evidence as Evidence
+from .options import Folds as Folds
+from .options import LeaveOneOut as LeaveOneOut
+from .options import Validation as Validation

@@ -211,5 +211,5 @@ class ValidationStopping(ValidationReport, StoppingRule):
         self.best_loss, self.best_step = state["best_loss"], state["best_step"]
 
     def close(self) -> None:
-        """Let go of the model. What was found stays readable."""
-        self._model = None
+        """Release the model. Results remain available."""
+        self._model = self._loss = None

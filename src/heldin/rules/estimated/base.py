@@ -354,6 +354,11 @@ class PathStopping(EstimateReport, StoppingRule):
             "rule": self._rule_state(),
         }
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that a resumed run needs; take it before `close()`."""
+        self._opened("state_dict")
+        return super().state_dict()
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken: all later values are the same to the last bit."""
         self._opened("load_state_dict")
@@ -383,7 +388,7 @@ class PathStopping(EstimateReport, StoppingRule):
         }
 
     def close(self) -> None:
-        """Take the hooks away and let go of the model. What was found stays readable."""
+        """Remove all hooks and release the model. Results (history, estimate) remain available."""
         self._release()
         self._model = None
 

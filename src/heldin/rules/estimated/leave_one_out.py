@@ -343,7 +343,15 @@ class LeaveOneOutStopping(PathStopping):
     def _training_loss(self) -> float:
         return self._data.training_loss()
 
-    # -- saving
+    # -- saving and closing
+
+    def close(self) -> None:
+        """Remove all hooks and release the model. Results remain available."""
+        super().close()
+        self._data.release()
+        self._places = {}
+        vars(self).pop("_optimizer", None)
+        vars(self).pop("_derive", None)
 
     def _own_settings(self) -> dict[str, Any]:
         return {"probes": len(self._probes), "outputs": self.outputs, "lazy": self.lazy}

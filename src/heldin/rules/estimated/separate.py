@@ -69,7 +69,8 @@ class SeparateShadows:
         self.shadows = [
             Shadow(parameters, optimizer, self._stage.buffers()) for _ in range(self.copies)
         ]
-        self._trained = parameters
+        self._trained: dict[str, nn.Parameter] = parameters
+        self.engine = "copies" if self._stage.apart else "swap"  # how the shadows are run
         self._least = 2 if any(isinstance(m, BatchNorm) for m in model.modules()) else 1
         self._autocast: Autocast | None = None
         self._steps, self._rows = 0, 0
@@ -80,11 +81,6 @@ class SeparateShadows:
             )
         self.same_loss = self._checks.same_loss
         self.held, self.cost = self._checks.held, self._checks.cost
-
-    @property
-    def engine(self) -> str:
-        """How the shadows are run."""
-        return "copies" if self._stage.apart else "swap"
 
     # -- training
 
@@ -312,9 +308,12 @@ class SeparateShadows:
         self._total.fill_(state["losses"][0])
 
     def close(self) -> None:
-        """Leave the loaders as they were."""
+        """Leave the loaders as they were, and release the model and its shadows."""
         self._source.close()
         self._view.close()
+        self.shadows, self._trained = [], {}
+        for name in ("_stage", "_checks", "_loss", "_clip"):
+            vars(self).pop(name, None)
 
 
 def _warn_of_memory(first: float, again: float) -> None:

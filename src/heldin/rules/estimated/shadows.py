@@ -78,7 +78,8 @@ class ShadowModels(PathStopping):
             raise HeldinError(
                 f"{name}: eval_loss and eval_data need batch_loss, or engine='copies'"
             )
-        self._optimizer, self._engine, self._clip = optimizer, engine, clip
+        self._optimizer: Optimizer | None = optimizer
+        self._engine, self._clip = engine, clip
         self._first_rows: int | None = None
         self._queue: list[Tensor] = []
         self._given: list[tuple[Any, Tensor | None, int]] = []  # and backward passes before it
@@ -289,6 +290,7 @@ class ShadowModels(PathStopping):
         check_int(name, "max_steps", max_steps, 0)
         if not team.inside:
             team.take_in()
+        assert self._optimizer is not None
         settings = hyperparameters(self._optimizer)
         while self._step < max_steps and not self.should_stop:
             for index, inputs in team.epoch(batch_size, shuffle, generator):
@@ -325,11 +327,13 @@ class ShadowModels(PathStopping):
 
     def _facts(self) -> dict[str, Any]:
         clip = self._clip if isinstance(self._clip, (int, float)) else self._clip is not None
+        optimizer = self._optimizer
+        assert optimizer is not None
         return {
             **super()._facts(),
             "engine": self._engine,
             "clip": clip,
-            "optimizer": (type(self._optimizer).__name__, hyperparameters(self._optimizer)),
+            "optimizer": (type(optimizer).__name__, hyperparameters(optimizer)),
             "the rows held out (folds, groups, stratify)": crc32(
                 repr(self._label.tolist()).encode()
             ),
@@ -353,10 +357,11 @@ class ShadowModels(PathStopping):
         self._same.renew()
 
     def close(self) -> None:
-        """Take the hooks away and let go of the model. What was found stays readable."""
+        """Remove all hooks; release the model and its shadows. Results remain available."""
         super().close()
-        if isinstance(self._team, SeparateShadows):
-            self._team.close()
+        self._team.close()
+        self._same.close()
+        self._optimizer = None
 
 
 def _check_losses(

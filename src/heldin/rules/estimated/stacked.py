@@ -65,6 +65,7 @@ class StackedShadows:
         self._targets = data.loss.ready(data.rows.targets)
         self.inside = False
         self.stack = Stack(model, optimizer, self.copies, data.rows.inputs, engine)
+        self.engine = self.stack.engine  # how the shadows are run
         self._twin: Stack | None = None
         if not any(isinstance(m, Dropout) for m in model.modules()):
             self._twin = Stack(model, optimizer, 1, data.rows.inputs, engine)
@@ -85,11 +86,6 @@ class StackedShadows:
         self.held = len(self._looked_at)
         self._shown = min(SHOWN, self.held)
         self.cost = self.held + self._shown
-
-    @property
-    def engine(self) -> str:
-        """How the shadows are run."""
-        return self.stack.engine
 
     # -- training
 
@@ -222,7 +218,14 @@ class StackedShadows:
         """Of the model itself."""
         return self.data.training_loss(self._shown)
 
-    # -- saving
+    # -- saving and closing
+
+    def close(self) -> None:
+        """Release the model, its optimiser and the copies."""
+        self.data.release()
+        self._twin = None
+        for name in ("stack", "_model", "_optimizer"):
+            vars(self).pop(name, None)
 
     def state_dict(self) -> dict[str, Any]:
         """Weights, buffers, optimiser states, and where the look-up of rows is."""

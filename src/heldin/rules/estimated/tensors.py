@@ -77,8 +77,9 @@ class TensorData:
         return float((losses if self.weights is None else losses * self.weights[::stride]).mean())
 
     def release(self) -> None:
-        """Let go of the model."""
+        """Release the model."""
         self._model = None
+        vars(self).pop("_bare", None)
 
 
 def _row_weights(sample_weight: Tensor | None, rows: Rows) -> Tensor | None:

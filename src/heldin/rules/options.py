@@ -1,0 +1,282 @@
+"""Stopping rules as data: one frozen dataclass per rule, validated when it is made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, Literal
+
+from heldin.errors import HeldinError
+
+__all__ = ["Auto", "Evidence", "Folds", "LeaveOneOut", "Rule", "Validation", "resolve"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """Base class of all rules."""
+
+    def _check(self, condition: bool, name: str, wanted: str) -> None:
+        if not condition:
+            value = getattr(self, name)
+            raise HeldinError(
+                f"rules.{type(self).__name__}: {name} must be {wanted}, got {value!r}"
+            )
+
+    def _whole(self, name: str, least: int) -> None:
+        value = getattr(self, name)
+        whole = isinstance(value, int) and not isinstance(value, bool) and value >= least
+        self._check(whole, name, f"a whole number >= {least}")
+
+    def _positive(self, name: str) -> None:
+        value = getattr(self, name)
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        self._check(number and 0 < value < math.inf, name, "a number above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Auto(Rule):
+    """Choose a rule that estimates the test loss, within a budget.
+
+    Five folds below 1,000 rows, two from there on and one shadow from 10,000 rows on, as far as
+    `budget` and `memory` allow; leave-one-out where fewer fit and it is cheaper.
+
+    Attributes:
+        budget: how many times the time of a plain run training may take.
+        memory: bytes that the shadows may take.
+
+    >>> Auto(budget=2)
+    Auto(budget=2, memory=1073741824)
+    """
+
+    budget: float = 6.0
+    memory: int = 2**30
+
+    def __post_init__(self) -> None:
+        self._positive("budget")
+        self._positive("memory")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Folds(Rule):
+    """Train K shadows beside the model, each without one fold of the rows.
+
+    The mean loss of the rows on the shadows that have not seen them estimates the test loss.
+
+    Attributes:
+        folds: number of folds, or the fold number of each row.
+        shadows: how many of the folds have a shadow; None: all of them.
+        average: "bagged" averages the weights of the checks by how often each would have been
+            chosen had the rows been drawn again; "best" keeps those of the lowest estimate.
+        check_spacing: ratio of the steps of successive checks.
+        snapshot_memory: bytes for the weights of the checks; if too small, fewer are kept.
+        resamples: number of draws for average="bagged".
+        engine: how shadows are run: "dense", "vmap" or "loop" with loss_fn, "copies" or "swap" with
+            batch_loss, or "auto", the first that works.
+
+    >>> Folds(shadows=1).shadows
+    1
+    """
+
+    folds: Any = 5
+    shadows: int | None = None
+    average: Literal["bagged", "best"] = "bagged"
+    check_spacing: float = 1.2
+    snapshot_memory: int = 2**28
+    resamples: int = 100
+    engine: Literal["auto", "dense", "vmap", "loop", "copies", "swap"] = "auto"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.folds, int):
+            self._whole("folds", 2)
+        if self.shadows is not None:
+            self._whole("shadows", 1)
+        _check_path(self)
+        engines = ("auto", "dense", "vmap", "loop", "copies", "swap")
+        self._check(self.engine in engines, "engine", f"one of {', '.join(map(repr, engines))}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaveOneOut(Rule):
+    """Estimate the loss that each row would have had it been left out, without a second model.
+
+    Attributes:
+        probes: number of rows that carry a state; None: all of them, at most 1,024.
+        average, check_spacing, snapshot_memory, resamples: see `Folds`.
+
+    >>> LeaveOneOut(probes=64).probes
+    64
+    """
+
+    probes: int | None = None
+    average: Literal["bagged", "best"] = "bagged"
+    check_spacing: float = 1.25
+    snapshot_memory: int = 2**28
+    resamples: int = 100
+
+    def __post_init__(self) -> None:
+        if self.probes is not None:
+            self._whole("probes", 2)
+        _check_path(self)
+
+
+def _check_path(rule: Any) -> None:
+    """Check the options that both rules with an estimated test loss have."""
+    rule._check(rule.average in ("bagged", "best"), "average", "'bagged' or 'best'")
+    rule._positive("check_spacing")
+    rule._check(rule.check_spacing > 1, "check_spacing", "a number above 1")
+    rule._whole("snapshot_memory", 0)
+    rule._whole("resamples", 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence(Rule):
+    """Stop when the gradient is as small as its own error: the paper's criterion.
+
+    Attributes:
+        parameter_groups: "tensor" (one group per tensor), "all", or names of parameters to names of
+            groups.
+        smoothing: decay of the exponential average, in [0, 1).
+        window: number of steps whose sums add up before a value is formed, or "epoch".
+        checks: number of consecutive checks above zero before training stops.
+        warmup: number of first steps at which training is never stopped.
+        check_every: observe every so many steps only.
+        arm_threshold: how far from zero the criterion must have been once before the rule may stop;
+            None: it may from the start.
+        group_reduction: "median" or "mean" of the groups' values.
+        weight_by_batch_size: weight values in the average by the size of their batch.
+        initial_average: None for a bias-corrected average, or the number at which it starts.
+        correction: None, "gaussian" or "symmetric", see `heldin.evidence`.
+        dead_coordinates: "exclude" or "zero", see `heldin.evidence`.
+        loss_reduction: whether the loss is a "mean" or a "sum" over the samples of a step.
+        estimator: "sampled", "exact" or "microbatch", see `heldin.observe`.
+        coordinates: number of coordinates that "sampled" looks at; None: the default.
+        batch_dim, parameters: see `heldin.observe`.
+
+    >>> Evidence.paper(smoothing=0.99).group_reduction
+    'mean'
+    """
+
+    parameter_groups: Any = "tensor"
+    smoothing: float = 0.9
+    window: int | Literal["epoch"] = 1
+    checks: int = 1
+    warmup: int = 0
+    check_every: int = 1
+    arm_threshold: float | None = 0.5
+    group_reduction: Literal["median", "mean"] = "median"
+    weight_by_batch_size: bool = True
+    initial_average: float | None = None
+    correction: Literal["gaussian", "symmetric"] | None = None
+    dead_coordinates: Literal["exclude", "zero"] = "exclude"
+    loss_reduction: Literal["mean", "sum"] = "mean"
+    estimator: Literal["sampled", "exact", "microbatch"] = "sampled"
+    coordinates: int | None = None
+    batch_dim: Any = 0
+    parameters: Callable[[str], bool] | None = None
+
+    def __post_init__(self) -> None:
+        number = isinstance(self.smoothing, (int, float)) and 0 <= self.smoothing < 1
+        self._check(number, "smoothing", "a number in [0, 1)")
+        if self.window != "epoch":
+            self._whole("window", 1)
+        self._whole("checks", 1)
+        self._whole("warmup", 0)
+        self._whole("check_every", 1)
+        if self.arm_threshold is not None:
+            self._check(self.arm_threshold >= 0, "arm_threshold", "a number >= 0 or None")
+        for name, allowed in (
+            ("group_reduction", ("median", "mean")),
+            ("correction", (None, "gaussian", "symmetric")),
+            ("dead_coordinates", ("exclude", "zero")),
+            ("loss_reduction", ("mean", "sum")),
+            ("estimator", ("sampled", "exact", "microbatch")),
+        ):
+            self._check(getattr(self, name) in allowed, name, f"one of {allowed}")
+        if self.coordinates is not None:
+            self._whole("coordinates", 1)
+
+    @classmethod
+    def paper(cls, **options: Any) -> Evidence:
+        """Return the paper's rule: stop at the first step with a smoothed criterion above zero.
+
+        Every coordinate, the mean over groups, no arming, no weights, the plain recursion from
+        zero. Options that are given take precedence.
+        """
+        settings: dict[str, Any] = {
+            "arm_threshold": None,
+            "group_reduction": "mean",
+            "weight_by_batch_size": False,
+            "initial_average": 0.0,
+            "estimator": "exact",
+        }
+        return cls(**{**settings, **options})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Validation(Rule):
+    """Stop by the loss on a held-out set, for those who have one.
+
+    Attributes:
+        data: a DataLoader, or tensors (x, y).
+        improvement: by how much a loss must be below the best one to count as better.
+        check_every: number of steps between checks; None: at the end of every epoch.
+
+    >>> Validation(data=[1.0]).check_every is None
+    True
+    """
+
+    data: Any
+    improvement: float = 0.0
+    check_every: int | None = None
+
+    def __post_init__(self) -> None:
+        number = isinstance(self.improvement, (int, float)) and self.improvement >= 0
+        self._check(number, "improvement", "a number >= 0")
+        if self.check_every is not None:
+            self._whole("check_every", 1)
+
+
+RULES: Mapping[str, Callable[[], Rule]] = {
+    "auto": Auto,
+    "folds": Folds,
+    "shadow": lambda: Folds(shadows=1),
+    "leave-one-out": LeaveOneOut,
+    "evidence": Evidence,
+}
+
+
+def resolve(rule: str | Rule, budget: float | None = None, memory: int | None = None) -> Rule:
+    """Return the rule of a name, with the shorthands of `Auto`.
+
+    >>> resolve("auto", budget=2)
+    Auto(budget=2, memory=1073741824)
+    >>> try:
+    ...     resolve("fold")
+    ... except HeldinError as error:
+    ...     print(error)
+    rule: there is no rule 'fold'; did you mean 'folds'?
+    """
+    shorthand = {"budget": budget, "memory": memory}
+    options: dict[str, Any] = {
+        name: value for name, value in shorthand.items() if value is not None
+    }
+    if options and rule != "auto":
+        name = next(iter(options))
+        raise HeldinError(
+            f"{name}: it is an option of rule='auto' (heldin.rules.Auto({name}=...)), and the rule "
+            f"is {rule!r}"
+        )
+    if isinstance(rule, Rule):
+        return rule
+    if rule == "validation":
+        raise HeldinError(
+            "rule='validation' needs the held-out set: rule=heldin.rules.Validation(data=...)"
+        )
+    if not isinstance(rule, str) or rule not in RULES:
+        close = get_close_matches(str(rule), RULES, 1)
+        names = ", ".join(map(repr, RULES))
+        hint = f"did you mean {close[0]!r}?" if close else f"rules are {names}"
+        raise HeldinError(f"rule: there is no rule {rule!r}; {hint}")
+    return Auto(**options) if rule == "auto" else RULES[rule]()

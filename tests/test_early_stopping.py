@@ -1,0 +1,260 @@
+"""`heldin.EarlyStopping`: one class for every rule, without a call inside the loop."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import heldin
+from heldin import rules
+
+N, D = 60, 12
+
+
+def rows() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(N, D, generator=generator, dtype=torch.float64)
+    return x, x[:, :1] + torch.randn(N, 1, generator=generator, dtype=torch.float64)
+
+
+def network() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(D, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+
+
+def loader() -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(3)
+    return DataLoader(TensorDataset(*rows()), batch_size=15, shuffle=True, generator=generator)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05)
+
+
+def batch_loss(model: nn.Module, batch: Any) -> Tensor:
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+def train(stopping: Any, model: nn.Module, optimizer: Any, batches: Any, epochs: int = 400) -> None:
+    for _ in stopping.epochs(epochs):
+        for batch in batches:
+            optimizer.zero_grad()
+            batch_loss(model, batch).backward()
+            optimizer.step()
+
+
+RULES: dict[str, Any] = {
+    "auto": lambda: {"rule": "auto"},
+    "folds": lambda: {"rule": rules.Folds(folds=4)},
+    "shadow": lambda: {"rule": "shadow"},
+    "leave-one-out": lambda: {"rule": "leave-one-out"},
+    "batch_loss": lambda: {"rule": "folds", "batch_loss": batch_loss, "loss_fn": None},
+    "validation": lambda: {"rule": rules.Validation(data=rows()), "patience": 3},
+    "evidence": lambda: {"rule": rules.Evidence(estimator="exact"), "loss_fn": None, "data": None},
+}
+
+
+def made(name: str, model: nn.Module, optimizer: Any, batches: Any) -> Any:
+    options = {"loss_fn": nn.MSELoss(), "data": batches} | RULES[name]()
+    return heldin.EarlyStopping(model, optimizer, **options)
+
+
+@pytest.mark.parametrize("name", ["folds", "leave-one-out", "batch_loss"])
+def test_no_call_in_the_loop_gives_the_run_of_the_rule_itself(name: str) -> None:
+    model, batches = network(), loader()
+    optimizer = sgd(model)
+    stopping = made(name, model, optimizer, batches)
+    train(stopping, model, optimizer, batches)
+
+    twin, batches = network(), loader()
+    optimizer = sgd(twin)
+    rule: Any
+    if name == "leave-one-out":
+        rule = heldin.LeaveOneOutStopping(twin, optimizer, nn.MSELoss(), batches)
+    elif name == "folds":
+        rule = heldin.FoldStopping(twin, optimizer, nn.MSELoss(), batches, 4)
+    else:
+        rule = heldin.FoldStopping(twin, optimizer, data=batches, batch_loss=batch_loss)
+    while not rule.should_stop:
+        for batch in batches:
+            optimizer.zero_grad()
+            batch_loss(twin, batch).backward()
+            optimizer.step()
+            rule.step()
+    rule.restore()
+    rule.close()
+    assert stopping.stopped_step == rule.stopped_step
+    assert stopping.estimates["loss"].value == rule.estimate
+    assert stopping.best_step == rule.best_step
+    assert stopping.best_epoch == (rule.best_step - 1) // 4
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("name", [*RULES])
+def test_training_is_the_same_bit_for_bit(name: str) -> None:
+    sums: list[list[Tensor]] = []
+    for with_heldin in (False, True):
+        model, batches = network(), loader()
+        optimizer = sgd(model)
+        stopping = made(name, model, optimizer, batches) if with_heldin else None
+        torch.manual_seed(5)
+        weights = []
+        for _ in range(3):
+            for batch in batches:
+                optimizer.zero_grad()
+                batch_loss(model, batch).backward()
+                optimizer.step()
+                weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+        weights.append(torch.rand(1))
+        sums.append(weights)
+        if stopping is not None:
+            stopping.close()
+    assert all(torch.equal(a, b) for a, b in zip(*sums, strict=True))
+
+
+@pytest.mark.parametrize("name", [*RULES])
+def test_state_is_resumed(name: str) -> None:
+    model, batches = network(), loader()
+    optimizer = sgd(model)
+    stopping = made(name, model, optimizer, batches)
+    for batch in batches:
+        optimizer.zero_grad()
+        batch_loss(model, batch).backward()
+        optimizer.step()
+    other_model, other_batches = network(), loader()
+    other = made(name, other_model, sgd(other_model), other_batches)
+    other.load_state_dict(stopping.state_dict())
+    assert len(other.history) == len(stopping.history)
+    assert other.reason == stopping.reason
+    other.close()
+    stopping.close()
+    with pytest.raises(heldin.HeldinError, match="called after close"):
+        stopping.restore()
+
+
+def test_evidence_keeps_the_weights_that_triggered_the_stop() -> None:
+    model, batches = network(), loader()
+    optimizer = sgd(model)
+    stopping = made("evidence", model, optimizer, batches)
+    weights: list[Tensor] = []
+    for _ in stopping.epochs(400):
+        for batch in batches:
+            optimizer.zero_grad()
+            batch_loss(model, batch).backward()
+            weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+            optimizer.step()
+    assert stopping.should_stop
+    assert stopping.stopped_step is not None
+    restored = torch.cat([p.detach().flatten() for p in model.parameters()])
+    assert torch.equal(restored, weights[stopping.stopped_step - 1])
+    assert not torch.equal(restored, weights[-1]) or stopping.stopped_step == len(weights)
+
+
+def test_fit_restores_the_best_weights() -> None:
+    model = network()
+    stopping = heldin.EarlyStopping(model, sgd(model), nn.MSELoss(), rows())
+    assert stopping.fit(batch_size=15, max_epochs=500) is stopping
+    assert stopping.should_stop
+    interval = stopping.estimates["loss"]
+    assert interval.low < interval.value < interval.high
+    assert stopping.best_epoch is not None
+
+
+def test_patience_is_a_number_of_epochs() -> None:
+    model, batches = network(), loader()
+    optimizer = sgd(model)
+    stopping = heldin.EarlyStopping(model, optimizer, nn.MSELoss(), batches, patience=5)
+    train(stopping, model, optimizer, batches)
+    assert stopping.stopped_step is not None
+    assert stopping.best_step is not None
+    assert stopping.stopped_step >= stopping.best_step + 5 * 4
+
+
+def test_batches_that_are_changed_in_the_loop_are_announced() -> None:
+    x, y = rows()
+    model = network()
+    optimizer = sgd(model)
+    stopping = heldin.EarlyStopping(
+        model, optimizer, data=(x, y), batch_loss=batch_loss, rule=rules.Folds(), patience=None
+    )
+    with stopping:
+        for index in torch.arange(N).split(20):
+            batch = [2 * x[index], y[index]]
+            stopping.note_batch(batch, index)
+            optimizer.zero_grad()
+            batch_loss(model, batch).backward()
+            optimizer.step()
+    assert len(stopping.history) > 2
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "budget with folds": ({"rule": "folds", "budget": 2.0}, "option of rule='auto'"),
+    "unknown rule": ({"rule": "fold"}, "did you mean 'folds'"),
+    "validation by name": ({"rule": "validation"}, "needs the held-out set"),
+    "groups with evidence": (
+        {"rule": "evidence", "loss_fn": None, "data": None, "groups": [0] * N},
+        "groups has no effect",
+    ),
+    "loss with evidence": ({"rule": "evidence", "data": None}, "loss_fn has no effect"),
+    "data with evidence": ({"rule": "evidence", "loss_fn": None}, "uses no data"),
+    "stratify with leave-one-out": (
+        {"rule": "leave-one-out", "stratify": [0] * N},
+        "stratify has no effect",
+    ),
+    "no data": ({"data": None}, "data is missing"),
+    "patience": ({"patience": 0}, "number of epochs"),
+    "several optimisers": ({"optimizer": []}, "optimisers were given"),
+}
+
+
+@pytest.mark.parametrize("case", [*REFUSED])
+def test_refused(case: str) -> None:
+    change, message = REFUSED[case]
+    model = network()
+    arguments = {"optimizer": sgd(model), "loss_fn": nn.MSELoss(), "data": rows()} | change
+    with pytest.raises(heldin.HeldinError, match=message):
+        heldin.EarlyStopping(model, **arguments)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: rules.Auto(budget=0),
+        lambda: rules.Folds(folds=1),
+        lambda: rules.Folds(engine="gpu"),  # type: ignore[arg-type]
+        lambda: rules.LeaveOneOut(probes=1),
+        lambda: rules.Evidence(smoothing=1.0),
+        lambda: rules.Evidence(estimator="all"),  # type: ignore[arg-type]
+        lambda: rules.Validation(data=None, improvement=-1.0),
+    ],
+)
+def test_a_rule_is_validated_when_it_is_made(make: Any) -> None:
+    with pytest.raises(heldin.HeldinError, match="must be"):
+        make()
+
+
+@pytest.mark.parametrize("name", [*RULES])
+def test_close_releases_the_model(name: str) -> None:
+    model, batches = network(), loader()
+    optimizer = sgd(model)
+    stopping = made(name, model, optimizer, batches)
+    for batch in batches:
+        optimizer.zero_grad()
+        batch_loss(model, batch).backward()
+        optimizer.step()
+    stopping.close()
+    alive = weakref.ref(model)
+    weight = weakref.ref(next(model.parameters()))
+    del model, optimizer, batch
+    gc.collect()
+    assert alive() is None
+    assert weight() is None
+    assert stopping.reason
