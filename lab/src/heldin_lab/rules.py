@@ -12,8 +12,9 @@ from heldin import (
     Patience,
     ShadowStopping,
     ValidationStopping,
+    stopping,
 )
-from heldin.rules.estimated import choose, leave_one_out, shadows
+from heldin.rules.estimated import leave_one_out, shadows
 from heldin.rules.estimated.base import PathStopping
 from heldin.rules.estimated.curves import best_check, mean_and_error, next_check, votes
 from heldin.rules.estimated.jacobians import mapped
@@ -36,12 +37,12 @@ __all__ = [
     "Stack",
     "ValidationStopping",
     "best_check",
-    "choose",
     "hyperparameters",
     "leave_one_out",
     "mapped",
     "mean_and_error",
     "next_check",
     "shadows",
+    "stopping",
     "votes",
 ]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,9 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils.data import TensorDataset
 
-from heldin_lab.rules import choose
+from heldin_lab.rules import FoldStopping, ShadowStopping, stopping
 
 from .data import Problem, Table
 from .networks import NetworkTask
@@ -34,6 +32,16 @@ def moving(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, buffer in model.named_buffers():
         if buffer.is_floating_point():
             yield name, buffer
+
+
+def _batch_loss(problem: Problem) -> Callable[[nn.Module, Any], Tensor]:
+    """Return the loss of a batch of the problem, as `batch_loss=` takes it."""
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        x, y = batch
+        return problem.loss_fn(model(x), y)
+
+    return loss
 
 
 @dataclass(frozen=True)
@@ -115,16 +123,17 @@ class LoggedRun:
         """The rule that `heldin.stopping("auto", ...)` takes for it, and its number of shadows."""
         problem = self.problem
         model = self.task.model(self.spec, problem)
-        data = TensorDataset(problem.x, problem.y)
+        data = (problem.x, problem.y)
         if isinstance(self.task, NetworkTask):
             optimizer, _ = self.task.optimizer(self.spec, model)
+            rule = stopping("auto", model, optimizer, data=data, batch_loss=_batch_loss(problem))
         else:
             optimizer = optimizer_of(self.spec, model, float(self["rate"]))
-        engine = "copies" if isinstance(self.task, NetworkTask) else "auto"
-        case = choose._case(model, optimizer, data, engine)
-        usual = inspect.signature(choose.stopping).parameters
-        rule, shadows, _ = choose._chosen(case, usual["budget"].default, usual["memory"].default)
-        return rule, shadows
+            rule = stopping("auto", model, optimizer, problem.loss_fn, data)
+        rule.close()
+        if isinstance(rule, FoldStopping):
+            return rule.name, rule.shadows or rule.folds
+        return rule.name, int(isinstance(rule, ShadowStopping))
 
     def averaged(self, shares: Mapping[int, float]) -> Values:
         """The same for weights averaged over checks."""

@@ -84,8 +84,8 @@ def log(spec: Spec, table: Table) -> dict[str, Any]:
     window = max(1, spec.n // spec.batch)
     seen = GradientSums(model, window)
 
-    logged = sorted({*steps_of(spec, FINE), *steps_of(spec, folds.grid), *steps_of(spec, loo.grid)})
-    wanted = set(logged)
+    wanted = set(steps_of(spec, FINE))
+    logged: list[int] = []
     tested: list[Values] = []
     split_tested: list[list[Values]] = []
     weights: dict[int, Tensor] = {}
@@ -95,11 +95,14 @@ def log(spec: Spec, table: Table) -> dict[str, Any]:
     split_values: list[tuple[list[float], list[float], list[float]]] = []
 
     def check(step: int) -> None:
+        fold_check, loo_check = (rule.history[-1].step == step for rule in (folds, loo))
+        if not (fold_check or loo_check or step in wanted):
+            return
+        logged.append(step)
         with torch.no_grad():
             tested.append(test_values(problem, model(problem.x_test)))
         split_tested.append(splits.test())
-        fold_check = folds.history[-1].step == step
-        if fold_check or loo.history[-1].step == step:
+        if fold_check or loo_check:
             weights[step] = torch.cat([p.detach().flatten() for p in model.parameters()])
         if fold_check:
             x = problem.x_test
@@ -141,8 +144,7 @@ def log(spec: Spec, table: Table) -> dict[str, Any]:
             for rule in (folds, loo, probes):
                 if rule.history[-1].step < step:
                     rule._check()
-        if step in wanted:
-            check(step)
+        check(step)
     seen.close()
     folds.close()
     loo.close()
