@@ -28,8 +28,8 @@ def test_every_public_name_has_a_home() -> None:
     assert homes == set(heldin.__all__)
     assert heldin.stopping is _api.stopping
     assert set(dir(heldin)) >= {*heldin.__all__, "state", "__version__"}
-    with pytest.raises(AttributeError, match="no attribute 'EarlyStopping'"):
-        heldin.EarlyStopping  # noqa: B018
+    with pytest.raises(AttributeError, match="no attribute 'LateStopping'"):
+        heldin.LateStopping  # noqa: B018
 
 
 def test_importing_it_does_not_import_torch() -> None:

@@ -145,6 +145,20 @@ def hidden_fold(run: LoggedRun) -> Tensor:
     return torch.tensor(run["fold_label"] == 0)
 
 
+def shadow_at_logged_checks(run: LoggedRun) -> Any:
+    """Make the live rule of one shadow; the log has the checks of five folds, which are fewer."""
+
+    def make(m: nn.Module, o: torch.optim.Optimizer, p: _data.Problem) -> heldin.ShadowStopping:
+        stopping = heldin.ShadowStopping(
+            m, o, p.loss_fn, (p.x, p.y), hidden_fold(run), average="best"
+        )
+        checks = {int(step) for step in run["fold_steps"]}
+        stopping._due = lambda: stopping._step in checks  # type: ignore[method-assign]
+        return stopping
+
+    return make
+
+
 LIVE: dict[str, Any] = {
     "folds patience": lambda run: (
         lambda m, o, p: heldin.FoldStopping(
@@ -154,11 +168,7 @@ LIVE: dict[str, Any] = {
     "folds bagged patience": lambda run: (
         lambda m, o, p: heldin.FoldStopping(m, o, p.loss_fn, (p.x, p.y), seed=run.spec.seed)
     ),
-    "shadow patience": lambda run: (
-        lambda m, o, p: heldin.ShadowStopping(
-            m, o, p.loss_fn, (p.x, p.y), hidden_fold(run), average="best"
-        )
-    ),
+    "shadow patience": shadow_at_logged_checks,
     "auto": lambda run: (
         lambda m, o, p: heldin.stopping("auto", m, o, p.loss_fn, (p.x, p.y), seed=run.spec.seed)
     ),

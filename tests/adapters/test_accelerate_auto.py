@@ -35,7 +35,7 @@ def run(
     batches: Any = estimated.loader(case, shuffle=False)
     model, optimizer, batches = accelerator.prepare(model, plain.sgd(model), batches)
     loss_of = options.pop("batch_loss", estimated.batch_loss)
-    settings = {**estimated.OPTIONS, "clip": case.clip, **options}
+    settings = estimated.settings(clip=case.clip, **options)
     done = 0
     with AutoStopping(accelerator, model, optimizer, batches, loss_of, **settings) as stopping:
         skipped = batches

@@ -28,7 +28,7 @@ PLAIN = estimated.CASES[0]
 
 
 def rule(**options: Any) -> AutoStopping:
-    return AutoStopping(**{**estimated.OPTIONS, **options})
+    return AutoStopping(**estimated.settings(**options))
 
 
 def fit(learn: Any, epochs: int) -> None:
@@ -82,9 +82,9 @@ def test_more_rows_than_are_to_be_accumulated() -> None:
         (learn.loss_func(twin(x[kept]), y[kept]) * len(rows) / 20).backward()
         optimizer.step()
         optimizer.zero_grad()
-    found = stopping._team.shadows[0].weights
+    found = estimated.last_shadows(callback.state_dict())[0]["weights"]
     for name, weight in twin.named_parameters():
-        torch.testing.assert_close(found[name].detach(), weight.detach())
+        torch.testing.assert_close(found[name], weight.detach())
 
 
 @pytest.mark.parametrize("kind", [SGD, Adam])
@@ -107,9 +107,9 @@ def test_optimisers_of_fastai(kind: Any) -> None:
             twin.loss_func(twin.model(x[rows]), y[rows]).backward()
             twin.opt.step()
             twin.opt.zero_grad()
-    found = stopping._team.shadows[0].weights
+    found = estimated.last_shadows(callback.state_dict())[0]["weights"]
     for name, weight in twin.model.named_parameters():
-        torch.testing.assert_close(found[name].detach(), weight.detach())
+        torch.testing.assert_close(found[name], weight.detach())
     expect_no_trace(learn)
 
 
@@ -118,7 +118,7 @@ def test_fits_go_on(pickled: bool) -> None:
     callback = rule(reset_on_fit=False, restore=False)
     learn = learner(PLAIN, callback)
     fit(learn, 5)
-    callback._session.options["restore"] = True
+    callback._run.options["restore"] = True
     if pickled:
         learn.remove_cb(callback)
         callback = pickle.loads(pickle.dumps(callback))

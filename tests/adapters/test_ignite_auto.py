@@ -47,7 +47,7 @@ def made(case: plain.Case, **options: Any) -> tuple[Any, nn.Module, Any, AutoSto
     trainer = create_supervised_trainer(
         model, optimizer, loss, gradient_accumulation_steps=case.accumulate, model_fn=forward
     )
-    settings = {**estimated.OPTIONS, "clip": case.clip, **options}
+    settings = estimated.settings(clip=case.clip, **options)
     with case.autocast():
         return trainer, model, optimizer, AutoStopping(model, optimizer, loss, **settings)
 
@@ -98,9 +98,9 @@ def test_iterations_that_pass_over_their_batch() -> None:
         own.zero_grad()
         F.cross_entropy(twin(a[kept]), b[kept]).backward()
         own.step()
-    found = stopping.stopping._team.shadows[0].weights
+    found = estimated.last_shadows(stopping.state_dict())[0]["weights"]
     for name, weight in twin.named_parameters():
-        torch.testing.assert_close(found[name].detach(), weight.detach())
+        torch.testing.assert_close(found[name], weight.detach())
 
 
 def test_exact_resume(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ PLAIN = estimated.CASES[0]
 
 
 def rule(**options: Any) -> AutoStopping:
-    return AutoStopping(**{**estimated.OPTIONS, **options})
+    return AutoStopping(**estimated.settings(**options))
 
 
 def expect_no_trace(model: Any) -> None:
@@ -84,12 +84,12 @@ def test_a_shadow_takes_the_same_steps_as_a_model_without_its_rows(kind: str) ->
     for _ in range(3):
         for rows in kept:
             twin.train_on_batch(x[rows].numpy(), y[rows].numpy())
-    shadow = stopping._team.shadows[0]
+    shadow = estimated.last_shadows(callback.state_dict())[0]
     expected = [v._value.detach() for v in twin.trainable_variables]
-    for weight, other in zip(shadow.weights.values(), expected, strict=True):
-        torch.testing.assert_close(weight.detach(), other, rtol=1e-4, atol=1e-5)
+    for weight, other in zip(shadow["weights"].values(), expected, strict=True):
+        torch.testing.assert_close(weight, other, rtol=1e-4, atol=1e-5)
     moving = [v._value.detach() for v in twin.layers[1].non_trainable_variables]
-    found = [b for b in shadow.buffers.values() if b.shape == (6,)]
+    found = [b for b in shadow["buffers"].values() if b.shape == (6,)]
     for buffer, other in zip(found, moving, strict=True):
         torch.testing.assert_close(buffer, other, rtol=1e-4, atol=1e-5)
     expect_no_trace(model)

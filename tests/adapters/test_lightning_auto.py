@@ -85,7 +85,7 @@ def trainer(case: plain.Case, *callbacks: Any, **options: Any) -> Any:
 
 
 def rule(**options: Any) -> AutoStopping:
-    return AutoStopping(**{**estimated.OPTIONS, **options})
+    return AutoStopping(**estimated.settings(**options))
 
 
 @estimated.cases
@@ -326,6 +326,8 @@ def test_wrong_settings_are_refused_at_once() -> None:
     for options, message in (
         ({"rule": "leave-one-out"}, "'auto', 'folds' or 'shadow'"),
         ({"budget": 0}, "budget must be a number above 0"),
+        ({"rule": "folds", "budget": 2}, "budget is for rule='auto'"),
+        ({"rule": "shadow", "memory": 2**20}, "memory is for rule='auto'"),
         ({"patience": 3}, "AutoStopping: patience must be a heldin.Patience"),
         ({"engine": "vmap"}, "'copies' or 'swap'"),
         ({"grid": 1.0}, "grid must be"),

@@ -25,7 +25,7 @@ PLAIN = estimated.CASES[0]
 
 
 def rule(**options: Any) -> AutoStopping:
-    return AutoStopping(**{**estimated.OPTIONS, **options})
+    return AutoStopping(**estimated.settings(**options))
 
 
 def fit(case: plain.Case, callback: Any, *others: Any, **options: Any) -> Net:

@@ -24,6 +24,21 @@ PATIENCE = heldin.Patience(factor=1.5, slack=12, checks=1)
 OPTIONS: dict[str, Any] = {"rule": "auto", "budget": 4.7, "patience": PATIENCE}  # two shadows
 _KNOWN: dict[str, tuple[PathStopping, nn.Module]] = {}
 
+
+def settings(**changes: Any) -> dict[str, Any]:
+    """Return `OPTIONS` with changes; a budget is for rule="auto" alone."""
+    options = {**OPTIONS, **changes}
+    if options["rule"] != "auto" and "budget" not in changes:
+        del options["budget"]
+    return options
+
+
+def last_shadows(state: Any) -> list[dict[str, dict[str, Tensor]]]:
+    """Return weights and buffers of the shadows, from the state of a run that is over."""
+    saved: list[dict[str, dict[str, Tensor]]] = state["rule"]["rule"]["shadows"]
+    return saved
+
+
 cases = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
@@ -90,9 +105,7 @@ def train(
     model = plain.net(case.dtype)
     optimizer = plain.sgd(model)
     batches = loader(case, shuffle)
-    options = {**OPTIONS, **options}
-    if options["rule"] != "auto":
-        del options["budget"]
+    options = settings(**options)
     shadow_loss: Any = Even(case.accumulate) if even else batch_loss
     if flush and not true_mean and not even:
         shadow_loss = Divided(1 if added else case.accumulate)

@@ -89,7 +89,10 @@ class EstimatingSession:
             if value is None:
                 continue
             if rule != "auto":
-                raise HeldinError(f"{owner}: {name} is for rule='auto', not for {rule!r}")
+                raise HeldinError(
+                    f"{owner}: {name} is for rule='auto', which chooses by it, and would be "
+                    f"ignored with {rule!r}; leave it out"
+                )
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
                 raise HeldinError(f"{owner}: {name} must be a number above 0, got {value!r}")
         if not isinstance(self.options.get("restore", True), bool):

@@ -6,10 +6,10 @@ case is a function of the rank and the number of ranks; it joins by its decorato
 """
 
 from . import checkpoints, ddp, ddp_decisions, frameworks, shadows, sharded
-from .common import BENCHMARK, CASES
+from .common import CASES
 
 __all__ = [
-    "BENCHMARK", "CASES", "FRAMEWORKS", "SHADOWS",
+    "CASES", "FRAMEWORKS", "SHADOWS",
     "checkpoints", "ddp", "ddp_decisions", "frameworks", "shadows", "sharded",
 ]  # fmt: skip
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ import heldin
 Case = Callable[[int, int], None]
 CASES: dict[str, Case] = {}
 TIGHT = 1e-10
-BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "distributed.py"
 PATIENCE = 60  # seconds that a rank waits for the others, whatever the machine has to do
 
 

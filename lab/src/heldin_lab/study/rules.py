@@ -101,7 +101,11 @@ def folds(
 
 
 def shadow(run: LoggedRun, rule: Patience | None = None, bagged: bool = False) -> Choice:
-    """A shadow without 20 % of the rows is the first of five folds."""
+    """A shadow without 20 % of the rows is the first of five folds.
+
+    It is replayed at the checks of the five. A live shadow evaluates fewer rows, and may check more
+    often where checks would take more than their share of a run.
+    """
     return folds(run, rule, bagged, shadows=1)
 
 
