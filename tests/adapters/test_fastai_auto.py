@@ -118,7 +118,7 @@ def test_fits_go_on(pickled: bool) -> None:
     callback = rule(reset_on_fit=False, restore=False)
     learn = learner(PLAIN, callback)
     fit(learn, 5)
-    callback._run.options["restore"] = True
+    callback._session.options["restore"] = True
     if pickled:
         learn.remove_cb(callback)
         callback = pickle.loads(pickle.dumps(callback))

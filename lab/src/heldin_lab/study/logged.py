@@ -16,6 +16,7 @@ from heldin_lab.rules import FoldStopping, ShadowStopping, stopping
 
 from .data import Problem, Table
 from .networks import NetworkTask
+from .run import FOLDS
 from .spec import Spec, optimizer_of
 from .witnesses import Values, test_values
 
@@ -132,7 +133,7 @@ class LoggedRun:
             rule = stopping("auto", model, optimizer, problem.loss_fn, data)
         rule.close()
         if isinstance(rule, FoldStopping):
-            return rule.name, rule.shadows or rule.folds
+            return rule.name, rule.shadows or FOLDS
         return rule.name, int(isinstance(rule, ShadowStopping))
 
     def averaged(self, shares: Mapping[int, float]) -> Values:
