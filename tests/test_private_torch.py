@@ -102,6 +102,14 @@ def test_decompositions() -> None:
     assert torch.ops.aten.addcmul.default in private.decompositions()
 
 
+def test_tree_map() -> None:
+    tree = {"a": [torch.ones(2), 3], "b": (torch.zeros(1),)}
+    doubled = private.tree_map(lambda t: 2 * t, tree)
+    assert doubled["a"][0].tolist() == [2.0, 2.0]
+    assert doubled["a"][1] == 3
+    assert doubled["b"][0].tolist() == [0.0]
+
+
 def test_any_autocast() -> None:
     assert not private.any_autocast()
     with torch.autocast("cpu"):
@@ -321,3 +329,37 @@ def test_iterator_method() -> None:
     assert len(list(plain(loader))) == 4
     vars(loader)[private.ITERATOR_METHOD] = lambda: iter([1])
     assert list(loader) == [1]
+
+
+def test_is_inner_step() -> None:
+    seen = []
+
+    class Outer(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+            return super().step(closure)
+
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1)
+    optimizer = Outer([torch.zeros(1, requires_grad=True)], 0.1)
+    optimizer.register_step_post_hook(lambda opt, _, __: seen.append(private.is_inner_step(opt)))
+    optimizer.step()
+    assert seen == [True, False]
+
+
+def test_pin_memory() -> None:
+    class Batch:
+        pinned = False
+
+        def pin_memory(self) -> Batch:
+            self.pinned = True
+            return self
+
+    assert private.pin_memory([Batch()])[0].pinned
+
+
+def test_after_backward() -> None:
+    ended: list[bool] = []
+    x = torch.ones(2, requires_grad=True)
+    y = x.exp()
+    y.register_hook(lambda _: private.after_backward(lambda: ended.append(x.grad is not None)))
+    y.sum().backward()
+    assert ended == [True]

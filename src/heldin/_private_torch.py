@@ -1,13 +1,15 @@
-"""Every name of PyTorch that heldin uses and that PyTorch does not promise to keep.
+"""All private names of PyTorch that heldin uses.
 
 A new version of PyTorch may rename or remove them. The rest of heldin uses the names below, and
-`tests/test_private_torch.py` has one test for each, which says what broke.
+`tests/test_private_torch.py` has one test for each.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from types import FrameType
 from typing import Any
 
 import torch
@@ -28,6 +30,8 @@ from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils._python_dispatch import _get_current_dispatch_mode as current_mode
 from torch.utils._python_dispatch import _pop_mode as pop_mode
 from torch.utils._python_dispatch import _push_mode as push_mode
+from torch.utils._pytree import tree_map_only
+from torch.utils.data._utils.pin_memory import pin_memory as pin_memory
 
 __all__ = [
     "ITERATOR_METHOD",
@@ -36,6 +40,7 @@ __all__ = [
     "Dropout",
     "TorchDispatchMode",
     "adopt_hooks",
+    "after_backward",
     "all_raw_saved",
     "any_autocast",
     "compiled_parts",
@@ -48,6 +53,7 @@ __all__ = [
     "graph_task_id",
     "is_batched_by_vmap",
     "is_called_by_ddp",
+    "is_inner_step",
     "is_joining",
     "is_wrapped_by_transform",
     "norms",
@@ -55,6 +61,7 @@ __all__ = [
     "overload_of",
     "own_buffers",
     "own_parameters",
+    "pin_memory",
     "pop_mode",
     "push_mode",
     "raw_saved",
@@ -66,6 +73,7 @@ __all__ = [
     "storage_number",
     "tracing_state",
     "transform_stack",
+    "tree_map",
     "version_of",
     "viewed_by",
     "without_modes",
@@ -79,89 +87,94 @@ any_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled",
 
 
 def saved(node: Any, name: str, *default: Any) -> Any:
-    """What an op saved for its backward pass, by the name of its argument."""
+    """Return a value that an op saved for its backward pass, by the name of its argument."""
     return getattr(node, f"_saved_{name}", *default)
 
 
 def raw_saved(node: Any, name: str) -> Any:
-    """The handle of a saved tensor, which can be given hooks; None if there is no such tensor."""
+    """Return the handle of a saved tensor, which accepts hooks; None if there is none."""
     return getattr(node, f"_raw_saved_{name}", None)
 
 
 def all_raw_saved(node: Any) -> list[Any]:
-    """The handles of all tensors that an op, or a function of the user's, saved."""
+    """List the handles of all tensors that an op or a custom function saved."""
     return [getattr(node, name) for name in dir(node) if name.startswith("_raw_saved_")]
 
 
 def saved_names(node: Any) -> list[str]:
-    """The names of all that an op saved for its backward pass."""
+    """List the names of all values that an op saved for its backward pass."""
     start = "_saved_"
     return [name.removeprefix(start) for name in dir(node) if name.startswith(start)]
 
 
 def outputs_of(node: Any) -> Any:
-    """Shape, type and device of every output of an op."""
+    """Return shape, type and device of every output of an op."""
     return node._input_metadata
 
 
 def sequence_number(node: Any) -> int:
-    """A number that no two nodes of a thread share."""
+    """Return a number that is unique among the nodes of a thread."""
     number: int = node._sequence_nr()
     return number
+
+
+def after_backward(function: Callable[[], None]) -> None:
+    """Call a function at the end of the backward pass that is running."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 # --- tensors and modules ---------------------------------------------------------------------
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often a tensor was written into; 0 where that is not counted (inference mode)."""
+    """Return how often a tensor was written; 0 where PyTorch does not count (inference mode)."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def gradient_hooks(leaf: Tensor) -> dict[int, Any] | None:
-    """The hooks of a tensor that may change its gradient."""
-    found: dict[int, Any] | None = leaf._backward_hooks
-    return found
+    """Return the hooks of a tensor that may change its gradient."""
+    hooks: dict[int, Any] | None = leaf._backward_hooks
+    return hooks
 
 
 def storage_number(tensor: Tensor) -> int:
-    """A number that tensors share which lie in the same memory."""
+    """Return a number that identifies a tensor's storage."""
     number: int = tensor.untyped_storage()._cdata
     return number
 
 
 def viewed_by(tensor: Tensor) -> Tensor | None:
-    """The tensor that this one is a view of."""
+    """Return the tensor that this one is a view of; None if it is not a view."""
     return tensor._base
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """The parameters of a module itself, to be replaced in place."""
+    """Return a module's dict of direct parameters, which may be modified in place."""
     return module._parameters
 
 
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    """The buffers of a module itself, to be replaced in place."""
+    """Return a module's dict of direct buffers, which may be modified in place."""
     return module._buffers
 
 
 def forward_hooks(module: nn.Module) -> list[Any]:
-    """All hooks around the forward pass of a module."""
+    """List all hooks around the forward pass of a module."""
     return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
 
 
 def compiled_whole(module: nn.Module) -> Any:
-    """What `module.compile()` made, which calls go to; None if it is not compiled."""
+    """Return the callable that `module.compile()` made; None if the module is not compiled."""
     return module._compiled_call_impl
 
 
 def set_compiled_whole(module: nn.Module, call: Any) -> None:
-    """Let calls of a module go somewhere else, or (None) the usual way."""
+    """Set the callable that replaces calls of a module; None restores the default."""
     module._compiled_call_impl = call
 
 
 def compiled_parts(module: nn.Module) -> bool:
-    """Whether a module, or one in it, holds or is something that `torch.compile` made."""
+    """Return whether a module or a submodule holds a callable made by `torch.compile`."""
     for part in module.modules():
         kinds = [kind for kind in type(part).__mro__ if issubclass(kind, nn.Module)]
         for owner in (part, *kinds[: kinds.index(nn.Module)]):
@@ -174,12 +187,12 @@ def compiled_parts(module: nn.Module) -> bool:
 
 
 def is_called_by_ddp() -> bool:
-    """Whether DistributedDataParallel is calling a model at this moment."""
+    """Return whether DistributedDataParallel is calling a model at this moment."""
     return nn.parallel.DistributedDataParallel._active_ddp_module is not None
 
 
 def is_joining(model: Any) -> bool:
-    """Whether a model is in a `Join` context, in which ranks may run out of data."""
+    """Return whether a model is in a `Join` context, in which ranks may run out of data."""
     return bool(getattr(getattr(model, "_join_config", None), "enable", False))
 
 
@@ -187,20 +200,21 @@ def is_joining(model: Any) -> bool:
 
 
 def schema_of(op: Any) -> Any:
-    """The arguments and results of an overload of an ATen op."""
+    """Return the schema (arguments and results) of an overload of an ATen op."""
     return op._schema
 
 
 def overload_of(op: Any) -> str:
-    """The name of an overload among those of its op."""
+    """Return the name of an overload of an ATen op."""
     name: str = op._overloadname
     return name
 
 
 def adopt_hooks(wrapper: Optimizer, optimizer: Optimizer) -> None:
-    """What Optimizer.__init__ does, but for parameters and state.
+    """Set up the hooks of an optimiser wrapper, as Optimizer.__init__ would.
 
-    Hooks around `step` are the wrapper's own, those around states the wrapped optimiser's.
+    The wrapper gets new hooks around `step`, and shares the hooks around states with the wrapped
+    optimiser.
     """
     wrapper._optimizer_step_pre_hooks = OrderedDict()
     wrapper._optimizer_step_post_hooks = OrderedDict()
@@ -211,12 +225,37 @@ def adopt_hooks(wrapper: Optimizer, optimizer: Optimizer) -> None:
     wrapper._patch_step_function()
 
 
-# The method by which a DataLoader makes its iterators.
+# The function around `step` of every optimiser class, which calls the hooks.
+_STEP = Optimizer.profile_hook_step(lambda self: None).__code__
+
+
+def is_inner_step(optimizer: Optimizer) -> bool:
+    """Return whether a hook is called inside of another step of the same optimiser.
+
+    A subclass whose `step` calls `super().step()` has hooks around both of them.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    around = 0
+    while frame is not None:
+        if frame.f_code is _STEP and frame.f_locals.get("self") is optimizer:
+            around += 1
+            if around > 1:
+                return True
+        frame = frame.f_back
+    return False
+
+
+# The method with which a DataLoader makes its iterators.
 ITERATOR_METHOD = "_get_iterator"
 
 
 def decompositions() -> Mapping[Any, Callable[..., Any]]:
-    """PyTorch's own ways to write an op in terms of others."""
-    from torch._decomp import decomposition_table  # which takes its time to import
+    """Return PyTorch's table of decompositions of ops into other ops."""
+    from torch._decomp import decomposition_table  # slow to import
 
     return decomposition_table
+
+
+def tree_map(function: Callable[[Tensor], Any], tree: Any) -> Any:
+    """Return a tree of lists, tuples, dictionaries and outputs of models with other tensors."""
+    return tree_map_only(Tensor, function, tree)

@@ -1,4 +1,4 @@
-"""What heldin needs, checked when it is imported and not at the first surprise."""
+"""A check of the installed version of PyTorch, when heldin is imported."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from importlib.metadata import PackageNotFoundError, version
 
 __all__ = ["OLDEST_TORCH", "check_torch"]
 
-OLDEST_TORCH = (2, 10)  # as in pyproject.toml, a test compares them
+OLDEST_TORCH = (2, 10)  # must agree with pyproject.toml
 
 
 def check_torch() -> None:
-    """Refuse versions of PyTorch on which results would be wrong, not only code that fails."""
+    """Refuse versions of PyTorch on which results would be silently wrong."""
     found = _torch_version()
     numbers = re.match(r"(\d+)\.(\d+)", found or "")
     if numbers is not None and (int(numbers[1]), int(numbers[2])) < OLDEST_TORCH:
@@ -24,11 +24,11 @@ def check_torch() -> None:
 
 
 def _torch_version() -> str | None:
-    """The version of PyTorch, which need not have been imported."""
+    """Return the version of PyTorch, without importing it."""
     loaded = getattr(sys.modules.get("torch"), "__version__", None)
     if loaded is not None:
         return str(loaded)
     try:
         return version("torch")
     except PackageNotFoundError:
-        return None  # from a source tree; or not there, which the import of it will say
+        return None  # a source tree, or PyTorch is missing and its import will fail

@@ -1,26 +1,40 @@
-"""Everything heldin raises or warns about on purpose."""
+"""The errors and warnings of heldin."""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
 
 __all__ = ["HeldinError", "HeldinWarning", "MixedSamplesWarning", "NotObservable"]
 
-SITE = "https://heldin.github.io/heldin/"  # the one place
+SITE = "https://heldin.github.io/heldin/"
 
 
 def docs(page: str) -> str:
-    """The address of a page of the documentation.
+    """Return the address of a page of the documentation.
 
-    >>> docs("errors.html#not-observable")
-    'https://heldin.github.io/heldin/errors.html#not-observable'
+    >>> docs("when-it-goes-wrong.html#not-observable")
+    'https://heldin.github.io/heldin/when-it-goes-wrong.html#not-observable'
     """
     return SITE + page
 
 
 def more(anchor: str) -> str:
-    """The end of a message: where the page on errors and warnings says more of it.
+    """Return the end of a message: a link to its section of the page on errors and warnings.
 
     >>> more("not-observable")
-    '(https://heldin.github.io/heldin/errors.html#not-observable)'
+    '(https://heldin.github.io/heldin/when-it-goes-wrong.html#not-observable)'
     """
-    return f"({docs('errors.html')}#{anchor})"
+    return f"({docs('when-it-goes-wrong.html')}#{anchor})"
+
+
+def did_you_mean(word: str, words: Iterable[str]) -> str:
+    """Return the end of a message that asks for the nearest word; empty if none is near.
+
+    >>> did_you_mean("fits", ["fit", "predict"])
+    "did you mean 'fit'?"
+    """
+    by_small = {each.casefold(): each for each in words}
+    close = get_close_matches(word.casefold(), by_small, 1)
+    return f"did you mean {by_small[close[0]]!r}?" if close else ""
 
 
 class HeldinError(Exception):
@@ -36,7 +50,7 @@ class HeldinError(Exception):
 
 
 class NotObservable(HeldinError):
-    """The per-sample contributions to some parameter cannot be established.
+    """Raised if the per-sample contributions to a parameter cannot be determined.
 
     >>> import heldin, torch
     >>> model = torch.nn.Linear(3, 1)
@@ -45,7 +59,7 @@ class NotObservable(HeldinError):
     ...         model.weight.sum().backward()              # no batch went through the model
     ...     except heldin.NotObservable as error:
     ...         print(error)
-    a backward pass reached parameter 'weight', but not through a call of the model ...
+    backward() reached parameter 'weight', but no call of the model is pending ...
     """
 
     def __str__(self) -> str:
@@ -56,13 +70,13 @@ class HeldinWarning(UserWarning):
     """Base class of all warnings that heldin gives.
 
     >>> import warnings, heldin
-    >>> warnings.simplefilter("error", heldin.HeldinWarning)     # to be stopped by them
+    >>> warnings.simplefilter("error", heldin.HeldinWarning)     # turn them into errors
     >>> warnings.simplefilter("default", heldin.HeldinWarning)
     """
 
 
 class MixedSamplesWarning(HeldinWarning):
-    """Samples influence each other, so that per-sample gradients do not exist as such.
+    """Warns that samples influence each other, so that per-sample gradients do not exist.
 
     >>> import warnings, heldin, torch
     >>> model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))

@@ -1,4 +1,4 @@
-"""Rules for ops: how to make the contributions of an autograd node fast."""
+"""Rules for ops, which compute the contributions of an autograd node fast."""
 
 from heldin.capture.ops import OpUse, register_op_rule
 

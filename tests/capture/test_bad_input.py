@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import heldin
-from heldin.capture import knowledge
+from heldin.capture import plan_cache
+from tests.support import runs
 from tests.support.bad_input_models import agree, net
 
 
@@ -64,7 +65,7 @@ def test_a_broken_sample_is_named_and_the_next_step_is_right(
 @pytest.mark.parametrize("seed", [math.nan, math.inf])
 def test_a_broken_loss_neither_stops_nor_poisons_the_average(seed: float) -> None:
     model, x = net(), torch.randn(8, 3)
-    with heldin.EvidenceStopping(model, arming=None, warmup=9) as stopping:
+    with runs.EvidenceStopping(model, arming=None, warmup=9) as stopping:
         for step in range(6):
             model.zero_grad()
             loss = model(x).sin().sum()
@@ -99,7 +100,7 @@ def test_an_empty_batch_among_others_changes_no_sum() -> None:
 
 def test_an_empty_batch_is_a_step_without_a_value() -> None:
     model = net()
-    with heldin.EvidenceStopping(model) as stopping:
+    with runs.EvidenceStopping(model) as stopping:
         for count in (5, 0, 5):
             model(torch.randn(count, 3)).sin().sum().backward()
             stopping.step()
@@ -121,7 +122,7 @@ def test_the_batch_size_may_change_at_every_step(sizes: list[int], sequence: boo
 
 
 def test_what_is_learnt_about_shapes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(knowledge, "KINDS", 8)
+    monkeypatch.setattr(plan_cache, "KINDS", 8)
     model, twice = net(), nn.Sequential(nn.Linear(3, 3), nn.Tanh())
     with heldin.observe(model) as seen, heldin.observe(twice) as both:
         for size in [*range(2, 26), *range(2, 26)]:
@@ -130,7 +131,7 @@ def test_what_is_learnt_about_shapes_is_bounded(monkeypatch: pytest.MonkeyPatch)
             both.clear()
             twice(twice(x)).sin().sum().backward()
             agree(both, twice, twice(twice(x)).sin().sum(1))
-        for known in (seen._collector.knowledge, both._collector.knowledge):
+        for known in (seen._collector.plan_cache, both._collector.plan_cache):
             assert len(known) <= 8
             assert max(len(table) for table in vars(known).values()) <= 18
 
@@ -206,7 +207,7 @@ def test_ctrl_c_under_two_observations() -> None:
 
 def test_an_error_in_a_step_is_not_a_step() -> None:
     model = Fragile()
-    with heldin.EvidenceStopping(model) as stopping:
+    with runs.EvidenceStopping(model) as stopping:
         for step in range(8):
             model.fail = ["", "forward", "", "backward"][step % 4]
             model.zero_grad()
@@ -251,7 +252,7 @@ def test_two_threads_train_their_own_models() -> None:
                 p.copy_(torch.randn(p.shape, generator=torch_random))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         values = []
-        with heldin.EvidenceStopping(model, budget=4) as stopping:
+        with runs.EvidenceStopping(model, budget=4) as stopping:
             for _ in range(40):
                 x = torch.randn(6 + seed, 3, generator=torch_random)
                 optimizer.zero_grad()

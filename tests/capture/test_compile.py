@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import heldin
+from tests.support import runs
 
 
 class Net(nn.Module):
@@ -146,7 +147,7 @@ def test_compiled_loss_is_refused() -> None:
 def test_micro_batches_of_a_compiled_model() -> None:
     model = Net("aot_eager")
     x, y = torch.randn(24, 5), torch.randint(0, 3, (24,))
-    with heldin.EvidenceStopping(model, estimator="microbatch") as stopping:
+    with runs.EvidenceStopping(model, estimator="microbatch") as stopping:
         for part in range(4):
             rows = slice(6 * part, 6 * part + 6)
             (nn.functional.cross_entropy(model(x[rows]), y[rows]) / 4).backward()

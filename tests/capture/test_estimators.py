@@ -13,6 +13,7 @@ from torch import nn
 
 import heldin
 from heldin.capture.sampling import Sampler
+from tests.support import runs
 from tests.support.cases import CASES, Case
 from tests.support.machine import supported
 
@@ -179,7 +180,7 @@ def test_small_matrices_are_exact_however_many_samples() -> None:
         nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2)
     )
     x = torch.randn(5000, 20)
-    with heldin.EvidenceStopping(model) as stopping:
+    with runs.EvidenceStopping(model) as stopping:
         for _ in range(3):
             model(x).square().sum().backward()
             stopping.step()

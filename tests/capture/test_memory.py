@@ -15,6 +15,7 @@ import heldin
 
 PROGRAM = """
 import sys, torch, heldin
+from tests.support import runs
 torch.set_num_threads(1)
 how, kind = sys.argv[1:]
 if kind == "linear":
@@ -30,7 +31,7 @@ seen = heldin.observe(model)
 if how == "observed":
     seen.__enter__()
 if how == "stopping":
-    stopping = heldin.EvidenceStopping(model, estimator="exact")
+    stopping = runs.EvidenceStopping(model, estimator="exact")
 model(x).sum().backward()
 if how == "stopping":
     stopping.step()

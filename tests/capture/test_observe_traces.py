@@ -184,7 +184,7 @@ def test_names_are_whole_at_any_time() -> None:
     reading, model = False, net(3, 4, 2)
     names = Names(model, chosen)
     reading = True
-    assert len(names.of([torch.ones(1, requires_grad=True)])) == 4
+    assert len(names.for_leaves([torch.ones(1, requires_grad=True)])) == 4
     assert known == [4] * 8
 
 

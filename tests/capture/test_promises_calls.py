@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import heldin
 from heldin._private_torch import is_wrapped_by_transform
 from heldin.capture import forward
-from heldin.capture.knowledge import IDLE
+from heldin.capture.plan_cache import IDLE
 from tests.support.cases import Fn, rows
 from tests.support.promise_data import X, Y, agree, net
 from tests.support.truth import error, truth

@@ -53,7 +53,7 @@ def linear(width: int = 2) -> nn.Module:
         (
             lambda: Fn(lambda s, x: s.b(Tanh.apply(s.a(x))), a=linear(3), b=linear()),
             lambda: torch.randn(4, 3),
-            r"'[ab]\.bias' gets a gradient, but meets nothing.*out of PyTorch",
+            r"'[ab]\.bias' gets a gradient, but meets nothing.*leave PyTorch",
         ),
         (
             lambda: Fn(lambda s, x: torch.stack([s.w * float(row.sum()) for row in x]), w=(3,)),

@@ -33,7 +33,7 @@ def layouts(draw: Any, dims: int, dim: int, regular: bool = False) -> tuple[Layo
         line = torch.tensor(draw(st.permutations([*range(m), *rest])))
     shape[dim] = len(line)
     owner = line.reshape([-1 if d == dim else 1 for d in range(dims)])
-    return Layout.of(owner, shape, m), shape
+    return Layout.from_owners(owner, shape, m), shape
 
 
 def compare(out: Tensor, layout: Layout, argument: int, shape: Any, fast: bool = True) -> None:
@@ -76,7 +76,7 @@ def test_addmm(case: Any, width: int, argument: int) -> None:
     layout, (n, out) = case
     x, w, b = torch.randn(n, width), leaf(width, out), leaf(out)
     if argument == 1:  # the parameter is on the left: samples are columns
-        layout = Layout.of(layout.owner.reshape(1, -1), (out, n), layout.m)
+        layout = Layout.from_owners(layout.owner.reshape(1, -1), (out, n), layout.m)
         y, shape = torch.addmm(leaf(out, 1), leaf(out, width), x.t(), alpha=0.5), (out, width)
     else:
         y = torch.addmm(b, x, w, beta=2.0, alpha=0.5)
@@ -99,7 +99,7 @@ def test_mm(case: Any, width: int, left: bool) -> None:
     layout, (n, out) = case
     x = torch.randn(n, width)
     if left:
-        layout = Layout.of(layout.owner.reshape(1, -1), (out, n), layout.m)
+        layout = Layout.from_owners(layout.owner.reshape(1, -1), (out, n), layout.m)
         compare(leaf(out, width) @ x.t(), layout, 0, (out, width))
     else:
         compare(x @ leaf(width, out), layout, 1, (width, out))
@@ -168,7 +168,7 @@ def test_layer_norm(case: Any, middle: bool, argument: int) -> None:
     layout, shape = case
     if middle:  # samples in the middle dimension
         shape = [shape[1], shape[0], shape[2]]
-        layout = Layout.of(layout.owner.transpose(0, 1), shape, layout.m)
+        layout = Layout.from_owners(layout.owner.transpose(0, 1), shape, layout.m)
     w, b = leaf(shape[2]), leaf(shape[2])
     compare(F.layer_norm(torch.randn(shape), (shape[2],), w, b), layout, argument, (shape[2],))
 
@@ -178,7 +178,7 @@ def test_layer_norm(case: Any, middle: bool, argument: int) -> None:
 def test_group_norm(case: Any, groups: int, argument: int) -> None:
     layout, shape = case
     shape[1] *= groups
-    layout = Layout.of(layout.owner, shape, layout.m)
+    layout = Layout.from_owners(layout.owner, shape, layout.m)
     w, b = leaf(shape[1]), leaf(shape[1])
     compare(F.group_norm(torch.randn(shape), groups, w, b), layout, argument, (shape[1],))
 
@@ -216,7 +216,7 @@ def test_convolution(data: Any, transposed: bool, dims: int, argument: int) -> N
     out = getattr(F, name)(
         x, weight, bias, stride=stride, padding=padding, dilation=dilation, groups=groups
     )
-    layout = Layout.of(layout.owner, out.shape, layout.m)
+    layout = Layout.from_owners(layout.owner, out.shape, layout.m)
     compare(out, layout, argument, weight.shape if argument == 1 else bias.shape)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import heldin
 from heldin.capture.layout import Layout
-from heldin.capture.sizes import Form, Range, sizes_of
+from heldin.capture.sizes import LayoutPattern, Range, sizes_of
 from tests.support.truth import error, truth
 
 
@@ -157,20 +157,20 @@ def test_another_graph_at_a_length_in_between_is_exact_all_the_same() -> None:
 def test_forms_of_layouts() -> None:
     def layout(size: int, m: int, inner: int) -> Layout:
         owner = torch.arange(size) // inner % m
-        return Layout.of(owner.reshape(-1, 1), (size, 7), m)
+        return Layout.from_owners(owner.reshape(-1, 1), (size, 7), m)
 
-    folded = Form.of(layout(4 * 10, 4, 10))
+    folded = LayoutPattern.from_layout(layout(4 * 10, 4, 10))
     assert folded is not None
-    folded = folded.also(layout(4 * 12, 4, 12))
+    folded = folded.merge(layout(4 * 12, 4, 12))
     assert folded is not None
-    found = folded.at((3 * 11, 7), 3)
+    found = folded.instantiate((3 * 11, 7), 3)
     assert found is not None
     assert found.inner == 11
-    assert folded.at((3 * 11 + 1, 7), 3) is None
-    assert folded.also(layout(4 * 12, 4, 1)) is None  # time first: another layout
-    assert folded.also(layout(4 * 12, 4, 2)) is None
-    uneven = Layout.of(torch.tensor([0, 0, 1]).reshape(-1, 1), (3, 7), 2)
-    assert Form.of(uneven) is None
+    assert folded.instantiate((3 * 11 + 1, 7), 3) is None
+    assert folded.merge(layout(4 * 12, 4, 1)) is None  # time first: another layout
+    assert folded.merge(layout(4 * 12, 4, 2)) is None
+    uneven = Layout.from_owners(torch.tensor([0, 0, 1]).reshape(-1, 1), (3, 7), 2)
+    assert LayoutPattern.from_layout(uneven) is None
 
 
 def test_sizes_and_ranges() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-import heldin
+from tests.support import runs
 from tests.support.story_runs import LATE, Life, deep, estimators, lived
 
 
@@ -113,7 +113,7 @@ def test_factors_that_change(which: str) -> None:
 def test_two_passes_after_steps_of_one_have_a_value() -> None:
     """All backward passes since the last step count, whatever the steps before were like."""
     model = deep().double()
-    with heldin.EvidenceStopping(model, estimator="exact") as rule:
+    with runs.EvidenceStopping(model, estimator="exact") as rule:
         for passes in [1, 1, 1, 1, 1, 2, 3, 1, 2]:
             for _ in range(passes):
                 model(torch.randn(6, 7).double()).square().mean().backward()
@@ -122,8 +122,8 @@ def test_two_passes_after_steps_of_one_have_a_value() -> None:
             assert math.isfinite(rule.evidence.criterion)
 
 
-def at_work(model: nn.Module, x: Tensor) -> heldin.EvidenceStopping:
-    rule = heldin.EvidenceStopping(model)
+def at_work(model: nn.Module, x: Tensor) -> runs.EvidenceStopping:
+    rule = runs.EvidenceStopping(model)
     for _ in range(4):
         model(x).square().mean().backward()
         rule.step()
@@ -161,12 +161,12 @@ def test_a_resumed_run_is_the_same_to_the_last_bit() -> None:
     def run(stop: int | None) -> list[float]:
         torch.manual_seed(0)
         model = deep()
-        rule = heldin.EvidenceStopping(model)
+        rule = runs.EvidenceStopping(model)
         batches = [torch.randn(12, 7) for _ in range(20)]
         for i, x in enumerate(batches):
             if i == stop:
                 state, rule_before = rule.state_dict(), rule
-                rule = heldin.EvidenceStopping(model)
+                rule = runs.EvidenceStopping(model)
                 rule.load_state_dict(state)
                 rule_before.close()
             model(x).square().mean().backward()

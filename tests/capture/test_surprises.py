@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import heldin
 from heldin.capture import backward as _observe
+from tests.support import runs
 
 DOUBLE = {"dtype": torch.float64}
 estimators = pytest.mark.parametrize("estimator", ["exact", "sampled"])
@@ -220,7 +221,7 @@ def test_contributions_whose_squares_are_lost_ask_for_nothing(estimator: Any, si
     target = torch.randn(16, 700) + 0.3
     values = []
     for scale in (1.0, 1e-12, 1e-22):
-        with heldin.EvidenceStopping(model, estimator=estimator, smoothing=0.0) as stopping:
+        with runs.EvidenceStopping(model, estimator=estimator, smoothing=0.0) as stopping:
             for _ in range(2):
                 ((model(x) * target).sum() * scale).backward()
                 stopping.step()
@@ -287,8 +288,8 @@ def test_a_resumed_run_over_sequences_is_the_same_to_the_last_bit(estimator: Any
     model = nn.Sequential(*layers).double()
     batches = torch.randn(8, 5, 6, 7, **DOUBLE)
 
-    def fresh() -> heldin.EvidenceStopping:
-        return heldin.EvidenceStopping(model, estimator=estimator, budget=5, batch_dim=1)
+    def fresh() -> runs.EvidenceStopping:
+        return runs.EvidenceStopping(model, estimator=estimator, budget=5, batch_dim=1)
 
     found = []
     for cut in (None, 4):

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-import heldin
 from heldin.capture.sampling import TENSORS, Sampler
+from tests.support import runs
 
 DEPTH = 20  # layers: twice as many parameters
 
@@ -46,14 +46,14 @@ def test_few_parameters_have_no_turns() -> None:
         sampler.close_step(redraw=True)
 
 
-def run(steps: int, stop: int | None = None, **options: Any) -> list[heldin.EvidenceStopping]:
+def run(steps: int, stop: int | None = None, **options: Any) -> list[runs.EvidenceStopping]:
     torch.manual_seed(0)
     model = deep()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    rules = [heldin.EvidenceStopping(model, **options)]
+    rules = [runs.EvidenceStopping(model, **options)]
     for step in range(steps):
         if step == stop:
-            rules.append(heldin.EvidenceStopping(model, **options))
+            rules.append(runs.EvidenceStopping(model, **options))
             rules[1].load_state_dict(copy.deepcopy(rules[0].state_dict()))
         model(torch.randn(12, 6)).square().sum().backward()
         for rule in rules:
@@ -80,8 +80,8 @@ def test_what_is_looked_at_is_what_all_would_give() -> None:
     """Small parameters are taken whole: a value of the turn is that of the exact estimator."""
     torch.manual_seed(0)
     model = deep()
-    exact = heldin.EvidenceStopping(model, estimator="exact")
-    with exact, heldin.EvidenceStopping(model) as sampled:
+    exact = runs.EvidenceStopping(model, estimator="exact")
+    with exact, runs.EvidenceStopping(model) as sampled:
         for _ in range(5):
             model(torch.randn(12, 6)).square().sum().backward()
             turn = sampled._collector.turn() or set(exact.evidence.groups)
@@ -97,7 +97,7 @@ def test_the_criterion_is_that_of_the_turn(across: Any) -> None:
     """Values of other batches are shown, and do not count beside those of this one."""
     torch.manual_seed(0)
     model = deep()
-    with heldin.EvidenceStopping(model, across=across) as rule:
+    with runs.EvidenceStopping(model, across=across) as rule:
         for _ in range(4):
             model(torch.randn(12, 6)).square().sum().backward()
             turn = rule._collector.turn() or {name for name, _ in model.named_parameters()}
@@ -111,7 +111,7 @@ def test_the_criterion_is_that_of_the_turn(across: Any) -> None:
 def test_groups_of_several_parameters_are_whole() -> None:
     torch.manual_seed(0)
     model = deep()
-    with heldin.EvidenceStopping(model, groups=lambda name: name.split(".")[1]) as rule:
+    with runs.EvidenceStopping(model, groups=lambda name: name.split(".")[1]) as rule:
         for _ in range(4):
             model(torch.randn(12, 6)).square().sum().backward()
             rule.step()
@@ -129,7 +129,7 @@ def test_a_parameter_that_is_frozen_leaves_and_comes_back() -> None:
     torch.manual_seed(0)
     model = deep()
     first = next(model.parameters())
-    with heldin.EvidenceStopping(model) as rule:
+    with runs.EvidenceStopping(model) as rule:
         for step in range(12):
             first.requires_grad_(step not in range(3, 6))
             model(torch.randn(12, 6)).square().sum().backward()

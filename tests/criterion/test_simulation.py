@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import heldin
 from heldin.criterion.average import Average
 from heldin.criterion.masking import smoothed
+from tests.support import runs
 
 GENERATOR = torch.Generator()
 Draw = Callable[[int, int], Tensor]
@@ -135,7 +136,7 @@ def test_stationary_sgd_has_the_excess_of_its_step_size(m: int, momentum: float)
     sums: dict[str, float] = {}
     steps, burn_in = 150, 100
     options = {"smoothing": 0, "correction": "gaussian", "patience": 10**9}
-    with heldin.EvidenceStopping(model, **options) as stopping:  # type: ignore[arg-type]
+    with runs.EvidenceStopping(model, **options) as stopping:  # type: ignore[arg-type]
         for step in range(steps + burn_in):
             model(torch.randn(m, 3, 400, generator=GENERATOR)).mean().backward()
             stopping.step()

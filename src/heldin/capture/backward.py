@@ -1,4 +1,4 @@
-"""The one change to PyTorch: `torch.autograd.backward`, while something is observed."""
+"""The one patch of PyTorch: `torch.autograd.backward` is replaced while a model is observed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _plain_backward = torch.autograd.backward
 
 
 def _observed_backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-    """torch.autograd.backward while something is observed: look at the graph, then run it."""
+    """Run `torch.autograd.backward` with the hooks of all attached collectors."""
     collectors = list(_live)
     if not collectors:
         return _plain_backward(tensors, *args, **kwargs)
@@ -30,7 +30,7 @@ def _observed_backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
     seeds = None if seeds is None else [seeds] if isinstance(seeds, Tensor) else list(seeds)
     inputs = args[4] if len(args) > 4 else kwargs.get("inputs")
     retained = args[1] if len(args) > 1 else kwargs.get("retain_graph")
-    if retained is None:  # then as PyTorch does
+    if retained is None:  # PyTorch's default
         retained = args[2] if len(args) > 2 else kwargs.get("create_graph", False)
     graph = walk([n for n in nodes if n is not None])
     backward = Backward(graph, roots, seeds, inputs, bool(retained))
@@ -40,18 +40,20 @@ def _observed_backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
             observed = collector.prepare(backward)
             if observed is not None:
                 passes.append(observed)
-        for each in passes:  # only now: preparing may run other backward passes
-            each.attach()
+        for (
+            observed_pass
+        ) in passes:  # after all prepare() calls, which may run other backward passes
+            observed_pass.attach()
         _plain_backward(tensors, *args, **kwargs)
-        for each in passes:
-            each.finish()
+        for observed_pass in passes:
+            observed_pass.finish()
     finally:
-        for each in passes:
-            each.close()
+        for observed_pass in passes:
+            observed_pass.close()
 
 
 def attach(collector: Collector) -> None:
-    """Let a collector see all backward passes from now on."""
+    """Let a collector observe all backward passes until `detach`."""
     with _lock:
         collector.open()
         if collector not in _live:
@@ -60,7 +62,7 @@ def attach(collector: Collector) -> None:
 
 
 def detach(collector: Collector) -> None:
-    """Let it see no more; the last one leaves PyTorch as it was."""
+    """Stop a collector from observing; the last one restores `torch.autograd.backward`."""
     with _lock:
         if collector in _live:
             _live.remove(collector)

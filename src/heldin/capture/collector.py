@@ -1,30 +1,29 @@
-"""Collects what the backward passes of one model show, from one `clear` to the next."""
+"""The per-sample sums of a model's backward passes, from one `clear` to the next."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 from torch import Tensor, nn
 
-from heldin.errors import HeldinError, HeldinWarning, NotObservable, more
+from heldin.errors import HeldinError, NotObservable
 
 from .arguments import BatchDim
-from .counting import decide, different_counts, single_calls
+from .call import Call
 from .forward import Calls
-from .graph import Backward, Graph
-from .knowledge import Call, Knowledge
-from .leftovers import Leftovers, still_there, tell_of_steps
+from .gradient_ledger import GradientLedger, failed_backward_warning, register_step_hook
+from .graph import Backward
 from .moments import Moments
 from .names import Names
 from .observed import ObservedPass
-from .passes import ParameterSums, PassContext, PassResult, Recorder, block_of
+from .passes import ParameterSums, PassContext, PassResult, Recorder
 from .plan import Plan
-from .planning import refuse_hidden
-from .reference import Sums, Truth, exposed, partly_missed, replay, summed
+from .plan_cache import PlanCache
+from .planner import PassPlanner
+from .reference import ReferenceSums, Sums
 from .sampling import Sampler
-from .sharding import refuse_parallel, runs_once, unwrapped, watch_unsharded
+from .sharding import unwrapped
 from .step import Step
 
 __all__ = ["BUDGET", "Collector", "Estimator"]
@@ -39,17 +38,18 @@ class Collector:
 
     Args:
         model, batch_dim, parameters, estimator, budget, seed: see `heldin.observe`.
-        per_sample: collect the contributions of single samples in the place of their sums.
-        real: refuse complex parameters (as those who want contributions in their shape must).
-        with_reference: also take one backward pass per sample, to compare with.
-        reuses_memory: `clear` lets the next pass overwrite the sums. For owners that hand none out.
+        per_sample: collect the contributions of single samples instead of their sums.
+        real: refuse complex parameters, whose contributions do not have the parameter's shape.
+        with_reference: also run one backward pass per sample, for comparison.
+        reuses_memory: `clear` allows the next pass to overwrite the sums. Only for callers that
+            keep no reference to them.
 
     Attributes:
-        weight_by_batch_size: let samples count alike, though the sizes of the passes differ.
-        per_sample: contributions (m, ...) by name, of the last pass.
-        keeps_all_passes: count passes though their gradients are set to None before the next one,
-            for loops that have added them up elsewhere by then.
-        before_backward: functions that are told of every backward pass before it is looked into.
+        weight_by_batch_size: give every sample the same weight when passes differ in size.
+        per_sample: contributions (m, ...) of the last pass, by parameter name.
+        keeps_all_passes: count a pass even if its gradients are set to None before the next one,
+            for loops that accumulate gradients outside `.grad`.
+        before_backward: functions that are called with every backward pass before it is analysed.
     """
 
     def __init__(
@@ -87,23 +87,19 @@ class Collector:
         self.keeps_all_passes = False
         self.per_sample: dict[str, Tensor] = {}
         self.before_backward: list[Callable[[Backward], None]] = []
-        self._leftovers = self._earlier = Leftovers()
-        self._unfinished = Leftovers()  # of a pass that was broken off
-        self._several = False  # whether a pass of more than one sample was seen
-        self._has_forgotten = False  # whether passes of this step were thrown away
+        self._gradients = self._earlier_gradients = GradientLedger()
+        self._failed_gradients = GradientLedger()  # gradients of a backward pass that failed
+        self._has_zeroed_passes = False  # whether gradients of this step were zeroed before its end
         self._start()
-        self.knowledge = Knowledge()
         self._names = Names(model, parameters, real or per_sample)
-        self.calls = Calls(model, batch_dim, self.knowledge, self._names)
-        self._batch_dim = batch_dim if isinstance(batch_dim, int) else 0
+        traces = estimator != "microbatch"
+        self._planner = PassPlanner(model, batch_dim, self._names, self.sampler, traces)
         self._wants_samples, self._wants_reference = per_sample, with_reference
         self._reuses_memory = reuses_memory
         self._spare: dict[str, ParameterSums] = {}
         self._model: nn.Module | None = model
-        self._selects = parameters
         self.watching = False
-        self._watching: list[Any] = []
-        self._sharded = False
+        self._step_hook: Any = None
 
     # -- opening and closing
 
@@ -112,50 +108,57 @@ class Collector:
         return self._model is None
 
     def open(self) -> None:
-        """Watch the model's forward passes."""
+        """Register the hooks on the model."""
         if self._model is not None and not self.watching:
             self.watching = True
-            self._watching = watch_unsharded(self._model, self._names.gathered)
-            self._sharded = bool(self._watching)
-            self._watching.append(tell_of_steps(self))
-            if self.estimator != "microbatch":  # which needs no owners
-                self.calls.attach()
+            self._step_hook = register_step_hook(self)
+            self._planner.attach(self._model)
 
     def pause(self) -> None:
-        """Watch nothing, at no cost; sums and what was learnt are kept."""
+        """Remove the hooks; sums and cached plans are kept."""
         self.watching = False
-        self.calls.detach()
-        for handle in self._watching:
-            handle.remove()
-        self._watching = []
+        self._planner.detach()
+        if self._step_hook is not None:
+            self._step_hook.remove()
+            self._step_hook = None
 
     def close(self) -> None:
-        """Let go of the model."""
+        """Remove the hooks and drop all references to the model."""
         self.pause()
         self.calls.close()
         self._model, self._spare = None, {}
-        self._leftovers = self._earlier = self._unfinished = Leftovers()
+        self._gradients = self._earlier_gradients = self._failed_gradients = GradientLedger()
         self._names.forget()
 
     def clear(self, redraw: bool = True) -> None:
-        """Forget the sums, and calls not followed by a backward pass; what was learnt is kept.
+        """Reset the sums and drop calls without a backward pass; cached plans are kept.
 
         Args:
-            redraw: whether the sampled estimator looks at other coordinates from now on.
+            redraw: whether the sampled estimator draws other coordinates for the next step.
         """
         if self._reuses_memory and self.sampler is None:
             self._spare = self.sums
         self._start()
-        self._has_forgotten = False
+        self._has_zeroed_passes = False
         if self.calls.pending:
             self.calls.drop()
         if self.sampler is not None:
             self.sampler.close_step(redraw)
 
     def _start(self) -> None:
-        self._step, self._truth = Step(self.sampler), Truth()
-        self._earlier = self._leftovers or self._earlier
-        self._leftovers = Leftovers()
+        self._step, self._reference_sums = Step(self.sampler), ReferenceSums()
+        self._earlier_gradients = self._gradients or self._earlier_gradients
+        self._gradients = GradientLedger()
+
+    @property
+    def calls(self) -> Calls:
+        """The forward passes of the model."""
+        return self._planner.calls
+
+    @property
+    def plan_cache(self) -> PlanCache:
+        """The plans for graphs that were seen before."""
+        return self._planner.plan_cache
 
     def call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run a function as if it were the model's forward pass, and return its result."""
@@ -163,35 +166,35 @@ class Collector:
             return self.calls.run(function, args, kwargs)
         return function(*args, **kwargs)
 
-    # -- what was collected
+    # -- results
 
     def parameters(self) -> dict[str, Tensor]:
-        """The parameters that are observed, by name, in the model's order."""
+        """Return the observed parameters by name, in the model's order."""
         assert self._model is not None
         chosen = set(self._names.by_id.values())
         return {name: p for name, p in self._model.named_parameters() if name in chosen}
 
     def in_order(self, names: Iterable[str]) -> list[str]:
-        """Names in the model's order; those that it does not have any more come first."""
+        """Sort parameter names by their order in the model; unknown names come first."""
         order = self._names.order
         return sorted(names, key=lambda name: order.get(name, -1))
 
     def trained(self) -> list[str]:
-        """The names of the observed parameters that require a gradient, in the model's order."""
+        """List the observed parameters that require a gradient, in the model's order."""
         return self._names.trained()
 
     def turn(self) -> frozenset[str] | None:
-        """The parameters that are looked at until the next draw; None: all of them."""
+        """Return the parameters that are sampled until the next draw; None means all."""
         return None if self.sampler is None else self.sampler.turn(self.trained)
 
     @property
     def count(self) -> int:
-        """Number of samples seen."""
+        """Number of samples since the last `clear`."""
         return self._step.count
 
     @property
     def passes(self) -> int:
-        """Number of backward passes."""
+        """Number of backward passes since the last `clear`."""
         return self._step.passes
 
     @property
@@ -201,50 +204,53 @@ class Collector:
 
     @property
     def sums(self) -> dict[str, ParameterSums]:
-        """What was seen of each parameter, by name."""
+        """Sums of the contributions, by parameter name."""
         return self._step.sums
 
     @property
     def reference(self) -> Sums:
         """Sums by one backward pass per sample."""
-        return self._truth.sums
+        return self._reference_sums.sums
 
     def moments(self, name: str) -> Moments:
-        """The moments of one parameter."""
-        found = self.sums[name]
-        total, squares, shared = found.total, found.squares, found.shared
+        """Return the moments of one parameter."""
+        parameter_sums = self.sums[name]
+        total, squares, shared = parameter_sums.total, parameter_sums.squares, parameter_sums.shared
         count = self._step.samples_of(name)
-        if shared is not None and count:  # every sample has its part of a penalty
+        if shared is not None and count:  # every sample has the same share of a penalty
             squares = squares + (2 * total + shared) * shared / count
             total = total + shared
-        return Moments(total, squares, count, found.weight)
+        return Moments(total, squares, count, parameter_sums.weight)
 
     def add(self, observed: ObservedPass, result: PassResult) -> None:
-        """Take in what a backward pass has shown; passes of one step add up."""
+        """Add the result of a backward pass to the sums of the step."""
         self.per_sample.update(result.per_sample)
-        self._several = self._several or result.m > 1
+        self._planner.record_count(result.m)
         over = self._step.add(result, observed.calls, observed.retained, self.weight_by_batch_size)
         self.calls.done(over)
-        self._leftovers.note(observed.leaves)
+        self._gradients.record(observed.leaves)
 
-    def broken_off(self, leaves: Mapping[str, Tensor]) -> None:
-        """A backward pass has failed, and may have left a part of its gradients."""
-        self._unfinished.note(leaves, self._leftovers, self._earlier)
+    def on_backward_failed(self, leaves: Mapping[str, Tensor]) -> None:
+        """Record the gradients that a failed backward pass has left in `.grad`."""
+        self._failed_gradients.record(leaves, self._gradients, self._earlier_gradients)
 
-    def stepped(self, parameters: Sequence[Tensor]) -> None:
-        """An optimiser has stepped: gradients were used, and no graph can be run again."""
-        self._leftovers.used(parameters)
-        self._unfinished.used(parameters)
+    def on_optimizer_step(self, parameters: Sequence[Tensor]) -> None:
+        """Mark gradients as used by an optimiser step, and close all retained graphs."""
+        self._gradients.mark_used(parameters)
+        self._failed_gradients.mark_used(parameters)
         self.calls.done(self._step.close_all())
 
-    def put_by_hand(self) -> str | None:
-        """A parameter whose gradient is none that a pass has left, though some were thrown away."""
-        return self._leftovers.replaced() if self._has_forgotten else None
+    def externally_set_gradient(self) -> str | None:
+        """Return a parameter whose `.grad` was set from outside after passes were zeroed.
 
-    def _forget_thrown_away(self) -> None:
-        """Passes whose gradients were set to None or zero since then are no part of this step."""
-        gone = self._leftovers.thrown_away()
-        self._has_forgotten |= bool(gone)
+        None if there is no such parameter, or if no pass of this step was zeroed.
+        """
+        return self._gradients.find_replaced() if self._has_zeroed_passes else None
+
+    def _drop_zeroed_passes(self) -> None:
+        """Remove passes from the step whose gradients have been set to None or zero."""
+        gone = self._gradients.pop_zeroed()
+        self._has_zeroed_passes |= bool(gone)
         if gone and gone >= set(self.sums):
             self._start()
         else:
@@ -253,42 +259,37 @@ class Collector:
     # -- before a pass
 
     def prepare(self, backward: Backward) -> ObservedPass | None:
-        """Find out how to observe a backward pass; None: there is nothing to observe."""
-        for tell in self.before_backward:
-            tell(backward)
+        """Plan how to observe a backward pass; None if it reaches no observed parameter."""
+        for notify in self.before_backward:
+            notify(backward)
         graph = backward.graph
-        names = self._names.of(graph.leaves.values())
-        if self.passes and not (self._sharded or self.keeps_all_passes):
-            self._forget_thrown_away()
-        if self._unfinished:
-            self._unfinished.thrown_away()
-            for name in self._unfinished.names[:1]:
-                self.knowledge.warn_once("broken off", still_there(name))
-            self._unfinished = Leftovers()
-        known: dict[str, ParameterSums] = {}
-        calls: list[Call] = []
-        plan: Plan | None = None
-        if self.estimator == "microbatch":
-            if any(id(leaf) in names for leaf in graph.leaves.values()):
-                refuse_parallel(graph.leaves.values(), self._names.by_id)
-                plan = self._leaves_only(graph, 1)
-        else:
-            calls = self.calls.within(graph)
-            leaves = tuple([names.get(id(leaf)) for leaf in graph.leaves.values()])
-            plan = self.knowledge.plan(calls, leaves, graph)
-            if plan is None:
-                plan, known = self._inspect(backward, calls, leaves)
-            if plan is not None and self._wants_reference:
-                self._take_reference(backward, calls, plan)
-        if plan is None:
-            self.calls.done(calls, backward.retained)
+        names = self._names.for_leaves(graph.leaves.values())
+        if self.passes and not (self._planner.is_sharded or self.keeps_all_passes):
+            self._drop_zeroed_passes()
+        if self._failed_gradients:
+            self._failed_gradients.pop_zeroed()
+            for name in self._failed_gradients.names[:1]:
+                self.plan_cache.warn_once("broken off", failed_backward_warning(name))
+            self._failed_gradients = GradientLedger()
+        planned = self._planner.plan(backward, names)
+        if planned is None:
             return None
-        wants, inputs = self._wants_samples, backward.inputs
+        plan, calls = planned.plan, planned.calls
+        if self._wants_reference:
+            self._take_reference(backward, calls, plan)
         retained = backward.retained and bool(calls)
         context = PassContext(
-            graph, plan, self.sampler, self.turn(), wants, known, inputs, names, self._spare,
-            keep=retained or self._step.opened(calls) is not None,
-        )  # fmt: skip
+            graph=graph,
+            plan=plan,
+            sampler=self.sampler,
+            chosen=self.turn(),
+            per_sample=self._wants_samples,
+            known=planned.known_sums,
+            inputs=backward.inputs,
+            names=names,
+            spare=self._spare,
+            keep=retained or self._step.open_pass(calls) is not None,
+        )
         recorder = Recorder(context)
         if recorder.wanted is not None and not recorder.wanted:
             self.calls.done(calls, backward.retained)
@@ -296,105 +297,12 @@ class Collector:
         reached = {name: graph.leaves[i] for name, i in plan.leaves.items()}
         return ObservedPass(self, recorder, calls, reached, retained)
 
-    def _inspect(
-        self, backward: Backward, calls: Sequence[Call], leaves: tuple[str | None, ...]
-    ) -> tuple[Plan | None, dict[str, ParameterSums]]:
-        """A graph that was not seen before: its plan, and sums that are known before the pass."""
-        graph, reached = backward.graph, [name for name in leaves if name is not None]
-        if reached or calls:
-            refuse_hidden(graph)
-        if not reached:
-            return None, {}
-        refuse_parallel(graph.leaves.values(), self._names.by_id)
-        if not calls:
-            raise NotObservable(
-                f"a backward pass reached parameter {reached[0]!r}, but not through a call of the "
-                "model inside the observed block that was still to be followed back. Call the "
-                "model (or run the step through call()), and add up losses and penalties: "
-                "(loss_a + loss_b).backward()"
-            )
-        if not any(len(call.candidates) > 1 for call in calls):
-            if len({call.m for call in calls}) > 1:
-                raise different_counts(calls)
-            if calls[0].m == 1:
-                if len(calls) > 1 and not self._several:
-                    self.knowledge.warn_once("single calls", single_calls(len(calls)))
-                return self._leaves_only(graph, 1), {}
-        if any(not call.candidates for call in calls):
-            return self._by_reference(backward, calls, calls[0].m)
-        arguments, dim = self.calls.names, self._batch_dim
-        once = runs_once(graph.nodes)
-        roots = () if once or self._sharded else backward.roots
-        option = decide(graph, self._names.by_id, calls, roots, arguments, dim)
-        for call in calls:
-            if len(call.candidates) > 1:
-                self.calls.settle(call, option.count)
-        if option.plan is None:
-            return self._leaves_only(graph, 1), {}
-        if option.coupled is not None:
-            why = f"in {option.coupled} it depends on several of them jointly"
-            self.knowledge.warn_mixed({"the loss": why})
-        volatile = any(call.tracker is not None and call.tracker.volatile for call in calls)
-        if not once and not volatile:
-            self.knowledge.remember(calls, leaves, graph, option.plan)
-        return option.plan, {}
-
-    def _leaves_only(self, graph: Graph, m: int) -> Plan:
-        names = self._names.by_id
-        leaves = {names[id(p)]: i for i, p in graph.leaves.items() if id(p) in names}
-        return Plan(m, leaves=leaves)
-
-    # -- one backward pass per sample
-
-    def _by_sample(
-        self, backward: Backward, calls: Sequence[Call], plan: Plan
-    ) -> Iterator[dict[str, Tensor]]:
-        graph = backward.graph
-        params = {name: graph.leaves[i] for name, i in plan.leaves.items()}
-        outputs = exposed(graph, [pair for c in calls for pair in self.knowledge.outputs(c)])
-        return replay(backward.roots, backward.seeds, outputs, params, plan.m)
-
     def _take_reference(self, backward: Backward, calls: Sequence[Call], plan: Plan) -> None:
-        if self._sharded:
+        if self._planner.is_sharded:
             raise NotObservable(
-                "the truth takes backward passes of our own, which would disturb fully_shard; "
-                "compare before the model is sharded"
+                "heldin.verify runs one backward pass per sample, which fully_shard does not "
+                "allow; verify it before the model is sharded"
             )
-        self._truth.add(calls, self._by_sample(backward, calls, plan), backward.retained)
-
-    def _by_reference(
-        self, backward: Backward, calls: Sequence[Call], m: int
-    ) -> tuple[Plan | None, dict[str, ParameterSums]]:
-        """A known call has led to an unknown graph: one backward pass per sample, this once.
-
-        That needs the model's outputs, and that all of the gradient comes through them; without
-        them the pass is let go, with a warning, and the next calls are followed again.
-        """
-        self.knowledge.doubt(calls)
-        if self._sharded:
-            return self._let_go("backward passes of our own would disturb fully_shard")
-        plan = self._leaves_only(backward.graph, m)
-        found = summed(self._by_sample(backward, calls, plan))
-        leaves = {name: backward.graph.leaves[i] for name, i in plan.leaves.items()}
-        missed = partly_missed(backward.roots, backward.seeds, leaves, found)
-        if missed is not None:
-            return self._let_go(
-                f"not all of {missed!r}'s gradient comes through outputs of the model in which the "
-                "place of each sample is established. Return the same tensors from every call, "
-                "without code between the model and the loss that uses parameters"
-            )
-        known = {}
-        for name, (first, second) in found.items():
-            block, weight = block_of(self.sampler, name, first, m)
-            known[name] = ParameterSums(first[block], second[block], None, weight)
-        return plan, known
-
-    def _let_go(self, why: str) -> tuple[None, dict[str, ParameterSums]]:
-        warnings.warn(
-            "this backward pass is not observed: its graph differs from those that the same call "
-            f"of the model has led to before, and {why}. The next calls are followed anew "
-            + more("calls-that-are-not-observed"),
-            HeldinWarning,
-            stacklevel=2,
+        self._reference_sums.add(
+            calls, self._planner.by_sample(backward, calls, plan), backward.retained
         )
-        return None, {}

@@ -1,8 +1,8 @@
-"""How many samples a backward pass has, and which inputs count them.
+"""The number of samples of a backward pass, and the inputs that are batches.
 
-Each number that the arguments allow was followed on its own. A number is possible if every
-parameter then meets the rows of single samples, and the loss adds up over them. If that leaves more
-than one, nothing is guessed.
+The call was traced under each number that its arguments allow. A number is possible if every
+parameter then meets rows of single samples, and the loss is a sum over them. If several remain, the
+pass is refused.
 """
 
 from __future__ import annotations
@@ -17,26 +17,27 @@ import torch
 from heldin.errors import NotObservable, more
 
 from .arguments import Count
+from .call import Call
 from .coupling import couples
 from .graph import Graph, shape_of
-from .knowledge import Call
 from .plan import Plan
 from .planning import make_plan
 from .reference import Output, frontier
 
-__all__ = ["Option", "decide", "different_counts", "single_calls"]
+__all__ = ["Option", "decide", "different_counts_error", "single_calls_warning"]
 
 
 @dataclass(frozen=True, eq=False)
 class Option:
-    """One way to count the samples of a pass, and what follows from it.
+    """One way to count the samples of a pass, with its consequences.
 
     Attributes:
-        count: the number of samples; None: there was no question.
-        members: the inputs that count them, by number.
-        plan: how to observe the pass; None: a single sample, there is nothing to tell apart.
+        count: the number of samples; None: the arguments allowed one number only.
+        members: the indices of the inputs that are batches.
+        plan: how to observe the pass; None: a single sample, which needs no plan.
         outputs: the last tensors whose rows have owners.
-        graph, roots: of the pass; no roots: no passes of our own may go through it.
+        graph, roots: graph and losses of the pass; without roots, heldin may run no backward pass
+            through the graph.
     """
 
     count: Count | None
@@ -48,14 +49,14 @@ class Option:
 
     @cached_property
     def coupled(self) -> str | None:
-        """The op in which the loss couples the samples that are counted so."""
+        """The op in which the loss couples the samples under this option; None: it does not."""
         if self.graph is None or not self.roots:
             return None
         return couples(self.graph, self.roots, self.outputs)
 
 
 def counts_of(calls: Sequence[Call]) -> list[Count | None]:
-    """The numbers of samples that all calls may have in common."""
+    """List the numbers of samples that all calls may have; [None] if every call has one only."""
     open_ones = [
         [candidate.count for candidate in call.candidates]
         for call in calls
@@ -74,13 +75,13 @@ def options_of(
     roots: Sequence[Any],
     dim: int,
 ) -> tuple[list[Option], NotObservable | None]:
-    """What a number of samples leads to: plans, or the reason why there is none."""
+    """Return the options for a number of samples, and the error if it allows no plan."""
     for call in calls:
         for candidate in call.candidates if len(call.candidates) > 1 else ():
             if candidate.count == count:
                 call.choose(candidate)
     if len({call.m for call in calls}) > 1:
-        return [], different_counts(calls)
+        return [], different_counts_error(calls)
     m = calls[0].m
     if m < 2:
         return [Option(count, frozenset(), None)], None
@@ -88,50 +89,49 @@ def options_of(
     owners = {k: v for tracker in trackers for k, v in tracker.nodes.items()}
     slots = {k: v for tracker in trackers for k, v in tracker.slots.items()}
     causes = {k: v for tracker in trackers for k, v in tracker.causes.items()}
-    ways = max((tracker.ways for tracker in trackers), key=len)
-    found: list[Option] = []
+    input_subsets = max((tracker.input_subsets for tracker in trackers), key=len)
+    options: list[Option] = []
     error: NotObservable | None = None
-    for reading, members in enumerate(ways):
+    for hypothesis, members in enumerate(input_subsets):
         try:
-            plan = make_plan(graph, names, owners, slots, m, causes, reading)
+            plan = make_plan(graph, names, owners, slots, m, causes, hypothesis)
         except NotObservable as failure:
             error = error or failure
             continue
-        outputs = frontier(graph, owners, m, reading)
-        if count is not None and count.listed and not _all_in(outputs, m):
-            continue  # a pair of an input and its target is no list of two samples
-        found.append(Option(count, members, plan, outputs, graph, roots))
-        if reading == 0 and (len(ways) == 1 or found[0].coupled is None):
-            break  # all that look like it count samples, and nothing is mixed
-    if (
-        len(found) > 1 and found[0].members == ways[0]
-    ):  # the loss mixes: does one only look like it?
-        others = [o for o in found[1:] if o.coupled is None]
-        better = _without_masks([*others, found[0]], calls, dim)
-        return (better if len(better) == 1 else found[:1]), None
-    largest = [o for o in found if all(o.members >= other.members for other in found)]
-    return (largest[:1] or found), error
+        outputs = frontier(graph, owners, m, hypothesis)
+        if count is not None and count.is_list and not _all_in(outputs, m):
+            continue  # a pair of an input and its target is not a list of two samples
+        options.append(Option(count, members, plan, outputs, graph, roots))
+        if hypothesis == 0 and (len(input_subsets) == 1 or options[0].coupled is None):
+            break  # every input with m rows is a batch, and the loss is separable: accept
+    # The loss couples samples under the first hypothesis; an input with m rows may be a mask.
+    if len(options) > 1 and options[0].members == input_subsets[0]:
+        others = [o for o in options[1:] if o.coupled is None]
+        better = _without_masks([*others, options[0]], calls, dim)
+        return (better if len(better) == 1 else options[:1]), None
+    largest = [o for o in options if all(o.members >= other.members for other in options)]
+    return (largest[:1] or options), error
 
 
 def _all_in(outputs: Sequence[Output], m: int) -> bool:
-    """Whether every sample has a part in the outputs."""
-    found = {i for _, layout in outputs for i in layout.owner.unique().tolist()}
-    return len(found) == m
+    """Return whether every sample owns elements of the outputs."""
+    owners = {i for _, layout in outputs for i in layout.owner.unique().tolist()}
+    return len(owners) == m
 
 
-def different_counts(calls: Sequence[Call]) -> NotObservable:
+def different_counts_error(calls: Sequence[Call]) -> NotObservable:
     counts = sorted({call.m for call in calls})
     return NotObservable(
-        f"one backward pass through calls of the model with {counts} samples: which of them belong "
-        "together is not known. Call backward() once for each"
+        "one backward pass goes through calls of the model with different numbers of samples, "
+        f"{counts}, which cannot be matched. Call backward() once for each call"
     )
 
 
-def single_calls(number: int) -> str:
-    """Of a loop over samples before one backward pass, for a warning."""
+def single_calls_warning(number: int) -> str:
+    """Return the warning for a loop over single samples before one backward pass."""
     return (
         f"one backward pass goes through {number} calls of the model with one sample each: they "
-        "count as one sample, as if they were views of it. If each is a sample of its own, put "
+        "count as one sample, as if they were views of it. If they are different samples, put "
         "them into one batch, or call backward() after each call "
         + more("calls-that-are-not-observed")
     )
@@ -139,33 +139,41 @@ def single_calls(number: int) -> str:
 
 def decide(
     graph: Graph, names: Mapping[int, str], calls: Sequence[Call], roots: Sequence[Any],
-    arguments: Sequence[str], dim: int,
+    argument_names: Sequence[str], dim: int,
 ) -> Option:  # fmt: skip
-    """The one way to count samples that is possible; raises NotObservable if there is not one."""
-    found: list[Option] = []
+    """Return the only possible way to count samples.
+
+    Raises:
+        NotObservable: if there is none, or more than one.
+    """
+    all_options: list[Option] = []
     errors: list[NotObservable] = []
     for count in counts_of(calls):
         options, error = options_of(graph, names, calls, count, roots, dim)
-        found += options
+        all_options += options
         if error is not None and not options:
             errors.append(error)
-    singles = [o for o in found if o.plan is None]
-    many = [o for o in found if o.plan is not None]
+    singles = [o for o in all_options if o.plan is None]
+    many = [o for o in all_options if o.plan is not None]
     none = next((o for o in singles if o.count is not None and o.count.m == 0), None)
-    if none is not None:  # an empty batch, or an argument that is empty this time
+    if none is not None:  # an empty batch, or an argument that happens to be empty
         sizes = _shapes(calls)
         if not (many or errors) or (sizes and all(0 in shape for shape in sizes)):
             return none
         singles.remove(none)
-    if singles and (many or errors):  # one sample, or something that is shared by many
+    if singles and (many or errors):  # one sample, or an argument that many samples share
         shapes = _shapes(calls)
         if shapes and all(shape[dim] == 1 for shape in shapes):
             return singles[0]
         along = [o for o in many if any(layout.dim == dim for _, layout in o.outputs)]
         if errors and not many:
             raise errors[0]
-        listed = any(o.count is not None and o.count.listed for o in singles)
-        plain = not listed and not any(1 in shape for shape in shapes) and not _met_alone(calls)
+        is_list = any(o.count is not None and o.count.is_list for o in singles)
+        plain = (
+            not is_list
+            and not any(1 in shape for shape in shapes)
+            and not _param_met_broadcast_row(calls)
+        )
         if along and shapes and plain:
             many, singles = along, []
     if len(many) > 1:
@@ -177,39 +185,42 @@ def decide(
     if not many and not singles:
         raise errors[0]
     if len(many) + len(singles) > 1:
-        raise _undecided([*many, *singles], calls, arguments)
+        raise _undecided_error([*many, *singles], calls, argument_names)
     return (many or singles)[0]
 
 
-def _met_alone(calls: Sequence[Call]) -> bool:
-    """Whether a parameter has met an argument with one row on its own: it may be the one sample."""
+def _param_met_broadcast_row(calls: Sequence[Call]) -> bool:
+    """Return whether a parameter met an argument with one row before it met any batch.
+
+    Such an argument may be the only sample.
+    """
     trackers = [candidate.tracker for call in calls for candidate in call.candidates]
-    return any(tracker is not None and tracker.met_alone for tracker in trackers)
+    return any(tracker is not None and tracker.param_met_broadcast_row for tracker in trackers)
 
 
 def _shapes(calls: Sequence[Call]) -> list[tuple[int, ...]]:
-    """The shapes of all outputs of the calls that are no single numbers."""
+    """Return the shapes of all outputs of the calls, except scalars."""
     shapes = [shape_of(node, number) for call in calls for node, number in call.ends if node]
     return [shape for shape in shapes if shape]
 
 
 def _without_masks(options: Sequence[Option], calls: Sequence[Call], dim: int) -> list[Option]:
-    """The options in which no mask counts, nor positions: T by T, or T, beside samples of length T.
+    """Drop options in which a mask (T, T) or positions (T,) count as a batch of sequences.
 
-    Only where the samples then lie along the batch dimension of the outputs.
+    Only where another option has samples of length T along the batch dimension of the outputs.
     """
-    given = next((call.given for call in calls if call.given is not None), None)
-    if given is None:
+    arguments = next((call.arguments for call in calls if call.arguments is not None), None)
+    if arguments is None:
         return list(options)
 
     def shapes(option: Option) -> list[tuple[int, ...]]:
-        batched = [e for e in given.entries if e.counts(option.count or Count(calls[0].m))]
+        batched = [e for e in arguments.entries if e.counts(option.count or Count(calls[0].m))]
         return [tuple(e.tensor.shape) for i, e in enumerate(batched) if i in option.members]
 
     along = [o for o in options if any(layout.dim == dim for _, layout in o.outputs)]
 
     def is_mask(option: Option) -> bool:
-        """Beside the samples of another option: a square batch is no mask of its own."""
+        """Return whether an input has the shape of a mask for another option's samples."""
         others = [s for o in along if o is not option for s in shapes(o)]
         lengths = {s[dim + 1] for s in others if len(s) > max(dim, 0) + 1}
         looks = {(t, t) for t in lengths} | {(t,) for t in lengths}
@@ -220,39 +231,39 @@ def _without_masks(options: Sequence[Option], calls: Sequence[Call], dim: int) -
 
 
 def _without_parts(options: Sequence[Option], calls: Sequence[Call]) -> list[Option]:
-    """The options without those that are part of a flat one: features of graphs beside nodes."""
-    given = next((call.given for call in calls if call.given is not None), None)
+    """Drop options that are part of a flat batch, such as features of graphs beside nodes."""
+    arguments = next((call.arguments for call in calls if call.arguments is not None), None)
     flat = next((o for o in options if o.count is not None and o.count.flat), None)
-    if given is None or flat is None or flat.count is None:
+    if arguments is None or flat is None or flat.count is None:
         return list(options)
-    line, inputs = torch.arange(flat.count.m), [e for e in given.entries if e.owner is not None]
+    line, inputs = torch.arange(flat.count.m), [e for e in arguments.entries if e.owner is not None]
 
     def is_part(option: Option) -> bool:
         if option.count is None or option.count.flat or option.count.m != len(line):
             return False
-        own = [e.owner for e in given.entries if e.counts(option.count)]
-        same = all(o is not None and torch.equal(o.flatten(), line) for o in own)
-        return same and len(own) < len(inputs)
+        owners = [e.owner for e in arguments.entries if e.counts(option.count)]
+        same = all(o is not None and torch.equal(o.flatten(), line) for o in owners)
+        return same and len(owners) < len(inputs)
 
     return [o for o in options if not is_part(o)]
 
 
-def _undecided(
-    options: Sequence[Option], calls: Sequence[Call], arguments: Sequence[str]
+def _undecided_error(
+    options: Sequence[Option], calls: Sequence[Call], argument_names: Sequence[str]
 ) -> NotObservable:
-    given = next((call.given for call in calls if call.given is not None), None)
-    found = []
+    arguments = next((call.arguments for call in calls if call.arguments is not None), None)
+    descriptions = []
     for option in options:
         count = option.count or Count(calls[0].m)
-        if given is not None:
-            batched = [e for e in given.entries if e.counts(count)]
+        if arguments is not None:
+            batched = [e for e in arguments.entries if e.counts(count)]
             chosen = [e for i, e in enumerate(batched) if i in option.members] or batched
-            found.append(given.named(count, arguments, chosen))
-    owner = 'that one holds the owner of each row with batch_dim={name: "owner"}, '
+            descriptions.append(arguments.named(count, argument_names, chosen))
+    owner = 'an argument with the owner of each row with batch_dim={name: "owner"}, '
     flat = any(option.count is not None and option.count.flat for option in options)
     return NotObservable(
-        "how many samples this pass has is not established: each of these would do, "
-        f"{'; '.join(dict.fromkeys(found))}. Say which arguments are no batch with "
-        f"batch_dim={{name: None}}, {owner if flat else ''}or along which dimension samples lie "
-        "with batch_dim={name: 0} (a state carried from batch to batch has them along 1)"
+        "the number of samples of this pass is ambiguous: "
+        f"{', or '.join(dict.fromkeys(descriptions))}. Declare arguments that are not batches with "
+        f"batch_dim={{name: None}}, {owner if flat else ''}or the batch dimension with "
+        "batch_dim={name: 0} (1 for a recurrent state)"
     )

@@ -1,10 +1,10 @@
-"""Whether a loss couples the samples of a batch.
+"""A test of whether a loss couples the samples of a batch.
 
-A loss that adds up over samples is linear in what depends on several of them. So its graph is
-walked from the loss down, through sums and other linear ops, until every element depends on one
-sample again. An op on the way that is not linear has coupled samples: a root of a mean, a hinge of
-a difference of two, a distance between them. That also finds what no second derivative shows. Ops
-that hide their inside are looked at through their second derivatives.
+A loss that is a sum over samples is linear in every tensor that depends on several of them. So its
+graph is walked from the loss down, through sums and other linear ops, until every element depends
+on one sample only. A nonlinear op on the way couples samples: a root of a mean, a hinge of a
+difference of two, a distance between them. This also detects couplings that no second derivative
+shows. Opaque ops are tested through their second derivatives.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from .reference import Output
 
 __all__ = ["couples"]
 
-PROBES = 6  # elements of a tensor that are tested one by one: on which samples do they depend?
-LARGE = 1 << 22  # of a tensor with so many elements only two are tested, not all
-ROUNDS = 3  # of the test that all elements take at once
-# Linear in all inputs together.
+PROBES = 6  # elements of a tensor whose samples are determined one by one
+LARGE = 1 << 22  # number of elements from which only two elements of a tensor are tested
+ROUNDS = 3  # repetitions of the test of all elements at once
+# Jointly linear in all inputs.
 _LINEAR = {
     "Add", "Sub", "Rsub", "Neg", "Sum", "Mean", "Nansum", "View", "Squeeze", "Unsqueeze", "Expand",
     "Select", "Slice", "Index", "IndexSelect", "Gather", "Cat", "Stack", "ToCopy", "Clone", "Alias",
@@ -38,9 +38,9 @@ _LINEAR = {
     "NanToNum", "Real", "Imag", "ViewAsReal", "ViewAsComplex", "Conj", "SelectScatter",
     "SliceScatter", "DiagEmbed", "ConvertElementType", "Contiguous", "Reshape",
 }  # fmt: skip
-# Linear in each input: in all together if only one of them depends on samples.
+# Linear in each input, and jointly linear if only one input depends on samples.
 _BILINEAR = {"Mul", "Div", "Mm", "Bmm", "Addmm", "Mv", "Dot", "Addmv", "Baddbmm", "Lerp", "Outer"}
-# Sums over the elements of a function of each, or over rows of one of each row.
+# Sums of a function of each element, or of each row.
 _SEPARABLE = {
     "MseLoss", "SmoothL1Loss", "HuberLoss", "L1Loss", "NllLoss", "NllLoss2D", "NllLossNd",
     "BinaryCrossEntropy", "BinaryCrossEntropyWithLogits", "SoftMarginLoss", "MultiMarginLoss",
@@ -49,17 +49,17 @@ _SEPARABLE = {
 
 
 def couples(graph: Graph, roots: Sequence[Any], outputs: Sequence[Output]) -> str | None:
-    """The op in which a loss couples samples; None if it does not.
+    """Return the op in which a loss couples samples; None if it does not.
 
     Args:
-        graph: of the backward pass.
-        roots: the loss, or several.
+        graph: the graph of the backward pass.
+        roots: the loss, or several losses.
         outputs: the last tensors whose rows have owners.
     """
-    found = _by_structure(graph, outputs) if outputs else None
-    if found is None and outputs and _by_curvature(roots, outputs):
-        found = "the loss"
-    return found
+    op = _by_structure(graph, outputs) if outputs else None
+    if op is None and outputs and _by_curvature(roots, outputs):
+        op = "the loss"
+    return op
 
 
 def _by_structure(graph: Graph, outputs: Sequence[Output]) -> str | None:
@@ -76,15 +76,15 @@ def _by_structure(graph: Graph, outputs: Sequence[Output]) -> str | None:
         if name in _LINEAR or (
             name in _BILINEAR and len(below) < 2 and _divisor_is_free_of_samples(graph, at)
         ):
-            fresh = [child for child, _ in inside if child not in seen]
-            seen.update(fresh)
-            stack.extend(fresh)
+            new_children = [child for child, _ in inside if child not in seen]
+            seen.update(new_children)
+            stack.extend(new_children)
             continue
-        # the derivative of a hinge may be zero at this point, so its inputs are tested, too
-        asked = inside if name in _SEPARABLE and len(set(below)) < 2 else [*inside, (at, 0)]
+        # The derivative of a hinge may be zero at this point, so its inputs are tested as well.
+        to_test = inside if name in _SEPARABLE and len(set(below)) < 2 else [*inside, (at, 0)]
         if _is_opaque(graph.nodes[at]):
-            asked = inside
-        if any(_is_mixed(graph, child, number, outputs) for child, number in asked):
+            to_test = inside
+        if any(_is_mixed(graph, child, number, outputs) for child, number in to_test):
             return graph.names[at]
     return None
 
@@ -94,7 +94,7 @@ def _plain(name: str) -> str:
 
 
 def _divisor_is_free_of_samples(graph: Graph, at: int) -> bool:
-    """True unless this is a division whose divisor depends on samples."""
+    """Return False for a division whose divisor depends on samples, else True."""
     return (
         _plain(graph.names[at]) != "Div"
         or len(graph.children[at]) < 2
@@ -103,12 +103,12 @@ def _divisor_is_free_of_samples(graph: Graph, at: int) -> bool:
 
 
 def _is_opaque(node: Any) -> bool:
-    """Whether it is a function of the user's, which may sum over samples or not."""
+    """Return whether a node is a custom function, which may or may not sum over samples."""
     return not callable(node)
 
 
 def _above(graph: Graph, starts: set[int]) -> set[int]:
-    """The nodes that depend on some of these, and these."""
+    """Return these nodes and all nodes that depend on them."""
     above, stack = set(starts), list(starts)
     while stack:
         for parent in graph.parents[stack.pop()]:
@@ -119,14 +119,14 @@ def _above(graph: Graph, starts: set[int]) -> set[int]:
 
 
 def _is_mixed(graph: Graph, at: int, number: int, outputs: Sequence[Output]) -> bool:
-    """Whether an element depends on several samples: a few are asked one by one, all at once."""
+    """Return whether an element depends on several samples: probe a few, then test all at once."""
     node = graph.nodes[at]
     if graph.names[at] == LEAF:
         return False
-    shape, given = shape_of(node, number), outputs_of(node)[number]
+    shape, metadata = shape_of(node, number), outputs_of(node)[number]
     size = 1
-    for each in shape:
-        size *= each
+    for length in shape:
+        size *= length
     if size == 0:
         return False
     random = torch.Generator().manual_seed(0)
@@ -134,7 +134,7 @@ def _is_mixed(graph: Graph, at: int, number: int, outputs: Sequence[Output]) -> 
     places = torch.randint(0, size, (few,), generator=random) if size > few else torch.arange(size)
     edges = [edge for edge, _ in outputs]
     for place in places.tolist():
-        probe = torch.zeros(size, dtype=given.dtype, device=given.device)
+        probe = torch.zeros(size, dtype=metadata.dtype, device=metadata.device)
         probe[place] = 1
         try:
             grads: Sequence[Tensor | None] = torch.autograd.grad(
@@ -152,24 +152,27 @@ def _is_mixed(graph: Graph, at: int, number: int, outputs: Sequence[Output]) -> 
         if len(owners) > 1:
             return True
     if few < size < LARGE:
-        return _is_mixed_somewhere(GradientEdge(node, number), shape, given, outputs)
+        return _is_mixed_somewhere(GradientEdge(node, number), shape, metadata, outputs)
     return False
 
 
 def _is_mixed_somewhere(
-    edge: GradientEdge, shape: Sequence[int], given: Any, outputs: Sequence[Output]
+    edge: GradientEdge, shape: Sequence[int], metadata: Any, outputs: Sequence[Output]
 ) -> bool:
-    """Whether any element depends on several samples.
+    """Return whether any element depends on several samples.
 
-    With a(d) for the change of an element when the outputs of sample s change by d[s], one that
-    depends on a single sample has a(d d) a(1) = a(d)^2; two or more differ by their parts times the
-    squared differences of their d. Changes are derivatives of the backward pass, which is linear.
-    What cannot be differentiated twice is given the benefit of the doubt.
+    Let a(d) be the change of an element when the outputs of sample s change by d[s]. An element
+    that depends on a single sample has a(d d) a(1) = a(d)^2; with several samples, the two sides
+    differ by their parts times the squared differences of their d. Changes are derivatives of the
+    backward pass, which is linear. An element that cannot be differentiated twice counts as
+    depending on one sample.
     """
-    if given.dtype.is_complex:
+    if metadata.dtype.is_complex:
         return False
     random = torch.Generator().manual_seed(0)
-    seed = torch.ones(tuple(shape), dtype=given.dtype, device=given.device, requires_grad=True)
+    seed = torch.ones(
+        tuple(shape), dtype=metadata.dtype, device=metadata.device, requires_grad=True
+    )
     try:
         backward = torch.autograd.grad(
             [edge], [e for e, _ in outputs], [seed], create_graph=True, allow_unused=True
@@ -190,13 +193,13 @@ def _is_mixed_somewhere(
 
         m = outputs[0][1].m
         plain = change(torch.ones(m)).nan_to_num(0.0, 0.0, 0.0)
-        tolerance = torch.finfo(given.dtype).eps ** 0.4
-        felt = plain.abs() > tolerance * plain.abs().amax()  # others may be rounding noise
+        tolerance = torch.finfo(metadata.dtype).eps ** 0.4
+        felt = plain.abs() > tolerance * plain.abs().amax()  # smaller changes may be rounding
         for _ in range(ROUNDS):
             digits = 2.0 ** torch.randint(0, 6, (m,), generator=random)
             once, twice = change(digits), change(digits.square()) * plain
-            apart = (twice - once.square()).abs() > tolerance * (twice.abs() + once.square())
-            if bool((apart & felt & once.isfinite() & twice.isfinite()).any()):
+            differs = (twice - once.square()).abs() > tolerance * (twice.abs() + once.square())
+            if bool((differs & felt & once.isfinite() & twice.isfinite()).any()):
                 return True
     except RuntimeError:
         pass
@@ -204,11 +207,11 @@ def _is_mixed_somewhere(
 
 
 def _by_curvature(roots: Sequence[Any], outputs: Sequence[Output]) -> bool:
-    """Whether the loss depends on several samples jointly: its Hessian couples their outputs.
+    """Return whether the Hessian of the loss couples the outputs of different samples.
 
-    Seen from the outputs, a sum of per-sample losses has a block-diagonal Hessian H, so H (D v) is
-    D (H v) for every diagonal D that is constant on each sample. A loss that cannot be
-    differentiated twice is given the benefit of the doubt.
+    With respect to the outputs, a sum of per-sample losses has a block-diagonal Hessian H, so
+    H (D v) is D (H v) for every diagonal D that is constant on each sample. A loss that cannot be
+    differentiated twice counts as separable.
     """
     random = torch.Generator().manual_seed(0)
     edges = [edge for edge, _ in outputs]
@@ -235,7 +238,7 @@ def _by_curvature(roots: Sequence[Any], outputs: Sequence[Output]) -> bool:
             grads,
             edges,
             [p * s for p, s in zip(probes, scales, strict=True)],
-            retain_graph=True,  # the loss's own backward pass is still to come
+            retain_graph=True,  # the user's backward pass comes later
             allow_unused=True,
         )
     except RuntimeError:

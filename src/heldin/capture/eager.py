@@ -1,4 +1,4 @@
-"""Models with compiled parts run eagerly while observed: a compiled graph hides its samples."""
+"""Eager execution of compiled models while they are observed: a compiled graph hides samples."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import nn
 
 from heldin._private_torch import compiled_parts, compiled_whole, set_compiled_whole
 
-__all__ = ["Eagerly"]
+__all__ = ["EagerExecution"]
 
 _lock = threading.Lock()
-_inside = 0  # calls under way, of all threads, which share PyTorch's setting
+_inside = 0  # calls in progress in all threads, which share PyTorch's setting
 _setting = ExitStack()
 
 
@@ -35,41 +35,41 @@ def _leave() -> None:
             _setting.close()
 
 
-class Eagerly:
-    """Makes the calls of one model run eagerly, if something in it is compiled.
+class EagerExecution:
+    """A switch that makes the calls of one model run eagerly if parts of it are compiled.
 
-    What is compiled elsewhere (a function of a library that forward calls) is not found, and
-    refused in the backward pass.
+    Functions that are compiled outside the model's modules are not detected here. The backward
+    pass refuses them.
     """
 
     def __init__(self) -> None:
         self._parts = False
         self._inside = False
-        self._whole: Any = None  # what `model.compile()` made, whose graph holds our hooks
+        self._whole: Any = None  # the result of `model.compile()`, which has compiled our hooks
 
     def attach(self, model: nn.Module) -> None:
-        """Look what is compiled in a model."""
-        if "torch._dynamo" in sys.modules:  # otherwise there is nothing
+        """Detect the compiled parts of a model, and disable `model.compile()`."""
+        if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled
             self._whole = compiled_whole(model)
             if self._whole is not None:
                 set_compiled_whole(model, None)
             self._parts = compiled_parts(model)
 
     def detach(self, model: nn.Module) -> None:
-        """Leave the model as it was."""
+        """Restore the model's compiled call."""
         self.leave()
         whole, self._whole = self._whole, None
         if whole is not None:
             set_compiled_whole(model, whole)
 
     def enter(self) -> None:
-        """A call begins."""
+        """Force eager execution at the beginning of a call."""
         if self._parts and not self._inside:
             _enter()
             self._inside = True
 
     def leave(self) -> None:
-        """It has ended."""
+        """Allow compiled execution again at the end of a call."""
         if self._inside:
             self._inside = False
             _leave()

@@ -1,4 +1,4 @@
-"""The forward passes of a model: how many samples each has; those that are new are followed."""
+"""The forward passes of a model: counts the samples of each, and traces calls of a new kind."""
 
 from __future__ import annotations
 
@@ -22,17 +22,30 @@ from heldin._private_torch import (
     without_modes,
 )
 from heldin.errors import NotObservable
+from heldin.model_hook import ModelHook
+from heldin.pause import is_paused
 
-from .arguments import Arguments, BatchDim, Count, Entry, Roles, names_of, read, readings, rows_of
-from .eager import Eagerly
+from .arguments import (
+    Arguments,
+    BatchDim,
+    Count,
+    Entry,
+    Roles,
+    names_of,
+    owner_hypotheses,
+    read,
+    rows_of,
+)
+from .call import Call, Candidate
+from .eager import EagerExecution
 from .flat import is_packed, packed
 from .graph import Graph, number_of
-from .knowledge import Call, Candidate, Knowledge
 from .layout import Layout
 from .names import Names
 from .ownership.numbers import Numbers
-from .ownership.planes import is_mixed, is_nobody, tensors_in
+from .ownership.planes import is_mixed, is_ownerless, tensors_in
 from .ownership.tracker import Tracker
+from .plan_cache import PlanCache
 from .sizes import sizes_of
 
 __all__ = ["Calls"]
@@ -40,35 +53,35 @@ __all__ = ["Calls"]
 T = TypeVar("T")
 TRACED = "while it is traced, exported or compiled"
 _is_trained = attrgetter("requires_grad")
-LOOKS = 4  # calls in which positions are looked at: that takes a number from the device
-RECENT = 8  # calls whose graphs are kept until their backward pass, or the end of the step
+POSITION_CHECKS = 4  # calls whose `position_ids` are checked, which synchronises with the device
+RECENT = 8  # calls whose graphs are kept until their backward pass or the end of the step
 
 
 class Calls:
-    """Watches the forward passes of a model, and follows those that are new."""
+    """An observer of a model's forward passes that traces calls of a new kind."""
 
     def __init__(
-        self, model: nn.Module, batch_dim: BatchDim, knowledge: Knowledge, names: Names
+        self, model: nn.Module, batch_dim: BatchDim, plan_cache: PlanCache, names: Names
     ) -> None:
         self._names = names
-        self.backward_depth = 0  # passes under way, in which checkpoints call forward again
+        self.backward_depth = 0  # backward passes in progress; checkpoints call forward in them
         self._model: nn.Module | None = model
         self._batch_dim = batch_dim
-        self.names = names_of(model, batch_dim)
+        self.argument_names = names_of(model, batch_dim)
         self.roles = Roles()
-        self._knowledge = knowledge
-        self.pending: list[Call] = []  # not followed back yet
+        self._plan_cache = plan_cache
+        self.pending: list[Call] = []  # calls without a backward pass so far
         self._current: Call | None = None
-        self._following: Any = None
+        self._recording: Any = None
         self._depth = 0
-        self._looked = 0
-        self._frame: Any = None  # from which the outermost call under way is made
+        self._position_checks = 0
+        self._frame: Any = None  # frame of the outermost call in progress
         self._handles: list[Any] = []
-        self._eagerly = Eagerly()
+        self._eager = EagerExecution()
 
     def __reduce__(self) -> Any:
-        """A copy of an observed model (for an average of weights, say) is not observed."""
-        return _asleep, ()
+        """Make copies of an observed model (an average of weights, say) unobserved."""
+        return _inactive_calls, ()
 
     # -- opening and closing
 
@@ -77,45 +90,47 @@ class Calls:
         return bool(self._handles)
 
     def attach(self) -> None:
-        """Watch the model. Entered last, left first: several observations of a model nest."""
+        """Register hooks on the model, so that several observations of one model nest."""
         assert self._model is not None
         if isinstance(self._model, torch.jit.ScriptModule):
             raise NotObservable(
-                "heldin.observe: a ScriptModule cannot be looked into. Observe the module that it "
-                'was made from, or pass estimator="microbatch"'
+                "heldin.observe: a ScriptModule cannot be traced. Observe the module that it was "
+                'made from, or pass estimator="microbatch"'
             )
-        self._eagerly.attach(self._model)
+        self._eager.attach(self._model)
         self._handles = [
-            self._model.register_forward_pre_hook(self.before, with_kwargs=True),
-            self._model.register_forward_hook(self.after, prepend=True, always_call=True),
+            self._model.register_forward_pre_hook(ModelHook(self.before), with_kwargs=True),
+            self._model.register_forward_hook(
+                ModelHook(self.after), prepend=True, always_call=True
+            ),
         ]
 
     def detach(self) -> None:
-        """Watch no more."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
         if self._depth and not _is_running(self._frame):
-            self._abandon()
+            self._clean_up()
         if self._model is not None:
-            self._eagerly.detach(self._model)
+            self._eager.detach(self._model)
         self.drop()
 
     def close(self) -> None:
-        """Let go of the model."""
+        """Remove the hooks and drop the reference to the model."""
         self.detach()
         self._model = None
 
     def drop(self) -> None:
-        """Forget calls that no backward pass went through."""
+        """Drop all calls without a backward pass."""
         for call in self.pending:
             if not call.sealed:
-                self._knowledge.note_idle(call)
+                self._plan_cache.record_idle(call)
             call.release()
         self.pending = []
 
     def within(self, graph: Graph) -> list[Call]:
-        """The calls that a backward pass through the graph goes back through."""
+        """Return the pending calls that are part of a graph."""
         index = graph.index
         return [
             call
@@ -124,18 +139,18 @@ class Calls:
         ]
 
     def done(self, calls: Sequence[Call], retained: bool = False) -> None:
-        """These calls were followed back: let go of their graphs, unless they are retained."""
+        """Release calls after their backward pass, unless their graph is retained."""
         for call in () if retained else calls:
             call.release()
             if call in self.pending:
                 self.pending.remove(call)
 
-    def settle(self, call: Call, count: Count | None) -> None:
-        """A backward pass has shown how many samples a call has."""
+    def confirm(self, call: Call, count: Count | None) -> None:
+        """Set the number of samples of a call, as decided by its backward pass."""
         candidate = next(candidate for candidate in call.candidates if candidate.count == count)
-        self._knowledge.settle(call, candidate)
-        if call.given is not None and count is not None:
-            self.roles.settle(call.given, count)
+        self._plan_cache.confirm(call, candidate)
+        if call.arguments is not None and count is not None:
+            self.roles.confirm(call.arguments, count)
 
     # -- around a forward pass
 
@@ -150,98 +165,102 @@ class Calls:
             self.after(None, args, result)
 
     def before(self, module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Count the samples of a call, and follow it if it is new."""
+        """Count the samples of a call, and start tracing it if it is of a new kind."""
+        if is_paused():
+            return
         if self._depth and not _is_running(self._frame):
-            self._abandon()
+            self._clean_up()
         self._depth += 1
         if self._depth == 1:
             self._frame = sys._getframe(1)
         if self._depth > 1 or self.backward_depth or not torch.is_grad_enabled():
             return
-        if tracing_state() is not None:  # sizes are no numbers then
-            self._knowledge.warn_unobserved(TRACED)
+        if tracing_state() is not None:  # sizes are symbols, not numbers
+            self._plan_cache.warn_unobserved(TRACED)
             return
-        self._eagerly.enter()
-        given: Arguments | None = None
+        self._eager.enter()
+        arguments: Arguments | None = None
         counts: list[Count] = []
-        alone = len(args) == 1 and type(args[0]) is Tensor and not args[0].is_nested
-        shape = args[0].shape if alone else ()
-        if shape and not kwargs and self._batch_dim == 0:  # the common case, in a hurry
+        is_single_tensor = len(args) == 1 and type(args[0]) is Tensor and not args[0].is_nested
+        shape = args[0].shape if is_single_tensor else ()
+        if shape and not kwargs and self._batch_dim == 0:  # fast path: one tensor
             m = shape[0]
             signature: Any = (args[0].dtype, args[0].requires_grad)
-            pattern, sizes = sizes_of((shape,))
+            size_pattern, sizes = sizes_of((shape,))
         else:
-            given = read(self._batch_dim, args, kwargs, self.names)
-            if "position_ids" in kwargs and self._looked < LOOKS:
-                self._looked += 1
+            arguments = read(self._batch_dim, args, kwargs, self.argument_names)
+            if "position_ids" in kwargs and self._position_checks < POSITION_CHECKS:
+                self._position_checks += 1
                 if is_packed(kwargs["position_ids"]):
-                    self._knowledge.warn_once("packed", packed())
-            counts, signature = self.roles.counts(given), given.signature
+                    self._plan_cache.warn_once("packed", packed())
+            counts, signature = self.roles.counts(arguments), arguments.signature
             m = counts[0].m
-            pattern, sizes = sizes_of([entry.tensor.shape for entry in given.entries])
+            size_pattern, sizes = sizes_of([entry.tensor.shape for entry in arguments.entries])
         assert self._model is not None
-        # with the inputs, this decides which graph a forward pass builds
+        # With the inputs, these settings decide which graph a forward pass builds.
         trained = tuple(map(_is_trained, self._names.parameters))
         cast = any_autocast() and (
             torch.is_autocast_enabled("cpu"),
             torch.is_autocast_enabled("cuda"),
         )
-        kind = (signature, pattern, self._model.training, cast, trained)
+        kind = (signature, size_pattern, self._model.training, cast, trained)
         self._current = call = Call(kind, sizes, m)
-        if len(counts) < 2 and (m <= 1 or self._knowledge.knows(kind, sizes)):
-            if self._knowledge.questions and kind in self._knowledge.questions:
+        if len(counts) < 2 and (m <= 1 or self._plan_cache.covers(kind, sizes)):
+            if self._plan_cache.branch_questions and kind in self._plan_cache.branch_questions:
                 call.numbers = Numbers()
                 self._enter(call.numbers)
             return
-        transformed = _how_transformed()
+        transformed = _transform_reason()
         if transformed is not None:
             self._current = None
-            self._knowledge.warn_unobserved(transformed)
+            self._plan_cache.warn_unobserved(transformed)
             return
-        entries = given.entries if given is not None else [Entry(args[0], 0, 0, None)]
-        if given is not None:
-            entries = self.roles.counting(given)
-        call.given = given
+        entries = arguments.entries if arguments is not None else [Entry(args[0], 0, 0, None)]
+        if arguments is not None:
+            entries = self.roles.counting(arguments)
+        call.arguments = arguments
         counts = counts or [Count(m)]
         call.candidates = [Candidate(count, self._tracker(entries, count)) for count in counts]
-        if given is not None and given.unseen:
-            call.distrust(f"an argument with a {given.unseen[0].__name__}")
+        if arguments is not None and arguments.opaque_types:
+            call.mark_volatile(f"an argument with a {arguments.opaque_types[0].__name__}")
         call.choose(call.candidates[0])
         self._enter(
-            _all_of([r.tracker.following() for r in call.candidates if r.tracker is not None])
+            _all_of([r.tracker.recording() for r in call.candidates if r.tracker is not None])
         )
 
     def _tracker(self, entries: Sequence[Entry], count: Count) -> Tracker | None:
-        """What follows a call under one count of samples; a single sample need not be."""
+        """Make the tracker for one number of samples; None for a single sample."""
         if count.m < 2:
             return None
         tracker = Tracker(count.m, self._model)
         if count.flat:
-            tracker.volatile = "a flat batch"  # whose rows are shared out in another way next time
+            tracker.mark_volatile("a flat batch")  # the next one assigns rows differently
             tracker.rows = rows_of(entries)
-        owned, tracker.ways = readings(entries, count)
+        owned, tracker.input_subsets = owner_hypotheses(entries, count)
         for tensor, planes in owned:
-            tracker.own(tensor, self._earlier(tensor, planes))
+            tracker.own(tensor, self._established_owners(tensor, planes))
         for entry in entries:
             if entry.rows == 1 and not entry.counts(count) and entry.tensor.numel() > 1:
-                tracker.note_single(entry.tensor)
+                tracker.mark_broadcast_row(entry.tensor)
         return tracker
 
-    def _enter(self, following: Any) -> None:
-        self._following = following
-        following.__enter__()
+    def _enter(self, recording: Any) -> None:
+        self._recording = recording
+        recording.__enter__()
 
     def after(self, module: Any, args: Any, output: Any) -> None:
-        """Note where the call's graph ends."""
+        """Record the outputs of a call, and stop tracing it."""
+        if is_paused():
+            return
         self._depth -= 1
         if self._depth == 0:
             self._frame = None
-            self._eagerly.leave()
+            self._eager.leave()
         if self._depth > 0 or self.backward_depth or not torch.is_grad_enabled():
             return
-        if self._following is not None:
-            self._following.__exit__(None, None, None)
-            self._following = None
+        if self._recording is not None:
+            self._recording.__exit__(None, None, None)
+            self._recording = None
         call, self._current = self._current, None
         if call is None or output is None:  # an error was raised
             return
@@ -250,11 +269,11 @@ class Calls:
         else:
             call.ends = [(t.grad_fn, t.output_nr) for t in tensors_in(output)]
         self.pending.append(call)
-        if len(self.pending) > RECENT:  # evaluation without no_grad: its graphs must not pile up
-            self._knowledge.note_idle(self.pending[-1 - RECENT])
+        if len(self.pending) > RECENT:  # do not accumulate graphs in evaluation without no_grad
+            self._plan_cache.record_idle(self.pending[-1 - RECENT])
             self.pending[-1 - RECENT].seal()
         if call.candidates or call.numbers is not None:
-            call.note_answers(self._knowledge.questions.get(call.kind))
+            call.record_branches(self._plan_cache.branch_questions.get(call.kind))
         if call.candidates:
             outputs = [output] if isinstance(output, Tensor) else tensors_in(output)
             with without_modes(), DisableTorchFunction():
@@ -262,40 +281,40 @@ class Calls:
                     if candidate.tracker is not None:
                         candidate.layouts = [_result(candidate.tracker, t) for t in outputs]
             if len(call.candidates) == 1:
-                self._knowledge.settle(call, call.candidates[0])
+                self._plan_cache.confirm(call, call.candidates[0])
 
-    def _abandon(self) -> None:
-        """A call was cut off without notice, by Ctrl-C for instance: nothing more comes of it."""
+    def _clean_up(self) -> None:
+        """Clean up after a call that ended without its hook (Ctrl-C, for instance)."""
         call, self._current = self._current, None
         self._depth, self._frame = 0, None
-        self._eagerly.leave()
-        if self._following is not None and call is not None:
-            above = []  # modes of other observations that were cut off in the same call
-            own = [candidate.tracker for candidate in call.candidates]
-            while (mode := current_mode()) not in (None, *own):
+        self._eager.leave()
+        if self._recording is not None and call is not None:
+            above = []  # modes of other observations that the same call has left behind
+            trackers = [candidate.tracker for candidate in call.candidates]
+            while (mode := current_mode()) not in (None, *trackers):
                 above.append(pop_mode())
             if mode is not None or not call.candidates:
-                self._following.__exit__(None, None, None)
+                self._recording.__exit__(None, None, None)
             for other in reversed(above):
                 push_mode(other)
-        self._following = None
+        self._recording = None
 
-    def _earlier(self, tensor: Tensor, planes: Tensor) -> Tensor:
-        """Owners that an earlier call of the same step has established for an input."""
+    def _established_owners(self, tensor: Tensor, planes: Tensor) -> Tensor:
+        """Return the owners that an earlier call has established for an input, else `planes`."""
         for call in self.pending:
             if call.tracker is not None and tensor.grad_fn is not None:
                 node = number_of(tensor.grad_fn) if call.sealed else tensor.grad_fn
-                known = call.tracker.nodes.get((node, tensor.output_nr))
-                if known is not None and known.shape[0] == planes.shape[0]:
-                    return known
+                owners = call.tracker.nodes.get((node, tensor.output_nr))
+                if owners is not None and owners.shape[0] == planes.shape[0]:
+                    return owners
         return planes
 
 
-def _how_transformed() -> str | None:
-    """In which way a call is not an ordinary one; such calls are let go by."""
-    if "torch._dynamo" in sys.modules:  # which may compile hooks, and must not compile this
-        found: str | None = torch.compiler.disable(_transformed)()
-        return found
+def _transform_reason() -> str | None:
+    """Return why a call cannot be observed (transformed or compiled); None if it can."""
+    if "torch._dynamo" in sys.modules:  # dynamo may compile hooks, but must not compile this
+        reason: str | None = torch.compiler.disable(_transformed)()
+        return reason
     return _transformed()
 
 
@@ -312,10 +331,10 @@ def _is_running(frame: Any) -> bool:
     return at is not None
 
 
-def _asleep() -> Calls:
+def _inactive_calls() -> Calls:
     nothing = nn.Module()
-    calls = Calls(nothing, 0, Knowledge(), Names(nothing, None))
-    calls.backward_depth = 1  # lets every call go by
+    calls = Calls(nothing, 0, PlanCache(), Names(nothing, None))
+    calls.backward_depth = 1  # ignores every call
     return calls
 
 
@@ -328,9 +347,9 @@ def _all_of(contexts: Sequence[Any]) -> Iterator[None]:
 
 
 def _result(tracker: Tracker, tensor: Tensor) -> Layout | None:
-    """The layout of an output, if each of its elements has one owner."""
+    """Return the layout of an output, if each of its elements has exactly one owner."""
     planes = tracker.owners(tensor)
     tracker.record_use(tensor, planes)
-    if planes is None or bool((is_mixed(planes[:2]) | is_nobody(planes[:2])).any()):
+    if planes is None or bool((is_mixed(planes[:2]) | is_ownerless(planes[:2])).any()):
         return None
-    return Layout.of(planes[0], tensor.shape, tracker.m)
+    return Layout.from_owners(planes[0], tensor.shape, tracker.m)

@@ -15,7 +15,7 @@ from heldin.errors import NotObservable
 __all__ = ["LEAF", "Backward", "Graph", "children_first", "number_of", "shape_of", "walk"]
 
 LEAF = "torch::autograd::AccumulateGrad"
-# The dispatch mode turns some aliases into plain views; they are the same to us.
+# The dispatch mode turns some aliases into plain views.
 _SYNONYMS = {"ReshapeAliasBackward0": "ViewBackward0", "UnsafeViewBackward0": "ViewBackward0"}
 
 
@@ -31,12 +31,12 @@ class Graph:
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """Equal for graphs with the same ops in the same places."""
+        """A value that is equal for graphs with the same ops in the same places."""
         return tuple(self.names), tuple(self.edges)
 
     @cached_property
     def children(self) -> list[list[tuple[int, int]]]:
-        """Per node and input: (position, output), with position -1 where there is nothing."""
+        """Per node and input: (position, output), with position -1 where there is no edge."""
         result: list[list[tuple[int, int]]] = []
         codes = iter(self.edges)
         for count in codes:
@@ -46,13 +46,13 @@ class Graph:
 
     @cached_property
     def by_number(self) -> dict[Any, Any]:
-        """The nodes by `number_of`; None where two threads have given the same one."""
-        found: dict[Any, Any] = {}
+        """The nodes by `number_of`; None where nodes of two threads have the same number."""
+        nodes_by_number: dict[Any, Any] = {}
         for position, node in enumerate(self.nodes):
             if position not in self.leaves:
                 number = number_of(node)
-                found[number] = None if number in found else node
-        return found
+                nodes_by_number[number] = None if number in nodes_by_number else node
+        return nodes_by_number
 
     @cached_property
     def parents(self) -> list[list[int]]:
@@ -66,37 +66,37 @@ class Graph:
 
 
 def number_of(node: Any) -> Any:
-    """What tells a node from others without keeping its graph alive; leaves have none."""
+    """Return a key that identifies a node without keeping its graph alive; not for leaves."""
     return sequence_number(node), type(node)
 
 
 _OUTPUTS = 1 << 20  # more than any op has outputs
-_NAMES: dict[type, str] = {}  # of nodes, by type
-KINDS = 4096  # types that are remembered
+_NAMES: dict[type, str] = {}  # names of nodes, by type
+KINDS = 4096  # maximum number of entries of _NAMES
 
 
 def walk(roots: Sequence[Any]) -> Graph:
-    """All nodes between the roots and the leaves."""
+    """Collect all nodes between the roots and the leaves."""
     nodes = list(dict.fromkeys(roots))
     index = {node: position for position, node in enumerate(nodes)}
     names: list[str] = []
     edges: list[int] = []
     leaves: dict[int, Tensor] = {}
-    for position, node in enumerate(nodes):  # grows while it is gone through
+    for position, node in enumerate(nodes):  # the list grows during the loop
         kind = type(node)
         name = _NAMES.get(kind)
         if name is None:
             name = node.name()
-            if name.endswith(kind.__name__) and len(_NAMES) < KINDS:  # not if several share a type
+            if name.endswith(kind.__name__) and len(_NAMES) < KINDS:  # else nodes share a type
                 _NAMES[kind] = name
         names.append(_SYNONYMS.get(name, name))
         if name == LEAF:
             leaves[position] = node.variable
             edges.append(0)
             continue
-        following = node.next_functions
-        edges.append(len(following))
-        for child, output in following:
+        recording = node.next_functions
+        edges.append(len(recording))
+        for child, output in recording:
             if child is None:
                 edges.append(-1)
                 continue
@@ -109,13 +109,13 @@ def walk(roots: Sequence[Any]) -> Graph:
 
 
 def shape_of(node: Any, output: int) -> tuple[int, ...]:
-    """The shape of what a node has put out."""
+    """Return the shape of an output of a node."""
     try:
         return tuple(outputs_of(node)[output].shape)
-    except RuntimeError:  # it has no shape of numbers
+    except RuntimeError:  # a nested tensor
         raise NotObservable(
-            f"{node.name()} works on nested tensors, in which rows cannot be followed; use padded "
-            "or packed sequences"
+            f"{node.name()} works on nested tensors, whose rows cannot be assigned to samples; use "
+            "padded or packed sequences"
         ) from None
 
 

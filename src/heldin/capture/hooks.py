@@ -18,7 +18,7 @@ Grads = Sequence[Tensor | None]
 
 @contextmanager
 def without_autocast() -> Iterator[None]:
-    """Statistics keep their precision where the user runs backward() under autocast."""
+    """Disable autocast, so that statistics keep their precision."""
     with ExitStack() as stack:
         for kind in ("cpu", "cuda"):
             if torch.is_autocast_enabled(kind):
@@ -27,29 +27,29 @@ def without_autocast() -> Iterator[None]:
 
 
 def _is_batched(grad: Tensor) -> bool:
-    """Whether this is the gradient of several passes at once."""
+    """Return whether this is the gradient of several passes at once (vmap)."""
     return is_batched_by_vmap(grad) or is_wrapped_by_transform(grad)
 
 
 class NodeHooks:
-    """Owns the prehooks of one backward pass, and knows which firings belong to it.
+    """The prehooks of one backward pass.
 
-    Not those of backward passes that our own responses run, nor those that the user's hooks run
-    through the same graph, to which the engine has given a higher number.
+    The hooks also fire in backward passes that heldin's responses or the user's hooks run through
+    the same graph. Those are ignored: the engine gives them a higher task number.
 
     Args:
-        restart: called when it turns out that what was seen so far belonged to another pass.
+        restart: called when the gradients seen so far turn out to belong to another pass.
     """
 
     def __init__(self, restart: Callable[[], None]) -> None:
         self._restart = restart
         self._handles: list[Any] = []
         self._busy = False
-        self._task: int | None = None  # the engine's number for this pass
+        self._task: int | None = None  # the autograd engine's number for this pass
         self._autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
 
     def add(self, node: Any, respond: Callable[[Grads], None]) -> None:
-        """Let a function see the gradients that are about to go into a node."""
+        """Call a function with the gradients that are about to enter a node."""
 
         def fired(grads: Grads) -> None:
             if not self._is_this_pass(grads):
@@ -75,14 +75,14 @@ class NodeHooks:
         if self._task is not None and task > self._task:
             return False
         if any(g is not None and _is_batched(g) for g in grads):
-            return False  # several passes of the user's at once
+            return False  # the user runs several passes at once (is_grads_batched)
         if self._task is not None:
             self._restart()
         self._task = task
         return True
 
     def remove(self) -> None:
-        """Leave nothing behind."""
+        """Remove all hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles = []

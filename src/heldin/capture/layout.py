@@ -1,4 +1,4 @@
-"""Where the rows of each sample lie in a tensor."""
+"""The position of each sample's rows in a tensor."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ __all__ = ["Layout"]
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Owners of the elements of a tensor, in a form that is cheap to use.
+    """The owner (sample number) of each element of a tensor.
 
-    If the owner depends on the index along one dimension only (`dim`), `split` brings the rows of
-    each sample together. Regular layouts, (index // inner) % m, are views; others are gathered.
+    If the owner depends on the index along one dimension only (`dim`), `split` groups the rows by
+    sample. Regular layouts, (index // inner) % m, are views; others are gathered.
     """
 
     m: int
     shape: tuple[int, ...]
     dim: int | None
     inner: int | None = None  # of a regular layout
-    rows: Tensor | None = None  # (m, r): indices along dim; shape[dim] is a blank
-    given: Tensor | None = None  # owners, of a layout that is not regular
+    rows: Tensor | None = None  # (m, r): indices along dim, padded with shape[dim]
+    explicit_owner: Tensor | None = None  # owners of a layout that is not regular
     _on_device: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, owner: Tensor, shape: Sequence[int], m: int) -> Layout:
+    def from_owners(cls, owner: Tensor, shape: Sequence[int], m: int) -> Layout:
         varying = [d for d, size in enumerate(owner.shape) if size > 1]
         shape = tuple(shape)
         owner = owner.long()
         if len(varying) != 1:
-            return cls(m, shape, None, given=owner)
+            return cls(m, shape, None, explicit_owner=owner)
         (dim,) = varying
         line = owner.flatten()
         size = len(line)
@@ -47,13 +47,13 @@ class Layout:
         rows = torch.full((m, int(counts.max())), size)
         for sample in range(m):
             rows[sample, : int(counts[sample])] = (line == sample).nonzero().flatten()
-        return cls(m, shape, dim, rows=rows, given=owner)
+        return cls(m, shape, dim, rows=rows, explicit_owner=owner)
 
     @cached_property
     def owner(self) -> Tensor:
         """The owner of each element, broadcastable to the shape."""
-        if self.given is not None:
-            return self.given
+        if self.explicit_owner is not None:
+            return self.explicit_owner
         assert self.dim is not None
         assert self.inner is not None
         line = torch.arange(self.shape[self.dim]) // self.inner % self.m
@@ -61,29 +61,29 @@ class Layout:
 
     @property
     def outer(self) -> int | None:
-        """Of a regular layout: how often the samples come round along the dimension."""
+        """Number of times that a regular layout cycles through the samples along `dim`."""
         if self.inner is None or self.dim is None:
             return None
         return self.shape[self.dim] // (self.m * self.inner)
 
     @property
     def per_sample(self) -> int:
-        """Rows that each sample has along the dimension."""
+        """Rows per sample along `dim`, padding included."""
         assert self.dim is not None
         return self.shape[self.dim] // self.m if self.rows is None else self.rows.shape[1]
 
     def owner_on(self, device: torch.device) -> Tensor:
-        """The owners on a device, copied there once."""
+        """Return the owners on a device, copied there once."""
         return self._there("owner", self.owner, device)
 
     def _there(self, name: str, tensor: Tensor, device: torch.device) -> Tensor:
-        found = self._on_device.get((name, device))
-        if found is None:
-            found = self._on_device[name, device] = tensor.to(device)
-        return found
+        on_device = self._on_device.get((name, device))
+        if on_device is None:
+            on_device = self._on_device[name, device] = tensor.to(device)
+        return on_device
 
     def split(self, tensor: Tensor, dim: int | None = None) -> Tensor:
-        """(m, r, ...): the rows of each sample along a dimension (default: the layout's own)."""
+        """Group the rows along a dimension by sample, (m, r, ...); the default is `self.dim`."""
         dim = self.dim if dim is None else dim
         assert dim is not None
         if self.rows is not None:
@@ -103,6 +103,6 @@ class Layout:
         return parts.movedim((dim + 1, dim, dim + 2), (0, 1, 2)).flatten(1, 2)
 
     def mask(self, lo: int, hi: int, device: torch.device) -> Tensor:
-        """(hi - lo, ...), broadcastable to the shape: true where a sample owns the element."""
+        """Return masks of the elements of samples lo..hi-1, broadcastable to (hi - lo, *shape)."""
         samples = torch.arange(lo, hi, device=device).reshape(-1, *[1] * len(self.shape))
         return self.owner_on(device) == samples

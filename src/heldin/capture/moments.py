@@ -15,23 +15,23 @@ from heldin._private_torch import norms
 
 __all__ = ["Moments", "as_real", "ratio_sums", "smallest_square", "snr", "upcast", "which_finite"]
 
-SMALL = 1 << 13  # coordinates up to which tensors are put one after the other
-# coordinates of a large tensor that are worked on at a time: so many stay in a processor's cache
+SMALL = 1 << 13  # maximum number of coordinates of tensors that are concatenated
+# Coordinates of a large tensor per chunk, small enough for the processor's cache.
 PIECE, LARGE_PIECE = 1 << 17, 1 << 22
 
 
 def upcast(tensor: Tensor) -> Tensor:
-    """The tensor in the precision in which statistics are kept: at least float32."""
+    """Return the tensor in the precision of statistics: at least float32."""
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
 def as_real(tensor: Tensor) -> Tensor:
-    """A complex tensor as a real one (..., 2): two coordinates for each entry."""
+    """Return a complex tensor as a real one (..., 2), with two coordinates per entry."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def snr(total: Tensor, squares: Tensor, count: int) -> Tensor:
-    r"""The paper's \(f_k = m\,g_k^2 / \hat\Sigma_k\), from sums over m samples.
+    r"""Return the paper's \(f_k = m\,g_k^2 / \hat\Sigma_k\), from sums over m samples.
 
     With g = total / m and the unbiased variance, f = (m-1) total^2 / (m squares - total^2). It is
     computed through q = total^2 / squares, as f = q (m-1) / (m-q), and where rounding hides the
@@ -49,9 +49,9 @@ def snr(total: Tensor, squares: Tensor, count: int) -> Tensor:
 
 
 def smallest_square(dtype: torch.dtype) -> float:
-    """Below it a sum of squares has too few bits for a ratio: its coordinate counts as dead.
+    """Return the smallest sum of squares of a live coordinate; below it, too few bits remain.
 
-    Contributions of 1e-17 and less, in single precision.
+    In single precision this excludes contributions of 1e-17 and less.
     """
     return torch.finfo(dtype).tiny * 2.0**17
 
@@ -59,22 +59,22 @@ def smallest_square(dtype: torch.dtype) -> float:
 def ratio_sums(
     pairs: Sequence[tuple[Tensor, Tensor]], count: int, symmetric: bool = False
 ) -> Tensor:
-    """For each pair of total and squares: sum of f (or q), live coordinates, largest square.
+    """Return, per pair of total and squares: sum of f (or q), live coordinates, largest square.
 
-    The result has a row for each pair and stays on the device: nothing here waits for it. The last
-    column is inf or nan if a contribution was.
+    The result has a row per pair and stays on the device, without synchronisation. The last column
+    is inf or nan if a contribution was.
 
     >>> ratio_sums([(torch.tensor([2.0, 0.0]), torch.tensor([4.0, 0.0]))], 2)
     tensor([[1., 1., 4.]])
     """
-    groups: dict[Any, list[int]] = {}  # small tensors of a kind, each of the others by itself
+    groups: dict[Any, list[int]] = {}  # small tensors by dtype and device, large ones singly
     for i, (total, _) in enumerate(pairs):
         small = total.numel() <= SMALL
         groups.setdefault((total.dtype, total.device) if small else i, []).append(i)
     tables = [
-        _of_large(*pairs[members[0]], count, symmetric)
+        _large_sums(*pairs[members[0]], count, symmetric)
         if isinstance(key, int)
-        else _of_small([pairs[i] for i in members], count, symmetric)
+        else _small_sums([pairs[i] for i in members], count, symmetric)
         for key, members in groups.items()
     ]
     if len(tables) == 1:
@@ -86,8 +86,8 @@ def ratio_sums(
     return torch.stack([rows[at] for at in sorted(range(len(order)), key=order.__getitem__)])
 
 
-def _of_small(pairs: Sequence[tuple[Tensor, Tensor]], count: int, symmetric: bool) -> Tensor:
-    """The sums of tensors that are put one after the other: few operations for all of them."""
+def _small_sums(pairs: Sequence[tuple[Tensor, Tensor]], count: int, symmetric: bool) -> Tensor:
+    """Return the sums of small tensors, concatenated to save operations."""
     sizes = [total.numel() for total, _ in pairs]
     total = torch.cat([total.reshape(-1) for total, _ in pairs])
     squares = torch.cat([squares.reshape(-1) for _, squares in pairs])
@@ -100,14 +100,14 @@ def _of_small(pairs: Sequence[tuple[Tensor, Tensor]], count: int, symmetric: boo
     return torch.stack(columns).reshape(3, -1).mT
 
 
-def _of_large(total: Tensor, squares: Tensor, count: int, symmetric: bool) -> Tensor:
-    """The sums of one tensor in pieces, with nothing of its size in between."""
+def _large_sums(total: Tensor, squares: Tensor, count: int, symmetric: bool) -> Tensor:
+    """Return the sums of one large tensor in chunks, without temporaries of its size."""
     total, squares = total.reshape(-1), squares.reshape(-1)
     size = PIECE if total.device.type == "cpu" else LARGE_PIECE
     info, dead = torch.finfo(squares.dtype), smallest_square(squares.dtype)
     tiny = squares.new_full((), info.tiny)
-    room = squares.new_empty(3, min(size, total.numel()))  # written again for every piece
-    found = []
+    room = squares.new_empty(3, min(size, total.numel()))  # reused for every chunk
+    sums = []
     for first, second in zip(total.split(size), squares.split(size), strict=True):
         below, least, live = room[:, : len(first)]
         torch.ge(second, dead, out=live)
@@ -118,19 +118,19 @@ def _of_large(total: Tensor, squares: Tensor, count: int, symmetric: bool) -> Te
             torch.addcmul(second, first, first, value=-1 / count, out=below)
             torch.maximum(below, least, out=below)
         torch.div(first, below, out=below).mul_(live)
-        found += [torch.dot(below, first), live.sum(), second.amax()]
-    table = torch.stack(found).reshape(-1, 3)
-    if table.device.type != "mps":  # which has no double precision
-        table = table.double()  # a large tensor has more coordinates than floats can count
+        sums += [torch.dot(below, first), live.sum(), second.amax()]
+    table = torch.stack(sums).reshape(-1, 3)
+    if table.device.type != "mps":  # MPS has no double precision
+        table = table.double()  # float32 cannot count the coordinates of a large tensor
     factor = 1.0 if symmetric else 1 - 1 / count
     return torch.stack([table[:, 0].sum() * factor, table[:, 1].sum(), table[:, 2].amax()])[None]
 
 
 def _ratios(total: Tensor, squares: Tensor, count: int, symmetric: bool) -> tuple[Tensor, Tensor]:
-    """The ratio of each coordinate, 0 if it is dead, and whether it is alive.
+    """Return the ratio of each coordinate (0 if it is dead), and whether it is live.
 
-    f = (1 - 1/m) total^2 / (squares - total^2 / m), where rounding may leave nothing of the
-    variance: it is taken to be at least 4 eps of the squares, so that f is large, not negative.
+    f = (1 - 1/m) total^2 / (squares - total^2 / m). Rounding may cancel the variance, so it is
+    clamped to at least 4 eps of the squares: f is then large, not negative.
     """
     info = torch.finfo(squares.dtype)
     live = squares >= smallest_square(squares.dtype)
@@ -145,14 +145,15 @@ def _ratios(total: Tensor, squares: Tensor, count: int, symmetric: bool) -> tupl
 
 @dataclass(frozen=True, eq=False)
 class Moments:
-    """What is known about the contributions of `count` samples to one parameter's gradient.
+    """Sum and sum of squares of the contributions of `count` samples to a parameter's gradient.
 
     Attributes:
-        total: sum of the contributions, on the loss's own scale; the parameter's shape (that of a
-            complex one has real and imaginary parts along a last dimension).
+        total: sum of the contributions, on the scale of the loss; it has the parameter's shape
+            (real and imaginary parts of a complex one along an extra last dimension).
         squares: sum of their squares.
         count: number of samples.
-        weight: how many coordinates of the parameter each one here stands for (1: all are here).
+        weight: number of the parameter's coordinates that each one here represents (1: all are
+            here).
 
     >>> m = Moments(torch.tensor([2.0]), torch.tensor([4.0]), 2)     # contributions 0 and 2
     >>> m.snr
@@ -166,7 +167,7 @@ class Moments:
 
     @cached_property
     def snr(self) -> Tensor:
-        """f_k, elementwise; nan where no sample contributed."""
+        """The paper's f_k, elementwise; nan where no sample contributed."""
         return snr(self.total, self.squares, self.count)
 
     @cached_property
@@ -190,12 +191,12 @@ class Moments:
 
 
 def which_finite(moments: Sequence[Moments]) -> list[bool]:
-    """Whether no contribution was inf or nan, for each; waits for the device once.
+    """Return for each whether no contribution was inf or nan; synchronises with the device once.
 
     >>> which_finite([Moments(torch.ones(2), torch.tensor([1.0, torch.inf]), 3)])
     [False]
     """
     sums = [each.squares.sum() + each.total.sum() for each in moments]
     table = torch.stack([each.to(sums[0].device) for each in sums]) if sums else torch.zeros(0)
-    found: list[bool] = table.isfinite().tolist()
-    return found
+    finite: list[bool] = table.isfinite().tolist()
+    return finite

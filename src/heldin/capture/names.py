@@ -13,17 +13,17 @@ __all__ = ["Names"]
 
 
 class Names:
-    """The names of a model's parameters, by id; looked up again when there are new parameters.
+    """The names of a model's parameters, read again when the model has new parameters.
 
     Attributes:
-        by_id: of those that are observed.
-        parameters: all of the model's.
-        order: the names of those that are observed, with their place in the model.
+        by_id: names of the observed parameters, by `id()`.
+        parameters: all parameters of the model.
+        order: position in the model, by name of the observed parameter.
 
     Args:
-        model: whose parameters they are.
-        selects: which are observed, by name (None: all).
-        real: refuse complex ones.
+        model: the model.
+        selects: which parameters are observed, by name (None: all).
+        real: refuse complex parameters.
     """
 
     def __init__(
@@ -35,27 +35,27 @@ class Names:
         self._model: nn.Module | None = model
         self._named: list[tuple[str, Tensor]] = []
         self._selects, self._real = selects, real
-        self._alive: dict[int, weakref.ref[Tensor]] = {}  # an id may be used again
-        self._gathered: dict[int, tuple[weakref.ref[Tensor], str]] = {}  # of sharded parameters
+        self._alive: dict[int, weakref.ref[Tensor]] = {}  # because Python reuses ids
+        self._gathered: dict[int, tuple[weakref.ref[Tensor], str]] = {}  # unsharded parameters
         self._find()
 
-    def of(self, leaves: Iterable[Tensor]) -> dict[int, str]:
-        """The names by id, with those of all these leaves that are parameters."""
+    def for_leaves(self, leaves: Iterable[Tensor]) -> dict[int, str]:
+        """Return the names by id, updated if a leaf is not known yet."""
         alive = self._alive
         for leaf in leaves:
-            known = alive.get(id(leaf))
-            if known is None or known() is not leaf:
+            reference = alive.get(id(leaf))
+            if reference is None or reference() is not leaf:
                 self._find()
                 break
         return self.by_id
 
     def trained(self) -> list[str]:
-        """Those that are observed and require a gradient, in the model's order."""
+        """List the observed parameters that require a gradient, in the model's order."""
         return [name for name, p in self._named if p.requires_grad]
 
     def _find(self) -> None:
-        """Read the names again; other threads read them, so that tables are put in place whole."""
-        if self._model is None:  # closed by another thread, in the middle of a pass
+        """Read the names from the model. Tables are replaced whole, as other threads read them."""
+        if self._model is None:  # closed by another thread during a pass
             return
         named = list(self._model.named_parameters())
         self.parameters = [p for _, p in named]
@@ -74,17 +74,17 @@ class Names:
         for name, p in named:
             if self._real and p.is_complex() and p.requires_grad and id(p) in by_id:
                 raise NotObservable(
-                    f"parameter {name!r} is complex, and single entries of it cannot be looked at. "
-                    "Keep it as a real one of shape (..., 2) and use torch.view_as_complex in "
-                    "forward(), or leave it out with parameters=..."
+                    f"parameter {name!r} is complex, so its contributions do not have its shape. "
+                    "Store it as a real parameter of shape (..., 2) and use torch.view_as_complex "
+                    "in forward(), or exclude it with parameters=..."
                 )
-        everyone = [p for _, p in named] + [p for p, _ in gathered]
-        self._alive, self.by_id = {id(p): weakref.ref(p) for p in everyone}, by_id
+        all_parameters = [p for _, p in named] + [p for p, _ in gathered]
+        self._alive, self.by_id = {id(p): weakref.ref(p) for p in all_parameters}, by_id
 
     def gathered(self, parameter: Tensor, name: str) -> None:
-        """A sharded parameter was gathered for a forward pass."""
-        known = self._gathered.get(id(parameter))
-        if known is None or known[0]() is not parameter:
+        """Record the name of a sharded parameter that was gathered for a forward pass."""
+        entry = self._gathered.get(id(parameter))
+        if entry is None or entry[0]() is not parameter:
             self._gathered[id(parameter)] = (weakref.ref(parameter), name)
             self._add(parameter, name)
 
@@ -94,7 +94,7 @@ class Names:
             self.by_id[id(parameter)] = name
 
     def forget(self) -> None:
-        """Let go of the model."""
+        """Drop all references to the model."""
         self._model = None
         self.by_id, self._alive, self._gathered = {}, {}, {}
         self.parameters, self._named = [], []

@@ -22,11 +22,11 @@ T = TypeVar("T")
 
 
 class Observation(Mapping[str, Moments]):
-    """What `heldin.observe` yields: the moments of every parameter seen, by name.
+    """The moments of every observed parameter, by name, as `heldin.observe` yields them.
 
-    The moments of all backward passes in the block add up, except of those whose gradients were set
-    to None or zero before an optimiser has stepped with them. Parameters that are frozen or were
-    not used are absent.
+    The moments of all backward passes in the block add up, except those of passes whose gradients
+    were set to None or zero before an optimiser has used them. Frozen and unused parameters are
+    absent.
 
     >>> import heldin, torch
     >>> model = torch.nn.Linear(3, 1)
@@ -42,7 +42,7 @@ class Observation(Mapping[str, Moments]):
         self._collector = collector
         self._forgotten: weakref.finalize[..., Any] | None = None
 
-    # -- the mapping; two observations are never the same
+    # -- the mapping; two observations are never equal
 
     __eq__ = object.__eq__
     __hash__ = object.__hash__
@@ -61,27 +61,27 @@ class Observation(Mapping[str, Moments]):
 
     @property
     def count(self) -> int:
-        """Number of samples seen (of micro-batches, if these are taken for samples)."""
+        """Number of samples (of micro-batches for the "microbatch" estimator)."""
         return self._collector.count
 
     @property
     def estimator(self) -> Estimator:
-        """How parameters are looked at: "exact", "sampled" or "microbatch"."""
+        """The estimator: "exact", "sampled" or "microbatch"."""
         return self._collector.estimator
 
     def clear(self, redraw: bool = True) -> None:
-        """Forget the sums, and calls not followed by a backward pass; what was learnt is kept.
+        """Reset the sums and drop calls without a backward pass; cached plans are kept.
 
         Args:
-            redraw: whether the sampled estimator looks at other coordinates from now on.
+            redraw: whether the sampled estimator draws other coordinates for the next step.
         """
         self._collector.clear(redraw)
 
     def call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run a function as if it were the model's forward pass, and return its result.
 
-        For training steps that do not go through the model's own `forward`: the tensors among the
-        arguments count the samples.
+        For training steps that do not go through the model's `forward`. The number of samples is
+        read from the tensors among the arguments.
         """
         return self._collector.call(function, *args, **kwargs)
 
@@ -102,18 +102,18 @@ class Observation(Mapping[str, Moments]):
         self.close()
 
     def resume(self) -> None:
-        """Go on observing after `pause`."""
+        """Resume observing after `pause`."""
         if not self._collector.closed:
             attach(self._collector)
-            if self._forgotten is None:  # one that nobody holds any more is closed
+            if self._forgotten is None:  # close the collector when this object is garbage-collected
                 self._forgotten = weakref.finalize(self, _close, self._collector)
 
     def pause(self) -> None:
-        """Observe nothing, at no cost, until `resume`; sums and what was learnt are kept."""
+        """Remove all hooks until `resume`; sums and cached plans are kept."""
         detach(self._collector)
 
     def close(self) -> None:
-        """Stop observing and let go of the model."""
+        """Stop observing and release the model. The moments remain available."""
         _close(self._collector)
 
 
@@ -135,18 +135,19 @@ def observe(
 
     Args:
         model: any eager PyTorch model. It is neither wrapped nor changed.
-        batch_dim: the dimension of the model's inputs that counts samples; or, for inputs that
-            differ, a mapping from argument names or positions to it (None: not a batch; "owner":
-            a vector with the number of the sample that each row is of, as graphs are batched; the
-            others have 0).
+        batch_dim: the batch dimension of the model's inputs. If inputs differ, a mapping from
+            argument names or positions to their batch dimension (default 0). None marks an
+            argument that is not a batch, "owner" a vector with the sample number of each row, as
+            in batches of graphs.
         parameters: which parameters to observe, by name (default: all).
-        estimator: "exact" gives every coordinate of every parameter. "sampled" looks at a random
-            block of coordinates of each, new after every `clear`, at a fraction of the cost; what
-            it gives has the shape of the block. After the first `clear` it looks at 32 parameters
-            at a time, in turns. "microbatch" takes the gradient of each backward pass for one
-            sample, for models that cannot be looked into (compiled, for instance).
+        estimator: "exact" observes every coordinate of every parameter. "sampled" observes a
+            random block of coordinates of each parameter, drawn again after every `clear`, at a
+            fraction of the cost; its moments have the shape of the block. After the first `clear`
+            it observes 32 parameters per draw, in turn. "microbatch" treats the gradient of each
+            backward pass as one sample, for models that cannot be traced (compiled ones, for
+            instance).
         budget: coordinates per parameter of the sampled estimator; smaller parameters are exact.
-        seed: of the sampled blocks; the global random stream is never used.
+        seed: seed of the sampled blocks; the global random state is never used.
 
     >>> import heldin, torch
     >>> model = torch.nn.Linear(3, 1)

@@ -1,4 +1,4 @@
-"""One backward pass that a collector watches: attach, (the pass), finish, close."""
+"""One backward pass under observation: attach, (the pass), finish, close."""
 
 from __future__ import annotations
 
@@ -7,27 +7,29 @@ from typing import Protocol
 
 from torch import Tensor
 
+from .call import Call
 from .forward import Calls
-from .knowledge import Call
 from .passes import PassResult, Recorder
 
 __all__ = ["ObservedPass"]
 
 
-class Watching(Protocol):
-    """A collector, as far as its passes need it."""
+class PassOwner(Protocol):
+    """The part of a collector's interface that its passes need."""
 
-    calls: Calls
+    @property
+    def calls(self) -> Calls:
+        """The forward passes of the model."""
 
     def add(self, observed: ObservedPass, result: PassResult) -> None:
-        """Take in what a backward pass has shown."""
+        """Add the result of a backward pass."""
 
-    def broken_off(self, leaves: Mapping[str, Tensor]) -> None:
-        """A backward pass has failed."""
+    def on_backward_failed(self, leaves: Mapping[str, Tensor]) -> None:
+        """Record the gradients that a failed backward pass has left."""
 
 
 class ObservedPass:
-    """A backward pass that one collector watches.
+    """A backward pass that one collector observes.
 
     Attributes:
         calls: the calls of the model that it goes back through.
@@ -37,7 +39,7 @@ class ObservedPass:
 
     def __init__(
         self,
-        collector: Watching,
+        collector: PassOwner,
         recorder: Recorder,
         calls: Sequence[Call],
         leaves: Mapping[str, Tensor],
@@ -49,20 +51,20 @@ class ObservedPass:
         collector.calls.backward_depth += 1
 
     def attach(self) -> None:
-        """Listen at the nodes of the graph."""
+        """Register the hooks on the graph's nodes."""
         self._attached = True
         self._recorder.attach()
 
     def finish(self) -> None:
-        """The pass went through."""
+        """Pass the result to the collector after a successful backward pass."""
         self._finished = True
         self._collector.add(self, self._recorder.result())
 
     def close(self) -> None:
-        """Let go of the graph, also after an error."""
+        """Remove the hooks and release the graph, also after an error."""
         self._recorder.close()
         self._collector.calls.backward_depth -= 1
         if not self._finished:
             self._collector.calls.done(self.calls)
             if self._attached:
-                self._collector.broken_off(self.leaves)
+                self._collector.on_backward_failed(self.leaves)

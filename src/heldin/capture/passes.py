@@ -1,7 +1,7 @@
 """One backward pass under observation: from the hooks of a plan to sums of contributions.
 
-A recorder takes a context and returns a result; it writes into nothing else but the caches of its
-plan, which hold what was learnt about the uses.
+A recorder takes a context and returns a result. It writes into nothing else but the caches of its
+plan.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ NO_GRAPH = Graph([], {}, [], [], {})
 
 @dataclass(slots=True)
 class ParameterSums:
-    """What one backward pass, or several, have shown of one parameter.
+    """The sums of one parameter over one backward pass or several.
 
     Attributes:
         total: sum of the samples' contributions.
         squares: sum of their squares.
-        shared: what a penalty adds to the gradient, which belongs to all samples alike.
-        weight: how many coordinates each one here stands for.
+        shared: gradient of a penalty, in which all samples have the same share.
+        weight: number of coordinates that each sampled coordinate represents.
     """
 
     total: Tensor
@@ -48,18 +48,18 @@ class ParameterSums:
 
 @dataclass(frozen=True)
 class PassContext:
-    """What a recorder has to know.
+    """The inputs of a recorder.
 
     Attributes:
         graph, plan: the graph of the pass, and how to observe it.
-        sampler: draws blocks of coordinates; None: all of them.
-        chosen: the parameters that are looked at; None: all of them.
-        per_sample: hand out the contributions themselves in the place of their sums.
-        known: sums that are known before the pass.
-        inputs: what `backward(inputs=...)` was given.
+        sampler: draws blocks of coordinates; None: observe all coordinates.
+        chosen: the parameters to observe; None: all of them.
+        per_sample: return the contributions themselves instead of their sums.
+        known: sums that were computed before the pass.
+        inputs: the argument of `backward(inputs=...)`.
         names: the names of the observed parameters, by id.
-        spare: sums of earlier passes that nobody reads any more; their memory is used again.
-        keep: hand out the contributions beside their sums: another pass may add to them.
+        spare: sums of earlier passes that are no longer read, whose memory may be reused.
+        keep: return the contributions as well, because another pass may add to them.
     """
 
     graph: Graph
@@ -76,15 +76,15 @@ class PassContext:
 
 @dataclass(frozen=True)
 class PassResult:
-    """What a backward pass has shown.
+    """The result of an observed backward pass.
 
     Attributes:
         m: number of samples.
-        sums: by name of the parameter.
-        per_sample: contributions (m, ...), if these were asked for.
-        whole: parameters that could not be looked at in part.
-        parts: the contributions behind the sums, if they are to be kept.
-        held: what these were read from.
+        sums: sums by parameter name.
+        per_sample: contributions (m, ...) by parameter name, if `PassContext.per_sample`.
+        whole: parameters that cannot be sampled in blocks.
+        parts: the contributions behind the sums, if `PassContext.keep`.
+        held: gradients that `parts` were read from.
     """
 
     m: int
@@ -96,7 +96,7 @@ class PassResult:
 
 
 class Recorder:
-    """Collects the contributions of each parameter's uses during a pass, and sums them.
+    """A recorder of the contributions to each parameter during one backward pass.
 
     Attributes:
         wanted: the observed parameters that get a gradient; None: all that the pass reaches.
@@ -107,7 +107,7 @@ class Recorder:
         self._graph, self._plan = context.graph, context.plan
         self._sampler, self._chosen = context.sampler, context.chosen
         self._hooks = NodeHooks(self._start)
-        inputs = context.inputs  # only what it names gets a gradient
+        inputs = context.inputs  # if given, only these get a gradient
         self.wanted = None if inputs is None else self._names_of(inputs)
         self._start()
 
@@ -124,7 +124,7 @@ class Recorder:
     # -- around the pass
 
     def attach(self) -> None:
-        """Listen at the nodes of the plan."""
+        """Register hooks on the nodes of the plan."""
         plan, nodes, hooks = self._plan, self._graph.nodes, self._hooks
         for position, uses in plan.uses.items():
             if self._chosen is not None:
@@ -143,13 +143,13 @@ class Recorder:
 
     @property
     def _writes_out(self) -> bool:
-        """Whether contributions are needed, not only their sums."""
+        """Whether the contributions are needed, not only their sums."""
         return self._context.per_sample or self._context.keep
 
     def _waits_for_leaf(self, name: str) -> bool:
-        """Whether the gradient itself is needed: it is the sum, or holds a penalty's part.
+        """Return whether the gradient itself is needed, as the sum or for a penalty's share.
 
-        A sampled parameter whose uses all lead straight to it is complete with the last of them.
+        A sampled parameter that is reached through views only is complete with its last use.
         """
         plan = self._plan
         if plan.m == 1 or name in plan.shared or name in plan.unused:
@@ -157,26 +157,32 @@ class Recorder:
         return name in plan.paths and not (self._sampler is not None and name in plan.direct)
 
     def result(self) -> PassResult:
-        """The pass went through."""
+        """Return the sums after a successful pass."""
         sums = self._sums
         if self.wanted is not None:
-            sums = {name: each for name, each in sums.items() if name in self.wanted}
-        if self._chosen is not None:  # a path may lead to others, too
-            sums = {name: each for name, each in sums.items() if name in self._chosen}
-        kept, held = self._kept, self._held
-        return PassResult(self._plan.m, sums, self._per_sample, self._whole, kept, held)
+            sums = {
+                name: parameter_sums for name, parameter_sums in sums.items() if name in self.wanted
+            }
+        if self._chosen is not None:  # a path may lead to other parameters as well
+            sums = {
+                name: parameter_sums
+                for name, parameter_sums in sums.items()
+                if name in self._chosen
+            }
+        parts, held = self._kept, self._held
+        return PassResult(self._plan.m, sums, self._per_sample, self._whole, parts, held)
 
     def _names_of(self, inputs: Any) -> set[str]:
-        given = inputs if isinstance(inputs, Sequence) else [inputs]
-        nodes = [edge.node for edge in given if not isinstance(edge, Tensor)]
-        ids = {id(tensor) for tensor in given if isinstance(tensor, Tensor)}
+        targets = inputs if isinstance(inputs, Sequence) else [inputs]
+        nodes = [edge.node for edge in targets if not isinstance(edge, Tensor)]
+        ids = {id(tensor) for tensor in targets if isinstance(tensor, Tensor)}
         leaves = self._graph.leaves.items()
         ids |= {id(leaf) for i, leaf in leaves if self._graph.nodes[i] in nodes}
         names = self._context.names
-        return {names[each] for each in ids if each in names}
+        return {names[key] for key in ids if key in names}
 
     def close(self) -> None:
-        """Let go of the graph, also after an error."""
+        """Remove the hooks and release the graph, also after an error."""
         self._hooks.remove()
         self._parts, self._pulled = {}, {}
         self._graph = NO_GRAPH
@@ -187,7 +193,7 @@ class Recorder:
     def _on_use(
         self, position: int, uses: Sequence[tuple[int, ParameterPath]], grads: Grads
     ) -> None:
-        """Parameters meet data at a node, and the gradient is about to pass by."""
+        """Record contributions at a node where parameters meet data, just before it runs."""
         plan, node = self._plan, self._graph.nodes[position]
         layouts = plan.layouts[position]
         if self._context.keep:
@@ -201,9 +207,9 @@ class Recorder:
     def _record(self, use: OpUse, path: ParameterPath) -> None:
         name, sampler = path.params[0], self._sampler
         part = self._contributions(use, path)
-        if isinstance(part, Lazy):  # what it reads will be gone when the node has run
-            alone = path.chain is not None and self._plan.is_used_once(name)
-            if alone and name not in self._plan.shared and not self._writes_out:
+        if isinstance(part, Lazy):  # the node frees its saved tensors when it has run
+            is_only_use = path.chain is not None and self._plan.is_used_once(name)
+            if is_only_use and name not in self._plan.shared and not self._writes_out:
                 self._whole.add(name)
                 self._sums[name] = ParameterSums(*self._in_place(path, part).moments(None))
                 return
@@ -219,7 +225,7 @@ class Recorder:
                 self._finish(name, None)
 
     def _contributions(self, use: OpUse, path: ParameterPath) -> Contributions:
-        """The contributions of a use; of a sampled vector, only of the block that is drawn."""
+        """Return the contributions of a use; for a sampled vector, only to its block."""
         if self._sampler is None or path.chain != () or len(use.shape) != 1:
             return contributions(use)
         new, name = use.cache.no_cancellation is None, path.params[0]
@@ -231,7 +237,7 @@ class Recorder:
         return part
 
     def _in_place(self, path: ParameterPath, part: Contributions) -> Contributions:
-        """The contributions in the shape of the parameter."""
+        """Return the contributions in the shape of the parameter."""
         if path.transposed and isinstance(part, Outer):
             return part.transposed()
         leaf = self._graph.leaves[self._plan.leaves[path.params[0]]]
@@ -240,7 +246,7 @@ class Recorder:
         return Real(part) if leaf.is_complex() else part
 
     def _on_pull(self, position: int, grads: Grads) -> None:
-        """All uses of a data-free tensor are known, and it is about to pass its gradient down."""
+        """Pull contributions back through a data-free node, all uses of which are recorded."""
         for path in self._plan.pulled[position]:
             parts = self._parts.pop(path.key, None)
             if parts is not None:
@@ -251,8 +257,8 @@ class Recorder:
         leaves = [graph.leaves[plan.leaves[name]] for name in path.params]
         sizes = sum(leaf.numel() for leaf in leaves) + sum(part.numel for part in parts)
         step = max(1, min(plan.m, CHUNK // max(1, sizes)))
-        alone = not self._writes_out and not plan.shared
-        alone = alone and all(len(plan.paths[name]) == 1 for name in path.params)
+        sums_directly = not self._writes_out and not plan.shared
+        sums_directly = sums_directly and all(len(plan.paths[name]) == 1 for name in path.params)
         self._whole.update(path.params)
         chunks = []
         for lo in range(0, plan.m, step):
@@ -261,36 +267,36 @@ class Recorder:
                 value = value + part.samples(lo, min(plan.m, lo + step))
             pulled = pull_back(graph, path, value, leaves, plan.trusted)
             grads = [as_real(upcast(grad)) for grad in pulled]
-            if not alone:
+            if not sums_directly:
                 chunks.append(grads)
                 continue
             for name, grad in zip(path.params, grads, strict=True):
                 first, second = grad.sum(0), grad.square().sum(0)
-                known = self._sums.get(name)
-                if known is not None:
-                    first, second = known.total + first, known.squares + second
+                previous = self._sums.get(name)
+                if previous is not None:
+                    first, second = previous.total + first, previous.squares + second
                 self._sums[name] = ParameterSums(first, second)
         if chunks:
             for name, *pieces in zip(path.params, *chunks, strict=True):
                 self._pulled.setdefault(name, []).append(Rows(torch.cat(pieces)))
 
     def _on_leaf(self, name: str, grads: Grads) -> None:
-        """The gradient of a parameter is complete."""
+        """Finish a parameter whose gradient is complete."""
         grad = grads[0]
         if grad is None:
             return
         if self._plan.m == 1:
             dense = as_real(upcast(grad.to_dense() if grad.is_sparse else grad))
             block, weight = block_of(self._sampler, name, dense, 1)
-            each = dense[block]
-            self._sums[name] = ParameterSums(each.clone(), each.square(), None, weight)
+            values = dense[block]
+            self._sums[name] = ParameterSums(values.clone(), values.square(), None, weight)
             if self._context.keep:
-                self._kept[name] = [Rows(each.clone()[None])]
+                self._kept[name] = [Rows(values.clone()[None])]
         elif name not in self._sums:
             self._finish(name, as_real(grad))
 
     def _finish(self, name: str, grad: Tensor | None) -> None:
-        """All contributions to a parameter are known (and its gradient, if it was waited for)."""
+        """Reduce all contributions to a parameter; `grad` is its gradient, if it was needed."""
         plan = self._plan
         parts = list(self._pulled.pop(name, []))
         for path in plan.paths.get(name, []):
@@ -305,7 +311,7 @@ class Recorder:
             self._sums[name] = ParameterSums(zero, zero.clone(), shared)
 
     def _reduce(self, name: str, parts: list[Contributions], grad: Tensor | None) -> None:
-        """Sum the contributions of all uses of a parameter, or write them out."""
+        """Sum the contributions of all uses of a parameter, or store them per sample."""
         plan, sampler = self._plan, self._sampler
         if self._context.per_sample:
             first, *others = (part.samples(0, plan.m) for part in parts)
@@ -323,7 +329,7 @@ class Recorder:
         if weight != 1.0:
             self._sums[name] = ParameterSums(*moments(parts), None, weight)
             return
-        total = grad  # unless a hook or a penalty has changed it, or it is rounded more than sums
+        total = grad  # unless a hook or a penalty changes it, or its precision is too low
         if (
             grad is None
             or penalised
@@ -344,7 +350,7 @@ class Recorder:
     def _restricted(
         self, sampler: Sampler, name: str, shape: tuple[int, ...], parts: list[Contributions]
     ) -> tuple[list[Contributions], float]:
-        """The contributions to the sampled block, and what each coordinate stands for."""
+        """Return the contributions to the sampled block, and the weight of its coordinates."""
         uncut = [part.shape == shape for part in parts]  # others were narrowed before
         if any(part.whole_only for part, whole in zip(parts, uncut, strict=True) if whole):
             self._whole.add(name)
@@ -358,7 +364,7 @@ class Recorder:
 
 
 def block_of(sampler: Sampler | None, name: str, whole: Tensor, reads: int) -> tuple[Any, float]:
-    """The sampled block of sums that are there as a whole."""
+    """Return the sampled block of a whole parameter, and the weight of its coordinates."""
     if sampler is None:
         return (), 1.0
     block, weight = sampler.block(name, whole.shape, reads, whole.dim() > 1)

@@ -24,7 +24,7 @@ from .ops import UseCache
 
 __all__ = ["CUTS", "ParameterPath", "Plan", "cut_of", "move", "pull_back"]
 
-# Nodes that take rows by numbers of Python, and where these are kept.
+# Nodes that select rows by Python numbers, and the attributes that hold them.
 CUTS = {
     "SelectBackward0": ("dim", "index"), "SliceBackward0": ("dim", "start", "end", "step"),
     "SplitBackward0": ("dim", "split_size"), "SplitWithSizesBackward0": ("dim", "split_sizes"),
@@ -34,16 +34,16 @@ CUTS = {
 
 
 def cut_of(node: Any, name: str) -> tuple[Any, ...]:
-    """By which numbers a node takes rows; the dimension comes first."""
-    return tuple([saved(node, each, None) for each in CUTS[name]])
+    """Return the numbers by which a node selects rows; the dimension comes first."""
+    return tuple([saved(node, attribute, None) for attribute in CUTS[name]])
 
 
 @dataclass(frozen=True)
 class ParameterPath:
-    """The way from where a parameter-only subgraph joins the data down to its parameters.
+    """The path from the point where a parameter-only subgraph meets data down to its parameters.
 
     Such a subgraph (a view, a cast, weight norm) holds no data. Contributions are collected at its
-    top, an output of the node `node`, and brought back to `params` from there.
+    top, an output of the node `node`, and pulled back to `params` from there.
     """
 
     node: int
@@ -60,18 +60,18 @@ class ParameterPath:
 
 @dataclass
 class Plan:
-    """How to observe graphs of one signature.
+    """The plan for observing graphs of one signature.
 
     Attributes:
         m: number of samples.
-        layouts: where each sample's rows lie in the outputs of every node with a use.
-        uses: by node, the arguments that parameters reach, and on which path.
+        layouts: the position of each sample's rows in the outputs of every node with a use.
+        uses: the arguments that parameters reach and the path to each, by node.
         shared: parameters with a penalty in the loss.
-        unused: parameters that meet no row at all.
+        unused: parameters that meet no row of the batch.
         leaves: the position of every observed parameter.
-        cuts: by node, the numbers by which it takes rows along samples.
-        caches: what is known about the uses, from one step to the next.
-        trusted: by path, whether a batched pull-back is what single ones are.
+        cuts: the numbers by which a node selects samples, by node.
+        caches: per-use caches that last from step to step.
+        trusted: whether a batched pull-back agrees with single ones, by path.
     """
 
     m: int
@@ -84,38 +84,38 @@ class Plan:
     caches: dict[tuple[int, int], UseCache] = field(default_factory=dict)
     trusted: dict[tuple[int, int], bool] = field(default_factory=dict)
 
-    # -- what follows from the uses
+    # -- derived from the uses
 
     @cached_property
     def paths(self) -> dict[str, list[ParameterPath]]:
         """The paths to each parameter."""
-        found: dict[str, list[ParameterPath]] = {}
+        paths_by_name: dict[str, list[ParameterPath]] = {}
         for uses in self.uses.values():
             for _, path in uses:
                 for name in path.params:
-                    mine = found.setdefault(name, [])
-                    if path not in mine:
-                        mine.append(path)
-        return found
+                    paths = paths_by_name.setdefault(name, [])
+                    if path not in paths:
+                        paths.append(path)
+        return paths_by_name
 
     @cached_property
     def use_counts(self) -> Counter[tuple[int, int]]:
-        """How many uses go through each path."""
+        """The number of uses of each path."""
         return Counter(path.key for uses in self.uses.values() for _, path in uses)
 
     @cached_property
     def pulled(self) -> dict[int, list[ParameterPath]]:
-        """By their topmost node, the paths that are more than views."""
-        found: dict[int, list[ParameterPath]] = {}
+        """The paths that are more than views, by their topmost node."""
+        paths_by_node: dict[int, list[ParameterPath]] = {}
         for uses in self.uses.values():
             for _, path in uses:
-                if path.chain is None and path not in found.setdefault(path.node, []):
-                    found[path.node].append(path)
-        return found
+                if path.chain is None and path not in paths_by_node.setdefault(path.node, []):
+                    paths_by_node[path.node].append(path)
+        return paths_by_node
 
     @cached_property
     def direct(self) -> dict[str, int]:
-        """The number of uses of every parameter that all its uses lead straight to."""
+        """The number of uses of every parameter that is reached through views only."""
         return {
             name: sum(self.use_counts[path.key] for path in paths)
             for name, paths in self.paths.items()
@@ -129,18 +129,19 @@ class Plan:
     # -- other graphs
 
     def fits(self, graph: Graph) -> bool:
-        """Whether the sizes at the uses are those of the plan; names and edges are known to be.
+        """Return whether a graph with the plan's signature also has the sizes of the plan.
 
-        A model may cut its inputs to a length that no argument tells, a layer may be replaced by
-        one of another size, and rows may be shared out among samples by numbers from anywhere.
+        They may differ: a model may truncate its inputs to a length that no argument shows, a layer
+        may be replaced by one of another size, and rows may be assigned to samples by Python
+        numbers from anywhere.
         """
         nodes = graph.nodes
         for position, numbers in self.cuts.items():
             if cut_of(nodes[position], graph.names[position]) != numbers:
                 return False
         for position, layouts in self.layouts.items():
-            for layout, found in zip(layouts, outputs_of(nodes[position]), strict=False):
-                if layout is not None and tuple(found.shape) != layout.shape:
+            for layout, metadata in zip(layouts, outputs_of(nodes[position]), strict=False):
+                if layout is not None and tuple(metadata.shape) != layout.shape:
                     return False
         return all(
             self._shape_at(graph, path) == path.shape
@@ -149,19 +150,22 @@ class Plan:
         )
 
     def _shape_at(self, graph: Graph, path: ParameterPath) -> tuple[int, ...]:
-        if path.transposed or path.chain == ():  # the parameter is at hand
+        if path.transposed or path.chain == ():  # read the shape from the parameter itself
             shape = tuple(graph.leaves[self.leaves[path.params[0]]].shape)
             return shape[::-1] if path.transposed else shape
         return shape_of(graph.nodes[path.node], path.output)
 
     @cached_property
     def skeleton(self) -> Any:
-        """All of the plan but its sizes; equal for plans of graphs that are alike."""
+        """The plan without its sizes; equal for plans that differ in sizes only."""
         uses = {
             position: [(argument, replace(path, shape=())) for argument, path in uses]
             for position, uses in self.uses.items()
         }
-        owned = {p: [layout is None for layout in each] for p, each in self.layouts.items()}
+        owned = {
+            p: [layout is None for layout in node_layouts]
+            for p, node_layouts in self.layouts.items()
+        }
         return uses, owned, self.shared, self.unused, self.leaves
 
     def resized(
@@ -171,7 +175,7 @@ class Plan:
         layouts: dict[int, list[Layout | None]],
         caches: dict[tuple[int, int], UseCache],
     ) -> Plan:
-        """The same plan for a graph of other sizes."""
+        """Return this plan for a graph of other sizes."""
         uses = {
             position: [
                 (argument, replace(path, shape=self._shape_at(graph, path)))
@@ -195,7 +199,7 @@ def move(graph: Graph, path: ParameterPath, value: Tensor) -> Tensor:
         grads: list[Tensor | None] = [None] * len(outputs_of(node))
         grads[output] = value
         if graph.names[position] == "ToCopyBackward0":
-            continue  # a cast: statistics keep their own precision
+            continue  # a cast: statistics keep their precision
         result = node(*grads)
         value = result[argument] if isinstance(result, (tuple, list)) else result
     return value
@@ -208,16 +212,16 @@ def pull_back(
     leaves: Sequence[Tensor],
     trusted: dict[tuple[int, int], bool],
 ) -> list[Tensor]:
-    """Per-sample contributions (n, *path.shape) to the parameters below, (n, *shape) each.
+    """Pull per-sample contributions (n, *path.shape) back to the parameters, (n, *shape) each.
 
-    `trusted` keeps, by path, whether a batched backward pass is what single ones are: a few ops
-    have none, or a wrong one.
+    `trusted` stores by path whether a batched backward pass agrees with single ones: a few ops
+    have no batched backward, or a wrong one.
     """
     edge = torch.autograd.graph.GradientEdge(graph.nodes[path.node], path.output)
     dtype = outputs_of(graph.nodes[path.node])[path.output].dtype
     hooks = [(live, dict(live)) for leaf in leaves if (live := gradient_hooks(leaf))]
     for live, _ in hooks:
-        live.clear()  # the user's hooks are for the user's own backward pass
+        live.clear()  # the user's hooks must not fire in this pass
 
     def pulled(cotangent: Tensor, batched: bool) -> tuple[Tensor, ...]:
         return torch.autograd.grad(
@@ -230,18 +234,21 @@ def pull_back(
     cotangents = value.to(dtype)
     grads: Sequence[Tensor] | None = None
     try:
-        known = trusted.get(path.key)
-        if known is not False:
+        is_trusted = trusted.get(path.key)
+        if is_trusted is not False:
             try:
                 grads = pulled(cotangents, True)
             except RuntimeError:
                 trusted[path.key] = False
-        if grads is None or known is None:
-            apart = [torch.stack(each) for each in zip(*map(single, cotangents), strict=True)]
-            if grads is not None and all(bool(a.isfinite().all()) for a in apart):
-                trusted[path.key] = all(map(_agree, grads, apart))
-            if grads is None or not trusted.get(path.key):  # else as from now on (resumed runs)
-                grads = apart
+        if grads is None or is_trusted is None:
+            single_grads = [
+                torch.stack(parts) for parts in zip(*map(single, cotangents), strict=True)
+            ]
+            if grads is not None and all(bool(a.isfinite().all()) for a in single_grads):
+                trusted[path.key] = all(map(_agree, grads, single_grads))
+            # If the batched result is trusted, use it already: a resumed run does so in this step.
+            if grads is None or not trusted.get(path.key):
+                grads = single_grads
     finally:
         for live, saved in hooks:
             live.update(saved)

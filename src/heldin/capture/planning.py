@@ -1,4 +1,4 @@
-"""Making a plan, from a graph and the owners that a followed forward pass has established."""
+"""The construction of a plan from a graph and the owners that a traced call has established."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from heldin.errors import NotObservable
 
 from .graph import Graph, children_first, shape_of
 from .layout import Layout
-from .ownership.planes import Key, canonical, is_mixed, is_nobody
+from .ownership.planes import Key, canonical, is_mixed, is_ownerless
 from .plan import CUTS, ParameterPath, Plan, cut_of
 
 __all__ = ["make_plan", "refuse_hidden"]
 
-# Nodes behind which parameters are hidden from a walk, and what to do instead.
+# Nodes that hide parameters from a walk through the graph, and the way out.
 _HIDING = {
     "CheckpointFunctionBackward": "call torch.utils.checkpoint.checkpoint with use_reentrant=False",
     "CompiledFunctionBackward": "do not compile what is outside the model (the loss, say)",
 }
-# Nodes that put every element of their input in one place: squares move as the elements do.
+# Nodes that only move elements, so that squares move as the elements do.
 _MOVING = {
     "TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "SqueezeBackward0",
     "SqueezeBackward1", "UnsqueezeBackward0", "ToCopyBackward0", "CloneBackward0", "AliasBackward0",
@@ -32,7 +32,7 @@ _MOVING = {
 }  # fmt: skip
 
 
-# Nodes that treat every entry on its own, and sums of such; those that look up by an index.
+# Elementwise nodes, and concatenations of their results; nodes that look up by an index.
 _ENTRYWISE = {
     "AddBackward0", "SubBackward0", "RsubBackward0", "MulBackward0", "DivBackward0", "PowBackward1",
     "AddcmulBackward0", "AddcdivBackward0", "LerpBackward0", "LerpBackward1", "WhereBackward0",
@@ -52,9 +52,13 @@ def make_plan(
     slots: Mapping[Key, Tensor | None],
     m: int,
     causes: Mapping[Key, str],
-    reading: int = 0,
+    hypothesis: int = 0,
 ) -> Plan:
-    """Find the uses of every observed parameter; raise NotObservable where that cannot be done."""
+    """Return a plan with the uses of every observed parameter.
+
+    Raises:
+        NotObservable: if a parameter meets data whose samples are mixed or unknown.
+    """
     outputs: dict[int, dict[int, Tensor | None]] = {}
     for (node, number), planes in owners.items():
         position = graph.index.get(node)
@@ -73,12 +77,12 @@ def make_plan(
             if child >= 0 and kinds[child] != DATA and below[child] and child not in cuts
         ]
         if kind == FREE and not graph.parents[position] and _is_unknown(graph, position, outputs):
-            _check_penalty(graph, position, outputs, below, m)  # a loss of its own, without data
+            _check_penalty(graph, position, outputs, below, m)  # a separate loss without data
             plan.shared |= below[position]
         if not reached or (kind == FREE and position not in cuts):
             continue
         empty = [r for r in reached if _is_empty(graph, r[1], r[2])]
-        for _, child, _ in empty:  # an expert that nothing was routed to
+        for _, child, _ in empty:  # an expert without any rows
             plan.unused |= below[child]
         reached = [r for r in reached if r not in empty]
         if not reached:
@@ -91,8 +95,10 @@ def make_plan(
         params = sorted({name for _, child, _ in reached for name in below[child]})
         if kind == OUTSIDE:
             _refuse_outside(graph, position, params)
-        known = cuts[position] if position in cuts else outputs[position]
-        plan.layouts[position] = _layouts(graph, position, known, slots, m, reading, params, causes)
+        node_outputs = cuts[position] if position in cuts else outputs[position]
+        plan.layouts[position] = _layouts(
+            graph, position, node_outputs, slots, m, hypothesis, params, causes
+        )
         for argument, child, output in reached:
             path = _path(graph, child, output, below, named)
             plan.uses.setdefault(position, []).append((argument, path))
@@ -100,9 +106,9 @@ def make_plan(
     if lost:
         raise NotObservable(
             f"parameter {lost[0]!r} gets a gradient, but meets nothing that comes from the model's "
-            "inputs. Data cannot be followed out of PyTorch (numpy(), item(), tolist()): stay in "
-            "tensors, or leave the parameter out with parameters=... A penalty has to be added to "
-            "the loss"
+            "inputs. heldin cannot trace data that leave PyTorch (numpy(), item(), tolist()): keep "
+            "them in tensors, or exclude the parameter with parameters=... If it has a penalty, "
+            "add the penalty to the loss"
         )
     return plan
 
@@ -114,7 +120,7 @@ def _is_empty(graph: Graph, position: int, output: int) -> bool:
 
 
 def _kinds(graph: Graph, outputs: Mapping[int, Mapping[int, Tensor | None]]) -> list[str]:
-    """Which nodes hold data, which depend on parameters alone, which were not followed."""
+    """Classify nodes: they hold data, depend on parameters only, or were not traced."""
     kinds = [""] * len(graph.nodes)
     order = children_first(graph)
     for i in order:
@@ -132,8 +138,8 @@ def _kinds(graph: Graph, outputs: Mapping[int, Mapping[int, Tensor | None]]) -> 
 def _row_cuts(
     graph: Graph, outputs: Mapping[int, Mapping[int, Tensor | None]]
 ) -> dict[int, tuple[Any, ...]]:
-    """The nodes that take rows along samples by numbers of Python, and these numbers."""
-    found = {}
+    """Return the nodes that select samples by Python numbers, with these numbers."""
+    cuts = {}
     for position, name in enumerate(graph.names):
         if name in CUTS:
             child, number = graph.children[position][0]
@@ -142,10 +148,10 @@ def _row_cuts(
             dim = numbers[0]
             if planes is None or dim is None:
                 continue
-            dim = dim - (1 << 64) if dim >= 1 << 63 else dim  # negative, kept without a sign
+            dim = dim - (1 << 64) if dim >= 1 << 63 else dim  # a negative number, saved unsigned
             if planes.shape[dim % (planes.dim() - 1) + 1] > 1:
-                found[position] = numbers
-    return found
+                cuts[position] = numbers
+    return cuts
 
 
 def _cuts(
@@ -153,7 +159,7 @@ def _cuts(
     slots: Mapping[Key, Tensor | None],
     kinds: Sequence[str],
 ) -> dict[int, dict[int, Tensor | None]]:
-    """Data-free nodes whose every output element is put into one sample's place, and into whose."""
+    """Return data-free nodes whose output elements each fill one sample's slot, and its owner."""
     cuts: dict[int, dict[int, Tensor | None]] = {}
     for (node, number), planes in slots.items():
         i = graph.index.get(node)
@@ -167,7 +173,7 @@ def _cuts(
 def _below(
     graph: Graph, kinds: Sequence[str], cuts: Mapping[int, Any], named: Mapping[int, str]
 ) -> list[frozenset[str]]:
-    """The observed parameters that a data-free node depends on."""
+    """Return the observed parameters that each data-free node depends on."""
     below: list[frozenset[str]] = [frozenset()] * len(graph.nodes)
     for i in children_first(graph):
         if i in named:
@@ -179,11 +185,13 @@ def _below(
 
 
 def _is_added_on(
-    graph: Graph, position: int, known: Mapping[int, Tensor | None], kind: str
+    graph: Graph, position: int, node_outputs: Mapping[int, Tensor | None], kind: str
 ) -> bool:
-    """Whether a parameter enters the loss here as a penalty: in a sum, after the samples met."""
+    """Return whether a parameter enters the loss as a penalty: in a sum of reduced losses."""
     node = graph.nodes[position]
-    if kind == DATA and not all(p is not None and bool(is_mixed(p).all()) for p in known.values()):
+    if kind == DATA and not all(
+        p is not None and bool(is_mixed(p).all()) for p in node_outputs.values()
+    ):
         return False
     scalar = all(size == 1 for size in shape_of(node, 0))
     return scalar and graph.names[position] in ("AddBackward0", "SubBackward0", "StackBackward0")
@@ -196,11 +204,11 @@ def _check_penalty(
     below: Sequence[frozenset[str]],
     m: int,
 ) -> None:
-    """A penalty holds no data. Outside the model nobody has followed it, so look at its ops.
+    """Refuse a penalty that may depend on data.
 
-    Constants may be added to parameters, or multiplied with them, one for each entry: old weights,
-    say, or their importance. Whatever else meets a parameter there may be data: an input of a
-    layer, an index, targets that a parameter is broadcast over.
+    A penalty outside the model is not traced, so its ops are checked. Constants may be added to
+    parameters or multiplied with them entry by entry (old weights, their importance). Any other
+    operand may be data: an input of a layer, an index, targets that a parameter is broadcast over.
     """
     stack, visited = [start], {start}
     while stack:
@@ -208,26 +216,26 @@ def _check_penalty(
         inputs = graph.children[i]
         if i not in outputs and i not in graph.leaves and _may_hold_data(graph, i, m):
             _refuse_outside(graph, i, sorted(below[start]))
-        fresh = [c for c, _ in inputs if c >= 0 and c not in visited]
-        visited.update(fresh)
-        stack.extend(fresh)
+        new_nodes = [c for c, _ in inputs if c >= 0 and c not in visited]
+        visited.update(new_nodes)
+        stack.extend(new_nodes)
 
 
 def _may_hold_data(graph: Graph, i: int, m: int) -> bool:
     node, name, inputs = graph.nodes[i], graph.names[i], graph.children[i]
     if name.startswith(_INDEXED):
         return True
-    known = [(c, o) for c, o in inputs if c >= 0]
-    if not known or len(known) == len(inputs):
+    connected = [(c, o) for c, o in inputs if c >= 0]
+    if not connected or len(connected) == len(inputs):
         return False
     shapes = [
         tuple(graph.leaves[c].shape) if c in graph.leaves else shape_of(graph.nodes[c], o)
-        for c, o in known
+        for c, o in connected
     ]
     if name not in _ENTRYWISE or shape_of(node, 0) not in (*shapes, ()):
         return True
-    for each in saved_names(node):
-        value = saved(node, each)
+    for attribute in saved_names(node):
+        value = saved(node, attribute)
         if isinstance(value, Tensor) and not value.requires_grad:
             if m in value.shape or (value.dim() and tuple(value.shape) not in shapes):
                 return True
@@ -235,73 +243,73 @@ def _may_hold_data(graph: Graph, i: int, m: int) -> bool:
 
 
 def _is_unknown(graph: Graph, start: int, outputs: Mapping[int, Any]) -> bool:
-    """Whether no node from here down was part of a forward pass that was followed."""
+    """Return whether no node below this one was part of a traced forward pass."""
     stack, visited = [start], {start}
     while stack:
         i = stack.pop()
         if i in outputs:
             return False
-        fresh = {c for c, _ in graph.children[i] if c >= 0} - visited
-        visited |= fresh
-        stack.extend(fresh)
+        new_nodes = {c for c, _ in graph.children[i] if c >= 0} - visited
+        visited |= new_nodes
+        stack.extend(new_nodes)
     return True
 
 
 def _refuse_outside(graph: Graph, position: int, params: Sequence[str]) -> None:
     raise NotObservable(
-        f"parameter {params[0]!r} is used in {graph.names[position]} outside the model's forward "
-        "pass, together with data; which sample is which is not known there. Move that computation "
-        "into forward(), or run it through the observation's call() method"
+        f"parameter {params[0]!r} meets data in {graph.names[position]} outside the model's "
+        "forward pass, where samples are not traced. Move that computation into forward(), or run "
+        "it through the observation's call() method"
     )
 
 
 def _layouts(
     graph: Graph,
     position: int,
-    known: Mapping[int, Tensor | None],
+    node_outputs: Mapping[int, Tensor | None],
     slots: Mapping[Key, Tensor | None],
     m: int,
-    reading: int,
+    hypothesis: int,
     params: Sequence[str],
     causes: Mapping[Key, str],
 ) -> list[Layout | None]:
     node = graph.nodes[position]
     result: list[Layout | None] = []
     for number in range(len(outputs_of(node))):
-        planes = known.get(number)
+        planes = node_outputs.get(number)
         if planes is None:
             result.append(None)
             continue
-        mine = planes[2 * reading : 2 * reading + 2]
-        if planes.shape[0] > 2:  # the others may vary where this one does not
-            mine = canonical(mine)
-        if bool(is_mixed(mine).any()):
+        selected = planes[2 * hypothesis : 2 * hypothesis + 2]
+        if planes.shape[0] > 2:  # this hypothesis may vary along fewer dimensions
+            selected = canonical(selected)
+        if bool(is_mixed(selected).any()):
             cause = causes.get((node, number))
             where = f" by {cause}" if cause else ""
             raise NotObservable(
                 f"parameter {params[0]!r} (in {graph.names[position]}) meets the data after "
                 f"samples were mixed{where}; it has no per-sample gradient there. If an argument "
                 "of the model only looks like a batch, pass batch_dim={name: None} for it; "
-                "otherwise leave the parameter out with parameters=..."
+                "otherwise exclude the parameter with parameters=..."
             )
-        if bool(is_nobody(mine).any()):  # zeros that a state starts with, say
-            mine = _served(mine, slots.get((node, number)), reading)
-        if bool(is_nobody(mine).any()):
+        if bool(is_ownerless(selected).any()):  # for instance the zeros of an initial state
+            selected = _served(selected, slots.get((node, number)), hypothesis)
+        if bool(is_ownerless(selected).any()):
             raise NotObservable(
-                f"parameter {params[0]!r} (in {graph.names[position]}) meets a tensor some of "
-                "whose elements belong to no sample; which sample they serve is not established. "
-                "Leave the parameter out with parameters=..."
+                f"parameter {params[0]!r} (in {graph.names[position]}) meets a tensor with "
+                "elements that cannot be assigned to a sample. Exclude the parameter with "
+                "parameters=..."
             )
-        result.append(Layout.of(mine[0], shape_of(node, number), m))
+        result.append(Layout.from_owners(selected[0], shape_of(node, number), m))
     return result
 
 
-def _served(planes: Tensor, place: Tensor | None, reading: int) -> Tensor:
-    """Elements that belong to nobody serve the sample into whose place they are put."""
+def _served(planes: Tensor, place: Tensor | None, hypothesis: int) -> Tensor:
+    """Assign ownerless elements (initial states) to the sample whose slot they fill."""
     if place is None:
         return planes
-    put = place[2 * reading : 2 * reading + 2]
-    owned = torch.where(is_nobody(planes), put, planes)
+    put = place[2 * hypothesis : 2 * hypothesis + 2]
+    owned = torch.where(is_ownerless(planes), put, planes)
     return canonical(owned) if not bool(is_mixed(owned).any()) else planes
 
 
@@ -320,21 +328,21 @@ def _path(
     while moving and at not in named:
         inputs = [(j, c, o) for j, (c, o) in enumerate(graph.children[at]) if c >= 0]
         moving = graph.names[at] in _MOVING and len(inputs) == 1
-        argument, following, following_output = inputs[0]
+        argument, recording, following_output = inputs[0]
         chain.append((at, number, argument))
-        at, number = following, following_output
+        at, number = recording, following_output
     shape = shape_of(graph.nodes[child], output)
     params = tuple(sorted(below[child]))
     flip = moving and [graph.names[position] for position, _, _ in chain] == ["TBackward0"]
-    way = tuple(chain) if moving else None
-    return ParameterPath(child, output, shape, params, way, flip)
+    view_chain = tuple(chain) if moving else None
+    return ParameterPath(child, output, shape, params, view_chain, flip)
 
 
 def refuse_hidden(graph: Graph) -> None:
-    """Refuse nodes that hide parameters from the walk, with the way out."""
+    """Refuse nodes that hide parameters from a walk through the graph."""
     for name in graph.names:
         if name in _HIDING:
             raise NotObservable(
                 f"{name} hides parameters from observation: {_HIDING[name]}; or pass "
-                'estimator="microbatch", which looks at whole micro-batches only'
+                'estimator="microbatch", which observes whole micro-batches only'
             )

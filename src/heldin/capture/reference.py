@@ -1,7 +1,7 @@
 """One backward pass per sample, through the graph of a single forward pass.
 
-Slow and simple: the way out where a graph was not seen before, and the truth that `verify` and the
-tests compare with. All of it starts at the outputs of the model, whose rows have known owners.
+Slow and simple: the fallback for unknown graphs, and the reference that `verify` and the tests
+compare with. All passes start at the outputs of the model, whose rows have known owners.
 """
 
 from __future__ import annotations
@@ -16,16 +16,25 @@ from torch.autograd.graph import GradientEdge
 from .graph import Graph, children_first, shape_of
 from .layout import Layout
 from .moments import as_real, upcast
-from .ownership.planes import Key, canonical, is_mixed, is_nobody
+from .ownership.planes import Key, canonical, is_mixed, is_ownerless
 
-__all__ = ["Output", "Sums", "Truth", "exposed", "frontier", "partly_missed", "replay", "summed"]
+__all__ = [
+    "Output",
+    "ReferenceSums",
+    "Sums",
+    "exposed",
+    "frontier",
+    "partly_missed",
+    "replay",
+    "summed",
+]
 
-Output = tuple[GradientEdge, Layout]  # one output of the model, and where its samples' rows lie
-Sums = dict[str, tuple[Tensor, Tensor]]  # sum and sum of squares, by name of the parameter
+Output = tuple[GradientEdge, Layout]  # one output of the model, and the position of its samples
+Sums = dict[str, tuple[Tensor, Tensor]]  # sum and sum of squares, by parameter name
 
 
 def exposed(graph: Graph, outputs: Sequence[Output]) -> list[Output]:
-    """The outputs that the loss reads itself, not only through others; the highest come first."""
+    """Return the outputs that the loss reads directly, those nearest to the loss first."""
     inside = [(edge, layout) for edge, layout in outputs if edge.node in graph.index]
     ends = {graph.index[edge.node] for edge, _ in inside}
     stack = [i for i, parents in enumerate(graph.parents) if not parents]
@@ -33,29 +42,29 @@ def exposed(graph: Graph, outputs: Sequence[Output]) -> list[Output]:
     while stack:
         at = stack.pop()
         if at not in ends:
-            fresh = {child for child, _ in graph.children[at] if child >= 0} - reached
-            reached |= fresh
-            stack.extend(fresh)
+            new_nodes = {child for child, _ in graph.children[at] if child >= 0} - reached
+            reached |= new_nodes
+            stack.extend(new_nodes)
     height = {position: rank for rank, position in enumerate(children_first(graph))}
-    found = [output for output in inside if graph.index[output[0].node] in reached]
-    return sorted(found, key=lambda output: -height[graph.index[output[0].node]])
+    directly_read = [output for output in inside if graph.index[output[0].node] in reached]
+    return sorted(directly_read, key=lambda output: -height[graph.index[output[0].node]])
 
 
 def frontier(
-    graph: Graph, owners: Mapping[Key, Tensor | None], m: int, reading: int = 0
+    graph: Graph, owners: Mapping[Key, Tensor | None], m: int, hypothesis: int = 0
 ) -> list[Output]:
-    """The last tensors in which every element has one owner: what follows is the loss's."""
-    alone, inside = {}, set()
+    """Return the last tensors in which every element has one owner; the loss comes after them."""
+    single_owner, inside = {}, set()
     for (node, number), planes in owners.items():
         position = graph.index.get(node)
         if position is not None and planes is not None:
-            mine = canonical(planes[2 * reading : 2 * reading + 2])
-            if not bool((is_mixed(mine) | is_nobody(mine)).any()):
-                alone[node, number] = (position, mine[0])
+            selected = canonical(planes[2 * hypothesis : 2 * hypothesis + 2])
+            if not bool((is_mixed(selected) | is_ownerless(selected)).any()):
+                single_owner[node, number] = (position, selected[0])
                 inside.add(position)
     last = [
-        (GradientEdge(node, number), Layout.of(owner, shape_of(node, number), m))
-        for (node, number), (position, owner) in alone.items()
+        (GradientEdge(node, number), Layout.from_owners(owner, shape_of(node, number), m))
+        for (node, number), (position, owner) in single_owner.items()
         if not inside.issuperset(graph.parents[position])
     ]
     return exposed(graph, last)
@@ -68,20 +77,20 @@ def replay(
     params: Mapping[str, Tensor],
     m: int,
 ) -> Iterator[dict[str, Tensor]]:
-    """The contributions of one sample after the other, by m backward passes."""
+    """Yield the contributions of each sample, from m backward passes."""
     if not outputs:
         return
     edges = [edge for edge, _ in outputs]
     arriving = _arriving(roots, seeds, edges)
-    given = [k for k, grad in enumerate(arriving) if grad is not None]
+    reached = [k for k, grad in enumerate(arriving) if grad is not None]
     for i in range(m):
         masked = []
-        for k in given:
+        for k in reached:
             grad = arriving[k]
             assert grad is not None
             masked.append(grad * outputs[k][1].mask(i, i + 1, grad.device)[0])
         grads: Sequence[Tensor | None] = torch.autograd.grad(
-            [edges[k] for k in given],
+            [edges[k] for k in reached],
             list(params.values()),
             masked,
             retain_graph=True,
@@ -95,20 +104,20 @@ def replay(
 
 
 def summed(samples: Iterable[Mapping[str, Tensor]]) -> Sums:
-    """Sum and sum of squares of the samples' contributions."""
+    """Return sum and sum of squares of the samples' contributions."""
     sums: Sums = {}
     for sample in samples:
-        for name, each in sample.items():
+        for name, contribution in sample.items():
             if name in sums:
-                sums[name][0].add_(each)
-                sums[name][1].addcmul_(each, each)
+                sums[name][0].add_(contribution)
+                sums[name][1].addcmul_(contribution, contribution)
             else:
-                sums[name] = (each.clone(), each.square())
+                sums[name] = (contribution.clone(), contribution.square())
     return sums
 
 
-class Truth:
-    """The sums of all passes of a step; those that retain their graph are kept by sample."""
+class ReferenceSums:
+    """The reference sums of a step; passes that retain their graph are kept per sample."""
 
     def __init__(self) -> None:
         self._passes: list[tuple[set[Any], list[dict[str, Tensor]] | Sums]] = []
@@ -116,36 +125,36 @@ class Truth:
     def add(
         self, calls: Sequence[Any], samples: Iterator[dict[str, Tensor]], retained: bool
     ) -> None:
-        """Take in one backward pass per sample of a pass through these calls of the model."""
+        """Add the per-sample passes of one backward pass through these calls of the model."""
         earlier = next((p for p in self._passes if not p[0].isdisjoint(calls)), None)
         if earlier is None:
-            found = list(samples) if retained else summed(samples)
-            self._passes.append((set(calls), found))
+            stored = list(samples) if retained else summed(samples)
+            self._passes.append((set(calls), stored))
             return
         for old, new in zip(earlier[1], samples, strict=True):
             assert isinstance(old, dict)
-            for name, each in new.items():
-                old[name] = old[name] + each if name in old else each
+            for name, contribution in new.items():
+                old[name] = old[name] + contribution if name in old else contribution
 
     @property
     def sums(self) -> Sums:
-        """Sum and sum of squares by name of the parameter."""
+        """Sum and sum of squares, by parameter name."""
         result: Sums = {}
-        for _, found in self._passes:
-            each = summed(found) if isinstance(found, list) else found
-            for name, (total, squares) in each.items():
+        for _, stored in self._passes:
+            pass_sums = summed(stored) if isinstance(stored, list) else stored
+            for name, (total, squares) in pass_sums.items():
                 first, second = result.get(name, (0.0, 0.0))
                 result[name] = first + total, second + squares
         return result
 
 
 def _arriving(roots: Sequence[Any], seeds: Any, edges: Sequence[Any]) -> list[Tensor | None]:
-    """The gradient that comes to each edge straight from the loss, not through those before it."""
-    found: list[Tensor | None] = list(
+    """Return the gradient that each edge gets from the loss directly, not through earlier edges."""
+    arriving: list[Tensor | None] = list(
         torch.autograd.grad(list(roots), edges, seeds, retain_graph=True, allow_unused=True)
     )
-    for k, grad in enumerate(found):
-        above = [(edges[j], found[j]) for j in range(k) if found[j] is not None]
+    for k, grad in enumerate(arriving):
+        above = [(edges[j], arriving[j]) for j in range(k) if arriving[j] is not None]
         if grad is None or not above:
             continue
         (through,) = torch.autograd.grad(
@@ -153,23 +162,23 @@ def _arriving(roots: Sequence[Any], seeds: Any, edges: Sequence[Any]) -> list[Te
             retain_graph=True, allow_unused=True,
         )  # fmt: skip
         if through is not None:
-            found[k] = grad - through
-    return found
+            arriving[k] = grad - through
+    return arriving
 
 
 def partly_missed(
     roots: Sequence[Any],
     seeds: Any,
     leaves: Mapping[str, Tensor],
-    found: Mapping[str, tuple[Tensor, Tensor]],
+    sample_sums: Mapping[str, tuple[Tensor, Tensor]],
 ) -> str | None:
-    """A parameter whose gradient is not the sum of what `replay` found; None if there is none."""
+    """Return a parameter whose gradient is not the sum over `replay`; None if there is none."""
     grads = torch.autograd.grad(roots, list(leaves.values()), seeds, retain_graph=True)
     for name, grad in zip(leaves, grads, strict=True):
         whole = as_real(upcast(grad.to_dense() if grad.is_sparse else grad))
-        part = found[name][0] if name in found else torch.zeros_like(whole)
+        part = sample_sums[name][0] if name in sample_sums else torch.zeros_like(whole)
         if not bool(whole.isfinite().all()):
-            continue  # nothing to compare; a broken number is reported as such
+            continue  # inf and nan are reported elsewhere
         if not torch.allclose(part, whole, rtol=1e-2, atol=1e-2 * float(whole.abs().max())):
             return name
     return None

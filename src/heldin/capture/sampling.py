@@ -1,9 +1,9 @@
-"""Which parameters, and which coordinates of each, are looked at, if not all of them.
+"""Random blocks of coordinates, for the sampled estimator.
 
 The criterion is a mean over coordinates, so a random block of them estimates it without bias. A
-block is a tuple of slices; it is a function of the seed, the number of the draw, the parameter's
-name and of what reading it has cost before, so that every process and every resumed run looks at
-the same coordinates. A model with more than `TENSORS` parameters is looked at in turns.
+block is a tuple of slices. It is a function of the seed, the number of the draw, the parameter's
+name and its recorded cost, so that every process and every resumed run draws the same coordinates.
+In a model with more than `TENSORS` parameters, each draw takes the next `TENSORS` of them.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from heldin.state.schema import check_schema
 
 __all__ = ["TENSORS", "Block", "Sampler"]
 
-TENSORS = 32  # parameters that one draw looks at
+TENSORS = 32  # parameters per draw
 ROWS = 32  # rows of a block of a matrix
-# How many elements of the activations are read, at most or so:
+# Approximate maximum number of activation elements to read per parameter:
 VECTOR = 1 << 17  # for a vector (a bias, the scale of a norm)
 MATRIX = 1 << 16  # for a matrix that multiplies sequences
 FILTERS = 1 << 17  # for the filters of a convolution
-# But never fewer than this, however much there is to read: the ratios of neighbouring channels
-# differ by their own size and more, and a mean over two of them says nothing.
+# Minimum size of a block, whatever it costs: the ratios of neighbouring channels differ by more
+# than their size, so that a mean over two of them is too noisy.
 ENTRIES = 16  # entries of a vector
 SIDES = 32  # rows and columns of a matrix, output and input channels of filters
 
 Block = tuple[slice, ...]
 Costs = tuple[int, bool]  # reads and spread, see `Sampler.block`
-# The shape; size and width of each dimension that is cut; whether pieces are spread; a number for
-# the layer.
+# The shape; size and width of each dimension that is cut; whether pieces are strided; a number
+# for the layer.
 Axes = tuple[Sequence[int], tuple[tuple[int, int], ...], bool, int]
 
 
 def _scramble(number: int) -> int:
-    """A number of 64 bits that looks random (the finaliser of splitmix64)."""
+    """Return a pseudo-random number of 64 bits (the finaliser of splitmix64)."""
     number = (number + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
     number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
     number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
@@ -46,10 +46,11 @@ def _scramble(number: int) -> int:
 
 
 def _piece(number: int, size: int, width: int, spread: bool) -> tuple[slice, float]:
-    """A random part of range(size), about `width` long, and how many indices each one stands for.
+    """Return a random slice of range(size) with about `width` indices, and their weight.
 
-    Every index is as likely as any other, weighted by what it stands for: spread out, the start is
-    drawn from the first step; in one piece, the piece is drawn by its length.
+    The weight is the number of indices that each one represents; the weighted probability is the
+    same for every index. A strided slice draws its start from the first stride, a contiguous one is
+    drawn with a probability proportional to its length.
     """
     if width >= size:
         return slice(0, size, 1), 1.0
@@ -71,45 +72,45 @@ STATE_SCHEMA = {"draws": int, "known": COSTS, "pending": COSTS}
 
 
 class Sampler:
-    """Draws at most `TENSORS` parameters, and a block of about `budget` coordinates of each.
+    """A sampler of at most `TENSORS` parameters and about `budget` coordinates of each.
 
     Attributes:
-        known: `reads` and `spread` of each parameter, which decide the shape of its blocks: the
-            least favourable of all steps so far.
-        noted: those of the step under way, where they are less favourable.
-        pending: those of the steps since the last draw, known from the next one on.
-        agreeing: several processes draw together. A parameter that is not known is taken whole
-            until they have told each other what they noted.
-        whole: parameters that cannot be looked at in part.
+        costs: `reads` and `spread` of each parameter, the worst case of all steps so far. They
+            decide the shape of its blocks.
+        step_costs: those of the current step, where they are worse than `costs`.
+        pending_costs: those of the steps since the last draw; the next draw adds them to `costs`.
+        shared_by_ranks: whether several processes draw the same blocks. A parameter that is not in
+            `costs` is observed whole until the processes have exchanged `step_costs`.
+        whole: parameters that cannot be sampled in blocks.
     """
 
     def __init__(self, budget: int, seed: int = 0) -> None:
         self.budget, self.seed, self.draws = budget, seed, 0
-        self.known: dict[str, Costs] = {}
-        self.noted: dict[str, Costs] = {}
-        self.pending: dict[str, Costs] = {}
-        self.agreeing = False
+        self.costs: dict[str, Costs] = {}
+        self.step_costs: dict[str, Costs] = {}
+        self.pending_costs: dict[str, Costs] = {}
+        self.shared_by_ranks = False
         self.whole: set[str] = set()
         self._blocks: dict[str, tuple[Block, float]] = {}
         self._numbers: dict[int, int] = {}
         self._axes: dict[str, Axes] = {}
         self._turn: frozenset[str] | None = None
-        self._drawn = False  # whether `_turn` holds for this draw
+        self._drawn = False  # whether `_turn` belongs to the current draw
 
     # -- draws
 
     def close_step(self, redraw: bool) -> None:
-        """A step is over; with `redraw`, other parameters and coordinates from now on."""
-        if self.noted:
-            for name, (reads, spread) in self.noted.items():
-                _note(self.pending, name, reads, spread)
-            self.noted = {}
+        """Finish a step; with `redraw`, draw other parameters and coordinates for the next one."""
+        if self.step_costs:
+            for name, (reads, spread) in self.step_costs.items():
+                _note(self.pending_costs, name, reads, spread)
+            self.step_costs = {}
         if redraw:
-            if self.pending:
-                for name, (reads, spread) in self.pending.items():
-                    _note(self.known, name, reads, spread)
+            if self.pending_costs:
+                for name, (reads, spread) in self.pending_costs.items():
+                    _note(self.costs, name, reads, spread)
                     self._axes.pop(name, None)
-                self.pending = {}
+                self.pending_costs = {}
             self.draws += 1
             self._forget_draw()
 
@@ -117,13 +118,13 @@ class Sampler:
         self._blocks, self._numbers, self._drawn = {}, {}, False
 
     def turn(self, trained: Callable[[], Sequence[str]]) -> frozenset[str] | None:
-        """The parameters that this draw looks at; None: all of them.
+        """Return the parameters of the current draw; None means all of them.
 
-        The first draw looks at all parameters. The next ones go through them in turns, in an order
-        that the seed decides.
+        The first draw takes all parameters. Later ones cycle through them, in an order that
+        depends on the seed.
 
         Args:
-            trained: gives the names of all parameters that are trained; called once per draw.
+            trained: returns the names of all trained parameters; called once per draw.
         """
         if not self._drawn:
             self._drawn, self._turn = True, None
@@ -141,39 +142,42 @@ class Sampler:
     # -- blocks
 
     def note(self, name: str, reads: int, spread: bool) -> None:
-        """Note what reading a parameter takes in this step, if it is more than was known."""
-        old = self.known.get(name)
+        """Record the cost of a parameter in this step, if it is worse than recorded before."""
+        old = self.costs.get(name)
         if old is None or reads > old[0] or (old[1] and not spread):
-            _note(self.noted, name, reads, spread)
+            _note(self.step_costs, name, reads, spread)
 
     def block(
         self, name: str, shape: Sequence[int], reads: int = 0, spread: bool = False
     ) -> tuple[Block | None, float]:
-        """The parameter's block (None: all of it), and how many coordinates each one stands for.
+        """Return the parameter's block (None: all of it), and the weight of each coordinate.
 
         Args:
-            name: the parameter's.
+            name: name of the parameter.
             shape: its shape.
-            reads: how many elements have to be read for each entry of a vector, each row or column
-                of a matrix, each channel of filters.
-            spread: whether coordinates may lie apart (cheap if each sample has one row).
+            reads: elements to read for each entry of a vector, each row or column of a matrix, each
+                channel of filters.
+            spread: whether a block may be strided, which is cheap if each sample has one row.
         """
         if name not in self.whole:
             self.note(name, reads, spread)
-            if not self.agreeing and name not in self.known:
-                self.known[name] = self.noted[name]
+            if not self.shared_by_ranks and name not in self.costs:
+                self.costs[name] = self.step_costs[name]
         return self.drawn(name, shape)
 
     def drawn(
         self, name: str, shape: Sequence[int], in_part: bool = False
     ) -> tuple[Block | None, float]:
-        """The same, of a parameter that is known; all of any other.
+        """Return block and weight of a parameter whose cost is known; else (None, 1.0).
 
-        `in_part`: also where the parameter has turned out to be one that is looked at as a whole.
+        Args:
+            name: name of the parameter.
+            shape: its shape.
+            in_part: return a block even for parameters in `whole`.
         """
-        known, measured = self._blocks.get(name), self._axes.get(name)
-        if known is None or measured is None or measured[0] != shape:
-            if name not in self.known or (name in self.whole and not in_part):
+        drawn_block, measured = self._blocks.get(name), self._axes.get(name)
+        if drawn_block is None or measured is None or measured[0] != shape:
+            if name not in self.costs or (name in self.whole and not in_part):
                 return None, 1.0
             if measured is None or measured[0] != shape:  # another parameter may take its name
                 measured = self._measure(name, shape)
@@ -189,15 +193,17 @@ class Sampler:
                 pieces.append(piece)
                 stands_for *= weight
                 number >>= bits
-            known = self._blocks[name] = tuple(pieces), stands_for
-        return known
+            drawn_block = self._blocks[name] = tuple(pieces), stands_for
+        return drawn_block
 
     def cutter(self, name: str, one: Sequence[int], other: Sequence[int]) -> Callable[..., Tensor]:
-        """Cuts tensors that are of a whole parameter to its block; others are of it already.
+        """Return a function that cuts tensors of the parameter's shape to its block.
+
+        Tensors that already have the shape of the block are returned unchanged.
 
         Args:
-            name: the parameter's.
-            one, other: its shape, and that of its block, or the other way round.
+            name: name of the parameter.
+            one, other: its shape and that of its block, in any order.
         """
         whole = max(tuple(one), tuple(other), key=prod)
         block, _ = self.drawn(name, whole, in_part=True)
@@ -205,12 +211,12 @@ class Sampler:
         return lambda tensor: tensor[block] if tuple(tensor.shape) == whole else tensor
 
     def _measure(self, name: str, shape: Sequence[int]) -> Axes:
-        """Along which dimensions a parameter is cut, and how long the pieces are."""
-        reads, spread = self.known[name]
+        """Return the dimensions along which a parameter is cut, and the lengths of the pieces."""
+        reads, spread = self.costs[name]
         if len(shape) == 4 and reads:
-            widths, spread = self._of_filters(shape, reads), False
+            widths, spread = self._filter_widths(shape, reads), False
         elif len(shape) > 1:
-            widths = self._of_matrix(shape, reads, spread)
+            widths = self._matrix_widths(shape, reads, spread)
         elif shape:
             widths = [min(self.budget, max(ENTRIES, VECTOR // reads) if reads else shape[0])]
         else:
@@ -218,12 +224,12 @@ class Sampler:
         axes = tuple(zip(shape, widths, strict=False))
         if all(width >= size for size, width in axes):
             axes = ()
-        # the weight and the bias of a layer share their rows: these are read but once
+        # Weight and bias of a layer share their rows, so that these are read only once.
         key = crc32(name.rpartition(".")[0].encode()) << 32
-        found = self._axes[name] = (tuple(shape), axes, spread, key)
-        return found
+        measured = self._axes[name] = (tuple(shape), axes, spread, key)
+        return measured
 
-    def _of_matrix(self, shape: Sequence[int], reads: int, spread: bool) -> list[int]:
+    def _matrix_widths(self, shape: Sequence[int], reads: int, spread: bool) -> list[int]:
         size = prod(shape)
         sides = max(SIDES, MATRIX // reads) if reads and not spread else 2 * size
         if size <= self.budget and shape[0] + shape[1] <= sides:
@@ -232,8 +238,8 @@ class Sampler:
         height = min(shape[0], ROWS, sides // 2, max(1, self.budget // inner))
         return [height, min(sides - height, max(1, self.budget // (height * inner)))]
 
-    def _of_filters(self, shape: Sequence[int], reads: int) -> list[int]:
-        """Output channels, input channels, and one place in the kernel or all of them."""
+    def _filter_widths(self, shape: Sequence[int], reads: int) -> list[int]:
+        """Return the widths of a block of filters: channels, and one kernel position or all."""
         taps = shape[2] * shape[3]
         channels = max(SIDES, FILTERS // reads)
         if prod(shape) <= self.budget and shape[0] + shape[1] * taps <= channels:
@@ -246,15 +252,17 @@ class Sampler:
     # -- saving
 
     def state_dict(self) -> dict[str, Any]:
-        """Numbers and strings only."""
-        known = {name: list(costs) for name, costs in self.known.items()}
-        pending = {name: list(costs) for name, costs in self.pending.items()}
-        return {"draws": self.draws, "known": known, "pending": pending}
+        """Return the state as numbers and strings."""
+        saved_costs = {name: list(costs) for name, costs in self.costs.items()}
+        pending = {name: list(costs) for name, costs in self.pending_costs.items()}
+        return {"draws": self.draws, "known": saved_costs, "pending": pending}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken."""
+        """Restore a state from `state_dict`."""
         check_schema(state, STATE_SCHEMA, "sampler")
-        self.draws, self.noted, self._axes = state["draws"], {}, {}
+        self.draws, self.step_costs, self._axes = state["draws"], {}, {}
         self._forget_draw()
-        self.known = {name: (reads, spread) for name, (reads, spread) in state["known"].items()}
-        self.pending = {name: (reads, spread) for name, (reads, spread) in state["pending"].items()}
+        self.costs = {name: (reads, spread) for name, (reads, spread) in state["known"].items()}
+        self.pending_costs = {
+            name: (reads, spread) for name, (reads, spread) in state["pending"].items()
+        }

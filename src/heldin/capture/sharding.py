@@ -25,14 +25,14 @@ __all__ = [
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The user's own module inside DistributedDataParallel; any other model as it is."""
+    """Return the module inside DistributedDataParallel; any other model unchanged."""
     if "torch.distributed.fsdp" in sys.modules:
         from torch.distributed.fsdp import FullyShardedDataParallel
 
         if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
             raise HeldinError(
-                "FullyShardedDataParallel keeps parameters in flat pieces that have no names or "
-                "shapes of their own; use its successor, torch.distributed.fsdp.fully_shard"
+                "FullyShardedDataParallel flattens parameters, so that their names and shapes are "
+                "lost; use its successor, torch.distributed.fsdp.fully_shard"
             )
     if isinstance(model, nn.parallel.DistributedDataParallel):
         inner: nn.Module = model.module
@@ -41,20 +41,20 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def runs_once(nodes: Iterable[Any]) -> bool:
-    """Whether a graph must not be gone through twice, nor in part.
+    """Return whether a graph allows exactly one complete backward pass.
 
-    In its first backward pass with a static graph, DistributedDataParallel takes the first pass
-    that comes by for the one in which gradients are made.
+    With a static graph, DistributedDataParallel assumes that the first backward pass of any kind
+    is the one that computes the gradients.
     """
     for node in nodes:
-        owner = getattr(node, "ddp_weakref", None)  # of its node below the outputs
+        owner = getattr(node, "ddp_weakref", None)  # set on DDP's node below the outputs
         if owner is not None and getattr(owner(), "static_graph", False):
             return True
     return False
 
 
 def fully_sharded(model: nn.Module) -> list[nn.Module]:
-    """The modules that `fully_shard` was applied to."""
+    """List the modules that `fully_shard` was applied to."""
     if "torch.distributed.fsdp" not in sys.modules:
         return []
     from torch.distributed.fsdp import FSDPModule
@@ -62,11 +62,18 @@ def fully_sharded(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def watch_unsharded(model: nn.Module, found: Callable[[Tensor, str], None]) -> list[Any]:
-    """Tell of the parameters that `fully_shard` gathers for a forward pass, with their names.
+def watch_unsharded(model: nn.Module, on_gathered: Callable[[Tensor, str], None]) -> list[Any]:
+    """Report the parameters that `fully_shard` gathers for a forward pass, with their names.
 
-    In the graph these stand for the sharded ones that the model has otherwise. Nothing is gathered
-    for this: the hooks run after those of `fully_shard`.
+    In the graph they stand for the sharded parameters of the model. This gathers nothing: the hooks
+    run after those of `fully_shard`.
+
+    Args:
+        model: the model.
+        on_gathered: called with each gathered parameter and its name.
+
+    Returns:
+        The handles of the hooks.
     """
     modules = fully_sharded(model)
     owners = {id(module) for module in modules}
@@ -75,10 +82,10 @@ def watch_unsharded(model: nn.Module, found: Callable[[Tensor, str], None]) -> l
 
     def hook(places: list[tuple[nn.Module, str, str]]) -> Callable[[Any, Any], None]:
         def gathered(module: Any, args: Any) -> None:
-            for holder, own, name in places:
-                parameter = own_parameters(holder).get(own)
+            for holder, own_name, name in places:
+                parameter = own_parameters(holder).get(own_name)
                 if parameter is not None:
-                    found(parameter, name)
+                    on_gathered(parameter, name)
 
         return gathered
 
@@ -86,41 +93,43 @@ def watch_unsharded(model: nn.Module, found: Callable[[Tensor, str], None]) -> l
     for module in modules:
         places, stack = [], [module]
         while stack:
-            each = stack.pop()
-            start = names[id(each)] + "." if names[id(each)] else ""
+            submodule = stack.pop()
+            start = names[id(submodule)] + "." if names[id(submodule)] else ""
             places += [
-                (each, own, start + own) for own in own_parameters(each) if start + own in first
+                (submodule, own_name, start + own_name)
+                for own_name in own_parameters(submodule)
+                if start + own_name in first
             ]
-            stack += [child for child in each.children() if id(child) not in owners]
+            stack += [child for child in submodule.children() if id(child) not in owners]
         handles.append(module.register_forward_pre_hook(hook(places)))
     return handles
 
 
 def is_parallel(tensor: Tensor) -> bool:
-    """Whether a tensor is spread over several devices (a DTensor)."""
+    """Return whether a tensor is distributed over several devices (a DTensor)."""
     return hasattr(tensor, "device_mesh")
 
 
 def refuse_parallel(leaves: Iterable[Tensor], names: Mapping[int, str]) -> None:
-    """Refuse parameters that no rank has as a whole, not even during the pass."""
+    """Refuse parameters that no rank holds whole during the pass (tensor parallel)."""
     for leaf in leaves:
         if is_parallel(leaf):
             name = names.get(id(leaf), "of a frozen or unobserved layer")
             raise NotObservable(
-                f"parameter {name!r} is a DTensor during the forward pass (tensor parallel): "
-                "samples cannot be followed through it, nor can its gradient be summed here. "
-                "Use data-parallel ranks, or fully_shard, for the layers that are observed"
+                f"parameter {name!r} is a DTensor during the forward pass (tensor parallel), "
+                "through which samples cannot be traced. Use data-parallel ranks, or fully_shard, "
+                "for the layers that are observed"
             )
 
 
 def local_part(parameter: Tensor) -> Tensor:
-    """The part of a parameter that this rank holds (a view), or all of it if it is not sharded."""
+    """Return a view of this rank's shard of a parameter, or all of it if it is not sharded."""
     part: Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
     return part
 
 
 def shard_of(whole: Tensor, parameter: Tensor) -> Tensor:
-    """The part of a tensor that this rank holds of the parameter; nothing is sent."""
+    """Return the part of a whole tensor that matches this rank's shard, without communication."""
     if not hasattr(parameter, "to_local"):
         return whole
     from torch.distributed.tensor import distribute_tensor
@@ -130,7 +139,7 @@ def shard_of(whole: Tensor, parameter: Tensor) -> Tensor:
 
 
 def as_parameter(part: Tensor, parameter: Tensor) -> Tensor:
-    """A rank's part as a tensor that is sharded as the parameter is."""
+    """Wrap this rank's part in a tensor that is sharded like the parameter."""
     if not hasattr(parameter, "to_local"):
         return part
     from torch.distributed.tensor import DTensor

@@ -1,10 +1,10 @@
-"""What stays the same when batches of another size come: padded texts, a last batch, and so on.
+"""Plans and layouts for batches of other sizes: padded texts, a smaller last batch, and so on.
 
-A call of the model has a *kind*: all that decides which graph it builds, but for the sizes of its
-tensors. Two calls of one kind have equal sizes in the same places, and ones in the same places; the
-sizes themselves are a tuple of numbers. What was followed at several sizes, and found to have the
-same layout in terms of the samples, holds for all sizes in between: in every component, at least
-as large as the smallest and at most as large as the largest that was followed.
+A call of the model has a *kind*: everything that decides which graph it builds, except the sizes of
+its tensors. Two calls of one kind have equal sizes in the same places, and ones in the same places;
+the sizes themselves are a tuple of numbers. If calls of several sizes were traced and have the same
+layout in terms of the samples, it holds for all sizes in between: each component lies between the
+smallest and the largest traced one.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from .layout import Layout
 from .ops import UseCache
 from .plan import Plan
 
-__all__ = ["Form", "Range", "ScalablePlan", "sizes_of"]
+__all__ = ["LayoutPattern", "Range", "ScalablePlan", "sizes_of"]
 
 Sizes = tuple[int, ...]
 
 
 def sizes_of(shapes: Sequence[Sequence[int]]) -> tuple[tuple[tuple[int, ...], ...], Sizes]:
-    """Which sizes are equal to which others, and the sizes in the order in which they first occur.
+    """Return the pattern of equal sizes, and the distinct sizes in order of first occurrence.
 
     >>> sizes_of([(16, 60), (16, 60), (60, 1)])
     (((0, 1), (0, 1), (1, -1)), (16, 60))
     """
-    numbers: dict[int, int] = {0: -2, 1: -1}  # nothing, and what is broadcast, are kinds of a size
+    numbers: dict[int, int] = {0: -2, 1: -1}  # empty and broadcast dimensions are part of the kind
     pattern = tuple(
         tuple([numbers.setdefault(size, len(numbers) - 2) for size in shape]) for shape in shapes
     )
@@ -37,7 +37,7 @@ def sizes_of(shapes: Sequence[Sequence[int]]) -> tuple[tuple[tuple[int, ...], ..
 
 @dataclass
 class Range:
-    """The sizes between those that were followed."""
+    """The sizes between the smallest and the largest traced ones."""
 
     low: Sizes
     high: Sizes
@@ -48,17 +48,17 @@ class Range:
         )
 
     def widen(self, sizes: Sizes) -> None:
-        """Another size was followed."""
+        """Extend the range to another traced size."""
         self.low = tuple(map(min, self.low, sizes))
         self.high = tuple(map(max, self.high, sizes))
 
 
 @dataclass(frozen=True)
-class Form:
+class LayoutPattern:
     """A regular layout, (index // inner) % m along one dimension, without its sizes.
 
-    Along the dimension lie `outer` times m times `inner` elements. One of the two numbers, or both,
-    has been the same at all sizes; the other one follows from the size of the tensor.
+    The dimension has `outer` times m times `inner` elements. At least one of the two numbers was
+    the same at all sizes; the other one follows from the size of the tensor.
     """
 
     ndim: int
@@ -67,23 +67,23 @@ class Form:
     outer: int | None
 
     @classmethod
-    def of(cls, layout: Layout) -> Form | None:
-        """The form of one layout; None if it is not regular."""
+    def from_layout(cls, layout: Layout) -> LayoutPattern | None:
+        """Return the pattern of a layout; None if it is not regular."""
         if layout.dim is None or layout.inner is None:
             return None
         return cls(len(layout.shape), layout.dim, layout.inner, layout.outer)
 
-    def also(self, layout: Layout) -> Form | None:
-        """The form of this one and another layout; None if they have none in common."""
-        other = Form.of(layout)
+    def merge(self, layout: Layout) -> LayoutPattern | None:
+        """Return the common pattern of this one and another layout; None if there is none."""
+        other = LayoutPattern.from_layout(layout)
         if other is None or (other.ndim, other.dim) != (self.ndim, self.dim):
             return None
         inner = self.inner if self.inner == other.inner else None
         outer = self.outer if self.outer == other.outer else None
         return None if inner is None and outer is None else replace(self, inner=inner, outer=outer)
 
-    def at(self, shape: Sequence[int], m: int) -> Layout | None:
-        """The layout of a tensor of this shape; None if the form does not fit it."""
+    def instantiate(self, shape: Sequence[int], m: int) -> Layout | None:
+        """Return the layout of a tensor of this shape; None if the pattern does not fit it."""
         if len(shape) != self.ndim:
             return None
         size = shape[self.dim]
@@ -97,67 +97,69 @@ class Form:
         return Layout(m, tuple(shape), self.dim, inner)
 
 
-Forms = dict[int, list[Form | None]]  # by position of the node: one for each of its outputs
+LayoutPatterns = dict[int, list[LayoutPattern | None]]  # per output, by position of the node
 
 
 @dataclass
 class ScalablePlan:
-    """Plans for several sizes that are one but for these sizes.
+    """Several plans that differ in sizes only.
 
     Attributes:
-        plan: the first of them.
-        sizes: the sizes for which they hold.
-        forms: where samples lie at the uses; None: no form fits all plans, each size is its own.
+        plan: the first plan.
+        sizes: the range of sizes for which the plans hold.
+        patterns: patterns of the layouts at the uses; None: no pattern fits all plans.
     """
 
     plan: Plan
     sizes: Range
-    forms: Forms | None = field(default=None)
+    patterns: LayoutPatterns | None = field(default=None)
 
     @classmethod
-    def of(cls, plan: Plan, sizes: Sizes) -> ScalablePlan:
-        """What one plan says about others."""
-        forms = {
-            position: [None if layout is None else Form.of(layout) for layout in layouts]
+    def from_plan(cls, plan: Plan, sizes: Sizes) -> ScalablePlan:
+        """Make a scalable plan from the plan for one size."""
+        patterns = {
+            position: [
+                None if layout is None else LayoutPattern.from_layout(layout) for layout in layouts
+            ]
             for position, layouts in plan.layouts.items()
         }
         regular = all(
-            (layout is None) == (form is None)
+            (layout is None) == (pattern is None)
             for position, layouts in plan.layouts.items()
-            for layout, form in zip(layouts, forms[position], strict=True)
+            for layout, pattern in zip(layouts, patterns[position], strict=True)
         )
-        return cls(plan, Range(sizes, sizes), forms if regular and not plan.cuts else None)
+        return cls(plan, Range(sizes, sizes), patterns if regular and not plan.cuts else None)
 
     def add(self, plan: Plan, sizes: Sizes) -> None:
-        """Another plan for the same graph, at other sizes, was found by following a call."""
+        """Add the plan that a traced call of other sizes has given for the same graph."""
         self.sizes.widen(sizes)
-        if self.forms is None or plan.skeleton != self.plan.skeleton:
-            self.forms = None
+        if self.patterns is None or plan.skeleton != self.plan.skeleton:
+            self.patterns = None
             return
-        forms: Forms = {}
+        patterns: LayoutPatterns = {}
         for position, layouts in plan.layouts.items():
-            forms[position] = []
-            for form, layout in zip(self.forms[position], layouts, strict=True):
-                shared = None if form is None or layout is None else form.also(layout)
-                if (layout is None) != (form is None) or (layout is not None and shared is None):
-                    self.forms = None
+            patterns[position] = []
+            for pattern, layout in zip(self.patterns[position], layouts, strict=True):
+                shared = None if pattern is None or layout is None else pattern.merge(layout)
+                if (layout is None) != (pattern is None) or (layout is not None and shared is None):
+                    self.patterns = None
                     return
-                forms[position].append(shared)
-        self.forms = forms
+                patterns[position].append(shared)
+        self.patterns = patterns
 
-    def at(self, graph: Graph, m: int) -> Plan | None:
-        """The plan for a graph of other sizes; None if the forms do not fit it."""
-        if self.forms is None:
+    def instantiate(self, graph: Graph, m: int) -> Plan | None:
+        """Return the plan for a graph of other sizes; None if the patterns do not fit it."""
+        if self.patterns is None:
             return None
         layouts: dict[int, list[Layout | None]] = {}
-        for position, forms in self.forms.items():
-            node, found = graph.nodes[position], []
-            for number, form in enumerate(forms):
-                layout = None if form is None else form.at(shape_of(node, number), m)
-                if form is not None and layout is None:
+        for position, patterns in self.patterns.items():
+            node, node_layouts = graph.nodes[position], []
+            for number, pattern in enumerate(patterns):
+                layout = None if pattern is None else pattern.instantiate(shape_of(node, number), m)
+                if pattern is not None and layout is None:
                     return None
-                found.append(layout)
-            layouts[position] = found
+                node_layouts.append(layout)
+            layouts[position] = node_layouts
         caches = {
             key: UseCache(cache.no_cancellation, cache.batched)
             for key, cache in self.plan.caches.items()

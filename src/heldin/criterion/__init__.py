@@ -1,4 +1,4 @@
-"""From moments of gradients to values that say whether to go on."""
+"""The evidence-based criterion, computed from moments of gradients."""
 
 from heldin.criterion.evidence import Evidence
 

@@ -1,4 +1,4 @@
-"""Exponential averages of values that differ in how much they say."""
+"""Weighted exponential averages."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ STATE_SCHEMA = {"value": float, "count": int, "total": float}  # of a saved stat
 
 @lru_cache(64)
 def weight(count: int, correction: Correction) -> float:
-    """How much the value of a batch of `count` samples counts beside others: by its size.
+    """Return the weight of a batch of `count` samples in an average of criterion values.
 
-    Also by how well the size allows to know f, the inverse of its variance under pure noise,
-    2 (m-1)^2 (m-2) / ((m-3)^2 (m-5)): that is infinite up to m = 5, so a last batch of three
-    counts for nothing beside full ones. (q, which "symmetric" uses, has a bounded variance.)
+    It is the number of samples m times the inverse of the variance of f under pure noise,
+    2 (m-1)^2 (m-2) / ((m-3)^2 (m-5)). The variance is infinite up to m = 5, so a last batch of
+    three samples has no weight beside full ones. (q, which "symmetric" uses, has a bounded
+    variance, so its weight is m.)
 
     >>> round(weight(64, None) / weight(128, None), 3)
     0.472
@@ -30,8 +31,8 @@ def weight(count: int, correction: Correction) -> float:
     m = count
     if correction == "symmetric":
         return float(m)
-    known = (m - 3) ** 2 * (m - 5) / ((m - 1) ** 2 * (m - 2)) if m > 5 else 0.0
-    return m * max(known, 1e-12)
+    precision = (m - 3) ** 2 * (m - 5) / ((m - 1) ** 2 * (m - 2)) if m > 5 else 0.0
+    return m * max(precision, 1e-12)
 
 
 class Average:
@@ -56,7 +57,7 @@ class Average:
         self._total = 0.0
 
     def add(self, value: float, weight: float = 1.0) -> float:
-        """Take in a value and return the new average."""
+        """Add a value and return the new average."""
         b = self.smoothing
         self.count += 1
         if self.start is not None:
@@ -64,14 +65,14 @@ class Average:
             return self.value
         self._total = b * self._total + weight
         gain = weight / self._total
-        # The first value, and each one without smoothing, to the last digit.
+        # Without rounding for the first value, and for every value without smoothing.
         self.value = value if gain == 1.0 else self.value + gain * (value - self.value)
         return self.value
 
     def state_dict(self) -> dict[str, Any]:
-        """Numbers only."""
+        """Return the state as numbers."""
         return {"value": self.value, "count": self.count, "total": self._total}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave."""
+        """Restore a state from `state_dict`."""
         self.value, self.count, self._total = state["value"], state["count"], state["total"]

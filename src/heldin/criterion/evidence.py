@@ -38,16 +38,16 @@ Across = Literal["mean", "median"]
 
 @dataclass(frozen=True)
 class Evidence:
-    """The criterion of one check: of a step, or of a window of several.
+    """The criterion of one check: of a step, or of a window of several steps.
 
     Attributes:
-        criterion: mean (or median) over groups of 1 - mean_k f_k. Above 0: the gradient is no
-            larger than its own error, stop. nan if there is no evidence (a single sample, no live
-            coordinate). In a model that is looked at in turns: over the parameters of the turn.
-        groups: the same per group; groups without a live coordinate are absent.
+        criterion: mean (or median) over groups of 1 - mean_k f_k. Above 0, the gradient is no
+            larger than its standard error: stop. nan if there is no evidence (a single sample, no
+            live coordinate). If parameters are sampled in turn, over those of the current draw.
+        groups: 1 - mean_k f_k per group; groups without a live coordinate are absent.
         count: number of samples.
-        live: number of coordinates per group that carry evidence.
-        nonfinite: parameters with an inf or nan contribution; they are left out.
+        live: number of live coordinates per group.
+        nonfinite: parameters with an inf or nan contribution, which are excluded.
         estimator: how the moments were observed: "exact", "sampled" (from a block of coordinates
             of each parameter) or "microbatch" (approximate; `count` is that of micro-batches).
 
@@ -68,12 +68,12 @@ class Evidence:
 
     @property
     def approximate(self) -> bool:
-        """Whether micro-batches were taken for samples."""
+        """Whether micro-batches were treated as samples."""
         return self.estimator == "microbatch"
 
 
 def grouping(groups: Groups) -> Callable[[str], str]:
-    """The function from a parameter's name to its group's."""
+    """Return the function that maps a parameter's name to the name of its group."""
     if groups == "tensor":
         return lambda name: name
     if groups == "all":
@@ -106,22 +106,22 @@ def evidence(
     dead: Dead = "out",
     across: Across = "mean",
 ) -> Evidence:
-    """The criterion from observed moments.
+    """Compute the criterion from observed moments.
 
     Args:
-        seen: moments by parameter name, as `heldin.observe` gives them.
+        seen: moments by parameter name, as `heldin.observe` yields them.
         groups: "tensor" (each parameter is a group), "all" (one group), or a mapping or function
             from parameter names to group names.
-        correction: for few samples. Without signal the mean of f is not 1 but (m-1)/(m-3), if the
-            contributions are Gaussian: "gaussian" divides by that (no value for m <= 3),
-            "symmetric" puts q = f m / (m - 1 + f) in the place of f, which has mean 1 for
+        correction: small-sample correction. Without signal and with Gaussian contributions, the
+            mean of f is (m-1)/(m-3) instead of 1. "gaussian" divides by that (no value for
+            m <= 3). "symmetric" replaces f by q = f m / (m - 1 + f), which has mean 1 for
             symmetric contributions and any m.
-        dead: coordinates to which no sample contributed are 0/0 (and hardly better known if the
-            contributions are so small that their squares are lost, 1e-17 in single precision).
-            "out" leaves them out of the mean, "zero" counts them as f = 0, so that many of them
-            alone ask for a stop.
-        across: the "mean" of the groups, as in the paper, or their "median", which
-            `EvidenceStopping` takes: a few groups that are far from zero do not hold up the rest.
+        dead: treatment of dead coordinates, for which f is 0/0: no sample contributed, or the
+            squares of the contributions underflow (1e-17 in single precision). "out" excludes
+            them from the mean. "zero" counts them as f = 0, so that many dead coordinates alone
+            stop training.
+        across: the "mean" of the groups, as in the paper, or their "median", the default of
+            `EvidenceStopping`, with which a few groups far from zero do not decide alone.
 
     >>> import heldin, torch
     >>> model = torch.nn.Linear(1, 1, bias=False)
@@ -137,14 +137,16 @@ def evidence(
     check_options(correction, dead, across)
     estimator = seen.estimator if isinstance(seen, Observation) else "exact"
     if estimator == "microbatch" and correction is None:
-        correction = "gaussian"  # few of them: the ratio of Gaussian means is too large otherwise
-    found = ratios(seen, correction)
-    count = max((ratio.m for ratio in found.values()), default=0)
-    return evidence_of(found, count, grouping(groups), correction, dead, estimator, across)
+        correction = "gaussian"  # with few micro-batches, f is biased upwards
+    parameter_ratios = ratios(seen, correction)
+    count = max((ratio.m for ratio in parameter_ratios.values()), default=0)
+    return evidence_of(
+        parameter_ratios, count, grouping(groups), correction, dead, estimator, across
+    )
 
 
 def check_options(correction: Correction, dead: Dead, across: Across = "mean") -> None:
-    """Refuse what is not known."""
+    """Refuse unknown values of the options."""
     if correction not in (None, "gaussian", "symmetric"):
         raise HeldinError(
             f"correction: expected None, 'gaussian' or 'symmetric', got {correction!r}"
@@ -156,13 +158,13 @@ def check_options(correction: Correction, dead: Dead, across: Across = "mean") -
 
 
 class Ratio(NamedTuple):
-    """The ratios of one parameter, summed.
+    """The sum of the ratios of one parameter.
 
     Attributes:
         summed: sum of f (or q) over the live coordinates.
         live: number of live coordinates.
-        size: number of coordinates that were looked at.
-        weight: how many coordinates of the parameter each of them stands for.
+        size: number of observed coordinates.
+        weight: number of the parameter's coordinates that each of them represents.
         m: number of samples.
         finite: whether no contribution was inf or nan.
     """
@@ -176,19 +178,19 @@ class Ratio(NamedTuple):
 
 
 def ratios(seen: Mapping[str, Moments], correction: Correction = None) -> dict[str, Ratio]:
-    """The summed ratios of every parameter; waits for the device once."""
+    """Return the summed ratios of every parameter; synchronises with the device once."""
     by_count: dict[int, dict[str, Moments]] = {}
-    for name, each in seen.items():
-        if each.total.numel():
-            by_count.setdefault(each.count, {})[name] = each
+    for name, moments in seen.items():
+        if moments.total.numel():
+            by_count.setdefault(moments.count, {})[name] = moments
     if not by_count:
         return {}
-    rows = [  # of one count, but for a window in which weights were thawed
+    rows = [  # counts differ only in a window during which weights were unfrozen
         ratio_sums([(m.total, m.squares) for m in part.values()], count, correction == "symmetric")
         for count, part in by_count.items()
     ]
     table = rows[0] if len(rows) == 1 else torch.cat([row.double() for row in rows])
-    values = iter(table.tolist())  # the only wait for a device
+    values = iter(table.tolist())  # the only synchronisation
     return {
         name: Ratio(summed, live, m.total.numel(), m.weight, count, math.isfinite(largest))
         for count, part in by_count.items()
@@ -197,7 +199,7 @@ def ratios(seen: Mapping[str, Moments], correction: Correction = None) -> dict[s
 
 
 def centre(values: Collection[float], across: Across) -> float:
-    """The mean or the median of the groups' values; nan if there is none.
+    """Return the mean or the median of the groups' values; nan if there is none.
 
     >>> centre([-9.0, 0.5, 1.0], "mean"), centre([-9.0, 0.5, 1.0], "median")
     (-2.5, 0.5)
@@ -208,7 +210,7 @@ def centre(values: Collection[float], across: Across) -> float:
 
 
 def evidence_of(
-    found: Mapping[str, Ratio],
+    parameter_ratios: Mapping[str, Ratio],
     count: int,
     group_of: Callable[[str], str],
     correction: Correction,
@@ -216,13 +218,13 @@ def evidence_of(
     estimator: str,
     across: Across,
 ) -> Evidence:
-    """The criterion from the ratios of the parameters."""
+    """Compute the criterion from the ratios of the parameters."""
     sums: dict[str, float] = {}
     sizes: dict[str, float] = {}
     live: dict[str, int] = {}
     nonfinite: list[str] = []
     fewest = 4 if correction == "gaussian" else 2
-    for name, ratio in found.items():
+    for name, ratio in parameter_ratios.items():
         group = group_of(name)
         if not ratio.finite:
             nonfinite.append(name)

@@ -1,4 +1,4 @@
-"""The arithmetic of stopping single weights: when they are off, and how they are held."""
+"""The arithmetic of stopping single weights: their smoothed ratio, and how they are held."""
 
 from __future__ import annotations
 
@@ -23,31 +23,32 @@ def smoothed(
     dead: Dead,
     correction: Correction,
 ) -> Tensor:
-    """The next smoothed f_k, elementwise: b a + (1-b) f. Weights with a value below 1 are stopped.
+    """Return the next smoothed f_k, b a + (1-b) f; weights with a value below 1 are stopped.
 
-    In terms of Eq. 15, c = 1 - a. Greedy: a stopped weight's average stays, and so does the stop.
+    In terms of Eq. 15, c = 1 - a. With `greedy`, the average of a stopped weight is not updated,
+    so that it stays stopped.
 
     >>> m = Moments(torch.tensor([3.0, 1.0]), torch.tensor([5.0, 1.0]), 2)          # f = 9, 1
     >>> smoothed(torch.tensor([0.9, 2.0]), m, 0.5, True, "out", None)
     tensor([0.9000, 1.5000])
     """
     tiny = torch.finfo(moments.squares.dtype).tiny  # makes 0/0 a zero, without a branch
-    known = Moments(moments.total, moments.squares.clamp(min=tiny), moments.count)
-    f = known.q if correction == "symmetric" else known.snr
+    clamped = Moments(moments.total, moments.squares.clamp(min=tiny), moments.count)
+    f = clamped.q if correction == "symmetric" else clamped.snr
     if correction == "gaussian":
         f = f * ((moments.count - 3) / (moments.count - 1))
     moves = moments.squares.sign() if dead == "out" else torch.ones_like(f)
     if greedy:
         moves.mul_(torch.ge(average, 1.0, out=torch.empty_like(average)))
-    f = f.clamp(max=1e30)  # no inf, whose average would be nan in the end
+    f = f.clamp(max=1e30)  # an inf would make the average nan
     return average.addcmul(f - average, moves, value=1.0 - smoothing)
 
 
 def keep(now: Tensor, before: Tensor, average: Tensor) -> None:
-    """Put stopped weights back, in place: `torch.where(average < 1, before, now)`, bit by bit.
+    """Restore stopped weights in place: `torch.where(average < 1, before, now)`, by bits.
 
-    On a CPU `where` is slow if the mask is irregular. The sign of average - 1, spread over all bits
-    of an integer, selects as well.
+    On a CPU `where` is slow for irregular masks, so the sign bit of average - 1, copied to all bits
+    of an integer, selects between the two.
 
     >>> now = torch.tensor([1.0, 2.0])
     >>> keep(now, torch.tensor([-0.0, 5.0]), torch.tensor([0.5, 1.0]))
@@ -62,6 +63,6 @@ def keep(now: Tensor, before: Tensor, average: Tensor) -> None:
 
 
 def pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Flat pieces of tensors of one shape: on a CPU small enough to stay in the cache."""
+    """Yield flat chunks of tensors of one shape; on a CPU, they fit the cache."""
     size = 1 << 16 if tensors[0].device.type == "cpu" else max(1, tensors[0].numel())
     yield from zip(*(t.reshape(-1).split(size) for t in tensors), strict=True)

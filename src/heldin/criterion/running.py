@@ -1,4 +1,4 @@
-"""The evidence of a run, check by check: windows of steps, and parameters looked at in turns."""
+"""The evidence of a run, check by check: windows of steps, and parameters sampled in turn."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ STATE_SCHEMA = {  # of a saved state
 
 
 class RunningEvidence:
-    """Forms `Evidence` from the sums of a model's backward passes.
+    """The `Evidence` of a run, computed from the sums of a model's backward passes.
 
     Args:
-        collector: collects the sums, and knows whose turn it is.
-        group_of: from names of parameters to names of groups.
+        collector: collects the sums, and draws the parameters of a check.
+        group_of: maps names of parameters to names of groups.
         correction, dead, across: see `heldin.evidence`.
-        window: number of steps whose sums add up before a value is formed.
+        window: number of steps that are summed for one value.
         mean: whether the loss is a mean over the samples of a step.
 
     Attributes:
-        latest: the last one that was formed.
-        correction: as given, or what the estimator needs.
+        latest: the evidence of the last check.
+        correction: the correction in use; the "microbatch" estimator needs one.
     """
 
     def __init__(
@@ -59,26 +59,26 @@ class RunningEvidence:
     ) -> None:
         self.latest = Evidence(math.nan, {}, 0)
         self._collector, self._group_of = collector, group_of
-        # a few micro-batches in the place of samples: the ratio of Gaussian means is too large
+        # With few micro-batches in place of samples, f is biased upwards.
         if collector.estimator == "microbatch" and correction is None:
             correction = "gaussian"
         self.correction, self._dead, self._across = correction, dead, across
         self._steps, self._window = window, Window(mean)
-        self._ratios: dict[str, Ratio] = {}  # the last ones of every parameter
+        self._ratios: dict[str, Ratio] = {}  # the latest ratios of every parameter
 
     @property
     def waiting(self) -> int:
-        """Number of steps in the window that is not full yet."""
+        """Number of steps in the current, incomplete window."""
         return self._window.steps
 
     def add(
         self, seen: Mapping[str, Moments], count: int, model: nn.Module, scale: float
     ) -> tuple[Mapping[str, Moments], int, tuple[str, ...]] | None:
-        """Take in a step; the sums for a check, if one is due.
+        """Add a step, and return the sums for a check if one is due.
 
         Returns:
-            The sums, the number of samples, and the parameters whose steps were left out because
-            of an inf or nan.
+            The sums, the number of samples, and the parameters for which steps were skipped because
+            of an inf or nan; None while the window is incomplete.
         """
         if self._steps == 1:
             return seen, count, ()
@@ -89,36 +89,42 @@ class RunningEvidence:
             return None
         sums, skipped = window.moments(), tuple(window.nonfinite)
         window.clear()
-        return sums, max((each.count for each in sums.values()), default=0), skipped
+        return sums, max((moments.count for moments in sums.values()), default=0), skipped
 
     def form(self, sums: Mapping[str, Moments], count: int) -> Evidence:
-        """The evidence in these sums; of parameters whose turn it was not, the last ratios.
+        """Compute the evidence in these sums, with earlier ratios for parameters not drawn.
 
-        What a batch adds by chance is much the same in all parameters, so that the centre of those
-        of the turn is nearer to that of all of them than one with values of other batches in it.
-        Groups of several parameters need these, to be whole.
+        The noise of a batch is similar in all parameters. So the centre over the drawn parameters
+        is closer to that over all parameters of this batch than a centre that includes values of
+        earlier batches. Only groups of several parameters need the earlier ratios.
         """
-        fresh, turn = ratios(sums, self.correction), self._collector.turn()
-        found, estimator = fresh, self._collector.estimator
-        if turn is None or count > 1:  # else there is no value: earlier ones alone tell nothing
+        drawn, turn = ratios(sums, self.correction), self._collector.turn()
+        current, estimator = drawn, self._collector.estimator
+        if turn is None or count > 1:  # else there is no new value
             if turn is not None:
-                others = set(self._collector.trained()) - turn
-                kept = {n: r for n, r in self._ratios.items() if n in others and r.finite}
-                found = {**kept, **fresh}
-            found = {name: found[name] for name in self._collector.in_order(found)}
-            self._ratios = found
+                not_drawn = set(self._collector.trained()) - turn
+                earlier = {n: r for n, r in self._ratios.items() if n in not_drawn and r.finite}
+                current = {**earlier, **drawn}
+            current = {name: current[name] for name in self._collector.in_order(current)}
+            self._ratios = current
         self.latest = evidence_of(
-            found, count, self._group_of, self.correction, self._dead, estimator, self._across
+            current,
+            count,
+            self._group_of,
+            self.correction,
+            self._dead,
+            estimator,
+            self._across,
         )
-        if len(fresh) < len(found) == len(set(map(self._group_of, found))):
+        if len(drawn) < len(current) == len(set(map(self._group_of, current))):
             groups = self.latest.groups
-            values = [groups[group] for group in map(self._group_of, fresh) if group in groups]
+            values = [groups[group] for group in map(self._group_of, drawn) if group in groups]
             if values:
                 self.latest = replace(self.latest, criterion=centre(values, self._across))
         return self.latest
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors, numbers and strings only."""
+        """Return the state as tensors, numbers and strings."""
         latest = asdict(self.latest)
         return {
             "evidence": {**latest, "nonfinite": list(latest["nonfinite"])},
@@ -127,7 +133,7 @@ class RunningEvidence:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], model: nn.Module) -> None:
-        """Take over what `state_dict` gave."""
+        """Restore a state from `state_dict`."""
         self._window.load_state_dict(state["window"], model)
         latest = state["evidence"]
         self.latest = Evidence(**{**latest, "nonfinite": tuple(latest["nonfinite"])})
@@ -135,7 +141,7 @@ class RunningEvidence:
 
 
 def why_none(count: int, nonfinite: tuple[str, ...]) -> str:
-    """Why a check has no value, in words.
+    """Explain in words why a check has no value.
 
     >>> why_none(0, ())
     'no backward pass was seen'
@@ -146,5 +152,5 @@ def why_none(count: int, nonfinite: tuple[str, ...]) -> str:
     if count == 0:
         return "no backward pass was seen"
     if count == 1:
-        return "a single sample has no variance (window=k puts k steps together)"
+        return "a single sample has no variance (window=k sums k steps)"
     return "no coordinate had a contribution"

@@ -1,4 +1,4 @@
-"""Moments that add up over several steps."""
+"""Moments that are summed over several steps."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ STATE_SCHEMA = {  # of a saved state
 class Window:
     """Sums over the steps of a window, per parameter.
 
-    The contributions of a step with another number of samples than the first one are put on a
-    common scale: a loss that is a mean over the batch divides each by the batch's size, and a small
-    batch must count by its size, not as much as a large one.
+    Contributions of steps with different numbers of samples are put on a common scale: a loss that
+    is a mean divides each contribution by the size of the batch, which would give a sample of a
+    small batch more weight.
     """
 
     def __init__(self, mean: bool) -> None:
@@ -49,7 +49,7 @@ class Window:
         scale: float,
         sampler: Sampler | None = None,
     ) -> None:
-        """Add a step. One with an inf or nan in it is counted as a step, but not added."""
+        """Add a step. A step with an inf or nan is counted, but its sums are not added."""
         self.steps += 1
         step = dict(seen.items())
         finite = which_finite(list(step.values()))
@@ -61,7 +61,7 @@ class Window:
         unit = count / scale if self._mean else 1.0 / scale
         self._unit = self._unit or unit
         factor = unit / self._unit
-        for name in trainable:  # also those that no sample of this step has touched
+        for name in trainable:  # parameters without a contribution in this step included
             self._counts[name] = self._counts.get(name, 0) + count
         for name, moments in step.items():
             total, squares = moments.total, moments.squares
@@ -70,7 +70,7 @@ class Window:
             weight = moments.weight
             if name in self._sums:
                 first, second, before = self._sums[name]
-                if first.shape != total.shape:  # one of the steps was looked at as a whole
+                if first.shape != total.shape:  # one of the steps was not sampled
                     assert sampler is not None
                     cut = sampler.cutter(name, first.shape, total.shape)
                     total, squares, first, second = map(cut, (total, squares, first, second))
@@ -78,14 +78,14 @@ class Window:
             self._sums[name] = (total, squares, weight)
 
     def moments(self) -> dict[str, Moments]:
-        """What the window holds; a parameter that was frozen in a part of it has a lower count."""
+        """Return the moments of the window; a parameter frozen in some steps has a lower count."""
         return {
             name: Moments(total, squares, self._counts[name], weight)
             for name, (total, squares, weight) in self._sums.items()
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors, numbers and strings only."""
+        """Return the state as tensors, numbers and strings."""
         return {
             "steps": self.steps,
             "unit": self._unit,
@@ -95,18 +95,18 @@ class Window:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], model: nn.Module) -> None:
-        """Take over what `state_dict` gave, onto the devices of the model's parameters."""
+        """Restore a state from `state_dict`, on the devices of the model's parameters."""
         self.clear()
         parameters = dict(model.named_parameters())
         for name, (total, squares, weight) in state["sums"].items():
             if name not in parameters or as_real(parameters[name]).numel() < total.numel():
                 raise HeldinError(
                     f"the saved window holds sums for parameter {name!r} of shape "
-                    f"{tuple(total.shape)}, which this model has not; load the state of a run with "
-                    "the same model"
+                    f"{tuple(total.shape)}, which this model does not have; load the state of a "
+                    "run with the same model"
                 )
             if total.shape != squares.shape or name not in state["counts"]:
-                raise ValueError(f"the sums of {name!r} do not belong together")
+                raise ValueError(f"the total, squares and count of {name!r} do not match")
             device = parameters[name].device
             self._sums[name] = (total.to(device), squares.to(device), weight)
         self.steps, self._unit = state["steps"], state["unit"]

@@ -1,4 +1,4 @@
-"""Read-outs that help to decide whether the criterion can be trusted."""
+"""Diagnostics that help to decide whether the criterion can be trusted."""
 
 from .verification import Verification
 

@@ -1,4 +1,4 @@
-"""Check on a model of one's own that what is observed is true."""
+"""A check of observed moments against one backward pass per sample."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ __all__ = ["Verification", "verify"]
 
 @dataclass(frozen=True)
 class Verification:
-    """What `heldin.verify` found.
+    """The result of `heldin.verify`.
 
     Attributes:
-        errors: per parameter, the larger of the relative errors of `total` and `squares`.
-        tolerance: what was allowed.
+        errors: the larger of the relative errors of `total` and `squares`, per parameter.
+        tolerance: largest relative error that passes.
         count: number of samples compared.
 
     >>> import heldin
@@ -72,14 +72,15 @@ def verify(
     """Compare observed moments with one backward pass per sample.
 
     Args:
-        model: the model to check. Its `.grad`s are as before afterwards.
+        model: the model to check. Its `.grad`s are restored afterwards.
         step: runs one training step up to the loss and returns it (or calls backward itself and
-            returns nothing). It must call the model.
-        batch: arguments of `step`. If given, the truth is `step` on one sample at a time, which is
-            independent of everything in heldin but needs a model without dropout and batch
-            statistics. If not, it is one backward pass per sample through the graph of a single
-            `step()`, from the rows of the model's outputs, which is right for those too.
-        batch_dim: as for `heldin.observe`; it also says how to cut the batch into samples.
+            returns None). It must call the model.
+        batch: arguments of `step`. If given, the reference is `step` on one sample at a time, which
+            is independent of everything in heldin but needs a model without dropout and batch
+            statistics. Without it, the reference is one backward pass per sample through the graph
+            of a single `step()`, from the rows of the model's outputs, which is correct for those
+            models as well.
+        batch_dim: as for `heldin.observe`; also used to split the batch into samples.
         tolerance: largest relative error that passes (default: by the parameters' precision).
 
     >>> import heldin, torch
@@ -90,9 +91,9 @@ def verify(
     >>> heldin.verify(model, step, x, y).ok
     True
     """
-    kept = {p: p.grad for p in model.parameters()}
+    saved_grads = {p: p.grad for p in model.parameters()}
     try:
-        for p in kept:
+        for p in saved_grads:
             p.grad = None
         collector = Collector(model, batch_dim, with_reference=not batch)
         with Observation(collector) as seen:
@@ -101,27 +102,27 @@ def verify(
         if batch:
             truth = _one_by_one(model, step, batch, batch_dim, seen.count)
     finally:
-        for p, grad in kept.items():
+        for p, grad in saved_grads.items():
             p.grad = grad
     if not truth:
         raise HeldinError(
-            "heldin.verify: the model returns no tensor with a row for each sample, from which "
-            "single samples could be followed back; pass the batch: verify(model, step, x, y)"
+            "heldin.verify: the model returns no tensor with a row for each sample, which a "
+            "backward pass per sample needs; pass the batch: verify(model, step, x, y)"
         )
     precise = all(upcast(total).dtype == torch.float64 for total, _ in truth.values())
     errors = {}
     floor = max(float(squares.max()) for _, squares in truth.values())
-    floor *= 1e-24 if precise else 1e-10  # true zeros hold rounding noise
+    floor *= 1e-24 if precise else 1e-10  # rounding noise in entries that should be zero
     for name, (total, squares) in truth.items():
-        found = seen.get(name)
-        if found is None:
+        observed = seen.get(name)
+        if observed is None:
             errors[name] = float("inf") if float(squares.max()) > floor else 0.0
             continue
-        scale = _scale(found.total, total) if batch else 1.0
+        scale = _scale(observed.total, total) if batch else 1.0
         size = float(squares.max()) * scale**2 + floor
         errors[name] = max(
-            float((found.total - scale * total).abs().max()) / size**0.5 / seen.count**0.5,
-            float((found.squares - scale**2 * squares).abs().max()) / size,
+            float((observed.total - scale * total).abs().max()) / size**0.5 / seen.count**0.5,
+            float((observed.squares - scale**2 * squares).abs().max()) / size,
         )
     limit = tolerance if tolerance is not None else (1e-8 if precise else 1e-3)
     return Verification(errors, limit, seen.count)
@@ -154,12 +155,12 @@ def _one_by_one(
 
 
 def _sample(value: Any, i: int, m: int, batch_dim: BatchDim) -> Any:
-    """Sample i of nested tuples, lists and dicts of batches; the rest as it is."""
+    """Select sample i of nested tuples, lists and dicts of batches; copy everything else."""
     if isinstance(value, Tensor):
         dim = batch_dim if isinstance(batch_dim, int) else 0
         if -value.dim() <= dim < value.dim() and value.shape[dim] == m:
             return value.narrow(dim, i, 1)
-        rows = 0  # targets have the batch first even where the inputs do not
+        rows = 0  # targets have the batch dimension first even if inputs do not
         return value.narrow(0, i, 1) if value.dim() and value.shape[rows] == m else value
     if isinstance(value, (tuple, list)):
         return type(value)(_sample(v, i, m, batch_dim) for v in value)
@@ -173,7 +174,7 @@ def _sample(value: Any, i: int, m: int, batch_dim: BatchDim) -> Any:
     return value
 
 
-def _scale(observed: Tensor, alone: Tensor) -> float:
-    """The factor between a loss averaged over the batch and that of a single sample."""
-    size = float(alone.square().sum())
-    return float((observed * alone).sum()) / size if size > 0 else 1.0
+def _scale(observed: Tensor, single: Tensor) -> float:
+    """Return the factor between a loss averaged over the batch and that of a single sample."""
+    size = float(single.square().sum())
+    return float((observed * single).sum()) / size if size > 0 else 1.0

@@ -1,4 +1,4 @@
-"""What every form of contributions can do."""
+"""The interface of per-sample contributions."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ CHUNK = 1 << 22  # elements of per-sample gradients held at a time
 class Contributions(ABC):
     """The contributions of m samples to one tensor of the given shape.
 
-    They can be written out for a range of samples (`samples`), and know the cheapest way to their
-    sum and sum of squares (`moments`). Some can be restricted to a block of coordinates before
-    anything is computed (`restrict`).
+    `samples` materialises them for a range of samples, `moments` computes their sum and sum of
+    squares in the cheapest way. Some can be restricted to a block of coordinates before anything
+    is computed (`restrict`).
     """
 
     m: int
     shape: tuple[int, ...]
-    spread = False  # whether coordinates that are looked at should lie apart (and cheaply can)
-    reads = 0  # how many elements are read for each row, column or channel
+    spread = False  # whether to sample coordinates with a stride
+    reads = 0  # elements to read for each row, column or channel
 
     @property
     def numel(self) -> int:
@@ -34,10 +34,10 @@ class Contributions(ABC):
 
     @abstractmethod
     def samples(self, lo: int, hi: int) -> Tensor:
-        """Contributions of samples lo..hi-1, (hi - lo, *shape)."""
+        """Return the contributions of samples lo..hi-1, (hi - lo, *shape)."""
 
     def moments(self, total: Tensor | None, room: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Sum and sum of squares over all samples.
+        """Return sum and sum of squares over all samples.
 
         Args:
             total: the sum, if it is known already.
@@ -46,22 +46,22 @@ class Contributions(ABC):
         return chunked(self.samples, self.m, self.numel)
 
     def restrict(self, block: Block) -> Contributions:
-        """The same for a block of coordinates only."""
+        """Return the contributions to a block of coordinates."""
         raise NotImplementedError
 
     @property
     def whole_only(self) -> bool:
-        """Whether there is no way to look at a block only."""
+        """Whether the contributions cannot be restricted to a block."""
         return type(self).restrict is Contributions.restrict
 
 
 def chunked(samples: Callable[[int, int], Tensor], m: int, size: int) -> tuple[Tensor, Tensor]:
-    """Sum and sum of squares of contributions that are written out for some samples at a time."""
+    """Return sum and sum of squares of contributions that are materialised in chunks."""
     step = max(1, min(m, CHUNK // max(size, 1)))
-    each = samples(0, step)
-    total, squares = each.sum(0), each.square().sum(0)
+    contributions = samples(0, step)
+    total, squares = contributions.sum(0), contributions.square().sum(0)
     for lo in range(step, m, step):
-        each = samples(lo, min(m, lo + step))
-        total += each.sum(0)
-        squares += each.square().sum(0)
+        contributions = samples(lo, min(m, lo + step))
+        total += contributions.sum(0)
+        squares += contributions.square().sum(0)
     return total, squares

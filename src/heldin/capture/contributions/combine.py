@@ -1,4 +1,4 @@
-"""Several uses of one parameter, put together."""
+"""The moments of several uses of one parameter."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["moments"]
 def moments(
     parts: Sequence[Contributions], total: Tensor | None = None, room: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Sum and sum of squares of what several uses of one tensor contribute together.
+    """Return sum and sum of squares of the contributions of several uses of one tensor.
 
-    A module that is called twice, tied weights: the contributions of a sample are summed over the
-    uses before they are squared.
+    For a module that is called twice, or tied weights, the contributions of a sample are summed
+    over the uses before they are squared.
     """
     outers = [part for part in parts if isinstance(part, Outer)]
     if len(outers) > 1:  # as one use with more rows

@@ -16,11 +16,11 @@ from .base import Contributions
 
 __all__ = ["Filters", "overlap"]
 
-PATCHES = 1 << 20  # elements of images that are cut into patches at a time
+PATCHES = 1 << 20  # elements of patches per chunk
 
 
 class Filters(Contributions):
-    """Filters (O, C, k, k) of a plain convolution: patches of each sample's images are taken."""
+    """Contributions to the filters (O, C, k, k) of a plain convolution, from image patches."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class Filters(Contributions):
     ) -> None:
         self.grad, self.x = grad, x  # (m, r, O, H, W), (m, r, C, H, W)
         self.kernel, self.settings = tuple(kernel), settings
-        self.place = place  # the one place in the kernel that is looked at
+        self.place = place  # the sampled kernel position; None: all of them
         self.m = grad.shape[0]
         self.shape = (grad.shape[2], x.shape[2], *((1, 1) if place else self.kernel))
         self.reads = self.m * grad.shape[1] * grad.shape[3] * grad.shape[4]
@@ -54,10 +54,10 @@ class Filters(Contributions):
         delta = grad.flatten(3)  # (n, r, O, L)
         patches = patches.reshape(*delta.shape[:2], prod(self.shape[1:]), delta.shape[3])
         if delta.shape[1] == 1:
-            each = delta[:, 0] @ patches[:, 0].mT
+            contributions = delta[:, 0] @ patches[:, 0].mT
         else:
-            each = torch.einsum("irol,irkl->iok", delta, patches)
-        return each.reshape(hi - lo, *self.shape)
+            contributions = torch.einsum("irol,irkl->iok", delta, patches)
+        return contributions.reshape(hi - lo, *self.shape)
 
     def _overlap(self, axis: int) -> tuple[slice, slice]:
         assert self.place is not None
@@ -72,11 +72,11 @@ class Filters(Contributions):
         step = max(1, min(self.m, PATCHES // max(1, work)))
         first, second = total, None
         for lo in range(0, self.m, step):
-            each = self.samples(lo, min(self.m, lo + step))
+            contributions = self.samples(lo, min(self.m, lo + step))
             if total is None:
-                sums = each.sum(0)
+                sums = contributions.sum(0)
                 first = sums if first is None else first.add_(sums)
-            squares = each.square_().sum(0)
+            squares = contributions.square_().sum(0)
             second = squares if second is None else second.add_(squares)
         assert first is not None
         assert second is not None
@@ -86,7 +86,9 @@ class Filters(Contributions):
 def overlap(
     place: int, stride: int, padding: int, dilation: int, size: int, outputs: int
 ) -> tuple[slice, slice]:
-    """Where outputs and inputs meet at one place in the kernel, along an axis; the rest is padding.
+    """Return the outputs and the inputs that meet at one kernel position along an axis.
+
+    The other outputs meet padding there.
 
     >>> overlap(0, 1, 1, 1, 4, 4)                  # the left column of a kernel of 3
     (slice(1, 4, None), slice(0, 3, 1))

@@ -1,4 +1,4 @@
-"""Contributions to a matrix that multiplies data: outer products of what goes in and out."""
+"""Contributions to a matrix that multiplies data: outer products of inputs and gradients."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from .base import CHUNK, Contributions, chunked
 
 __all__ = ["Outer"]
 
-CACHE = 1 << 18  # elements of a matrix that a processor works on at a time
+CACHE = 1 << 18  # elements of a matrix per strip, to fit the processor's cache
 
 
 class Outer(Contributions):
-    """A matrix in a product with the data: contribution i is left_i^T right_i, over r rows."""
+    """Contributions left_i^T right_i (over r rows) to a matrix that multiplies data."""
 
     def __init__(self, left: Tensor, right: Tensor, spread: bool = False) -> None:
         self.left, self.right, self.spread = left, right, spread  # (m, r, a), (m, r, b)
         self.m, self.rows = left.shape[0], left.shape[1]
-        self.reads = self.m * self.rows if self.rows > 1 else 0  # one row is cheap
+        self.reads = self.m * self.rows if self.rows > 1 else 0  # one row per sample is cheap
         self.shape = (left.shape[2], right.shape[2])
 
     @classmethod
     def join(cls, parts: Sequence[Outer]) -> Outer:
-        """Several uses of a matrix as one with more rows."""
+        """Join several uses of a matrix into one with more rows."""
         left = torch.cat([part.left for part in parts], 1)
         return cls(left, torch.cat([part.right for part in parts], 1))
 
     def transposed(self) -> Outer:
-        """The same for the transposed matrix."""
+        """Return the contributions to the transposed matrix."""
         return Outer(self.right, self.left, self.spread)
 
     def samples(self, lo: int, hi: int) -> Tensor:
@@ -50,8 +50,8 @@ class Outer(Contributions):
                 total = left.mT @ right
             return total, torch.mm(left.square().mT, right.square(), out=room)
         if self.m * self.numel <= CHUNK // 8:
-            each = left.mT @ right
-            return each.sum(0) if total is None else total, each.square_().sum(0)
+            products = left.mT @ right
+            return products.sum(0) if total is None else total, products.square_().sum(0)
         if left.device.type != "cpu":
             first, squares = chunked(self.samples, self.m, self.numel)
             return first if total is None else total, squares
@@ -62,16 +62,16 @@ class Outer(Contributions):
         return total, squares
 
     def _squares_in_strips(self, left: Tensor, right: Tensor, squares: Tensor) -> None:
-        """Sum over samples of (left_i^T right_i)^2, for as many rows at a time as fit the cache."""
+        """Sum (left_i^T right_i)^2 over samples, in strips of rows that fit the cache."""
         a, b = self.shape
         height = max(1, CACHE // b)
         work = left.new_empty(min(a, height), b)
         for top in range(0, a, height):
             out = squares[top : top + height]
-            each = work[: len(out)]
+            product = work[: len(out)]
             strip = left[:, :, top : top + height].mT
-            torch.mm(strip[0], right[0], out=each)
-            torch.mul(each, each, out=out)
+            torch.mm(strip[0], right[0], out=product)
+            torch.mul(product, product, out=out)
             for i in range(1, self.m):
-                torch.mm(strip[i], right[i], out=each)
-                out.addcmul_(each, each)
+                torch.mm(strip[i], right[i], out=product)
+                out.addcmul_(product, product)

@@ -1,4 +1,4 @@
-"""Contributions that are written out, computed on demand, owned element by element, or moved."""
+"""Contributions that are materialised, computed on demand, owned by element, or moved."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Lazy", "Moved", "Owned", "Real", "Rows"]
 
 
 class Rows(Contributions):
-    """Contributions written out: (m, *shape)."""
+    """Materialised contributions, (m, *shape)."""
 
     def __init__(self, values: Tensor) -> None:
         self.values = values
@@ -33,7 +33,7 @@ class Rows(Contributions):
 
 
 class Owned(Contributions):
-    """A tensor each element of which belongs to one sample: the contribution is its own slice."""
+    """Contributions to a tensor in which every element belongs to exactly one sample."""
 
     def __init__(self, values: Tensor, owner: Tensor, m: int) -> None:
         self.values, self.owner, self.m = values, owner, m  # owner: broadcastable to values
@@ -49,7 +49,7 @@ class Owned(Contributions):
 
 
 class Lazy(Contributions):
-    """Contributions that are computed when they are asked for, while the node can be read."""
+    """Contributions that are computed on demand, while the node's saved tensors exist."""
 
     def __init__(self, compute: Callable[[int, int], Tensor], m: int, shape: Sequence[int]) -> None:
         self.compute, self.m, self.shape = compute, m, tuple(shape)
@@ -62,7 +62,7 @@ class Lazy(Contributions):
 
 
 class Moved(Contributions):
-    """Contributions behind views: `move` puts each element in its place in the parameter."""
+    """Contributions behind views; `move` maps them to the shape of the parameter."""
 
     def __init__(
         self, inner: Contributions, move: Callable[[Tensor], Tensor], shape: tuple[int, ...]
@@ -70,7 +70,7 @@ class Moved(Contributions):
         self.inner, self.move, self.shape, self.m = inner, move, shape, inner.m
 
     def samples(self, lo: int, hi: int) -> Tensor:
-        return torch.stack([self.move(each) for each in self.inner.samples(lo, hi)])
+        return torch.stack([self.move(contribution) for contribution in self.inner.samples(lo, hi)])
 
     def moments(self, total: Tensor | None, room: Tensor | None = None) -> tuple[Tensor, Tensor]:
         first, second = self.inner.moments(None)

@@ -1,4 +1,4 @@
-"""Contributions to the rows of a table that an index picks (embeddings)."""
+"""Contributions to the rows of a table that an index selects (embeddings)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Scattered"]
 
 
 class Scattered(Contributions):
-    """Rows of a table: row index[i, r] receives values[i, r]; the index `size` receives nothing."""
+    """Contributions values[i, r] to row index[i, r] of a table; the index `size` is ignored."""
 
     def __init__(self, index: Tensor, values: Tensor, size: int) -> None:
         self.index, self.values, self.size = index, values, size  # (m, r), (m, r, d)
@@ -36,10 +36,10 @@ class Scattered(Contributions):
         return Scattered(torch.where(inside, place, size), self.values[:, :, columns], size)
 
     def moments(self, total: Tensor | None, room: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Sums of equal (sample, row) first, then their squares; no shape depends on the data."""
+        """Sum equal (sample, row) pairs, then square; no shape depends on the data."""
         if self.m * self.numel <= CHUNK // 8:
-            each = self.samples(0, self.m)
-            return each.sum(0), each.square().sum(0)
+            contributions = self.samples(0, self.m)
+            return contributions.sum(0), contributions.square().sum(0)
         values = upcast(self.values).flatten(0, 1)
         samples = torch.arange(self.m, device=self.index.device)[:, None]
         keys, order = torch.sort((samples * (self.size + 1) + self.index).flatten())
@@ -47,7 +47,7 @@ class Scattered(Contributions):
         starts[1:] = keys[1:] != keys[:-1]
         segment = starts.cumsum(0) - 1
         sums = torch.zeros_like(values).index_add_(0, segment, values[order])
-        # the row of every segment; those that are left over receive zeros
+        # The row of every segment; unused segments add zeros to row `size`.
         rows = torch.full_like(keys, self.size).scatter_(0, segment, keys % (self.size + 1))
         first = values.new_zeros(self.size + 1, values.shape[1]).index_add_(0, rows, sums)
         second = torch.zeros_like(first).index_add_(0, rows, sums.square_())

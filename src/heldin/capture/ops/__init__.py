@@ -1,9 +1,9 @@
-"""How the per-sample contributions of each op are computed.
+"""Per-sample contributions of each op.
 
-`generic` is right for every op. The rules in the other modules say the same for common ops, at a
-fraction of the cost: a rule is a function of an `OpUse` that returns contributions, or None where
-it does not fit, and the decorator line registers it for the name of an autograd node. Nothing else
-has to change, except that a new module joins the import below.
+`generic` is correct for every op. The rules in the other modules compute the same for common ops at
+a fraction of the cost. A rule is a function of an `OpUse` that returns contributions, or None where
+it does not apply; a decorator registers it for the name of an autograd node. A new module of rules
+must be added to the import below.
 """
 
 from . import conv, elementwise, embedding, linear, norm  # noqa: F401  (they register their rules)

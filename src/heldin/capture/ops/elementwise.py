@@ -1,4 +1,4 @@
-"""Elementwise ops: sums over everything that the parameter is broadcast over."""
+"""Elementwise ops: sums over the dimensions along which the parameter is broadcast."""
 
 from __future__ import annotations
 

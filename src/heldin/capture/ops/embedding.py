@@ -1,4 +1,4 @@
-"""Embeddings: tables that an index picks rows from."""
+"""Embeddings: tables whose rows are selected by an index."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The path that is right for every op: call its node once per sample, the others blanked."""
+"""The generic path, correct for every op: call its node once per sample, the others zeroed."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ __all__ = ["all_at_once", "generic"]
 
 
 def generic(use: OpUse) -> Contributions:
-    """Call the node with all samples but one blanked: slow, and right for any op."""
+    """Call the node with the gradients of all samples but one zeroed: slow, correct for any op."""
     for handle in all_raw_saved(use.node):
         keep_readable(handle)
-    given = [i for i, grad in enumerate(use.grads) if grad is not None]
-    if not given:  # an op of the user's above has stopped the gradient
+    with_gradient = [i for i, grad in enumerate(use.grads) if grad is not None]
+    if not with_gradient:  # a custom op above has returned no gradient
         output = outputs_of(use.node)[0]
         zero = torch.zeros((), dtype=output.dtype, device=output.device)
         return Rows(upcast(zero).expand(use.m, *use.shape))
@@ -34,11 +34,11 @@ def generic(use: OpUse) -> Contributions:
 
     def one(*grads: Tensor) -> Tensor:
         full: list[Tensor | None] = list(blank)
-        for i, grad in zip(given, grads, strict=True):
+        for i, grad in zip(with_gradient, grads, strict=True):
             full[i] = grad
         out = call(*full)
         result = out[at] if isinstance(out, (tuple, list)) else out
-        if result is None:  # the function says: no gradient
+        if result is None:  # the function returned no gradient
             result = torch.zeros(use.shape, dtype=grads[0].dtype, device=grads[0].device)
         assert isinstance(result, Tensor)
         if result.is_sparse:
@@ -47,10 +47,10 @@ def generic(use: OpUse) -> Contributions:
 
     def compute(lo: int, hi: int) -> Tensor:
         masked = []
-        for i in given:
+        for i in with_gradient:
             grad, layout = use.grads[i], use.layouts[i]
             assert grad is not None
-            if layout is None:  # nothing of this output is owned: it must not carry a gradient
+            if layout is None:  # no sample owns this output, so its gradient is dropped
                 masked.append(torch.zeros_like(grad).expand(hi - lo, *grad.shape))
             else:
                 masked.append(grad * layout.mask(lo, hi, grad.device))
@@ -61,24 +61,24 @@ def generic(use: OpUse) -> Contributions:
 
 
 def _position(use: OpUse) -> int:
-    """Where the backward of a `torch.autograd.Function` returns the gradient of an argument.
+    """Return the index of an argument's gradient in the result of a custom function's backward.
 
     The graph lists the arguments that are tensors, `backward` returns an entry for each argument.
-    The two lists agree on those that need a gradient.
+    The two lists agree on the arguments that need a gradient.
     """
     edges = [i for i, (child, _) in enumerate(use.node.next_functions) if child is not None]
     returned = [i for i, needed in enumerate(use.node.needs_input_grad) if needed]
     if len(edges) != len(returned):
         raise NotObservable(
-            f"{use.node.name()}: which of the gradients that its backward returns belongs to which "
-            "argument is not known. Pass its tensors first, or register a rule for it with "
+            f"{use.node.name()}: the gradients that its backward returns cannot be matched to its "
+            "arguments. Pass tensors as its first arguments, or register a rule for it with "
             "heldin.ops.register_op_rule"
         )
     return returned[edges.index(use.argument)]
 
 
 def _zeros(use: OpUse) -> list[Tensor | None]:
-    """What a `torch.autograd.Function` gets for outputs that no gradient comes to."""
+    """Return zeros for the outputs of a `torch.autograd.Function` that get no gradient."""
     outputs = outputs_of(use.node)
     return [
         torch.zeros(tuple(out.shape), dtype=out.dtype, device=out.device) if grad is None else None
@@ -87,29 +87,33 @@ def _zeros(use: OpUse) -> list[Tensor | None]:
 
 
 def all_at_once(
-    one: Callable[..., Tensor], given: Sequence[Tensor], cache: UseCache, hopeful: bool = True
+    one: Callable[..., Tensor], batches: Sequence[Tensor], cache: UseCache, hopeful: bool = True
 ) -> Tensor:
-    """`vmap` of a function, if it gives what the function gives; else one call after the other.
+    """Apply a function to every entry, with `vmap` if it agrees with single calls.
 
-    Some ops have no batched backward, and that of some (cdist, for one) is wrong in PyTorch, so
-    the two are compared once at each cache.
+    Some ops have no batched backward, and that of some ops (cdist, for instance) is wrong in
+    PyTorch, so both are compared once per cache.
     """
-    together: Tensor | None = None
+    batched_result: Tensor | None = None
     if hopeful and cache.batched is not False:
         try:
-            with warnings.catch_warnings():  # an op without a batched form is only slower
+            with warnings.catch_warnings():  # vmap warns of slow fallbacks
                 warnings.simplefilter("ignore")
-                together = torch.vmap(one, randomness="same")(*given)
+                batched_result = torch.vmap(one, randomness="same")(*batches)
         except (RuntimeError, ValueError, AssertionError):
             cache.batched = False
-    if together is not None and cache.batched:
-        return together
-    apart = torch.stack([one(*each) for each in zip(*given, strict=True)])
-    if together is not None and bool(apart.isfinite().all()) and bool((apart != 0).any()):
-        allowed = torch.finfo(given[0].dtype).eps ** 0.5 * float(apart.abs().max())
-        cache.batched = bool(((together - apart).abs() <= allowed).all())
-    # As from now on: a resumed run, whose first step this is, must not differ by a bit.
-    return together if together is not None and cache.batched else apart
+    if batched_result is not None and cache.batched:
+        return batched_result
+    single_results = torch.stack([one(*arguments) for arguments in zip(*batches, strict=True)])
+    if (
+        batched_result is not None
+        and bool(single_results.isfinite().all())
+        and bool((single_results != 0).any())
+    ):
+        allowed = torch.finfo(batches[0].dtype).eps ** 0.5 * float(single_results.abs().max())
+        cache.batched = bool(((batched_result - single_results).abs() <= allowed).all())
+    # A resumed run uses the batched result in this step, and must get the same bits.
+    return batched_result if batched_result is not None and cache.batched else single_results
 
 
 _NOT_BATCHED = ("MkldnnRnnLayerBackward0", "CudnnRnnBackward0")

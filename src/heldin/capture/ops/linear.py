@@ -15,21 +15,25 @@ from .use import OpUse
 def _matrix(
     use: OpUse, left: str, right: str, argument: int, scale: float = 1.0
 ) -> Contributions | None:
-    """out = left @ right: contributions to one of the two, whose rows or columns are samples."""
+    """Return contributions to one factor of left @ right, if the other has rows of samples."""
     if use.layout.dim == 0 and argument == 1:
-        kept = use.saved(left)
-        x, delta = use.layout.split(_dense(kept)), use.layout.split(use.grad)
-        return Outer(x if scale == 1 else x * scale, delta, _spreads(x, kept))
+        factor = use.saved(left)
+        x, delta = use.layout.split(_dense(factor)), use.layout.split(use.grad)
+        return Outer(x if scale == 1 else x * scale, delta, _spreads(x, factor))
     if use.layout.dim == 1 and argument == 0:
-        kept = use.saved(right)
-        x, delta = use.layout.split(_dense(kept), 1), use.layout.split(use.grad)
-        return Outer(delta, x if scale == 1 else x * scale, _spreads(x, kept))
+        factor = use.saved(right)
+        x, delta = use.layout.split(_dense(factor), 1), use.layout.split(use.grad)
+        return Outer(delta, x if scale == 1 else x * scale, _spreads(x, factor))
     return None
 
 
-def _spreads(x: Tensor, kept: Tensor) -> bool:
-    """Neighbours in the data (pixels, say) are alike, hidden units are not; one row is cheap."""
-    return x.shape[1] == 1 and not kept.requires_grad
+def _spreads(x: Tensor, factor: Tensor) -> bool:
+    """Return whether to sample input features with a stride.
+
+    Adjacent raw inputs (pixels) are correlated, hidden units are not. With one row per sample, a
+    stride costs little.
+    """
+    return x.shape[1] == 1 and not factor.requires_grad
 
 
 def _dense(tensor: Tensor) -> Tensor:
@@ -51,7 +55,7 @@ def _addmm(use: OpUse) -> Contributions | None:
 
 @register_op_rule("BmmBackward0")
 def _bmm(use: OpUse) -> Contributions | None:
-    """(b, n, k) @ (b, k, p): samples are the rows of every product, or the products themselves."""
+    """Handle (b, n, k) @ (b, k, p), where samples are rows of every product or whole products."""
     if use.argument == 1 and use.layout.dim == 1:
         x = use.layout.split(use.saved("self"), 1)  # (m, r, b, k)
         delta = use.layout.split(use.grad)  # (m, r, b, p)

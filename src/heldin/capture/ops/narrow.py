@@ -1,4 +1,4 @@
-"""Looking at a few entries of a vector before anything is read."""
+"""Restricting the use of a vector to its sampled block before tensors are read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .use import OpUse
 
 __all__ = ["narrowed"]
 
-# Rules whose argument is a vector along one dimension of the output, seen from the end or at 1.
+# Rules whose argument is a vector along the last dimension of the output, or along dimension 1.
 _ALONG_LAST = {
     "AddmmBackward0", "AddBackward0", "SubBackward0", "MulBackward0", "DivBackward0",
     "NativeLayerNormBackward0",
@@ -22,11 +22,11 @@ _ALONG_CHANNELS = {"ConvolutionBackward0", "NativeBatchNormBackward0"}
 
 @dataclass
 class _Narrow(OpUse):
-    """A use of which only some entries along one dimension are looked at."""
+    """A use restricted to some entries along one dimension."""
 
-    at: int = -1  # the dimension, from the end
-    whole: int = 0  # its size
-    start: int = 0  # of the piece, which has use.shape[0] entries
+    at: int = -1  # the dimension, counted from the end
+    whole: int = 0  # its full size
+    start: int = 0  # first entry of the block, which has use.shape[0] entries
 
     def saved(self, name: str) -> Tensor:
         tensor = super().saved(name)
@@ -37,7 +37,7 @@ class _Narrow(OpUse):
 
 
 def narrowed(use: OpUse, sampler: Sampler, name: str) -> OpUse:
-    """The use of a vector, cut down to its sampled block before anything is read."""
+    """Restrict the use of a vector to its sampled block, before tensors are read."""
     grad, cache = use.grads[0], use.cache
     if grad is None:
         return use
@@ -60,7 +60,7 @@ def narrowed(use: OpUse, sampler: Sampler, name: str) -> OpUse:
 
 
 def along(use: OpUse, grad: Tensor) -> int:
-    """The dimension of the output, from the end, along which a vector lies; 0: none."""
+    """Return the dimension of the output, from the end, along which a vector lies; 0: none."""
     layout, node = use.layouts[0], use.node.name()
     if layout is None or layout.dim is None:
         return 0

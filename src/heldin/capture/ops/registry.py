@@ -21,9 +21,9 @@ OP_RULES: dict[str, OpRule] = {}
 def register_op_rule(*nodes: str) -> Callable[[OpRule], OpRule]:
     """Register a fast rule for autograd nodes with these names.
 
-    The rule gets a `heldin.ops.OpUse` and returns one gradient of its argument per sample: what
-    `use.per_sample_sum` gives, or a tensor (samples, *use.shape). None leaves this case to the
-    generic path. Both must agree: `heldin.verify` on a model that uses the op shows it.
+    The rule gets a `heldin.ops.OpUse` and returns one gradient of its argument per sample: the
+    result of `use.per_sample_sum`, or a tensor (samples, *use.shape). If it returns None, the
+    generic path is used. Both must agree, which `heldin.verify` checks on a model with the op.
 
     >>> import heldin, torch
     >>> @heldin.ops.register_op_rule("SinBackward0")
@@ -40,11 +40,11 @@ def register_op_rule(*nodes: str) -> Callable[[OpRule], OpRule]:
 
 
 def contributions(use: OpUse) -> Contributions:
-    """The per-sample contributions to the argument of a use, the fastest way that is known."""
+    """Return the per-sample contributions to the argument of a use, by its rule if it has one."""
     function = OP_RULES.get(use.node.name())
     layout, grad = use.layouts[0], use.grads[0]
     if function is not None and layout is not None and layout.dim is not None:
-        if grad is not None and not grad.is_complex():  # the rules know nothing of conjugates
+        if grad is not None and not grad.is_complex():  # the rules do not conjugate
             part = function(use)
             if isinstance(part, Tensor):
                 part = Rows(upcast(part))

@@ -1,4 +1,4 @@
-"""A parameter meets data: what a rule for an op gets to see."""
+"""The use of a parameter in an op, as the rules for ops see it."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ PIECE = 1 << 20  # elements of temporary sums
 
 @dataclass
 class UseCache:
-    """What is known about one argument of one node, from one step to the next; None: nothing.
+    """Properties of one argument of one node that last from step to step; None: not known yet.
 
     Attributes:
         no_cancellation: whether every sum over rows is larger than its rounding error.
-        batched: whether `vmap` of the node gives what the node itself gives.
+        batched: whether `vmap` of the node agrees with the node itself.
         along: the dimension of the output, from the end, along which a vector lies; 0: none.
-        sums: the dimensions that `OpUse.per_sample_sum` takes sums over, by its `axis`.
+        sums: the dimensions over which `OpUse.per_sample_sum` sums, by its `axis`.
     """
 
     no_cancellation: bool | None = None
@@ -42,10 +42,10 @@ class OpUse:
     """One place where a parameter enters an op: the op's autograd node, just before it runs.
 
     Attributes:
-        node: the autograd node; `saved` and `option` read what it has kept.
+        node: the autograd node; `saved` and `option` read its saved values.
         grads: the incoming gradients, one per output of the op (None where there is none).
-        layouts: where each sample's rows lie in them.
-        argument: number of the op's differentiable input that the parameter reaches.
+        layouts: the position of each sample's rows in them.
+        argument: index of the op's differentiable input that the parameter reaches.
         shape: shape of that input.
 
     >>> import heldin
@@ -78,20 +78,22 @@ class OpUse:
         return next(layout.m for layout in self.layouts if layout is not None)
 
     def saved(self, name: str) -> Tensor:
-        """A tensor that the op saved for its backward pass."""
+        """Return a tensor that the op saved for its backward pass."""
         keep_readable(raw_saved(self.node, name))
         tensor: Tensor = saved(self.node, name)
         return tensor
 
     def option(self, name: str) -> Any:
-        """A number, flag or list that the op saved."""
+        """Return a number, flag or list that the op saved."""
         return saved(self.node, name)
 
     def per_sample_sum(self, values: Tensor, axis: int | None = None) -> Contributions:
-        """Sum values of the output's shape over all that the argument is broadcast over.
+        """Sum values of the output's shape over the dimensions along which the argument broadcasts.
 
-        `axis` is the dimension of the output where the argument's shape begins (default: as in
-        broadcasting, aligned at the end).
+        Args:
+            values: one value per element of the output.
+            axis: the dimension of the output where the argument's shape begins (default: aligned
+                at the end, as in broadcasting).
         """
         layout, values, cache = self.layout, upcast(values), self.cache
         rows = None
@@ -111,22 +113,24 @@ class OpUse:
         return Rows(summed.reshape(layout.m, *self.shape))
 
     def _spread(self, values: Tensor, axis: int | None) -> tuple[int, list[int]]:
-        """Where the argument's shape begins in that of the output, and it with ones elsewhere."""
+        """Return where the argument's shape begins in the output's, and it padded with ones."""
         start = values.dim() - len(self.shape) if axis is None else axis
         shape = [1] * values.dim()
         shape[start : start + len(self.shape)] = self.shape
         return start, shape
 
     def _summed_over(self, values: Tensor, rows: Tensor, axis: int | None) -> list[int] | None:
-        """Dimensions of the rows to sum over; None: the argument has an entry for each row."""
+        """Return the dimensions of the rows to sum over; None if the argument varies by row."""
         _, shape = self._spread(values, axis)
         layout = self.layout
         assert layout.dim is not None
         if shape[layout.dim] != 1:
             return None
-        kept = [d for d in range(values.dim()) if d != layout.dim]
+        other_dims = [d for d in range(values.dim()) if d != layout.dim]
         over = [1] if rows.shape[1] > 1 else []
-        return over + [i + 2 for i, d in enumerate(kept) if shape[d] == 1 and values.shape[d] > 1]
+        return over + [
+            i + 2 for i, d in enumerate(other_dims) if shape[d] == 1 and values.shape[d] > 1
+        ]
 
     def _owned(self, values: Tensor, axis: int | None) -> Contributions:
         start, shape = self._spread(values, axis)
@@ -139,10 +143,10 @@ class OpUse:
         return Owned(whole.reshape(self.shape), owner, self.layout.m)
 
     def _without_noise(self, summed: Tensor, size: Tensor, terms: int) -> Tensor:
-        """Nothing but rounding noise is no evidence (the key biases of attention, for one).
+        """Set sums to zero that are only rounding noise (the key biases of attention, say).
 
-        Whether sums vanish is a matter of the model, not of the batch: where none of a whole
-        vector's does, none will.
+        Whether sums cancel depends on the model, not on the batch: if no sum of a whole vector
+        does, later steps skip the test.
         """
         faint = summed.abs() <= noise(self.grad.dtype, terms) * size
         if self.cache.no_cancellation is None and bool(size.isfinite().all() & (size > 0).any()):
@@ -151,7 +155,7 @@ class OpUse:
 
 
 class _Sticky(dict[int, Any]):
-    """A checkpointed tensor's handles, which a first read would otherwise use up."""
+    """The handles of a checkpointed tensor, which keep their values after the first read."""
 
     def __setitem__(self, key: int, value: Any) -> None:
         if value is not None:
@@ -159,7 +163,7 @@ class _Sticky(dict[int, Any]):
 
 
 def keep_readable(raw: Any) -> None:
-    """Let a tensor saved under non-reentrant activation checkpointing be read more than once."""
+    """Allow a tensor of non-reentrant activation checkpointing to be read more than once."""
     holder = getattr(raw, "data", None)
     handles = getattr(holder, "handles", None)
     if isinstance(handles, dict) and not isinstance(handles, _Sticky):
@@ -167,11 +171,11 @@ def keep_readable(raw: Any) -> None:
 
 
 def noise(dtype: torch.dtype, terms: int) -> float:
-    """Size, relative to its terms, below which a sum is taken for rounding error.
+    """Return the size, relative to its terms, below which a sum counts as rounding error.
 
-    Rounding errors are independent: relative to the terms, that of a sum falls with the root of
-    their number, as the sum itself does. The factor for single and double precision was measured
-    on the key biases of attention; half precision has no room for as large a one.
+    Rounding errors are independent: relative to the terms, the error of a sum falls with the square
+    root of their number. The factor for single and double precision was measured on the key biases
+    of attention; half precision is too coarse for the same factor.
     """
     eps: float = torch.finfo(dtype).eps
     factor = 128.0 if eps < 1e-6 else 8.0

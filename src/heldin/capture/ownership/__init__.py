@@ -1,1 +1,1 @@
-"""Which sample of a batch owns each element of an activation."""
+"""Owners of activations: the sample of a batch on which each element depends."""

@@ -1,9 +1,9 @@
-"""How ownership passes through each ATen op: one small function per family of ops.
+"""The flow of owners through each ATen op: one small function per family of ops.
 
-A function takes the tracker, the op's arguments by name and its outputs, and returns the planes of
-each output (see `_owners`). Whatever it returns must name at least the samples on which the output
-really depends. Ops that are not here are taken apart by PyTorch's own decompositions, and if there
-is none, every output element is said to depend on everything the op has read.
+A function takes an `OpCall` (the tracker, the op's arguments by name and its outputs) and returns
+the planes of each output (see `planes`). They must name at least the samples on which the output
+depends. Ops without a function are decomposed by PyTorch. Without a decomposition, every output
+element depends on everything the op has read.
 """
 
 from __future__ import annotations
@@ -39,22 +39,24 @@ __all__ = [
 Owners = Sequence[Tensor | None]  # the planes of each output; None: holds no data
 
 
-class Following(Protocol):
-    """What has followed the ops so far, as far as a flow needs it."""
+class OwnerTracker(Protocol):
+    """The part of a tracker's interface that flows need."""
 
     m: int
-    mixers: dict[str, str]
-    volatile: str | None
+    mixing_ops: dict[str, str]
     rows: dict[int, list[Tensor]]
 
     def owners(self, tensor: Tensor) -> Tensor | None:
-        """The planes of a tensor; None: it holds no data."""
+        """Return the planes of a tensor; None: it holds no data."""
 
-    def is_fickle(self, tensor: Tensor) -> bool:
-        """Whether its values may differ from batch to batch."""
+    def varies_per_batch(self, tensor: Tensor) -> bool:
+        """Return whether the values of a tensor may differ from batch to batch."""
 
     def place(self, op: str) -> str:
-        """Where in the model an op runs."""
+        """Return the place in the model where an op runs."""
+
+    def mark_volatile(self, reason: str) -> None:
+        """Mark the trace as valid for this batch only."""
 
     def __enter__(self) -> Any: ...
 
@@ -63,14 +65,14 @@ class Following(Protocol):
 
 @dataclass(frozen=True)
 class OpCall:
-    """One op that has read owned data: its arguments by name, and what it returned."""
+    """One op that has read owned data: its arguments by name, and its outputs."""
 
-    tracker: Following
+    tracker: OwnerTracker
     func: Any
     op: Op
     args: dict[str, Any]
     outs: Sequence[Tensor]
-    given: tuple[Sequence[Any], dict[str, Any]]  # the arguments as they were given
+    raw_arguments: tuple[Sequence[Any], dict[str, Any]]  # positional and keyword arguments
 
     @property
     def out(self) -> Tensor:
@@ -83,21 +85,24 @@ class OpCall:
         return self.tracker.owners(value) if isinstance(value, Tensor) else None
 
     def owned(self, *values: Any) -> list[Tensor]:
-        """The planes of all owned tensors among the values (by default: all arguments)."""
-        found = tensors_in(values or list(self.args.values()))
-        return [p for t in found if (p := self.tracker.owners(t)) is not None]
+        """Return the planes of all owned tensors among the values (default: all arguments)."""
+        tensors = tensors_in(values or list(self.args.values()))
+        return [p for t in tensors if (p := self.tracker.owners(t)) is not None]
 
     def place(self) -> str:
         return self.tracker.place(self.op.name)
 
     def moved_by(self, *index: Any) -> None:
-        """Rows were moved between owners: not to be relied on if the index may change."""
-        if self.tracker.volatile is None:
-            if any(self.tracker.is_fickle(t) for t in tensors_in(index)):
-                self.tracker.volatile = self.place()
+        """Mark the trace as volatile if the index that moved rows may change."""
+        if any(self.tracker.varies_per_batch(t) for t in tensors_in(index)):
+            self.mark_volatile()
+
+    def mark_volatile(self) -> None:
+        """Mark the trace as valid for this batch only, because of this op."""
+        self.tracker.mark_volatile(self.place())
 
 
-failures: list[str] = []  # ops whose flow raised an error; tests look at it
+failures: list[str] = []  # ops whose flow raised an error, for the tests
 Flow = Callable[[OpCall], Owners]
 FLOWS: dict[str, Flow] = {}
 
@@ -113,7 +118,7 @@ def flows(*names: str) -> Callable[[Flow], Flow]:
 
 
 def flow(call: OpCall) -> Owners:
-    """Planes of the outputs of one op that has read owned data."""
+    """Return the planes of the outputs of one op that has read owned data."""
     op = call.op
     function = FLOWS.get(op.base)
     if function is None and op.pointwise:
@@ -123,7 +128,7 @@ def flow(call: OpCall) -> Owners:
     results = None
     try:
         results = function(call) if function else _decomposed(call)
-    except Exception as error:  # an unforeseen form of the op: fall back on what is always right
+    except Exception as error:  # an unforeseen form of the op: use the safe fallback
         if len(failures) < 100:
             failures.append(f"{op.name}: {error!r}")
     return everything(call) if results is None else results
@@ -133,7 +138,7 @@ _SHAPE_ONLY = ("empty", "zeros", "ones", "full", "rand", "new_", "zero", "fill",
 
 
 def _decomposed(call: OpCall) -> Owners | None:
-    """Run PyTorch's own decomposition of an op on the same inputs, only for its owners."""
+    """Run PyTorch's decomposition of an op on the same inputs, only to get its owners."""
     if call.op.written or call.op.random:
         return None
     decomposition = decompositions().get(call.func)
@@ -141,16 +146,16 @@ def _decomposed(call: OpCall) -> Owners | None:
         return None
     try:
         with call.tracker:
-            again = tensors_in(decomposition(*call.given[0], **call.given[1]))
-    except Exception:  # a decomposition that does not fit is no decomposition
+            recomputed = tensors_in(decomposition(*call.raw_arguments[0], **call.raw_arguments[1]))
+    except Exception:  # the decomposition does not accept these arguments
         return None
-    if [t.shape for t in again] != [t.shape for t in call.outs]:
+    if [t.shape for t in recomputed] != [t.shape for t in call.outs]:
         return None
-    return [call.owners(t) for t in again]
+    return [call.owners(t) for t in recomputed]
 
 
 def over(planes: Tensor | None, dims: Sequence[int], keep: bool = True) -> Tensor | None:
-    """Owners after everything along some dimensions has been brought together."""
+    """Return the owners after a reduction over some dimensions."""
     if planes is None:
         return None
     ndim = planes.dim() - 1
@@ -193,8 +198,11 @@ def pointwise(call: OpCall) -> Owners:
 
 
 def join_rows(call: OpCall, parts: Sequence[Tensor], differentiable: Sequence[bool]) -> Tensor:
-    """Merge; but rows keep their owners beside what is mixed and shared by all rows (a statistic of
-    the batch, which is reported) and beside what is mixed and carries no gradient (a mask)."""
+    """Merge planes, except that rows keep their owners when they meet certain mixed operands.
+
+    These are a mixed operand that all rows share (a statistic of the batch, which is reported), and
+    a mixed operand without a gradient (a mask).
+    """
     first = parts[0]
     if all(p is first or (p.shape == first.shape and torch.equal(p, first)) for p in parts[1:]):
         return first
@@ -210,15 +218,18 @@ def join_rows(call: OpCall, parts: Sequence[Tensor], differentiable: Sequence[bo
         shared = all(not d or all(p.shape[v] == 1 for v in varying) for p, d in beside)
         if varying and shared and not bool(is_mixed(rows).any()):
             if any(d for _, d in beside):
-                call.tracker.mixers.setdefault(call.place(), "statistics of the batch")
+                call.tracker.mixing_ops.setdefault(call.place(), "statistics of the batch")
             return canonical(rows)
     return canonical(merged)
 
 
 def _inside_function() -> bool:
-    """Whether the forward of a `torch.autograd.Function` runs: nothing in it requires a gradient,
-    yet what it returns may pass gradients on to all that it has read. From PyTorch 2.15 on, `apply`
-    has no frame of its own."""
+    """Return whether the forward of a `torch.autograd.Function` is running.
+
+    No tensor in it requires a gradient, yet its outputs may pass gradients to everything that it
+    has read. From PyTorch 2.15 on, `apply` has no Python frame, so the stack is searched for
+    `forward`.
+    """
     kinds, codes = [torch.autograd.Function], set()
     while kinds:
         kind = kinds.pop()
@@ -231,7 +242,7 @@ def _inside_function() -> bool:
 
 
 def everything(call: OpCall) -> Owners:
-    """The last resort: all that was read flows into all that was written."""
+    """Return the safe fallback: every output depends on everything that was read."""
     flat = [p.reshape(p.shape[0], -1).amax(1) for p in call.owned()]
     union = merge(flat)
     return [union.reshape(-1, *[1] * out.dim()) for out in call.outs]

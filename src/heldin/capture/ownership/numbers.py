@@ -1,9 +1,9 @@
-"""Values that leave tensors for Python: `item()`, `tolist()`, `numpy()`, an `if`.
+"""Values that Python reads out of tensors: `item()`, `tolist()`, `numpy()`, an `if`.
 
-What they decide (lengths of samples, boxes per image) is in no tensor and in no shape, so a pass in
-which such a number comes from the data is followed every time. An answer to a question about the
-whole batch (`if mask.all()`) is different: there are two of them, and they become part of what
-distinguishes a pass from others.
+They may decide things that appear in no tensor and no shape (lengths of samples, boxes per image),
+so a call that reads such a number out of its data is traced every time. A yes-or-no question about
+the whole batch (`if mask.all()`) is different: its answer becomes part of the key of the cached
+plan.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ ANSWERS = {
     Tensor.__bool__, Tensor.item, Tensor.is_nonzero, Tensor.equal, Tensor.allclose,
     Tensor.__contains__, torch.is_nonzero, torch.equal, torch.allclose,
 }  # fmt: skip
-# these are not seen by a dispatch mode
+# Functions that bypass dispatch modes.
 COPIES = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__}
 
 
 class Numbers(TorchFunctionMode):
-    """Notes yes and no in the order in which Python asks; tells of copies.
+    """A recorder of the yes-or-no answers that Python reads out of tensors.
 
     Args:
-        asked: says of the tensors whether the answer counts; None: all of them.
-        copied: is told of tensors whose values are copied out.
+        asked: returns whether the answer for these tensors counts; None: every answer does.
+        copied: called with tensors whose values are copied to Python.
 
     Attributes:
-        answers: each with whether it counts.
-        asking: whether an answer is being given.
+        answers: the answers in order, each with whether it counts.
+        asking: whether an answer that counts is being computed.
     """
 
     def __init__(

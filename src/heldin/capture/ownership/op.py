@@ -1,4 +1,4 @@
-"""What the schema of an ATen op says."""
+"""Properties of ATen ops, read from their schemas."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TURNS = {"t", "transpose", "swapaxes", "swapdims", "squeeze", "unsqueeze", "as_
 
 
 class Op:
-    """What the schema of an ATen overload says, read once."""
+    """Properties of an ATen overload, read once from its schema."""
 
     def __init__(self, func: Any) -> None:
         schema = schema_of(func)
@@ -33,7 +33,7 @@ class Op:
         self.base = self.name.removesuffix("_") if self.written else self.name
         self.turns = bool(self.written) and self.base in _TURNS
         self.pointwise = torch.Tag.pointwise in func.tags
-        if self.written and not self.pointwise:  # some say it of the op that writes a new tensor
+        if self.written and not self.pointwise:  # only the out-of-place op may have the tag
             twin = getattr(torch.ops.aten, self.base, None)
             other = getattr(twin, overload_of(func), None)
             self.pointwise = other is not None and torch.Tag.pointwise in other.tags

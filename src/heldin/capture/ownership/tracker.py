@@ -1,4 +1,4 @@
-"""Following one forward pass: the owners of every tensor in it."""
+"""The trace of one forward pass: the owners of every tensor in it."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from . import flows as flows  # registers how each op passes owners on
 from .flow import OpCall, flow
 from .numbers import Numbers
 from .op import Op, op_of
-from .planes import Key, canonical, is_mixed, is_nobody, nobody, reshape, tensors_in
+from .planes import Key, canonical, is_mixed, is_ownerless, ownerless, reshape, tensors_in
 
 __all__ = ["Tracker"]
 
-# How values may differ from batch to batch: not at all, by chance or by and by (random numbers,
-# buffers), or with the data.
+# Levels of variation from batch to batch: none, random or slow (random numbers, buffers), or with
+# the data.
 SETTLED, CHANGING, DATA = range(3)
 PLAIN = (Tensor, nn.Parameter)
 _VIEWS = {"view", "_unsafe_view", "_reshape_alias", "unsqueeze", "squeeze"}
@@ -36,13 +36,13 @@ _SPLITTING = {"clone", "split", "split_with_sizes", "chunk", "unsafe_chunk", "un
 
 
 class _Part(NamedTuple):
-    """Of which tensor another one is a piece or a copy.
+    """A record that one tensor is a piece, a view or a copy of another.
 
     Attributes:
-        whole: node and number of that tensor, which need not stay in memory.
-        dim: along which it was split (None: a copy), counted from the first of its planes.
-        above: what it is a part of itself.
-        shapes: of a view, its own and that of the tensor.
+        whole: node and output number of the other tensor, which need not stay in memory.
+        dim: the dimension of its planes along which it was split; None: a copy.
+        above: the record of `whole`, if it is a part itself.
+        shapes: shape of a view, and that of the other tensor.
     """
 
     whole: Key
@@ -56,17 +56,26 @@ def _memory_of(tensor: Tensor) -> Any:
 
 
 def _part_of(storage: Tensor, tensor: Tensor) -> Tensor:
-    """The planes of a tensor among those of all the memory that it lies in."""
+    """Return the view of a storage's planes that belongs to a tensor in it."""
     shape, strides = (storage.shape[0], *tensor.shape), (storage.stride(0), *tensor.stride())
     return storage.as_strided(shape, strides, tensor.storage_offset())
 
 
 class Tracker(TorchDispatchMode):
-    """Follows the ATen ops of a forward pass and knows the owners of every tensor in it.
+    """A dispatch mode that records the owners of every tensor in a forward pass.
 
-    After the pass, `nodes` holds the planes (or None: holds no data) of the outputs of every
-    autograd node that was used, `slots` the places into which data-free tensors were put, and
-    `met_alone` says whether a parameter has met an argument with one row before samples did.
+    Attributes:
+        m: number of samples.
+        nodes: the planes of the outputs of every autograd node (None: holds no data).
+        slots: owners of the elements into which a data-free tensor was put, by node and output.
+        mixing_ops: the cause by place in the model, where samples were mixed though rows keep their
+            owners.
+        volatile_reason: the reason why owners may differ on the next batch; None: they may not.
+        causes: the op that mixed samples, by node and output.
+        rows: planes of the rows of a flat batch, by number of rows.
+        input_subsets: the inputs that have owners in each hypothesis.
+        param_met_broadcast_row: whether a parameter met an argument with one row before it met any
+            batch.
     """
 
     def __init__(self, m: int, model: nn.Module | None = None) -> None:
@@ -74,33 +83,33 @@ class Tracker(TorchDispatchMode):
         self.m = m
         self.nodes: dict[Key, Tensor | None] = {}
         self.slots: dict[Key, Tensor | None] = {}
-        self.mixers: dict[str, str] = {}  # where samples were mixed though rows kept their owner
-        self.volatile: str | None = None  # why owners may differ on the next batch
-        self.causes: dict[Key, str] = {}  # by node: the op that mixed what it holds
-        self.rows: dict[int, list[Tensor]] = {}  # of a flat batch: planes of so many rows
-        self.ways: list[frozenset[int]] = [frozenset()]  # which inputs have owners in each reading
+        self.mixing_ops: dict[str, str] = {}
+        self.volatile_reason: str | None = None
+        self.causes: dict[Key, str] = {}
+        self.rows: dict[int, list[Tensor]] = {}
+        self.input_subsets: list[frozenset[int]] = [frozenset()]
         self._planes: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
         self._stamps: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
-        self._fickle: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
+        self._variability: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
         self._mixed_by: MutableMapping[Tensor, str] = WeakTensorKeyDictionary()
         self._parts: MutableMapping[Tensor, _Part] = WeakTensorKeyDictionary()
-        self._single: MutableMapping[Tensor, bool] = WeakTensorKeyDictionary()
-        self.met_alone = False
+        self._broadcast_rows: MutableMapping[Tensor, bool] = WeakTensorKeyDictionary()
+        self.param_met_broadcast_row = False
         self._numbers = Numbers(self._asked, self._copied)
         self._buffers = {id(b) for b in model.buffers()} if model is not None else set()
         self._whole: dict[int, tuple[Tensor, int]] = {}  # storage -> planes of all its elements
         self._names = (
             {id(sub): name for name, sub in model.named_modules()} if model is not None else {}
         )
-        self._memory: dict[Any, Tensor | None] = {}  # by place in memory, for subclasses
-        self._held: list[Any] = []  # memory whose owners are in `_whole`
+        self._memory: dict[Any, Tensor | None] = {}  # planes by memory location, for subclasses
+        self._held: list[Any] = []  # storages with an entry in `_whole`
         self._stack: list[nn.Module] = []
 
     # -- entering and leaving
 
     @contextmanager
-    def following(self) -> Iterator[Tracker]:
-        """Follow the ops in this block; know the module they run in."""
+    def recording(self) -> Iterator[Tracker]:
+        """Record the ops in this block, and the modules that they run in."""
         handles = [
             module_hooks.register_module_forward_pre_hook(lambda sub, _: self._stack.append(sub)),
             module_hooks.register_module_forward_hook(self._left, always_call=True),
@@ -118,62 +127,69 @@ class Tracker(TorchDispatchMode):
             self._stack.pop()
 
     def release(self) -> None:
-        """Forget every tensor and node; the graph must not outlive its step because of us."""
+        """Drop all references to tensors and nodes, so that the graph can be freed."""
         self.nodes, self.slots, self.causes, self._whole, self._held = {}, {}, {}, {}, []
         self._memory, self._mixed_by = {}, WeakTensorKeyDictionary()
         self._planes, self._stamps = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
-        self._fickle, self._single = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
+        self._variability, self._broadcast_rows = (
+            WeakTensorKeyDictionary(),
+            WeakTensorKeyDictionary(),
+        )
         self._parts = WeakTensorKeyDictionary()
 
     def rename(self, renamed: Callable[[Any], Any]) -> None:
-        """Call the nodes by other names; those that are None are left out."""
+        """Replace the nodes in all tables; entries whose node becomes None are dropped."""
         tables: list[dict[Key, Any]] = [self.nodes, self.slots, self.causes]
         for table in tables:
-            known = [((renamed(node), number), v) for (node, number), v in table.items()]
+            entries = [((renamed(node), number), v) for (node, number), v in table.items()]
             table.clear()
-            table.update((key, v) for key, v in known if key[0] is not None)
+            table.update((key, v) for key, v in entries if key[0] is not None)
 
     def place(self, op: str) -> str:
-        """Where in the model an op runs, for messages."""
+        """Return the place in the model where an op runs, for messages."""
         names = [self._names[id(mod)] for mod in self._stack if id(mod) in self._names]
         return f"{op} in module {names[-1]!r}" if names and names[-1] else op
+
+    def mark_volatile(self, reason: str) -> None:
+        """Mark the trace as valid for this batch only; the first reason is kept."""
+        self.volatile_reason = self.volatile_reason or reason
 
     # -- reading and writing owners
 
     def own(self, tensor: Tensor, planes: Tensor) -> None:
-        """Say who owns the elements of a fresh tensor (an input of the model)."""
+        """Set the owners of an input of the model."""
         self._planes[tensor] = planes
         self._stamps[tensor] = 0
         if tensor.layout is torch.strided:
             self._whole.pop(storage_number(tensor), None)
 
-    def note_single(self, tensor: Tensor) -> None:
-        """An argument with one row: shared by all samples, unless it is the one sample itself."""
-        self._single[tensor] = True
+    def mark_broadcast_row(self, tensor: Tensor) -> None:
+        """Mark an argument with one row: all samples share it, or it is the only sample."""
+        self._broadcast_rows[tensor] = True
 
     def owners(self, tensor: Tensor) -> Tensor | None:
         if tensor.layout is not torch.strided:
             return self._planes.get(tensor)
-        if type(tensor) not in PLAIN and tensor not in self._planes:  # made of one that is known
+        if type(tensor) not in PLAIN and tensor not in self._planes:  # a subclass wraps its memory
             return self._memory.get(_memory_of(tensor))
         whole = self._whole.get(storage_number(tensor)) if self._whole else None
         if whole is None or self._stamps.get(tensor) == whole[1]:
             return self._planes.get(tensor)
         storage, stamp = whole
         planes = canonical(_part_of(storage, tensor))
-        if bool(is_nobody(planes).all()):
+        if bool(is_ownerless(planes).all()):
             return None
         self._planes[tensor], self._stamps[tensor] = planes, stamp
         return planes
 
-    def is_fickle(self, tensor: Tensor) -> bool:
-        """Whether the values may differ from batch to batch (data, random or from outside)."""
+    def varies_per_batch(self, tensor: Tensor) -> bool:
+        """Return whether values may differ from batch to batch (data, random, or from outside)."""
         return self._level(tensor) > SETTLED
 
     def _level(self, tensor: Tensor) -> int:
-        known = self._fickle.get(tensor)
-        if known is not None:
-            return known
+        level = self._variability.get(tensor)
+        if level is not None:
+            return level
         if isinstance(tensor, nn.Parameter):
             return SETTLED
         return CHANGING if id(tensor) in self._buffers else DATA
@@ -182,23 +198,23 @@ class Tracker(TorchDispatchMode):
 
     @property
     def answers(self) -> list[tuple[bool, bool]]:
-        """What Python has asked the tensors, and whether the data decided it."""
+        """The answers that Python has read, each with whether it depends on data."""
         return self._numbers.answers
 
     def _asked(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether a question is about the data of the whole batch."""
+        """Return whether a question is about the data of the whole batch."""
         if all(self._level(t) < DATA for t in tensors):
             return False
         if any(t.dtype is not torch.bool and t.numel() == 1 for t in tensors):
             return False  # item() of a number
         with without_modes():
-            known = [p for t in tensors if (p := self.owners(t)) is not None]
-            return all(bool(is_mixed(p[:2]).all()) for p in known)
+            owned_planes = [p for t in tensors if (p := self.owners(t)) is not None]
+            return all(bool(is_mixed(p[:2]).all()) for p in owned_planes)
 
     def _copied(self, tensors: Sequence[Tensor]) -> None:
-        """Values are taken out of tensors: those of data decide anew in every pass."""
-        if self.volatile is None and any(self._level(t) >= DATA for t in tensors):
-            self.volatile = self.place("a number taken out of a tensor")
+        """Mark the trace as volatile if Python reads values that depend on data."""
+        if any(self._level(t) >= DATA for t in tensors):
+            self.mark_volatile(self.place("a number taken out of a tensor"))
 
     def record_use(self, tensor: Tensor, planes: Tensor | None) -> None:
         node = tensor.grad_fn
@@ -208,8 +224,8 @@ class Tracker(TorchDispatchMode):
             if cause is not None:
                 self.causes[node, tensor.output_nr] = cause
             if type(tensor) not in PLAIN and type(node).__name__ == "AliasBackward0":
-                self.nodes[node.next_functions[0]] = planes  # the op itself, before it is wrapped
-            base = viewed_by(tensor)  # written to through a view: the op is in its graph
+                self.nodes[node.next_functions[0]] = planes  # the op, before it is wrapped
+            base = viewed_by(tensor)  # after a write through a view, the op is in the base's graph
             if base is not None and type(base.grad_fn).__name__ == "CopySlices":
                 self.nodes[base.grad_fn, base.output_nr] = self.owners(base)
 
@@ -220,19 +236,19 @@ class Tracker(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         op = op_of(func)
-        if op.turns:  # a view in place: owners turn with the tensor, the memory stays as it is
+        if op.turns:  # an in-place view: owners move with the tensor, its memory is unchanged
             tensor = args[0]
             planes, old, strides = self.owners(tensor), tensor.shape, tensor.stride()
             out = func(*args, **kwargs)
             if planes is not None:
-                each = []
+                moved_planes = []
                 for plane in planes.expand(-1, *old).unbind():
                     laid = torch.empty_strided(old, strides, dtype=plane.dtype).copy_(plane)
-                    each.append(func(laid, *args[1:], **kwargs))
-                self._planes[tensor] = canonical(torch.stack(each))
+                    moved_planes.append(func(laid, *args[1:], **kwargs))
+                self._planes[tensor] = canonical(torch.stack(moved_planes))
             return out
         out = func(*args, **kwargs)
-        if dispatch_depth():  # others follow, too: what we do is not for them
+        if dispatch_depth():  # hide the tracker's ops from other active modes
             with without_modes():
                 self._follow(op, func, args, kwargs, out)
         else:
@@ -253,20 +269,22 @@ class Tracker(TorchDispatchMode):
             if isinstance(out, (bool, int, float, complex)) and not self._numbers.asking:
                 self._copied(inputs)
             return
-        if self._single and not owned and any(t in self._single for t in inputs):
-            self.met_alone |= any(t.requires_grad and t not in self._single for t in inputs)
-            self._single.update((t, True) for t in outs)
-        fickle = max([self._level(t) for t in inputs], default=SETTLED)
+        if self._broadcast_rows and not owned and any(t in self._broadcast_rows for t in inputs):
+            self.param_met_broadcast_row |= any(
+                t.requires_grad and t not in self._broadcast_rows for t in inputs
+            )
+            self._broadcast_rows.update((t, True) for t in outs)
+        variability = max([self._level(t) for t in inputs], default=SETTLED)
         if op.random or op.base in ("lift_fresh", "lift_fresh_copy"):
-            fickle = max(fickle, CHANGING)
+            variability = max(variability, CHANGING)
         if owned:
-            fickle = DATA
+            variability = DATA
         bound = op.bind(args, kwargs)
         results: Sequence[Tensor | None]
         results = [None] * len(outs)
         if owned:
-            found = flow(OpCall(self, func, op, bound, outs, (args, kwargs)))
-            results = [p if t.numel() else None for t, p in zip(outs, found, strict=True)]
+            output_planes = flow(OpCall(self, func, op, bound, outs, (args, kwargs)))
+            results = [p if t.numel() else None for t, p in zip(outs, output_planes, strict=True)]
             if op.base in _SPLITTING:
                 self._note_parts(inputs[0], bound.get("dim"), outs)
             elif op.base in _VIEWS and inputs[0].numel() == outs[0].numel():
@@ -276,18 +294,18 @@ class Tracker(TorchDispatchMode):
             self._note_cause(op, inputs, outs, results)
         written = {id(t) for name in op.written for t in tensors_in(bound.get(name))}
         for tensor, planes in zip(outs, results, strict=True):
-            self._fickle[tensor] = fickle
+            self._variability[tensor] = variability
             if tensor.layout is torch.strided and not tensor.is_nested:
                 self._memory[_memory_of(tensor)] = planes
             if id(tensor) in written:
                 self._parts.pop(tensor, None)
                 self._overwrite(tensor, planes)
                 if (base := viewed_by(tensor)) is not None:
-                    self._fickle[base] = fickle
+                    self._variability[base] = variability
             elif planes is not None:
                 self._planes[tensor] = planes
                 whole = None
-                if tensor.layout is torch.strided:  # others have no memory that could be shared
+                if tensor.layout is torch.strided:  # only strided tensors share memory
                     key = storage_number(tensor)
                     if not op.is_view:
                         self._whole.pop(key, None)
@@ -299,14 +317,14 @@ class Tracker(TorchDispatchMode):
     def _note_cause(
         self, op: Op, inputs: Sequence[Tensor], outs: Sequence[Tensor], results: Sequence[Any]
     ) -> None:
-        """The op that has mixed samples: this one, or the one that mixed what it has read."""
+        """Record the op that has mixed samples: this one, or the one that mixed its inputs."""
         cause = next((c for t in inputs if (c := self._mixed_by.get(t)) is not None), None)
         for tensor, planes in zip(outs, results, strict=True):
             if planes is not None and bool(is_mixed(planes[:2]).any()):
                 self._mixed_by[tensor] = cause or self.place(op.name)
 
     def _overwrite(self, tensor: Tensor, planes: Tensor | None) -> None:
-        """New owners after an in-place op, seen by everything that shares the memory."""
+        """Set new owners after an in-place op, for all tensors that share the memory."""
         before = self.owners(tensor)
         if before is None and planes is None:
             return
@@ -322,14 +340,14 @@ class Tracker(TorchDispatchMode):
         elements = tensor.untyped_storage().nbytes() // tensor.element_size()
         storage, stamp = self._whole.get(key, (None, 0))
         if storage is None:
-            storage = nobody((elements,), like, self.m).contiguous()
+            storage = ownerless((elements,), like, self.m).contiguous()
             for alias, owned in list(self._planes.items()):
                 if alias.layout is torch.strided and storage_number(alias) == key:
                     self._paint(storage, alias, owned)
-        fresh = planes if planes is not None else nobody(tensor.shape, like, self.m)
-        self._paint(storage, tensor, fresh)
+        new_planes = planes if planes is not None else ownerless(tensor.shape, like, self.m)
+        self._paint(storage, tensor, new_planes)
         self._whole[key] = (storage, stamp + 1)
-        self._held.append(tensor.untyped_storage())  # else its address could be used again
+        self._held.append(tensor.untyped_storage())  # prevents reuse of its address
         if planes is not None:
             self._planes[tensor], self._stamps[tensor] = planes, stamp + 1
 
@@ -346,14 +364,14 @@ class Tracker(TorchDispatchMode):
         out: Tensor,
         planes: Tensor | None,
     ) -> None:
-        """Into whose elements a data-free tensor is put, where the op says so one to one."""
+        """Record the owners of the slots that a data-free tensor fills in an op's output."""
         offset = 0
         for tensor in inputs:
             joined = op.base == "cat" and tensor.dim() == out.dim()
             width = tensor.shape[bound["dim"]] if joined else 0
-            known_planes = self.owners(tensor) if tensor.grad_fn is not None else None
+            tensor_planes = self.owners(tensor) if tensor.grad_fn is not None else None
             if tensor.grad_fn is not None and (
-                known_planes is None or bool(is_nobody(known_planes).any())
+                tensor_planes is None or bool(is_ownerless(tensor_planes).any())
             ):
                 place: Tensor | None = None
                 if planes is not None and not bool(is_mixed(planes).any()):
@@ -367,10 +385,10 @@ class Tracker(TorchDispatchMode):
             offset += width
 
     def _note_slot(self, key: Key, part: _Part | None, place: Tensor | None) -> None:
-        """One place of a tensor, and of what it is a part of, unless there are several."""
+        """Record the slot of a tensor and of its whole; conflicting slots are dropped."""
         if key in self.slots:
-            known = self.slots[key]
-            same = known is not None and place is not None and torch.equal(known, place)
+            recorded = self.slots[key]
+            same = recorded is not None and place is not None and torch.equal(recorded, place)
             place = place if same else None
         self.slots[key] = place
         if part is not None:
@@ -387,7 +405,7 @@ class Tracker(TorchDispatchMode):
         parts: Sequence[Tensor],
         shapes: tuple[torch.Size, torch.Size] | None = None,
     ) -> None:
-        """A tensor is put where the pieces that it is split into (gates, say), or copies, are."""
+        """Record that tensors are pieces (gates, say) or copies of a tensor."""
         if whole.grad_fn is not None:
             along = None if dim is None else dim % whole.dim() + 1
             part = _Part(_key(whole), along, self._parts.get(whole), shapes)

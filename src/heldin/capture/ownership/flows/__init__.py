@@ -1,4 +1,4 @@
-"""How ownership passes through each family of ATen ops. Each module registers its functions."""
+"""The flow of owners through families of ATen ops. Each module registers its functions."""
 
 from . import images, index, losses, products, reduce, shapes
 

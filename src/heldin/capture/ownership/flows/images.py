@@ -19,7 +19,7 @@ from heldin.capture.ownership.planes import (
 
 
 def _spatial(count: int) -> Flow:
-    """Ops that bring the last dimensions together and leave the others alone."""
+    """Return the flow of ops that mix the last dimensions only."""
 
     def function(call: OpCall) -> Owners:
         source = next(v for v in call.args.values() if isinstance(v, Tensor))
@@ -43,7 +43,7 @@ for _count in (1, 2, 3):
 
 @flows("im2col", "col2im", "grid_sampler_2d", "grid_sampler_3d", "affine_grid_generator")
 def _per_first(call: OpCall) -> Owners:
-    """Ops on (N, ...) that treat the N entries apart."""
+    """Handle ops on (N, ...) that treat the N entries independently."""
     sources = [v for v in call.args.values() if isinstance(v, Tensor)]
     if any(s.dim() < 2 or s.shape[0] != call.out.shape[0] for s in sources):
         return everything(call)
@@ -59,7 +59,7 @@ def _per_first(call: OpCall) -> Owners:
     "cholesky_inverse", "linalg_pinv", "linalg_lstsq", "linalg_eig", "linalg_lu_solve",
 )  # fmt: skip
 def _matrices(call: OpCall) -> Owners:
-    """Batched linear algebra: each matrix on its own."""
+    """Handle batched linear algebra, in which the matrices are independent."""
     parts = [over(p, [-1, -2]) for p in call.owned() if p.dim() > 2]
     results: list[Tensor | None] = []
     for out in call.outs:

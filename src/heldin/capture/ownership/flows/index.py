@@ -18,17 +18,17 @@ from heldin.capture.ownership.planes import (
     align,
     canonical,
     is_mixed,
-    is_nobody,
+    is_ownerless,
     merge,
-    nobody,
+    ownerless,
 )
 
 
 def _arranged(planes: Tensor | None) -> Tensor | None:
-    """Owners of an index into owned rows.
+    """Return the owners of an index into owned rows; None if they can be ignored.
 
-    One that depends on many samples (an order of lengths, a choice of experts) only says where rows
-    go: it carries no gradient, and the rows keep their owners.
+    An index that depends on many samples (an order of lengths, a choice of experts) only moves
+    rows: it has no gradient, and the rows keep their owners.
     """
     return None if planes is None or bool(is_mixed(planes).any()) else planes
 
@@ -43,7 +43,7 @@ def _embedding(call: OpCall) -> Owners:
 
 @flows("embedding_renorm")
 def _renorm(call: OpCall) -> Owners:
-    """A table whose rows are shortened (`max_norm`): by data, but without a gradient."""
+    """Handle `max_norm`: data select the rows to rescale, without a gradient."""
     return [None]
 
 
@@ -59,7 +59,7 @@ def _embedding_bag(call: OpCall) -> Owners:
         return everything(call)
     bags = torch.bucketize(torch.arange(index.shape[0]), offsets, right=True) - 1
     count = call.out.shape[0]
-    empty = nobody((count,), planes, call.tracker.m).contiguous()
+    empty = ownerless((count,), planes, call.tracker.m).contiguous()
     full = planes.expand(-1, index.shape[0])
     where = bags.clamp(0, count - 1).expand_as(full)
     result = empty.scatter_reduce(1, where, full, "amax")
@@ -99,8 +99,8 @@ def _index(call: OpCall) -> Owners:
     at, dims, axis = [], [], 0  # the positions, the dimensions of the source that they index
     for entry in indices:
         if entry is not None and entry.dtype in (torch.bool, torch.uint8):
-            if call.tracker.is_fickle(entry) and call.tracker.volatile is None:
-                call.tracker.volatile = call.place()
+            if call.tracker.varies_per_batch(entry):
+                call.mark_volatile()
             dims.append(list(range(axis, axis + entry.dim())))
             axis += entry.dim()
         else:
@@ -123,22 +123,22 @@ def _index(call: OpCall) -> Owners:
 
 
 def _index_owners(call: OpCall, indices: list[Any], out: Tensor, source: Tensor) -> Tensor:
-    """Owners of the positions, laid out as the positions are in the result."""
-    given = [i for i, entry in enumerate(indices) if entry is not None]
-    entries = [indices[i] for i in given]
+    """Return the owners of the positions, in the shape of the result."""
+    indexed_dims = [i for i, entry in enumerate(indices) if entry is not None]
+    entries = [indices[i] for i in indexed_dims]
     if any(e.dtype in (torch.bool, torch.uint8) for e in entries):
         flat = merge([p.reshape(len(p), -1).amax(1) for p in call.owned(entries)])
         if len(entries) == 1:  # one mask: its true entries, in order, lead the result
             mask, planes = entries[0], call.owners(entries[0])
             assert planes is not None
             chosen = planes.expand(-1, *mask.shape)[:, mask.cpu().bool()]
-            after = source.dim() - given[0] - mask.dim()
-            return chosen.reshape(len(chosen), *[1] * given[0], -1, *[1] * after)
+            after = source.dim() - indexed_dims[0] - mask.dim()
+            return chosen.reshape(len(chosen), *[1] * indexed_dims[0], -1, *[1] * after)
         return flat.reshape(-1, *[1] * out.dim())
     rank = max(e.dim() for e in entries)
     joined = merge([align(p, rank) for p in call.owned(entries)])
-    together = given == list(range(given[0], given[0] + len(given)))
-    before = given[0] if together else 0
+    adjacent = indexed_dims == list(range(indexed_dims[0], indexed_dims[0] + len(indexed_dims)))
+    before = indexed_dims[0] if adjacent else 0
     return joined.reshape(
         len(joined), *[1] * before, *joined.shape[1:], *[1] * (out.dim() - before - rank)
     )
@@ -163,8 +163,7 @@ def _gather(call: OpCall) -> Owners:
 def _selected(call: OpCall) -> Owners:
     source = call["self"]
     planes = call.owners(source)
-    if call.tracker.volatile is None:
-        call.tracker.volatile = call.place()
+    call.mark_volatile()
     if call.op.base == "take" or planes is None:
         return everything(call)
     mask = source != 0 if call.op.base == "nonzero" else call["mask"]
@@ -181,11 +180,11 @@ def _scatter(call: OpCall) -> Owners:
     target, index = call["self"], call["index"]
     source = call.args.get("src", call.args.get("source"))
     dim = call["dim"] % max(target.dim(), 1)
-    known = [call.owners(t) if isinstance(t, Tensor) else None for t in (target, index, source)]
-    if known[2] is not None:
-        known[1] = _arranged(known[1])
-    like = next(p for p in known if p is not None)
-    base = nobody(target.shape, like, call.tracker.m) if known[0] is None else known[0]
+    owners = [call.owners(t) if isinstance(t, Tensor) else None for t in (target, index, source)]
+    if owners[2] is not None:
+        owners[1] = _arranged(owners[1])
+    like = next(p for p in owners if p is not None)
+    base = ownerless(target.shape, like, call.tracker.m) if owners[0] is None else owners[0]
     base = base.expand(-1, *target.shape)
     by_row = call.op.base.startswith("index")
     where = index.cpu()
@@ -193,31 +192,33 @@ def _scatter(call: OpCall) -> Owners:
         assert isinstance(source, Tensor)
         shape = [1] * target.dim()
         shape[dim] = -1
-        rows = None if known[1] is None else known[1].reshape(len(like), *shape)
-        put = [p for p in (rows, known[2]) if p is not None]
+        rows = None if owners[1] is None else owners[1].reshape(len(like), *shape)
+        put = [p for p in (rows, owners[2]) if p is not None]
         landed = list(source.shape)
     else:
-        put = [p for p in (known[1], known[2]) if p is not None]
-        if known[2] is not None:
-            narrowed = known[2]
+        put = [p for p in (owners[1], owners[2]) if p is not None]
+        if owners[2] is not None:
+            narrowed = owners[2]
             for d, size in enumerate(index.shape):
                 if narrowed.shape[d + 1] > size:
                     narrowed = narrowed.narrow(d + 1, 0, size)
             put[-1] = narrowed
         landed = list(index.shape)
-    coming = merge(put) if put else nobody(landed, like, call.tracker.m)
-    if any(p.shape[dim + 1] > 1 for p in (*put, base if known[0] is not None else coming)):
+    coming = merge(put) if put else ownerless(landed, like, call.tracker.m)
+    if any(p.shape[dim + 1] > 1 for p in (*put, base if owners[0] is not None else coming)):
         call.moved_by(index)
     if by_row:
         where = where.reshape(shape).expand(landed)
     pairs = zip(base, coming.expand(-1, *landed), strict=True)
     planes = torch.stack([old.scatter_reduce(dim, where, new, "amax") for old, new in pairs])
-    if target.dim() and known[0] is None:
+    if target.dim() and owners[0] is None:
         for rows in call.tracker.rows.get(target.shape[dim], ()):
-            own = rows.reshape(len(rows), *[-1 if d == dim else 1 for d in range(target.dim())])
-            empty = is_nobody(planes).repeat_interleave(2, 0)
-            if bool((empty | (planes == own)).all()):  # rows to which no edge leads, say
-                planes = torch.where(empty, own, planes)
+            row_owner = rows.reshape(
+                len(rows), *[-1 if d == dim else 1 for d in range(target.dim())]
+            )
+            empty = is_ownerless(planes).repeat_interleave(2, 0)
+            if bool((empty | (planes == row_owner)).all()):  # empty rows: nodes without edges, say
+                planes = torch.where(empty, row_owner, planes)
                 break
     return [canonical(planes)]
 
@@ -238,11 +239,11 @@ def _index_put(call: OpCall) -> Owners:
     if not parts:
         return [old]
     coming = merge(parts)
-    base = (nobody(target.shape, coming, call.tracker.m) if old is None else old).expand(
+    base = (ownerless(target.shape, coming, call.tracker.m) if old is None else old).expand(
         -1, *target.shape
     )
     moves = any(coming.shape[d] > 1 for d in range(1, coming.dim())) or old is not None
-    if moves and not all(e is None or not call.tracker.is_fickle(e) for e in indices):
+    if moves and not all(e is None or not call.tracker.varies_per_batch(e) for e in indices):
         call.moved_by([e for e in indices if e is not None])
     flat = base.reshape(len(base), -1).scatter_reduce(
         1,
@@ -255,14 +256,14 @@ def _index_put(call: OpCall) -> Owners:
 
 @flows("masked_scatter")
 def _masked_scatter(call: OpCall) -> Owners:
-    """The entries of a source, in order, go where a mask is true."""
+    """Handle entries of a source that go, in order, where a mask is true."""
     target, mask, source = call["self"], call["mask"], call["source"]
-    known = [call.owners(t) for t in (target, mask, source)]
-    like = next(p for p in known if p is not None)
+    owners = [call.owners(t) for t in (target, mask, source)]
+    like = next(p for p in owners if p is not None)
     call.moved_by(mask)
     base, where, coming = (
-        (nobody(t.shape, like, call.tracker.m) if p is None else p).expand(-1, *t.shape)
-        for t, p in zip((target, mask, source), known, strict=True)
+        (ownerless(t.shape, like, call.tracker.m) if p is None else p).expand(-1, *t.shape)
+        for t, p in zip((target, mask, source), owners, strict=True)
     )
     shape = call.out.shape
     where = align(where, len(shape)).expand(-1, *shape)
@@ -279,7 +280,7 @@ def _pack(call: OpCall) -> Owners:
     planes = call.owners(source)
     if planes is None:
         return everything(call)
-    call.tracker.volatile = call.tracker.volatile or call.place()
+    call.mark_volatile()
     full = planes.expand(-1, *source.shape)
     packed = [call.func(plane.contiguous(), lengths, call["batch_first"])[0] for plane in full]
     return [canonical(torch.stack(packed)), None]

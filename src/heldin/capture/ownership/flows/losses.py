@@ -34,6 +34,6 @@ def _ctc_loss(call: OpCall) -> Owners:
     planes = call.owners(call["log_probs"])
     if planes is None or planes.dim() != 4:
         return everything(call)
-    alone = over(planes, [0, 2])
-    assert alone is not None
-    return [alone.reshape(len(alone), -1), alone.reshape(len(alone), -1, 1, 1)]
+    per_sample = over(planes, [0, 2])
+    assert per_sample is not None
+    return [per_sample.reshape(len(per_sample), -1), per_sample.reshape(len(per_sample), -1, 1, 1)]

@@ -32,7 +32,7 @@ def _product(call: OpCall) -> Owners:
 
 
 def _by_vectors(call: OpCall) -> Owners:
-    """Matrix-vector products, and linear layers where they are one call.op."""
+    """Handle matrix-vector products, and linear layers that are a single op."""
     tensors = [v for v in call.args.values() if isinstance(v, Tensor)]
     if call.op.base == "linear":
         parts = [over(call.owners(tensors[0]), [-1]), *call.owned(tensors[1:])]
@@ -47,7 +47,7 @@ def _by_vectors(call: OpCall) -> Owners:
 
 @flows("_grouped_mm")
 def _grouped(call: OpCall) -> Owners:
-    """Rows, ordered by expert, times the matrix of their expert."""
+    """Handle rows, sorted by expert, times the matrix of their expert."""
     rows, experts = call["self"], call["mat2"]
     if rows.dim() != 2 or experts.dim() != 3 or call.owners(experts) is not None:
         return everything(call)
@@ -57,7 +57,7 @@ def _grouped(call: OpCall) -> Owners:
 
 @flows("_trilinear")
 def _trilinear(call: OpCall) -> Owners:
-    """Three tensors, unsqueezed to one rank, multiplied and summed (bilinear layers)."""
+    """Handle the product and sum of three tensors that are unsqueezed to one rank (bilinear)."""
     parts = []
     for name, places in (("i1", "expand1"), ("i2", "expand2"), ("i3", "expand3")):
         planes = call.owners(call[name])
@@ -120,7 +120,7 @@ def _attention(call: OpCall) -> Owners:
 
 @flows("mkldnn_rnn_layer")
 def _rnn_layer(call: OpCall) -> Owners:
-    """(T, N, d) in, (T, N, h) out: time and features are brought together, samples are not."""
+    """Handle (T, N, d) to (T, N, h): time and features are mixed, samples are not."""
     states = call.owned([call["input"], call["hx_"], call["cx_"]])
     samples = [(over(p, [0, 2]) if p.dim() == 4 else over(p, [-1])) for p in states]
     result = joined(samples, 3)  # (1, N, 1); states may come without the leading dimension

@@ -62,13 +62,13 @@ def _cross(call: OpCall) -> Owners:
 
 @flows("searchsorted")
 def _searched(call: OpCall) -> Owners:
-    """Places in a row of its own for each row of values, or in one row for all."""
+    """Handle searches in one sorted row per row of values, or in one row for all."""
     values, row = call["self"], call["sorted_sequence"]
-    known = call.owners(row)
-    beside = known is not None and row.dim() != values.dim()
+    row_owners = call.owners(row)
+    beside = row_owners is not None and row.dim() != values.dim()
     if not isinstance(values, Tensor) or beside or call.args.get("sorter") is not None:
         return everything(call)
-    return [joined([call.owners(values), over(known, [-1])], call.out.dim())]
+    return [joined([call.owners(values), over(row_owners, [-1])], call.out.dim())]
 
 
 @flows("native_layer_norm", "_fused_rms_norm", "rms_norm")
@@ -101,12 +101,14 @@ def _group_norm(call: OpCall) -> Owners:
     "_batch_norm_with_update",
 )  # fmt: skip
 def _batch_norm(call: OpCall) -> Owners:
-    """In training mode the rows of a channel share statistics: they are mixed, yet stay rows."""
+    """Handle batch norm: in training mode rows share statistics, but keep their owners."""
     planes = call.owners(call["input"])
     if planes is None:
         return everything(call)
     training = call.args.get("training", "no_" not in call.op.name)
-    others = [d for d in range(call["input"].dim()) if d != 1]
-    if training and any(planes.shape[d + 1] > 1 for d in others):
-        call.tracker.mixers.setdefault(call.tracker.place("batch normalisation"), "training mode")
+    other_dims = [d for d in range(call["input"].dim()) if d != 1]
+    if training and any(planes.shape[d + 1] > 1 for d in other_dims):
+        call.tracker.mixing_ops.setdefault(
+            call.tracker.place("batch normalisation"), "training mode"
+        )
     return [planes, *everything(call)[1:]]

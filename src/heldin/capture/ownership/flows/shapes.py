@@ -14,7 +14,7 @@ from heldin.capture.ownership.flow import (
 from heldin.capture.ownership.planes import (
     align,
     canonical,
-    nobody,
+    ownerless,
     reshape,
     tensors_in,
 )
@@ -39,7 +39,7 @@ def _reshape(call: OpCall) -> Owners:
     "constant_pad_nd", "lift_fresh", "movedim", "swapaxes", "squeeze_copy",
 )  # fmt: skip
 def _move(call: OpCall) -> Owners:
-    """Ops that only move elements of one tensor: move its owners in the same way."""
+    """Move the owners as the op moves the elements of one tensor."""
     if "self" not in call.args:  # repeat_interleave(repeats): as many indices i as repeats[i] says
         repeats = call["repeats"]
         planes = call.owners(repeats)
@@ -54,10 +54,10 @@ def _move(call: OpCall) -> Owners:
     rest = {k: v for k, v in call.args.items() if k != "self"}
     if any(isinstance(v, Tensor) for v in rest.values()):
         return everything(call)
-    if call.op.name == "roll" and call.tracker.volatile is None:
+    if call.op.name == "roll":
         over = rest["dims"] or range(source.dim())
         if any(planes.shape[d % source.dim() + 1] > 1 for d in over):
-            call.tracker.volatile = call.place()  # by how much may differ the next time
+            call.mark_volatile()  # the shift may differ in the next call
     moved: list[list[Tensor]] = []
     for i, plane in enumerate(planes.expand(-1, *source.shape)):
         if call.op.name == "constant_pad_nd":
@@ -75,7 +75,7 @@ def _thin(plane: Tensor) -> Tensor:
 
 @flows("as_strided")
 def _strided(call: OpCall) -> Owners:
-    """Any elements of the memory that a tensor is part of; beside it they are anybody's."""
+    """Handle strided access to a storage; elements outside the tensor may have any owner."""
     source, out = call["self"], call.out
     planes = call.owners(source)
     if planes is None or _repeats(source):
@@ -93,7 +93,7 @@ def _strided(call: OpCall) -> Owners:
 
 
 def _repeats(tensor: Tensor) -> bool:
-    """Whether several elements lie in one place."""
+    """Return whether several elements share one memory location."""
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     return any(size > 1 and stride == 0 for size, stride in sizes)
 
@@ -117,15 +117,15 @@ def _copy(call: OpCall) -> Owners:
 @flows("cat", "concat", "concatenate")
 def _cat(call: OpCall) -> Owners:
     tensors = [t for t in call["tensors"] if t.dim() == call.out.dim()]
-    known = [call.owners(t) for t in tensors]
-    like = next(p for p in known if p is not None)
+    owners = [call.owners(t) for t in tensors]
+    like = next(p for p in owners if p is not None)
     dim = call.args.get("dim", 0) % call.out.dim() + 1
-    sizes = [max(p.shape[d] for p in known if p is not None) for d in range(1, like.dim())]
+    sizes = [max(p.shape[d] for p in owners if p is not None) for d in range(1, like.dim())]
     parts = []
-    for tensor, planes in zip(tensors, known, strict=True):
+    for tensor, planes in zip(tensors, owners, strict=True):
         shape = list(sizes)
         shape[dim - 1] = tensor.shape[dim - 1]
-        full = nobody(shape, like, call.tracker.m) if planes is None else planes
+        full = ownerless(shape, like, call.tracker.m) if planes is None else planes
         parts.append(full.expand(-1, *shape))
     return [canonical(torch.cat(parts, dim))]
 
@@ -133,11 +133,11 @@ def _cat(call: OpCall) -> Owners:
 @flows("stack")
 def _stack(call: OpCall) -> Owners:
     tensors = call["tensors"]
-    known = [call.owners(t) for t in tensors]
-    like = next(p for p in known if p is not None)
+    owners = [call.owners(t) for t in tensors]
+    like = next(p for p in owners if p is not None)
     dim = call.args.get("dim", 0) % call.out.dim() + 1
     parts = [
-        (nobody(t.shape, like, call.tracker.m) if p is None else p).expand(-1, *t.shape)
-        for t, p in zip(tensors, known, strict=True)
+        (ownerless(t.shape, like, call.tracker.m) if p is None else p).expand(-1, *t.shape)
+        for t, p in zip(tensors, owners, strict=True)
     ]
     return [canonical(torch.stack(parts, dim))]

@@ -1,0 +1,133 @@
+"""A forward pass under observation, and the traces of it.
+
+A call is *traced* if it runs under a tracker that records which sample each element belongs to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from heldin.errors import NotObservable
+
+from .arguments import Arguments, Count
+from .graph import Graph, number_of
+from .layout import Layout
+from .ownership.numbers import Numbers
+from .ownership.tracker import Tracker
+from .sizes import Sizes
+
+__all__ = ["Call", "Candidate"]
+
+
+@dataclass(eq=False, slots=True)
+class Candidate:
+    """One number of samples that a call may have, with the trace under this assumption."""
+
+    count: Count
+    tracker: Tracker | None
+    layouts: list[Layout | None] = field(default_factory=list)  # one per output
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """A forward pass under observation.
+
+    Attributes:
+        kind: everything that decides which graph it builds, except sizes.
+        sizes: see `sizes_of`.
+        m: number of samples.
+        tracker: the tracker of a traced call.
+        ends: autograd node and output number of each output.
+        arguments: its arguments, if more than one number of samples is possible; else None.
+        candidates: the numbers of samples under which it was traced.
+        numbers: records what Python reads out of tensors (`item()`, `if tensor`), if the call was
+            not traced.
+        answers: the values that Python read and that may change the graph.
+        sealed: nodes are kept by number only, so that their graph can be freed.
+    """
+
+    kind: Any
+    sizes: Sizes
+    m: int
+    tracker: Tracker | None = None
+    ends: Sequence[tuple[Any, int]] = ()
+    arguments: Arguments | None = None
+    candidates: list[Candidate] = field(default_factory=list)
+    numbers: Numbers | None = None
+    answers: Any = ()
+    sealed: bool = False
+
+    @property
+    def key(self) -> Any:
+        return self.kind, self.sizes
+
+    @property
+    def is_volatile(self) -> bool:
+        """Whether the trace is valid for this call only."""
+        return self.tracker is not None and self.tracker.volatile_reason is not None
+
+    def choose(self, candidate: Candidate) -> None:
+        """Set the number of samples and the tracker to those of a candidate."""
+        self.m, self.tracker = candidate.count.m, candidate.tracker
+
+    def mark_volatile(self, reason: str) -> None:
+        """Mark the trace as valid for this call only, with the reason."""
+        for candidate in self.candidates:
+            if candidate.tracker is not None:
+                candidate.tracker.mark_volatile(reason)
+
+    def record_branches(self, counting: tuple[bool, ...] | None) -> None:
+        """Store the answers that may change the graph.
+
+        Args:
+            counting: of an untraced call, which of its answers do; None: all of them.
+        """
+        if self.numbers is not None:
+            answers = [answer for answer, _ in self.numbers.answers]
+            flags = counting if counting is not None and len(counting) == len(answers) else None
+            self.answers = (
+                len(answers),
+                *[a for i, a in enumerate(answers) if not flags or flags[i]],
+            )
+            self.numbers = None
+        elif self.tracker is not None and any(counts for _, counts in self.tracker.answers):
+            traced_answers = self.tracker.answers
+            self.answers = (
+                len(traced_answers),
+                *[answer for answer, counts in traced_answers if counts],
+            )
+
+    def seal(self) -> None:
+        """Replace nodes by their numbers, so that the graph can be freed without a backward."""
+        self.sealed = True
+        self._rename(lambda node: None if node is None else number_of(node))
+
+    def unseal(self, graph: Graph) -> bool:
+        """Look up the nodes of a sealed call in a graph; return whether the call is part of it."""
+        nodes_by_number = graph.by_number
+        if not any(node in nodes_by_number for node, _ in self.ends):
+            return False
+        if any(node in nodes_by_number and nodes_by_number[node] is None for node, _ in self.ends):
+            raise NotObservable(
+                "this backward pass may belong to several calls of the model: several calls were "
+                "pending, and several threads built their graphs. Call backward() after each call"
+            )
+        self.sealed = False
+        self._rename(nodes_by_number.get)
+        return True
+
+    def _rename(self, renamed: Any) -> None:
+        self.ends = [(renamed(node), number) for node, number in self.ends]
+        for candidate in self.candidates:
+            if candidate.tracker is not None:
+                candidate.tracker.rename(renamed)
+
+    def release(self) -> None:
+        """Drop all references to the graph."""
+        self.ends = ()
+        for candidate in self.candidates:
+            if candidate.tracker is not None:
+                candidate.tracker.release()
+        self.candidates, self.arguments = [], None
