@@ -1,0 +1,1 @@
+"""Observe the user's training loop: model, optimiser and loaders."""

@@ -1,0 +1,384 @@
+"""Batches of any structure: their tensors, their device, and some of their samples.
+
+A layout has the structure of a batch. Its leaves say along which dimension of a tensor the samples
+lie, that a list has one entry per sample, or that all samples share a value. heldin uses a layout
+only where collating other samples gives the same rows (`is_sliceable`); otherwise the collate
+function of the user makes the smaller batch.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from heldin.errors import HeldinError
+
+from .randomness import RandomState
+
+__all__ = [
+    "Along",
+    "Layout",
+    "Listed",
+    "Shared",
+    "equal",
+    "find_layout",
+    "fingerprint",
+    "is_sliceable",
+    "layout_of_tensors",
+    "repack",
+    "rows_in",
+    "select",
+    "tensors_in",
+    "to_device",
+]
+
+Collate = Callable[[list[Any]], Any]
+
+FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, partial)  # graphs can be called, too
+DEPTH = 5  # nested objects that are searched for tensors
+PROBES = 16  # values of a tensor in its fingerprint
+
+
+@dataclasses.dataclass(frozen=True)
+class Along:
+    """A tensor or array with the samples along a dimension."""
+
+    dim: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Listed:
+    """A list or tuple with one entry per sample."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shared:
+    """A value that does not grow with the number of samples."""
+
+
+Layout = Along | Listed | Shared | dict[Any, Any]  # a dict of layouts by key, number or field
+
+
+# --- layouts ---------------------------------------------------------------------------------
+
+
+def find_layout(collate: Collate, sample: Any) -> Layout | None:
+    """Return where samples lie in the batches of a collate function; None if that is unclear.
+
+    The function collates one sample two and three times: whatever grows from 2 to 3 belongs to the
+    samples, and padding does not change.
+
+    >>> from torch.utils.data import default_collate
+    >>> find_layout(default_collate, {"x": torch.ones(4), "name": "a", "y": 1.0})
+    {'x': Along(dim=0), 'name': Listed(), 'y': Along(dim=0)}
+    >>> find_layout(torch.cat, torch.ones(4)) is None       # samples of four numbers in one row
+    True
+    """
+    try:
+        two, three = (collate([copy.copy(sample) for _ in range(n)]) for n in (2, 3))
+        return _compare(two, three)
+    except (_Unclear, TypeError, ValueError, RuntimeError, KeyError, IndexError, AttributeError):
+        return None
+
+
+class _Unclear(Exception):
+    """Raised where the samples of a batch cannot be separated."""
+
+
+def _compare(two: Any, three: Any) -> Layout:
+    if type(two) is not type(three):
+        raise _Unclear
+    if _is_array(two):
+        return _growing_dimension(tuple(two.shape), tuple(three.shape))
+    parts = _parts(two)
+    if parts is None:
+        if _is_plain(two) and two == three:
+            return Shared()
+        raise _Unclear
+    if isinstance(two, (list, tuple)) and (len(two), len(three)) == (2, 3):
+        return Listed()
+    others = _parts(three) or {}
+    if parts.keys() != others.keys():
+        raise _Unclear
+    return {key: _compare(part, others[key]) for key, part in parts.items()}
+
+
+def _growing_dimension(two: tuple[int, ...], three: tuple[int, ...]) -> Layout:
+    if len(two) == len(three):
+        changed = [d for d, (a, b) in enumerate(zip(two, three, strict=True)) if a != b]
+        if not changed:
+            return Shared()
+        if len(changed) == 1 and (two[changed[0]], three[changed[0]]) == (2, 3):
+            return Along(changed[0])
+    raise _Unclear
+
+
+def layout_of_tensors(data: Any, rows: int) -> Layout:
+    """Return the layout of a structure of tensors with `rows` rows each.
+
+    >>> layout_of_tensors((torch.ones(3, 2), torch.ones(5, 5)), 3)
+    {0: Along(dim=0), 1: Shared()}
+    """
+    if _is_array(data):
+        return Along(0) if data.ndim and len(data) == rows else Shared()
+    if isinstance(data, list) and len(data) == rows and not any(map(_is_array, data)):
+        return Listed()
+    parts = _parts(data)
+    if parts is None:
+        if _is_plain(data):
+            return Shared()
+        raise HeldinError(
+            f"data: which part of a {type(data).__name__} belongs to which row is unclear; use "
+            "tensors in tuples, lists, dictionaries or dataclasses, or a DataLoader"
+        )
+    return {key: layout_of_tensors(part, rows) for key, part in parts.items()}
+
+
+def is_sliceable(collate: Collate, items: Sequence[Any], batch: Any, layout: Layout | None) -> bool:
+    """Return whether collating some of the items gives the same rows as the whole batch.
+
+    The function collates the items in another order, without one of them, and each half, with the
+    random numbers that the batch was made with.
+
+    Args:
+        collate: the user's collate function.
+        items: the samples of a batch.
+        batch: what the function made of them, from the present random state.
+        layout: of the batches.
+
+    >>> from torch.utils.data import default_collate
+    >>> items = [(torch.ones(2) * i, i) for i in range(4)]
+    >>> layout = find_layout(default_collate, items[0])
+    >>> is_sliceable(default_collate, items, default_collate(items), layout)
+    True
+    >>> def sort(items):
+    ...     return default_collate(sorted(items, key=lambda item: -item[1]))
+    >>> is_sliceable(sort, items, sort(items), layout)
+    False
+    """
+    if layout is None or rows_in(batch, layout) not in (None, len(items)):
+        return False
+    rows = len(items)
+    backwards = [i for i in range(rows - 1, -1, -1) if rows < 3 or i != rows // 2]
+    state = RandomState.current()
+    try:
+        for order in (backwards, [*range(rows // 2)], [*range(rows // 2, rows)]):
+            if order:
+                state.restore()
+                again = collate([copy.copy(items[i]) for i in order])
+                if not equal(again, select(batch, layout, torch.tensor(order))):
+                    return False
+    except Exception:  # whatever a smaller batch makes impossible, slicing is not established
+        return False
+    finally:
+        state.restore()
+    return True
+
+
+def rows_in(batch: Any, layout: Layout) -> int | None:
+    """Return the number of samples in a batch; None if nothing in it shows it.
+
+    >>> rows_in((torch.ones(7, 4),), {0: Along(1)})
+    4
+    """
+    if isinstance(layout, Along):
+        return int(batch.shape[layout.dim]) if _is_array(batch) else None
+    if isinstance(layout, Listed):
+        return len(batch)
+    if isinstance(layout, Shared):
+        return None
+    parts = _parts(batch) or {}
+    if parts.keys() != layout.keys():
+        return None
+    counts = (rows_in(parts[key], inner) for key, inner in layout.items())
+    return next((count for count in counts if count is not None), None)
+
+
+def select(batch: Any, layout: Layout, index: Tensor, place: str = "batch") -> Any:
+    """Return some samples of a batch, in a new batch of the same kind.
+
+    >>> batch = {"ids": torch.arange(6).view(3, 2), "mask": torch.ones(2, 2)}
+    >>> select(batch, {"ids": Along(0), "mask": Shared()}, torch.tensor([2]))["ids"]
+    tensor([[4, 5]])
+    """
+    if isinstance(layout, Shared):
+        return batch
+    if isinstance(layout, Along):
+        if not _is_array(batch) or batch.ndim <= layout.dim:
+            raise _other_structure(batch, place)
+        if isinstance(batch, Tensor):
+            return batch.index_select(layout.dim, index.to(batch.device))
+        return batch.take(index.numpy(), axis=layout.dim)
+    if isinstance(layout, Listed):
+        if not isinstance(batch, (list, tuple)):
+            raise _other_structure(batch, place)
+        return type(batch)([batch[i] for i in index.tolist()])
+    parts = _parts(batch)
+    if parts is None or parts.keys() != layout.keys():
+        raise _other_structure(batch, place)
+    return _rebuild(
+        batch,
+        {k: select(part, layout[k], index, f"{place}[{k!r}]") for k, part in parts.items()},
+    )
+
+
+def _other_structure(batch: Any, place: str) -> HeldinError:
+    return HeldinError(
+        f"{place}: the batch of this step has another structure here ({type(batch).__name__}) than "
+        "earlier batches; pass the batch as the loader returned it"
+    )
+
+
+# --- contents --------------------------------------------------------------------------------
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Return whether two batches have the same structure and values; nan equals nan.
+
+    >>> equal({"x": torch.ones(2), "n": 3}, {"x": torch.ones(2), "n": 3})
+    True
+    >>> equal([torch.ones(2)], [torch.ones(3)])
+    False
+    """
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        if one.shape != other.shape or one.dtype != other.dtype or one.layout != other.layout:
+            return False
+        if one.layout != torch.strided:
+            return equal(one.to_dense(), other.to_dense())
+        one, other = _plain(one), _plain(other)
+        same = one == other
+        if one.is_floating_point() or one.is_complex():
+            same = same | (one.isnan() & other.isnan())
+        return bool(same.all())
+    if _is_array(one):
+        return one.shape == other.shape and bool(
+            ((one == other) | ((one != one) & (other != other))).all()
+        )
+    parts = _parts(one)
+    if parts is None:
+        return bool(_is_plain(one) and (one == other or one != one))
+    others = _parts(other) or {}
+    return parts.keys() == others.keys() and all(equal(v, others[k]) for k, v in parts.items())
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield all tensors of a batch: in containers, and in the attributes of other objects.
+
+    >>> [t.shape for t in tensors_in({"x": torch.ones(2), "rest": (torch.ones(3), "name")})]
+    [torch.Size([2]), torch.Size([3])]
+    """
+    yield from _tensors_in(value, DEPTH, set())
+
+
+def _tensors_in(value: Any, depth: int, seen: set[int]) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+        return
+    if depth == 0 or _is_plain(value) or isinstance(value, (type, nn.Module, *FUNCTIONS)):
+        return
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    parts = _parts(value)
+    if parts is None:
+        parts = getattr(value, "__dict__", {})  # graphs, molecules: objects of other libraries
+    for part in list(parts.values()):
+        yield from _tensors_in(part, depth - 1, seen)
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Return the batch with all its tensors on a device; itself if they are there already."""
+    if isinstance(batch, Tensor):
+        return batch.to(device)
+    parts = _parts(batch)
+    if parts is None:
+        if not _is_plain(batch) and callable(getattr(batch, "to", None)):
+            if any(tensor.device != device for tensor in tensors_in(batch)):
+                return batch.to(device)
+        return batch
+    moved = {key: to_device(part, device) for key, part in parts.items()}
+    if all(moved[key] is part for key, part in parts.items()):
+        return batch
+    return _rebuild(batch, moved)
+
+
+def repack(batch: Any) -> Any:
+    """Return the same tensors in new containers, from which a loss may take parts out."""
+    if isinstance(batch, Tensor):
+        return batch
+    parts = _parts(batch)
+    if parts is None:
+        return batch if _is_plain(batch) else _shallow_copy(batch)
+    return _rebuild(batch, {key: repack(part) for key, part in parts.items()})
+
+
+def _shallow_copy(value: Any) -> Any:
+    try:
+        return copy.copy(value)
+    except Exception:  # an object that cannot be copied is passed on as it is
+        return value
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Return the values of a tensor without what a subclass does in operations (MONAI's)."""
+    return tensor.detach().as_subclass(Tensor)
+
+
+def fingerprint(tensor: Tensor) -> tuple[Any, ...]:
+    """Return shape, type and some values of a tensor, to recognise it on another device."""
+    if tensor.layout != torch.strided:
+        return tuple(tensor.shape), tensor.dtype, tensor.layout
+    flat = _plain(tensor).reshape(-1)
+    values = flat[:: max(1, len(flat) // PROBES)][: PROBES + 1]
+    if values.is_floating_point():
+        values = values.nan_to_num(nan=0.25)  # nan differs from itself
+    return tuple(tensor.shape), tensor.dtype, tuple(values.tolist())
+
+
+# --- containers ------------------------------------------------------------------------------
+
+
+def _parts(batch: Any) -> dict[Any, Any] | None:
+    """Return the parts of a container by key, number or field; None for any other object."""
+    if isinstance(batch, Mapping):
+        return dict(batch)
+    if isinstance(batch, (list, tuple)):
+        return dict(enumerate(batch))
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        return {field.name: getattr(batch, field.name, None) for field in dataclasses.fields(batch)}
+    return None
+
+
+def _rebuild(batch: Any, parts: Mapping[Any, Any]) -> Any:
+    """Return a container of the same kind with other parts."""
+    if isinstance(batch, Mapping):
+        rebuilt = copy.copy(batch)  # keeps what else it carries (BatchEncoding, UserDict)
+        for key, part in parts.items():
+            rebuilt[key] = part  # type: ignore[index]
+        return rebuilt
+    if isinstance(batch, Sequence):
+        values = list(parts.values())
+        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)  # type: ignore[call-arg]
+    rebuilt = copy.copy(batch)
+    for name, part in parts.items():
+        object.__setattr__(rebuilt, name, part)  # frozen dataclasses too
+    return rebuilt
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, Tensor) or (
+        type(value).__module__ == "numpy" and hasattr(value, "take")
+    )
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, (bool, int, float, complex, str, bytes))

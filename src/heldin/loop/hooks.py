@@ -1,0 +1,174 @@
+"""Register hooks on the user's models, optimisers and parameters.
+
+Only `heldin.loop` and `heldin.capture` register hooks; other packages use these functions.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from heldin.model_hook import ModelHook
+from heldin.pause import is_paused
+
+__all__ = [
+    "add_to_state",
+    "after_calls",
+    "before_calls",
+    "call_at_steps",
+    "record_calls",
+    "replaced_forwards",
+    "scaled_gradients",
+]
+
+
+def call_at_steps(
+    method: Callable[[Optimizer, Any, Any], None],
+    optimizer: Optimizer | None = None,
+    *,
+    after: bool = False,
+) -> Callable[[], Any]:
+    """Call a bound method before or after steps of an optimiser, but not at those that heldin runs.
+
+    The hook does not keep the object of the method alive.
+
+    Args:
+        method: takes the optimiser, and the arguments and keyword arguments of its step.
+        optimizer: None for all optimisers.
+        after: call the method after the step, not before it.
+
+    Returns:
+        A function that removes the hook, which is also removed with the object of the method.
+    """
+    assert isinstance(method, MethodType)
+    reference = weakref.WeakMethod(method)
+
+    def respond(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        living = reference()
+        if living is not None and not is_paused():
+            living(optimizer, args, kwargs)
+
+    if optimizer is None:
+        register = register_optimizer_step_post_hook if after else register_optimizer_step_pre_hook
+        handle = register(respond)
+    elif after:
+        handle = optimizer.register_step_post_hook(respond)
+    else:
+        handle = optimizer.register_step_pre_hook(respond)
+    return weakref.finalize(method.__self__, handle.remove)
+
+
+@contextmanager
+def before_calls(module: nn.Module, function: Callable[[], None]) -> Iterator[None]:
+    """Call a function before the other hooks of each call of a module."""
+    handle = module.register_forward_pre_hook(lambda module, args: function(), prepend=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def after_calls(
+    modules: Iterable[nn.Module], function: Callable[[nn.Module, Any], None]
+) -> Iterator[None]:
+    """Call a function after each call of a module, with the module and its output."""
+
+    def respond(module: nn.Module, args: Any, output: Any) -> None:
+        function(module, output)
+
+    handles = [module.register_forward_hook(respond) for module in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def record_calls(
+    modules: Iterable[nn.Module], function: Callable[[nn.Module, Any, Any, Any], None]
+) -> Callable[[], None]:
+    """Call a function after each call of a module in training, but not in those that heldin makes.
+
+    Args:
+        modules: the user's.
+        function: takes the module, its arguments, its keyword arguments and its output.
+
+    Returns:
+        A function that removes the hooks.
+    """
+    assert isinstance(function, MethodType)
+    reference = weakref.WeakMethod(function)
+
+    def respond(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        living = reference()
+        if living is not None and torch.is_grad_enabled() and not is_paused():
+            living(module, args, kwargs, output)
+
+    hook = ModelHook(respond)
+    handles = [module.register_forward_hook(hook, with_kwargs=True) for module in modules]
+
+    def remove() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return weakref.finalize(function.__self__, remove)
+
+
+@contextmanager
+def replaced_forwards(
+    modules: Iterable[nn.Module],
+    function: Callable[[Callable[..., Any], nn.Module, Any, Any], Any],
+) -> Iterator[None]:
+    """Let a function take the place of modules' `forward`.
+
+    Args:
+        modules: the user's; those whose `forward` is an attribute of the object are left alone.
+        function: takes the module's own `forward`, the module, arguments and keyword arguments.
+    """
+    replaced = [module for module in modules if "forward" not in vars(module)]
+
+    def of(module: nn.Module) -> Callable[..., Any]:
+        original = module.forward
+        return lambda *args, **kwargs: function(original, module, args, kwargs)
+
+    try:
+        for module in replaced:
+            vars(module)["forward"] = of(module)
+        yield
+    finally:
+        for module in replaced:
+            vars(module).pop("forward", None)
+
+
+@contextmanager
+def scaled_gradients(parameters: Iterable[Tensor], factor: float) -> Iterator[None]:
+    """Multiply gradients of parameters as they arrive; a factor of 0 gives 0, not nan."""
+
+    def scale(gradient: Tensor) -> Tensor:
+        return gradient * factor if factor else torch.zeros_like(gradient)
+
+    handles = [] if factor == 1.0 else [p.register_hook(scale) for p in parameters]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def add_to_state(
+    optimizer: Optimizer, add: Callable[[Optimizer, dict[str, Any]], dict[str, Any]]
+) -> Any:
+    """Let a function change what `optimizer.state_dict()` returns; return the handle."""
+    return optimizer.register_state_dict_post_hook(add)

@@ -1,0 +1,251 @@
+"""Observe a training loop: calls of the model, backward passes, steps of the optimiser.
+
+Rules by an estimated loss observe the loop through this class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from heldin._private_torch import (
+    after_backward,
+    graph_task_id,
+    is_inner_step,
+    transform_stack,
+    version_of,
+)
+from heldin.errors import HeldinError
+from heldin.model_hook import ModelHook
+from heldin.pause import is_paused
+
+from .batches import tensors_in
+from .events import ModelCall, OptimizerStep
+from .randomness import Autocast
+
+__all__ = ["LoopObserver"]
+
+
+class LoopObserver:
+    """Records what the user's loop does between two steps of its optimiser.
+
+    Args:
+        owner: the public name of the rule, for errors.
+        settings: returns copies of the settings of an optimiser's groups.
+        on_call: called before every call of the model with gradients; its result is kept in
+            `ModelCall.random_state`.
+        on_step: called before every step of the optimiser; the arguments say whether the step has
+            a closure, and whether gradients were changed since the end of the backward pass.
+        on_stepped: called after every step, with the settings before it.
+        refuse: called before every call of the model; raises to forbid it.
+    """
+
+    def __init__(
+        self,
+        owner: str,
+        settings: Callable[[Optimizer], list[dict[str, Any]]],
+        *,
+        on_call: Callable[[], Any] | None = None,
+        on_step: Callable[[bool, bool], None] | None = None,
+        on_stepped: Callable[[Sequence[dict[str, Any]]], None] | None = None,
+        refuse: Callable[[], None] | None = None,
+    ) -> None:
+        self._owner, self._settings_of = owner, settings
+        self._on_call, self._on_step, self._on_stepped = on_call, on_step, on_stepped
+        self._refuse = refuse
+        self._calls: list[ModelCall] = []
+        self._steps: list[OptimizerStep] = []
+        self._settings: list[dict[str, Any]] = []
+        self._calls_before = 0  # calls with gradients when the optimiser's step began
+        self._with_closure = False
+        self._device = "cpu"
+        self._modules: list[nn.Module] = []
+        self._trained: list[Tensor] = []
+        self._optimizer: Optimizer | None = None
+        self._handles: list[Any] = []
+        self._count = 0  # steps so far
+        self._counts_passes = False
+        self.passes = 0  # backward passes since the last step, where they are counted
+        self._fresh = 1  # see `OptimizerStep`
+        self._reached = False
+        self._gradients: list[tuple[int, int]] | None = None  # at the end of the backward pass
+        self._in_grad = True
+
+    def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Begin to observe."""
+        self._device = next(model.parameters()).device.type
+        self._modules = list(model.modules())
+        self._optimizer = optimizer
+        self._trained = [p for group in optimizer.param_groups for p in group["params"]]
+        addresses = {id(p) for p in self._trained}
+
+        def other_steps(other: Optimizer, args: Any, kwargs: Any) -> None:
+            self._refuse_other(other, addresses)
+
+        self._handles = [
+            model.register_forward_pre_hook(ModelHook(self._called), with_kwargs=True),
+            model.register_forward_hook(ModelHook(self._returned)),
+            optimizer.register_step_pre_hook(self._steps_now),
+            optimizer.register_step_post_hook(self._stepped),
+            register_optimizer_step_pre_hook(other_steps),
+        ]
+
+    def count_passes(self, in_grad: bool) -> None:
+        """Begin to count backward passes; `in_grad`: the loop accumulates them in `.grad`."""
+        self._in_grad, self._counts_passes = in_grad, True
+        trained = [p for p in self._trained if p.requires_grad]
+        self._handles.append(register_multi_grad_hook(trained, self._arrives, mode="any"))
+
+    def take_reached(self) -> bool:
+        """Return whether a backward pass has reached the parameters since this was asked last."""
+        reached, self._reached = self._reached, False
+        return reached
+
+    @property
+    def pending(self) -> bool:
+        """Whether the optimiser has stepped since the last `take`."""
+        return bool(self._steps)
+
+    def take(self) -> list[OptimizerStep]:
+        """Return the steps since the last call."""
+        steps, self._steps = self._steps, []
+        return steps
+
+    def forget(self) -> None:
+        """Forget the calls and steps since the last `take`."""
+        self._calls, self._steps = [], []
+
+    # -- hooks
+
+    def _refuse_other(self, other: Optimizer, addresses: set[int]) -> None:
+        """Refuse the step of another optimiser that trains the same parameters."""
+        mine = self._optimizer
+        if is_paused() or mine is None or other is mine:
+            return
+        if getattr(other, "optimizer", None) is mine:  # a wrapper around it
+            return
+        if any(id(p) in addresses for group in other.param_groups for p in group["params"]):
+            raise HeldinError(
+                f"{self._owner}: another optimiser than the one given ({type(other).__name__}) "
+                "trains the model, and shadows would not follow it. Make the stopping object with "
+                "the optimiser that trains the model, or pass the whole step: train_step=..., with "
+                "every further optimiser in state=[...]"
+            )
+
+    def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if is_paused():
+            return
+        if self._refuse is not None:
+            self._refuse()
+        if not torch.is_grad_enabled() or transform_stack() is not None:
+            return  # an evaluation, or a derivative by torch.func
+        tensors = [t.detach() for t in tensors_in([*args, *kwargs.values()])]
+        compiling = torch.compiler.is_compiling()
+        self._calls.append(
+            ModelCall(
+                tuple(tensors),
+                () if compiling else tuple(version_of(t) for t in tensors),
+                () if compiling else tuple([each.training for each in self._modules]),
+                Autocast.current(self._device),
+                None if compiling or self._on_call is None else self._on_call(),
+                backward_passes=None,
+            )
+        )
+
+    def _returned(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Look for backward passes through the call that has just ended."""
+        if is_paused() or not self._calls or not torch.is_grad_enabled():
+            return
+        if transform_stack() is not None:
+            return
+        if torch.compiler.is_compiling():
+            return
+        outputs = [output] if isinstance(output, Tensor) else list(tensors_in(output))
+        nodes = {tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None}
+        if not nodes and (not outputs or any(tensor.requires_grad for tensor in outputs)):
+            return  # an output without tensors
+        call = replace(self._calls[-1], backward_passes=set())
+        self._calls[-1] = call
+        for node in nodes:  # cheaper than hooks of the tensors
+            node.register_prehook(lambda _: self._backward(call))
+
+    def _backward(self, call: ModelCall) -> None:
+        """Record a backward pass; the loop may have thrown the gradients of earlier ones away."""
+        now = graph_task_id()
+        earlier = [c for c in self._calls if c.backward_passes and now not in c.backward_passes]
+        if earlier and not any(_has_gradient(p) for p in self._trained):
+            self._calls = [c for c in self._calls if c not in earlier]
+        if call.backward_passes is not None:
+            call.backward_passes.add(now)
+        after_backward(self._note_gradients)
+
+    def _note_gradients(self) -> None:
+        self._gradients = self._gradient_versions()
+
+    def _gradient_versions(self) -> list[tuple[int, int]]:
+        """Return numbers that change if a gradient is replaced or changed in place."""
+        grads = [p.grad for p in self._trained]
+        return [(0, 0) if g is None else (id(g), version_of(g)) for g in grads]
+
+    def _arrives(self, _: Tensor) -> None:
+        if is_paused():
+            return
+        self.passes += 1
+        self._reached = True
+        if self._in_grad and self.passes > 1 and not any(map(_has_gradient, self._trained)):
+            self._fresh = self.passes
+
+    def _steps_now(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if is_paused() or is_inner_step(optimizer):
+            return
+        if graph_task_id() != -1:
+            raise HeldinError(
+                f"{self._owner}: the optimiser steps inside backward(), parameter by parameter, so "
+                "that no step belongs to one batch; call optimizer.step() after backward()"
+            )
+        self._settings = self._settings_of(optimizer)
+        self._calls_before = sum(call.has_gradient for call in self._calls)
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        self._with_closure = closure is not None
+        if self._on_step is not None:
+            changed = self._gradients not in (None, self._gradient_versions())
+            self._on_step(self._with_closure, changed and not self._with_closure)
+
+    def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if is_paused() or is_inner_step(optimizer):
+            return
+        # A closure calls the model inside the step, a line search more than once: the same rows.
+        calls = [call for call in self._calls if call.has_gradient]
+        calls = calls if self._calls_before else calls[:1]
+        self._count += 1
+        self._steps.append(
+            OptimizerStep(
+                self._count,
+                tuple(calls),
+                tuple(self._settings),
+                self._with_closure,
+                self._fresh,
+            )
+        )
+        self._calls, self.passes, self._fresh, self._gradients = [], 0, 1, None
+        if self._on_stepped is not None:
+            self._on_stepped(self._settings)
+
+    def close(self) -> None:
+        """Remove all hooks and release the model and the optimiser."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._calls, self._steps = [], [], []
+        self._modules, self._trained = [], []
+        self._optimizer = self._on_call = self._on_step = self._on_stepped = self._refuse = None
+
+
+def _has_gradient(p: Tensor) -> bool:
+    return p.grad is not None and (p.grad.is_sparse or bool(p.grad.any()))

@@ -1,0 +1,158 @@
+"""Random numbers and precision of heldin's own computations, separate from the user's."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["Autocast", "RandomState", "full_precision", "mixed_seed", "separate_random_stream"]
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """The states of all global random generators: torch, the device's, Python's and NumPy's.
+
+    >>> state = RandomState.current()
+    >>> first = torch.rand(2)
+    >>> state.restore()
+    >>> torch.equal(torch.rand(2), first)
+    True
+    """
+
+    device: torch.device
+    torch_state: torch.Tensor
+    device_state: torch.Tensor | None
+    python_state: Any
+    numpy_state: Any
+
+    @classmethod
+    def current(cls, device: torch.device = CPU) -> RandomState:
+        """Return the states as they are now."""
+        numpy: Any = sys.modules.get("numpy")
+        backend = _backend(device)
+        return cls(
+            device,
+            torch.default_generator.get_state(),
+            None if backend is None else backend.get_rng_state(device),
+            random.getstate(),
+            None if numpy is None else numpy.random.get_state(),
+        )
+
+    def restore(self) -> None:
+        """Set all generators back to these states."""
+        torch.default_generator.set_state(self.torch_state)
+        backend = _backend(self.device)
+        if backend is not None:
+            backend.set_rng_state(self.device_state, self.device)
+        random.setstate(self.python_state)
+        if self.numpy_state is not None:
+            sys.modules["numpy"].random.set_state(self.numpy_state)
+
+
+def _backend(device: torch.device) -> Any:
+    return None if device.type in ("cpu", "meta") else torch.get_device_module(device)
+
+
+def mixed_seed(*numbers: int) -> int:
+    """Return a seed that depends on all of several whole numbers.
+
+    >>> mixed_seed(0, 1) == mixed_seed(1, 0)
+    False
+    """
+    mixed = 1
+    for number in numbers:
+        mixed = (mixed * 0xBF58476D1CE4E5B9 + (number + 2**40) * 0x9E3779B97F4A7C15) % 2**63
+        mixed ^= mixed >> 29
+    return mixed
+
+
+def seed_generators(device: torch.device, *numbers: int) -> None:
+    """Seed all generators with a mixture of whole numbers."""
+    mixed = mixed_seed(*numbers)
+    torch.default_generator.manual_seed(mixed)
+    backend = _backend(device)
+    if backend is not None:
+        backend.manual_seed(mixed)
+    random.seed(mixed)
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(mixed % 2**32)
+
+
+@contextmanager
+def separate_random_stream(device: torch.device, *numbers: int) -> Iterator[None]:
+    """Draw random numbers that depend on `numbers` only.
+
+    Afterwards torch, `random` and NumPy continue as if nothing had been drawn.
+
+    Args:
+        device: the device whose generator is seeded, beside that of the CPU.
+        numbers: seed, step, shadow and so on. No state has to be saved.
+
+    >>> _ = torch.manual_seed(0)
+    >>> with separate_random_stream(CPU, 1, 2):
+    ...     first = torch.rand(1)
+    >>> after = torch.rand(1)
+    >>> with separate_random_stream(CPU, 1, 2):
+    ...     assert torch.equal(torch.rand(1), first)
+    >>> _ = torch.manual_seed(0)
+    >>> torch.equal(torch.rand(1), after)
+    True
+    """
+    state = RandomState.current(device)
+    try:
+        seed_generators(device, *numbers)
+        yield
+    finally:
+        state.restore()
+
+
+def full_precision(device_type: str) -> AbstractContextManager[Any]:
+    """Return a context without the user's mixed precision.
+
+    Outside of mixed precision this is no context of autocast: an outer one would keep the cache of
+    casts, which is keyed by Parameter, alive beyond the autocast contexts inside of it.
+    """
+    nested = torch.autocast_increment_nesting() > 1
+    torch.autocast_decrement_nesting()
+    if not nested:
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False, cache_enabled=False)
+
+
+@dataclass(frozen=True)
+class Autocast:
+    """The mixed-precision setting of a device type.
+
+    >>> with torch.autocast("cpu", torch.bfloat16):
+    ...     setting = Autocast.current("cpu")
+    >>> with setting.context():
+    ...     (torch.ones(1, 1) @ torch.ones(1, 1)).dtype
+    torch.bfloat16
+    """
+
+    device_type: str
+    enabled: bool
+    dtype: torch.dtype
+
+    @classmethod
+    def current(cls, device_type: str) -> Autocast:
+        """Return the setting of this moment."""
+        enabled = torch.is_autocast_enabled(device_type)
+        return cls(device_type, enabled, torch.get_autocast_dtype(device_type))
+
+    def context(self) -> torch.autocast:
+        """Return a context with this setting.
+
+        Without the cache of casts, which is keyed by Parameter and would return casts of weights
+        that were exchanged since.
+        """
+        return torch.autocast(self.device_type, self.dtype, self.enabled, cache_enabled=False)

@@ -1,0 +1,37 @@
+"""Make heldin's hooks ignore what heldin computes on the user's objects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["is_paused", "paused"]
+
+_depth = 0  # nested contexts
+
+
+def is_paused() -> bool:
+    """Return whether heldin itself is running the user's model or optimiser.
+
+    >>> is_paused()
+    False
+    """
+    return _depth > 0
+
+
+@contextmanager
+def paused() -> Iterator[None]:
+    """Make every hook of heldin ignore calls and steps inside the context.
+
+    >>> with paused():
+    ...     is_paused()
+    True
+    >>> is_paused()
+    False
+    """
+    global _depth
+    _depth += 1
+    try:
+        yield
+    finally:
+        _depth -= 1
