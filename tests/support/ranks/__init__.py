@@ -5,12 +5,12 @@ Every case trains in several processes and compares with one process on the conc
 case is a function of the rank and the number of ranks; it joins by its decorator.
 """
 
-from . import checkpoints, ddp, ddp_decisions, frameworks, shadows, sharded
+from . import checkpoints, ddp, ddp_decisions, frameworks, outputs, shadows, sharded
 from .common import CASES
 
 __all__ = [
     "CASES", "FRAMEWORKS", "SHADOWS",
-    "checkpoints", "ddp", "ddp_decisions", "frameworks", "shadows", "sharded",
+    "checkpoints", "ddp", "ddp_decisions", "frameworks", "outputs", "shadows", "sharded",
 ]  # fmt: skip
 
 # Those of other files of tests.

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-import heldin
+from tests.support import runs
 
 from .common import CASES, PATIENCE, batch, loss, make
 
@@ -25,7 +25,7 @@ def die(rank: int, world: int) -> None:
     """The last rank dies in the second step; the others are told within the group's timeout."""
     model = DDP(make("mlp"))
     x, y = batch("mlp", 4, rank)
-    with heldin.EvidenceStopping(model) as stopping:
+    with runs.EvidenceStopping(model) as stopping:
         for step in range(3):
             loss(model(x), y).backward()
             if step == 1 and rank == world - 1:

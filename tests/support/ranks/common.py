@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import heldin
+from tests.support import runs
 
 Case = Callable[[int, int], None]
 CASES: dict[str, Case] = {}
@@ -158,8 +159,8 @@ def both(
     plain = make(kind)
     inner = copy.deepcopy(plain)
     model = DDP(inner, **(ddp or {})) if wrap is None else wrap(inner)
-    alone = heldin.EvidenceStopping(plain, process_group=None, arming=None, **options)
-    together = heldin.EvidenceStopping(model, arming=None, **options)
+    alone = runs.EvidenceStopping(plain, process_group=None, arming=None, **options)
+    together = runs.EvidenceStopping(model, arming=None, **options)
     rate = 0.05
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
     with alone, together:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-import heldin
+from tests.support import runs
 
 from .common import (
     Forked,
@@ -71,8 +71,8 @@ def ddp_no_sync(rank: int, world: int) -> None:
     for estimator in ("exact", "sampled"):
         plain = make("mlp")
         model = DDP(copy.deepcopy(plain))
-        alone = heldin.EvidenceStopping(plain, process_group=None, estimator=estimator, budget=40)
-        together = heldin.EvidenceStopping(model, estimator=estimator, budget=40)
+        alone = runs.EvidenceStopping(plain, process_group=None, estimator=estimator, budget=40)
+        together = runs.EvidenceStopping(model, estimator=estimator, budget=40)
         with alone, together:
             for step in range(3):
                 for k in range(3):
@@ -95,8 +95,8 @@ def ddp_levels_micro_batches(rank: int, world: int) -> None:
     """Micro-batches of different sizes: every sample of the step counts alike."""
     plain = make("mlp")
     model = DDP(copy.deepcopy(plain))
-    alone = heldin.EvidenceStopping(plain, process_group=None, estimator="exact")
-    together = heldin.EvidenceStopping(model, estimator="exact")
+    alone = runs.EvidenceStopping(plain, process_group=None, estimator="exact")
+    together = runs.EvidenceStopping(model, estimator="exact")
     with alone, together:
         sizes = [[2, 5], [4, 3], [6, 1], [1, 1]]
         x, y = batch("mlp", sum(map(sum, sizes[:world])), 0)
@@ -118,8 +118,8 @@ def ddp_unused(rank: int, world: int) -> None:
     for dead in ("out", "zero"):
         for estimator in ("exact", "sampled"):
             options: dict[str, Any] = {"estimator": estimator, "budget": 8, "dead": dead}
-            alone = heldin.EvidenceStopping(plain, process_group=None, **options)
-            together = heldin.EvidenceStopping(model, **options)
+            alone = runs.EvidenceStopping(plain, process_group=None, **options)
+            together = runs.EvidenceStopping(model, **options)
             with alone, together:
                 for step in range(3):
                     sizes = [4] * world
@@ -140,8 +140,8 @@ def ddp_microbatch(rank: int, world: int) -> None:
     """Ranks as samples."""
     plain = make("mlp")
     model = DDP(copy.deepcopy(plain))
-    alone = heldin.EvidenceStopping(plain, process_group=None, estimator="microbatch")
-    together = heldin.EvidenceStopping(model, estimator="microbatch")
+    alone = runs.EvidenceStopping(plain, process_group=None, estimator="microbatch")
+    together = runs.EvidenceStopping(model, estimator="microbatch")
     with alone, together:
         for step in range(2):
             for k in range(3):
@@ -166,8 +166,8 @@ def ddp_join(rank: int, world: int) -> None:
         plain = make("mlp")
         model = DDP(copy.deepcopy(plain))
         options: dict[str, Any] = {"estimator": estimator, "budget": 40}
-        alone = heldin.EvidenceStopping(plain, process_group=None, **options)
-        together = heldin.EvidenceStopping(model, **options)
+        alone = runs.EvidenceStopping(plain, process_group=None, **options)
+        together = runs.EvidenceStopping(model, **options)
 
         def of(r: int, step: int) -> tuple[Tensor, Tensor]:
             return batch("mlp", 3 if step == counts[r] - 1 else 6, 100 * r + step)
@@ -189,7 +189,7 @@ def ddp_join(rank: int, world: int) -> None:
                 near(one.raw, other.raw)
             same_everywhere(together.state_dict())
 
-    with heldin.EvidenceStopping(model) as together, model.join():
+    with runs.EvidenceStopping(model) as together, model.join():
         loss(model(x), y).backward()
         with refused("Join([ddp_model, stopping])"):
             together.step()
@@ -202,7 +202,7 @@ def ddp_trains_as_before(rank: int, world: int) -> None:
     grads = []
     for watched in (False, True):
         model = DDP(make("mlp"))
-        stopping = heldin.EvidenceStopping(model) if watched else None
+        stopping = runs.EvidenceStopping(model) if watched else None
         for _ in range(3):
             model.zero_grad()
             loss(model(x), y).backward()

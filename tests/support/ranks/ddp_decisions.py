@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import heldin
+from tests.support import runs
 
 from .common import (
     batch,
@@ -42,7 +43,7 @@ def ddp_decides_in_one_step(rank: int, world: int) -> None:
         a, b = (x, y) if alone else part((x, y), [24 // world] * world, rank)
         group = None if alone else "auto"
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        with heldin.EvidenceStopping(model, smoothing=0.5, process_group=group) as stopping:
+        with runs.EvidenceStopping(model, smoothing=0.5, process_group=group) as stopping:
             for _ in range(300):
                 loss(model(a), b).backward()
                 if stopping.step():
@@ -59,7 +60,7 @@ def ddp_decides_in_one_step(rank: int, world: int) -> None:
 def ddp_nonfinite(rank: int, world: int) -> None:
     """A nan on one rank is a step without a value on all of them."""
     model = DDP(make("mlp"))
-    with heldin.EvidenceStopping(model) as stopping:
+    with runs.EvidenceStopping(model) as stopping:
         x, y = part(batch("mlp", 4 * world, 0), [4] * world, rank)
         if rank == 1:
             x = x * torch.nan
@@ -100,8 +101,8 @@ def ddp_resumes_on_other_sizes(rank: int, world: int) -> None:
     for options in ({"budget": 40}, {"window": 3, "budget": 40}, {"estimator": "exact"}):
         plain = make("mlp")
         model = DDP(copy.deepcopy(plain))
-        alone = heldin.EvidenceStopping(plain, process_group=None, **options)
-        together = heldin.EvidenceStopping(model, **options)
+        alone = runs.EvidenceStopping(plain, process_group=None, **options)
+        together = runs.EvidenceStopping(model, **options)
 
         def step(number: int) -> None:
             x, y = batch("mlp", 4 * world, number)
@@ -114,8 +115,8 @@ def ddp_resumes_on_other_sizes(rank: int, world: int) -> None:
             step(number)
         one, other = alone.state_dict(), together.state_dict()
         alone.close(), together.close()
-        alone = heldin.EvidenceStopping(plain, process_group=None, **options)
-        together = heldin.EvidenceStopping(model, **options)
+        alone = runs.EvidenceStopping(plain, process_group=None, **options)
+        together = runs.EvidenceStopping(model, **options)
         alone.load_state_dict(other)
         together.load_state_dict(one)
         for number in range(4, 9):
@@ -131,7 +132,7 @@ def ddp_refuses_strangers(rank: int, world: int) -> None:
     """Ranks that differ are told so, all of them."""
     model = DDP(make("mlp"))
     x, y = batch("mlp", 4, 0)
-    with heldin.EvidenceStopping(model, budget=40 + rank) as stopping:
+    with runs.EvidenceStopping(model, budget=40 + rank) as stopping:
         loss(model(x), y).backward()
         with refused("rank 1 and rank 0 differ in budget: 41 and 40"):
             stopping.step()
@@ -146,7 +147,7 @@ def ddp_refuses_strangers(rank: int, world: int) -> None:
     }
     for name, values in different.items():  # before anything could hang
         options: dict[str, Any] = {name: values[min(rank, 1)]}
-        with heldin.EvidenceStopping(model, **options) as stopping:
+        with runs.EvidenceStopping(model, **options) as stopping:
             loss(model(x), y).backward()
             with refused(f"rank 1 and rank 0 differ in {name}"):
                 stopping.step()
@@ -157,8 +158,8 @@ def ddp_refuses_strangers(rank: int, world: int) -> None:
         around.step()
     around.close()
     with refused("expected 'auto'"):
-        heldin.EvidenceStopping(model, process_group="world")
-    with heldin.EvidenceStopping(model) as stopping, refused("no backward pass"):
+        runs.EvidenceStopping(model, process_group="world")
+    with runs.EvidenceStopping(model) as stopping, refused("no backward pass"):
         stopping.step()
 
 
@@ -168,7 +169,7 @@ def own_run(seed: int, rate: float, group: Any, refused_at: int | None) -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
     x, y = batch("mlp", 4, 0)
-    with heldin.EvidenceStopping(model, process_group=group) as stopping:
+    with runs.EvidenceStopping(model, process_group=group) as stopping:
         for step in range(3):
             loss(model(x), y).backward()
             if step == refused_at:
@@ -208,12 +209,12 @@ def ddp_weighted_losses(rank: int, world: int) -> None:
         (False, {}, 1.0, lambda out: each(out, y) + out.square().mean()),
     ]
     plain = make("mlp")
-    with heldin.EvidenceStopping(plain, process_group=None, estimator="exact") as alone:
+    with runs.EvidenceStopping(plain, process_group=None, estimator="exact") as alone:
         loss(plain(data[0]), data[1]).backward()
         alone.step()
     for i, (warns, options, scale, value) in enumerate(ways):
         model = DDP(make("mlp"))
-        with heldin.EvidenceStopping(model, estimator="exact", **options) as stopping:
+        with runs.EvidenceStopping(model, estimator="exact", **options) as stopping:
             value(model(x)).backward()
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always", heldin.HeldinWarning)
@@ -234,7 +235,7 @@ def ddp_subgroups(rank: int, world: int) -> None:
     x, y = part(data, [4] * world, rank)
     counts = {}
     for name, group in (("own", groups[rank]), ("all", "auto"), ("none", None)):
-        with heldin.EvidenceStopping(model, process_group=group) as stopping:
+        with runs.EvidenceStopping(model, process_group=group) as stopping:
             loss(model(x), y).backward()
             stopping.step()
             counts[name] = stopping.evidence.count
@@ -252,7 +253,7 @@ def ddp_bytes(rank: int, world: int) -> None:
         net.extend([nn.Linear(a, b), nn.ReLU()])
     model, x, y = DDP(net), torch.randn(4, 784), torch.randint(10, (4,))
     gradients = sum(p.numel() * p.element_size() for p in net.parameters())
-    with heldin.EvidenceStopping(model) as stopping:
+    with runs.EvidenceStopping(model) as stopping:
         for _ in range(3):
             F.cross_entropy(model(x), y).backward()
             stopping.step()

@@ -1,4 +1,4 @@
-"""Cases: `AutoStopping` of the frameworks that train in several processes."""
+"""Cases: `EarlyStopping` of the frameworks that train in several processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support import estimated, plain
 from .common import case, everyone, refused, same_everywhere
 from .shadows import Batches, Run
 
-OPTIONS: dict[str, Any] = {"rule": "folds", "patience": estimated.PATIENCE}
+OPTIONS: dict[str, Any] = {"rule": "folds", "patience": estimated.PATIENCE, "temperature": False}
 X, Y = plain.data()
 
 
@@ -41,6 +41,12 @@ def numbers(x: Tensor) -> list[int]:
     return [int((row == X).all(1).nonzero()) for row in x]
 
 
+class OneProcess(Run):
+    """Held-out rows are evaluated in batches of the size that each rank of the framework has."""
+
+    batch_size = 8
+
+
 def expect_one_process(
     stopping: Any, model: nn.Module, own: list[list[int]], y: Tensor = Y, **options: Any
 ) -> None:
@@ -55,7 +61,7 @@ def expect_one_process(
     """
     plan: Batches = [list(parts) for parts in zip(*everyone(own), strict=True)]
     options = {"data": TensorDataset(X, y), "folds": 5, "patience": estimated.PATIENCE, **options}
-    alone = Run(plan, None, plain.net(), sgd, **options).train()
+    alone = OneProcess(plan, None, plain.net(), sgd, **options).train()
     assert alone.stopping.should_stop
     found, expected = stopping.history, alone.stopping.history
     assert [r.step for r in found] == [r.step for r in expected]
@@ -82,7 +88,7 @@ def frameworks_accelerate(rank: int, world: int) -> None:
     """Loaders that accelerate divides, and a state that one process saves."""
     from accelerate import Accelerator
 
-    from heldin.accelerate import AutoStopping
+    from heldin.accelerate import EarlyStopping
 
     prepare(rank, world)
     here = folder()
@@ -95,7 +101,7 @@ def frameworks_accelerate(rank: int, world: int) -> None:
         model, optimizer, loader = accelerator.prepare(net, plain.sgd(net), rows)
         seen: list[list[int]] = []
         parts = (accelerator, model, optimizer, loader, estimated.batch_loss)
-        with AutoStopping(*parts, **OPTIONS) as auto:
+        with EarlyStopping(*parts, metrics=["accuracy"], **OPTIONS) as auto:
             batches: Any = loader
             if resume:
                 accelerator.load_state(str(here))
@@ -117,6 +123,12 @@ def frameworks_accelerate(rank: int, world: int) -> None:
 
     auto, net, seen = run()
     expect_one_process(auto.stopping, net, seen)
+    held = auto.out_of_fold
+    assert torch.equal(held.targets, Y)
+    same_everywhere(held.outputs.tolist())
+    torch.testing.assert_close(
+        float(F.cross_entropy(held.outputs, Y)), auto.estimates["loss"].value, check_dtype=False
+    )
     _, _, first = run(stop=9)
     auto, net, rest = run(resume=9)
     assert first + rest == seen
@@ -124,7 +136,7 @@ def frameworks_accelerate(rank: int, world: int) -> None:
     dispatched = Accelerator(cpu=True, dataloader_config=_dispatching())
     rows = dispatched.prepare(DataLoader(TensorDataset(X, Y), batch_size=8))
     with refused("dispatch_batches=True one process draws the rows of all"):
-        AutoStopping(dispatched, net, plain.sgd(net), rows, estimated.batch_loss)
+        EarlyStopping(dispatched, net, plain.sgd(net), rows, estimated.batch_loss)
     if rank == 0:
         shutil.rmtree(here)
 
@@ -141,7 +153,7 @@ def frameworks_lightning(rank: int, world: int) -> None:
     import lightning
     from lightning.pytorch.strategies import ModelParallelStrategy
 
-    from heldin.lightning import AutoStopping
+    from heldin.lightning import EarlyStopping
 
     prepare(rank, world)
     seen: list[list[int]] = []
@@ -177,7 +189,7 @@ def frameworks_lightning(rank: int, world: int) -> None:
     rows = DataLoader(TensorDataset(X, Y), batch_size=8)
 
     def fit(**options: Any) -> tuple[Any, Any, Any]:
-        callback, module, start = AutoStopping(**OPTIONS), Module(), options.pop("start", None)
+        callback, module, start = EarlyStopping(**OPTIONS), Module(), options.pop("start", None)
         trainer = lightning.Trainer(
             callbacks=[callback], enable_checkpointing=False, **{**quiet, **options}
         )
@@ -211,7 +223,7 @@ def frameworks_transformers(rank: int, world: int) -> None:
     """A Trainer that torchrun has launched; losses by rows, and by tokens of all processes."""
     import transformers
 
-    from heldin.transformers import AutoStoppingCallback
+    from heldin.transformers import EarlyStoppingCallback
 
     prepare(rank, world)
     here = folder()
@@ -236,7 +248,7 @@ def frameworks_transformers(rank: int, world: int) -> None:
     seen: list[list[int]] = []
 
     def train(model: nn.Module, y: Tensor, **options: Any) -> Any:
-        callback, start = AutoStoppingCallback(**OPTIONS), options.pop("start", None)
+        callback, start = EarlyStoppingCallback(**OPTIONS), options.pop("start", None)
         arguments = transformers.TrainingArguments(
             str(here),
             per_device_train_batch_size=8,

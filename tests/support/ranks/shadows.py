@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
 
 import heldin
+from tests.support import runs
 
 from .common import case, everyone, make, refused, same_everywhere
 
@@ -64,13 +65,16 @@ class Run:
         rank: int | None,
         start: nn.Module | None = None,
         optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
-        rule: Any = heldin.FoldStopping,
+        rule: Any = runs.FoldStopping,
         accumulate: int = 1,
         wrap: bool = True,
+        shard: Callable[[nn.Module], Any] | None = None,
         **options: Any,
     ) -> None:
         self.plan, self.rank, self.accumulate = plan, rank, accumulate
         self.net = copy.deepcopy(start) if start is not None else make("smooth")
+        if shard is not None:
+            shard(self.net)
         self.model: nn.Module = DDP(self.net) if rank is not None and wrap else self.net
         make_optimizer = optimizer or (lambda p: torch.optim.SGD(p, lr=0.3, momentum=0.9))
         self.optimizer = make_optimizer(self.net.parameters())
@@ -121,9 +125,10 @@ def expect_same(one: Run, other: Run, rtol: float = 1e-9) -> None:
         expected = torch.tensor(b.history.columns()[name], dtype=torch.float64)
         torch.testing.assert_close(found, expected, rtol=rtol, atol=rtol, equal_nan=True)
     assert (a.stopped_step, a.best_step) == (b.stopped_step, b.best_step)
-    for mine, theirs in zip(a._team.shadows, b._team.shadows, strict=True):
-        for name, weight in mine.weights.items():
-            torch.testing.assert_close(weight, theirs.weights[name], rtol=rtol, atol=rtol)
+    for number in range(a._backend.copies):
+        theirs = b._backend.weights_of(number)
+        for name, weight in a._backend.weights_of(number).items():
+            torch.testing.assert_close(weight, theirs[name], rtol=rtol, atol=rtol)
     for run in (one, other):
         run.stopping.restore()
         run.stopping.close()
@@ -161,9 +166,9 @@ def shadows_uneven(rank: int, world: int) -> None:
     plan[3] = [[2], [3, 4], [1]][:world]  # nothing of the shadow on any rank: no step
     plan[4] = [[2, 20], [3, 4], [1]][:world]  # only on the first
     for options in (
-        {"rule": heldin.ShadowStopping, "fraction": hidden},
+        {"rule": runs.ShadowStopping, "hidden": hidden},
         {"folds": 5, "shadows": 2, "clip": 0.3},
-        {"folds": 3, "accumulate": 3, "engine": "swap"},
+        {"folds": 3, "accumulate": 3, "engine": "replay"},
     ):
         expect_same(
             Run(plan, rank, **options).train(),  # type: ignore[arg-type]
@@ -189,7 +194,7 @@ def shadows_samplers(rank: int, world: int) -> None:
         model = DDP(make("smooth"))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
         loader = DataLoader(data, 4, sampler=own[rank], drop_last=drop_last, num_workers=rank % 2)
-        stopping = heldin.FoldStopping(
+        stopping = runs.FoldStopping(
             model, optimizer, data=loader, batch_loss=batch_loss, folds=3, patience=None
         )
         for epoch in range(4):
@@ -230,7 +235,7 @@ def shadows_resume(rank: int, world: int) -> None:
     if rank == 0:
         late.stopping.load_state_dict(states[2])
     else:
-        late.stopping._together.forget()  # as if it had loaded another state
+        late.stopping._process_group.forget()  # as if it had loaded another state
     with refused("rank 1 and rank 0 differ in step: 0 and 17"):
         late.train()
     late.stopping.close()
@@ -277,11 +282,12 @@ def by_hand(run: Run, shadow: int, least: int, scale: float | None = None) -> nn
 
 
 def expect_twin(run: Run, least: int = 1, scale: float | None = None) -> None:
-    for number, shadow in enumerate(run.stopping._team.shadows):
+    for number, shadow in enumerate(run.stopping._backend.shadows):
         twin = by_hand(run, number, least, scale)
+        weights = run.stopping._backend.weights_of(number)
         for name, p in twin.named_parameters():
-            torch.testing.assert_close(shadow.weights[name].detach(), p.detach())
-        for found, b in zip(shadow.buffers.values(), twin.buffers(), strict=True):
+            torch.testing.assert_close(weights[name].detach(), p.detach())
+        for found, b in zip(shadow.buffers, twin.buffers(), strict=True):
             torch.testing.assert_close(found, b)
 
 
@@ -313,7 +319,7 @@ def shadows_sums(rank: int, world: int) -> None:
     run.stopping.close()
     run.start, run.model, run.net = start, model, model.module  # type: ignore[attr-defined]
     run.optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
-    run.stopping = heldin.FoldStopping(
+    run.stopping = runs.FoldStopping(
         model, run.optimizer, data=run.loader, batch_loss=added, folds=3, patience=None
     )
     for batch in run.loader:
@@ -338,15 +344,14 @@ def shadows_tensors(rank: int, world: int) -> None:
         net = make("smooth")
         model: nn.Module = DDP(net) if group else net
         optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-        stopping = heldin.stopping(
-            "auto",
+        stopping = runs.FoldStopping(
             model,
             optimizer,
             F.cross_entropy,
             (x, y),
             patience=None,
             process_group=group,
-            engine="copies",
+            engine="replay",
         )
         for parts in plan:
             index = parts[rank] if group else union(parts)
@@ -356,7 +361,7 @@ def shadows_tensors(rank: int, world: int) -> None:
             stopping.step()
         made.append(stopping)
     one, other = made
-    assert type(one) is type(other) is heldin.FoldStopping
+    assert type(one) is type(other)
     torch.testing.assert_close(
         one.history.columns()["estimate"], other.history.columns()["estimate"], rtol=1e-9, atol=1e-9
     )
@@ -381,7 +386,7 @@ def shadows_differ(rank: int, world: int) -> None:
         "seed": [0, 1],
         "memory": [2**20, 2**21],
         "clip": [1.0, 2.0],
-        "engine": ["copies", "swap"],
+        "engine": ["replay", "auto"],
         "average": ["best", "bagged"],
     }
     for name, values in different.items():
@@ -422,6 +427,90 @@ def shadows_unwrapped(rank: int, world: int) -> None:
 
 
 @case
+def shadows_sharded(rank: int, world: int) -> None:
+    """Under fully_shard: the estimates, the stop and the weights of one process."""
+    from torch.distributed.fsdp import fully_shard
+
+    plan = drawn(world, 60, uneven)
+    for reshard in (True, False):
+        for name in ("sgd", "adamw"):
+            alone = Run(plan, None, optimizer=OPTIMIZERS[name], folds=3).train()
+            run = Run(
+                plan,
+                rank,
+                start=None,
+                optimizer=OPTIMIZERS[name],
+                wrap=False,
+                shard=lambda net, again=reshard: fully_shard(net, reshard_after_forward=again),
+                folds=3,
+            ).train()
+            a, b = run.stopping, alone.stopping
+            assert [r.step for r in a.history] == [r.step for r in b.history]
+            for column in ("estimate", "standard_error"):
+                found = torch.tensor(a.history.columns()[column])
+                expected = torch.tensor(b.history.columns()[column])
+                torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+            assert (a.stopped_step, a.best_step) == (b.stopped_step, b.best_step)
+            for each in (run, alone):
+                each.stopping.restore()
+                each.stopping.close()
+            for p, q in zip(run.net.parameters(), alone.net.parameters(), strict=True):
+                whole = p.full_tensor()  # type: ignore[operator]
+                torch.testing.assert_close(whole, q.detach(), rtol=1e-3, atol=1e-5)
+
+
+class _OwnStep:
+    """A step with clipping and a penalty."""
+
+    def __init__(self, model: nn.Module, net: nn.Module) -> None:
+        self.model, self.net = model, net
+        self.optimizer = torch.optim.SGD(net.parameters(), lr=0.3, momentum=0.9)
+
+    def __call__(self, batch: Any) -> None:
+        self.optimizer.zero_grad()
+        loss = batch_loss(self.model, batch)
+        loss = loss + 0.01 * sum(p.square().sum() for p in self.net.parameters())
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.net.parameters(), 0.5)
+        self.optimizer.step()
+
+
+@case
+def shadows_train_step(rank: int, world: int) -> None:
+    """The user's own step under DistributedDataParallel: shadows are those of one process."""
+    plan = drawn(world, 25, lambda step: [4] * world)
+
+    def run(own: bool) -> tuple[Any, nn.Module]:
+        net = make("smooth")
+        step = _OwnStep(DDP(net) if own else net, net)
+        sampler: Any = [parts[rank] if own else union(parts) for parts in plan]
+        loader: Any = DataLoader(table(), batch_sampler=sampler)
+        stopping = heldin.EarlyStopping(
+            step.model,
+            step.optimizer,
+            data=loader,
+            batch_loss=batch_loss,
+            rule=heldin.rules.Folds(folds=3),
+            train_step=step,
+            patience=None,
+            **({} if own else {"process_group": None}),
+        )
+        for batch in loader:
+            stopping.train(batch)
+        return stopping, net
+
+    (mine, net), (alone, other) = run(True), run(False)
+    for number in range(3):
+        theirs = alone._inner._backend.weights_of(number)
+        for name, weight in mine._inner._backend.weights_of(number).items():
+            torch.testing.assert_close(weight, theirs[name], rtol=1e-5, atol=1e-6)
+    for p, q in zip(net.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+    mine.close()
+    alone.close()
+
+
+@case
 def shadows_refused(rank: int, world: int) -> None:
     """What shadows cannot follow in several processes is refused by name."""
     from torch.distributed.algorithms import Join
@@ -433,17 +522,17 @@ def shadows_refused(rank: int, world: int) -> None:
     model = DDP(net)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     parts = (model, optimizer, F.cross_entropy, (x, y))
-    with refused("in several processes, engine must be 'auto', 'copies' or 'swap'"):
-        heldin.FoldStopping(*parts, engine="dense")
+    with refused("in several processes, engine must be 'auto' or 'replay'"):
+        runs.FoldStopping(*parts, engine="dense")
     with refused("sample_weight is for stacked shadows"):
-        heldin.FoldStopping(*parts, sample_weight=torch.ones(N))
-    with heldin.FoldStopping(*parts) as stopping:
+        runs.FoldStopping(*parts, sample_weight=torch.ones(N))
+    with runs.FoldStopping(*parts) as stopping:
         with refused("train: it is for tensors and loss_fn in one process"):
             stopping.train()
         stopping.close()
-    with refused("LeaveOneOutStopping: several processes train the model"):
-        heldin.LeaveOneOutStopping(*parts)
-    for kind in (heldin.FoldStopping, heldin.LeaveOneOutStopping):
+    with refused("EarlyStopping: several processes train the model"):
+        runs.LeaveOneOutStopping(*parts)
+    for kind in (runs.FoldStopping, runs.LeaveOneOutStopping):
         with refused("several processes train the model"):
             kind(*parts, process_group=None)
         with kind(net, *parts[1:], process_group=None) as alone:  # type: ignore[operator]
@@ -452,10 +541,14 @@ def shadows_refused(rank: int, world: int) -> None:
             alone.close()
     with refused("SyncBatchNorm"):
         Run(plan, rank, start=nn.SyncBatchNorm.convert_sync_batchnorm(Normed()), wrap=False)
-    with refused("the weights are divided among the processes"):
-        divided = fully_shard(make("smooth"))
-        heldin.FoldStopping(
-            divided, torch.optim.SGD(divided.parameters(), lr=0.1), F.cross_entropy, (x, y)
+    divided = fully_shard(make("smooth"))
+    with refused("train_step is not replayed under fully_shard"):
+        heldin.EarlyStopping(
+            divided,
+            torch.optim.SGD(divided.parameters(), lr=0.1),
+            F.cross_entropy,
+            table(),
+            train_step=print,
         )
     bag = nn.EmbeddingBag(N, 3, sparse=True, mode="sum")
     with refused("sparse gradients cannot be summed"):

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import heldin
+from tests.support import runs
 
 from .common import Words, batch, both, case, close, everyone, loss, make, part, refused
 
@@ -50,8 +51,8 @@ def fsdp_has_no_truth(rank: int, world: int) -> None:
 def fsdp_microbatch(rank: int, world: int) -> None:
     plain = make("mlp")
     model = sharded(copy.deepcopy(plain))
-    alone = heldin.EvidenceStopping(plain, process_group=None, estimator="microbatch")
-    with alone, heldin.EvidenceStopping(model, estimator="microbatch") as together:
+    alone = runs.EvidenceStopping(plain, process_group=None, estimator="microbatch")
+    with alone, runs.EvidenceStopping(model, estimator="microbatch") as together:
         x, y = batch("mlp", 12 * world, 0)
         for a, b in zip(x.split(4), y.split(4), strict=True):
             loss(plain(a), b).backward()
@@ -70,7 +71,7 @@ def fsdp_gathers_nothing_more(rank: int, world: int) -> None:
     counts = []
     for watched in (False, True):
         model = sharded(make("mlp"))
-        stopping = heldin.EvidenceStopping(model, budget=40) if watched else None
+        stopping = runs.EvidenceStopping(model, budget=40) if watched else None
         for _ in range(4):
             with CommDebugMode() as mode:
                 loss(model(x), y).backward()
@@ -126,7 +127,7 @@ def fsdp_meshes(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
     both("mlp", rank, world, budget=40, wrap=lambda model: fully_shard(model, mesh=mesh))
     model = make("mlp")
-    with heldin.EvidenceStopping(model, process_group=mesh["shards"]) as stopping:
+    with runs.EvidenceStopping(model, process_group=mesh["shards"]) as stopping:
         x, y = part(batch("mlp", 4 * world, 0), [4] * world, rank)
         loss(model(x), y).backward()
         stopping.step()
@@ -141,7 +142,7 @@ def fsdp_of_old_is_refused(rank: int, world: int) -> None:
         warnings.simplefilter("ignore")
         model = FullyShardedDataParallel(make("mlp"), device_id=torch.device("cpu"))
     with refused("use its successor"):
-        heldin.EvidenceStopping(model)
+        runs.EvidenceStopping(model)
 
 
 @case
@@ -159,7 +160,7 @@ def tensor_parallel_is_refused(rank: int, world: int) -> None:
     model = parallelize_module(layers, init_device_mesh("cpu", (world,)), plan)
     x, y = batch("mlp", 4, 0)
     for estimator in ("exact", "sampled", "microbatch"):
-        with heldin.EvidenceStopping(model, estimator=estimator):
+        with runs.EvidenceStopping(model, estimator=estimator):
             value = loss(model(x), y)
             with refused("parameter '2.bias' is a DTensor"):
                 value.backward()
