@@ -1,0 +1,584 @@
+"""Put the state of a shadow into the user's own objects, and the user's state back.
+
+A shadow's step runs on the user's own modules and optimiser. So everything that a training step
+reads or changes is exchanged: the data of parameters and buffers, attributes of modules that a
+step changes, random generators that modules keep, the optimiser's state, and objects that the user
+names (an average of weights, a gradient scaler, a second optimiser).
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from heldin._private_torch import own_buffers, version_of
+from heldin.capture.sharding import fully_sharded
+from heldin.errors import HeldinError
+from heldin.loop.randomness import RandomState
+from heldin.pause import paused
+
+__all__ = ["Exchange", "Session", "ShadowState", "group_settings", "trained_parameters"]
+
+MODULE_FIELDS = {*vars(nn.Module())} | {"training"}
+OPTIMIZER_FIELDS = {*vars(torch.optim.SGD([nn.Parameter(torch.zeros(()))], 0.0))}
+
+SMALL = 4096  # elements of tensors among the attributes that are copied before every step
+
+Place = tuple[dict[str, Any], str]  # attributes of an object, and the name of one
+_MISSING = object()
+
+
+@dataclass(eq=False)
+class ShadowState:
+    """Everything that the training of one shadow changes.
+
+    Attributes:
+        weights: data of the exchanged parameters (local shards of sharded ones).
+        buffers: data of the modules' buffers.
+        optimizer: state of the optimiser, one mapping per exchanged parameter.
+        group_state: settings of parameter groups that a step changes, by group.
+        attributes: values of modules' attributes that a step changed, by number of the place.
+        generators: states of random generators that modules keep.
+        grads: gradients that the user's function left for its next call.
+        objects: state dictionaries of the objects given as `state`.
+        variables: values of variables around the user's function that its calls changed.
+    """
+
+    weights: list[Tensor]
+    buffers: list[Tensor]
+    optimizer: list[dict[str, Any]]
+    group_state: list[dict[str, Any]]
+    attributes: dict[int, Any] = field(default_factory=dict)
+    generators: list[Any] = field(default_factory=list)
+    grads: list[Tensor | None] = field(default_factory=list)
+    objects: list[Any] = field(default_factory=list)
+    variables: dict[str, Any] = field(default_factory=dict)
+
+
+def trained_parameters(
+    model: nn.Module, optimizer: Optimizer, others: Sequence[nn.Module] = ()
+) -> dict[str, nn.Parameter]:
+    """Return the parameters that the optimiser trains, by name; refuse those of other modules.
+
+    Args:
+        model: the user's model.
+        optimizer: the user's optimiser.
+        others: further modules whose parameters it may train.
+    """
+    names = {
+        id(p): f"state.{number}.{name}"
+        for number, module in enumerate(others)
+        for name, p in module.named_parameters()
+    }
+    names |= {id(p): name for name, p in model.named_parameters()}
+    trained: dict[str, nn.Parameter] = {}
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if not p.requires_grad:
+                continue
+            if id(p) not in names:
+                raise HeldinError(
+                    f"optimizer: it also trains a tensor of shape {tuple(p.shape)} that is not a "
+                    "parameter of the model, so that shadows would share it; make it one (a loss "
+                    "with parameters can be a module inside the model), or pass its module: "
+                    "state=[module]"
+                )
+            trained[names[id(p)]] = p
+    if not trained:
+        raise HeldinError(
+            "optimizer: none of its parameters is a trainable parameter of the model; give the "
+            "optimiser that trains this model"
+        )
+    return trained
+
+
+def group_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the settings of every parameter group, with copies of tensors."""
+    return [
+        {
+            key: value.clone() if isinstance(value, Tensor) else value
+            for key, value in group.items()
+            if key != "params"
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+class Exchange:
+    """Exchanges the states of shadows with that of the user's model and optimiser.
+
+    Args:
+        model: the user's model.
+        optimizer: the user's optimiser.
+        state: further objects that a step changes: modules, or anything with `state_dict` and
+            `load_state_dict`.
+
+    Attributes:
+        trained: the parameters that the optimiser trains, by name.
+        tensors: all exchanged parameters, the trained ones first; `names` are theirs.
+        group_state_keys: names of group settings that a step of the optimiser changes; these are
+            state, and every shadow has its own. All others follow the user's optimiser.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, state: Sequence[Any] = ()) -> None:
+        others = [each for each in state if isinstance(each, nn.Module)]
+        roots = [model, *others]
+        self.optimizer = optimizer
+        self.objects = [each for each in state if not isinstance(each, nn.Module)]
+        self.trained = trained_parameters(model, optimizer, others)
+        exchanged = {id(p): p for p in self.trained.values()}
+        for other in others:
+            exchanged |= {id(p): p for p in other.parameters()}
+        for each in self.objects:
+            if isinstance(each, Optimizer):
+                exchanged |= {id(p): p for group in each.param_groups for p in group["params"]}
+        self.tensors = [*exchanged.values()]
+        extra = range(len(self.tensors) - len(self.trained))
+        self.names = [*self.trained, *(f"state.{number}" for number in extra)]
+        self.frozen = [p for p in model.parameters() if id(p) not in exchanged]
+        self.modules = list(dict.fromkeys(m for root in roots for m in root.modules()))
+        self.buffer_places = self._find_buffers()
+        self.attribute_places: list[Place] = []
+        self._attribute_counts: list[int] = []
+        self.find_attributes()
+        self.group_state_keys: set[str] = set()
+        self._shared = _shared_storages(self.tensors)
+        self._sharded = fully_sharded(model)
+        self.values_before: list[Any] | None = None  # of attributes, before the user's step
+
+    def note_attributes(self) -> None:
+        """Remember the attributes of modules before a step of the user changes them."""
+        self.find_attributes()
+        self.values_before = [
+            _copy_of(table.get(n, _MISSING)) for table, n in self.attribute_places
+        ]
+
+    def _find_buffers(self) -> list[Place]:
+        places, seen = [], set[int]()  # a buffer in two places is one
+        for module in self.modules:
+            for name, buffer in own_buffers(module).items():
+                if buffer is not None and id(buffer) not in seen:
+                    seen.add(id(buffer))
+                    places.append((own_buffers(module), name))
+        return places
+
+    def find_attributes(self) -> None:
+        """Find the attributes that not every module has; again where modules got new ones."""
+        counts = [len(vars(owner)) for owner in (*self.modules, self.optimizer)]
+        if counts == self._attribute_counts:
+            return
+        known = {(id(table), name) for table, name in self.attribute_places}
+        tables = [(vars(module), MODULE_FIELDS) for module in self.modules]
+        tables.append((vars(self.optimizer), OPTIMIZER_FIELDS))
+        for table, standard in tables:
+            for name, value in table.items():
+                if name in standard or (id(table), name) in known or isinstance(value, nn.Module):
+                    continue
+                if "hook" in name or (callable(value) and not _is_generator(value)):
+                    continue
+                self.attribute_places.append((table, name))
+        self._attribute_counts = counts
+
+    def generators(self) -> list[Any]:
+        """Return the random generators among the modules' attributes."""
+        values = (table.get(name) for table, name in self.attribute_places)
+        return [value for value in values if _is_generator(value)]
+
+    def new_state(self, with_attributes: bool = False) -> ShadowState:
+        """Return a copy of the user's present state.
+
+        Args:
+            with_attributes: whether attributes of modules keep their present values, too.
+        """
+        state = ShadowState(
+            self._clone_weights(),
+            [table[name].detach().clone() for table, name in self.buffer_places],
+            [copy.deepcopy(dict(self.optimizer.state.get(p, {}))) for p in self.tensors],
+            [{} for _ in self.optimizer.param_groups],
+            generators=[_generator_state(generator) for generator in self.generators()],
+            objects=[copy.deepcopy(each.state_dict()) for each in self.objects],
+        )
+        if with_attributes:
+            self.find_attributes()
+            for number, (table, name) in enumerate(self.attribute_places):
+                value = table.get(name)
+                if isinstance(value, Tensor):
+                    if value.grad_fn is None:
+                        state.attributes[number] = value.detach().clone()
+                elif not _is_generator(value):
+                    contents = _contents(value)
+                    state.attributes[number] = value if contents is None else contents
+        return state
+
+    def _clone_weights(self) -> list[Tensor]:
+        """Return copies of the parameters' data; parameters with one storage keep sharing it."""
+        clones: dict[int, Tensor] = {}
+        weights = []
+        for p in self.tensors:
+            address = self._shared.get(id(p))
+            if address is None:
+                weights.append(_local(p).detach().clone())
+                continue
+            if address not in clones:
+                flat = torch.empty(0, dtype=p.dtype, device=p.device)
+                clones[address] = flat.set_(p.untyped_storage().clone())
+            view = clones[address].as_strided(p.shape, p.stride(), p.storage_offset())
+            weights.append(view)
+        return weights
+
+    def note_group_state(
+        self, before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Find the group settings that the user's step changed: they are state of the optimiser."""
+        for old, new in zip(before, after, strict=True):
+            for key, value in new.items():
+                if key not in old or not _same(old[key], value):
+                    self.group_state_keys.add(key)
+
+    def reshard(self) -> None:
+        """Make `fully_shard` free gathered weights: a forward pass must gather those of now."""
+        for module in self._sharded:
+            module.reshard()  # type: ignore[operator]
+
+    @contextmanager
+    def session(self) -> Iterator[Session]:
+        """Keep the user's state aside while shadows use the objects; restore it at the end."""
+        self.find_attributes()
+        session = Session(self)
+        with paused():
+            try:
+                yield session
+            finally:
+                session.restore()
+
+    @contextmanager
+    def modes(self, training: Sequence[bool] | None) -> Iterator[None]:
+        """Set `training` of all modules; None: evaluation."""
+        before = [module.training for module in self.modules]
+        wanted = [False] * len(before) if training is None else training
+        try:
+            for module, mode in zip(self.modules, wanted, strict=False):
+                if module.training != mode:
+                    module.training = mode
+            yield
+        finally:
+            for module, mode in zip(self.modules, before, strict=True):
+                if module.training != mode:
+                    module.training = mode
+
+    def random_state(self, device: torch.device) -> tuple[RandomState, list[Any]]:
+        """Return the states of the global generators and of those that modules keep."""
+        return RandomState.current(device), [_generator_state(g) for g in self.generators()]
+
+    def restore_random_state(self, state: tuple[RandomState, list[Any]]) -> None:
+        """Set the generators to the states that `random_state` returned."""
+        state[0].restore()
+        for generator, own in zip(self.generators(), state[1], strict=False):
+            _set_generator(generator, own)
+
+
+class Session:
+    """The user's own state, kept aside while the states of shadows are in its place."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        exchange.reshard()
+        optimizer = exchange.optimizer
+        self._data = [_read(p) for p in exchange.tensors]
+        self._grads = [p.grad for p in exchange.tensors]
+        self._buffers = [table[name] for table, name in exchange.buffer_places]
+        self._buffer_data = [buffer.data for buffer in self._buffers]
+        self._optimizer_state = dict(optimizer.state)
+        self._groups = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in optimizer.param_groups
+        ]
+        self._attributes = [table.get(name, _MISSING) for table, name in exchange.attribute_places]
+        before = exchange.values_before
+        if before is None:
+            self._before = list(self._attributes)
+        else:  # the user's step has made what is new
+            new = len(self._attributes) - len(before)
+            self._before = [*before, *([_MISSING] * new)]
+        self._contents = [_contents(value) for value in self._attributes]
+        self._owners = [*exchange.modules, optimizer]
+        self._counts = [len(vars(owner)) for owner in self._owners]
+        self._generators = [_generator_state(g) for g in exchange.generators()]
+        self._objects = [copy.deepcopy(each.state_dict()) for each in exchange.objects]
+        self._frozen = [(p.data_ptr(), version_of(p)) for p in exchange.frozen]
+        self._clones: dict[int, tuple[Tensor, int]] = {}  # of tensors among the attributes
+
+    def insert(
+        self,
+        state: ShadowState,
+        settings: Sequence[Mapping[str, Any]] | None = None,
+        with_gradients: bool = False,
+    ) -> None:
+        """Put the state of a shadow into the user's objects.
+
+        Args:
+            state: the shadow's.
+            settings: of the optimiser's groups during the user's step (rates, for instance).
+            with_gradients: whether the shadow has gradients of an earlier call.
+        """
+        exchange, optimizer = self._exchange, self._exchange.optimizer
+        exchange.reshard()
+        self._remove_new_attributes()
+        grads = state.grads if with_gradients and state.grads else [None] * len(exchange.tensors)
+        for p, data, grad in zip(exchange.tensors, state.weights, grads, strict=True):
+            p.grad = None
+            _write(p, data)
+            p.grad = grad
+        for buffer, (table, name), data in zip(
+            self._buffers, exchange.buffer_places, state.buffers, strict=True
+        ):
+            table[name] = buffer
+            buffer.data = data
+        optimizer.state.clear()
+        for p, entries in zip(exchange.tensors, state.optimizer, strict=True):
+            if entries:
+                optimizer.state[p] = entries
+        if settings is not None:
+            for group, setting, own in zip(
+                optimizer.param_groups, settings, state.group_state, strict=True
+            ):
+                group.update(setting)
+                group.update(own)
+        self._insert_attributes(state)
+        for generator, own in zip(exchange.generators(), state.generators, strict=False):
+            _set_generator(generator, own)
+        for each, own in zip(exchange.objects, state.objects, strict=True):
+            each.load_state_dict(own)
+
+    def protect_buffers(self) -> None:
+        """Give the user's model copies of its buffers until the end of the session."""
+        for buffer, data in zip(self._buffers, self._buffer_data, strict=True):
+            buffer.data = data.clone()
+
+    def _insert_attributes(self, state: ShadowState) -> None:
+        """Set attributes to the user's values, except for those that the shadow has changed."""
+        for number, (table, name) in enumerate(self._exchange.attribute_places):
+            value, start = self._attributes[number], self._before[number]
+            if number in state.attributes:
+                own = state.attributes[number]
+                if self._contents[number] is not None and type(own) is type(value):
+                    _restore_contents(value, own)  # the user's container, with other contents
+                else:
+                    table[name] = own
+                    if isinstance(own, Tensor):
+                        self._clones[number] = (own, -1)
+            elif start is _MISSING:
+                table.pop(name, None)
+            elif isinstance(start, Tensor) and start.grad_fn is None:
+                clone = start.detach().clone().requires_grad_(start.requires_grad)
+                self._clones[number] = (clone, version_of(clone))
+                table[name] = clone
+            elif self._contents[number] is not None and type(start) is type(value):
+                table[name] = value
+                _restore_contents(value, start)
+            elif table.get(name, _MISSING) is not start:
+                table[name] = start
+
+    def collect(self, state: ShadowState, with_gradients: bool = False) -> None:
+        """Read the state of a shadow back after its step."""
+        exchange, optimizer = self._exchange, self._exchange.optimizer
+        exchange.reshard()
+        state.weights = [_read(p) if isinstance(p, DTensor) else p.data for p in exchange.tensors]
+        state.buffers = [table[name].data for table, name in exchange.buffer_places]
+        state.optimizer = [dict(optimizer.state.get(p, {})) for p in exchange.tensors]
+        state.group_state = [
+            {key: group[key] for key in exchange.group_state_keys if key in group}
+            for group in optimizer.param_groups
+        ]
+        if with_gradients:
+            state.grads = [p.grad for p in exchange.tensors]
+        self._collect_attributes(state)
+        state.generators = [_generator_state(g) for g in exchange.generators()]
+        state.objects = [copy.deepcopy(each.state_dict()) for each in exchange.objects]
+        for p, (pointer, version) in zip(exchange.frozen, self._frozen, strict=True):
+            if p.data_ptr() != pointer or version_of(p) != version:
+                raise HeldinError(
+                    f"step: a parameter of shape {tuple(p.shape)} that the optimiser does not "
+                    "train was changed in a shadow's step, and all shadows share it (is it an "
+                    "average of weights, or a teacher?); pass its module: state=[module]"
+                )
+
+    def _collect_attributes(self, state: ShadowState) -> None:
+        for number, (table, name) in enumerate(self._exchange.attribute_places):
+            before, value = self._before[number], table.get(name, _MISSING)
+            if number in self._clones:
+                clone, version = self._clones.pop(number)
+                if value is not clone or version_of(clone) != version:
+                    state.attributes[number] = value
+            elif self._contents[number] is not None and value is self._attributes[number]:
+                contents = _contents(value)
+                inserted = before if before is not value else self._contents[number]
+                if not _same_contents(contents, state.attributes.get(number, inserted)):
+                    state.attributes[number] = contents
+            elif value is not state.attributes.get(number, before) and not _is_generator(value):
+                if isinstance(value, Tensor) and value.grad_fn is not None:
+                    continue  # computed in every forward pass (weight normalisation)
+                state.attributes[number] = value
+
+    def restore(self) -> None:
+        """Put the user's state back."""
+        exchange, optimizer = self._exchange, self._exchange.optimizer
+        exchange.reshard()
+        for p, data, grad in zip(exchange.tensors, self._data, self._grads, strict=True):
+            p.grad = None
+            _write(p, data)
+            p.grad = grad
+        for (table, name), buffer, data in zip(
+            exchange.buffer_places, self._buffers, self._buffer_data, strict=True
+        ):
+            table[name] = buffer
+            buffer.data = data
+        optimizer.state.clear()
+        optimizer.state.update(self._optimizer_state)
+        for group, values in zip(optimizer.param_groups, self._groups, strict=True):
+            for key in [key for key in group if key != "params" and key not in values]:
+                del group[key]
+            group.update(values)
+        for (table, name), value, contents in zip(
+            exchange.attribute_places, self._attributes, self._contents, strict=True
+        ):
+            if value is _MISSING:
+                table.pop(name, None)
+                continue
+            table[name] = value
+            if contents is not None:
+                _restore_contents(value, contents)
+        self._remove_new_attributes()
+        for generator, own in zip(exchange.generators(), self._generators, strict=True):
+            _set_generator(generator, own)
+        for each, own in zip(exchange.objects, self._objects, strict=True):
+            each.load_state_dict(own)
+
+    def _remove_new_attributes(self) -> None:
+        """Remove attributes that a shadow's step has added to modules or to the optimiser."""
+        for owner, count in zip(self._owners, self._counts, strict=True):
+            table = vars(owner)
+            if len(table) == count:
+                continue
+            known = {name for other, name in self._exchange.attribute_places if other is table}
+            known |= MODULE_FIELDS if isinstance(owner, nn.Module) else OPTIMIZER_FIELDS
+            for name in [name for name in table if name not in known]:
+                if not isinstance(table[name], nn.Module) and not callable(table[name]):
+                    del table[name]
+
+
+# --- parameters ------------------------------------------------------------------------------
+
+
+def _local(p: Tensor) -> Tensor:
+    """Return the shard of a sharded parameter that this rank has; any other as it is."""
+    return p._local_tensor if isinstance(p, DTensor) else p
+
+
+def _read(p: Tensor) -> Tensor:
+    """Return what `_write` puts back: the data, or a copy of a shard's contents."""
+    return _local(p).detach().clone() if isinstance(p, DTensor) else p.data
+
+
+def _write(p: Tensor, data: Tensor) -> None:
+    """Give a parameter other data.
+
+    `fully_shard` reads the storage of the shards, so their contents are copied.
+    """
+    if isinstance(p, DTensor):
+        with torch.no_grad():
+            _local(p).copy_(data)
+    else:
+        p.data = data
+
+
+def _shared_storages(tensors: Sequence[Tensor]) -> dict[int, int]:
+    """Return the address of the storage of each parameter that shares it with another."""
+    owners: dict[int, list[Tensor]] = {}
+    for p in tensors:
+        if not isinstance(p, DTensor) and p.layout == torch.strided:
+            owners.setdefault(p.untyped_storage().data_ptr(), []).append(p)
+    return {id(p): address for address, group in owners.items() if len(group) > 1 for p in group}
+
+
+# --- attributes ------------------------------------------------------------------------------
+
+
+def _contents(value: Any) -> Any:
+    """Return a shallow copy of a container that can be changed in place; None for other values."""
+    return copy.copy(value) if type(value) in (list, dict, set, deque) else None
+
+
+def _copy_of(value: Any) -> Any:
+    contents = _contents(value)
+    if contents is not None:
+        return contents
+    if isinstance(value, Tensor) and value.grad_fn is None and value.numel() <= SMALL:
+        return value.detach().clone().requires_grad_(value.requires_grad)
+    return value
+
+
+def _same_contents(one: Any, other: Any) -> bool:
+    if len(one) != len(other):
+        return False
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(one[key] is other[key] for key in one)
+    if isinstance(one, set):
+        return bool(one == other)
+    return all(a is b for a, b in zip(one, other, strict=True))
+
+
+def _restore_contents(value: Any, contents: Any) -> None:
+    if _same_contents(value, contents):
+        return
+    value.clear()
+    if isinstance(value, (dict, set)):
+        value.update(contents)
+    else:
+        value.extend(contents)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and bool(torch.equal(one, other))
+    try:
+        return bool(one is other or one == other)
+    except (RuntimeError, ValueError):  # arrays
+        return False
+
+
+def _is_generator(value: Any) -> bool:
+    if isinstance(value, (torch.Generator, random.Random)):
+        return True
+    return type(value).__module__.startswith("numpy.random") and (
+        hasattr(value, "bit_generator") or hasattr(value, "set_state")
+    )
+
+
+def _generator_state(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if hasattr(generator, "bit_generator"):
+        return copy.deepcopy(generator.bit_generator.state)
+    return generator.get_state()
+
+
+def _set_generator(generator: Any, state: Any) -> None:
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, torch.Generator) or not hasattr(generator, "bit_generator"):
+        generator.set_state(state)
+    else:
+        generator.bit_generator.state = copy.deepcopy(state)

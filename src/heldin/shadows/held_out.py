@@ -1,0 +1,474 @@
+"""Evaluate shadows on the rows that they have not seen."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from heldin.errors import HeldinError, HeldinWarning, more
+from heldin.loop.batches import equal, fingerprint, repack, tensors_in, to_device
+from heldin.loop.rows import RowSource
+
+from .frozen import FrozenOutputs
+from .labels import LOOKED_AT, subsample_held_out
+from .outputs import OutputCollector, OutputRecipe
+from .row_losses import RowLossRecorder
+
+__all__ = ["BatchLoss", "HeldOut", "as_number"]
+
+BatchLoss = Callable[[nn.Module, Any], Tensor]
+
+BLOCKS = 16  # blocks of held-out rows whose means show the error of the estimate
+EVALUATED = 256  # rows per evaluation call, if the loss comes row by row
+EXAMPLE = 8  # rows of a batch on which the last layer of a model is examined
+TRIED = (16, 12, 8)  # rows of the batches on which the kind of a loss is decided
+AGREEMENT = {torch.float64: 1e-9, torch.float32: 2e-5}  # relative, of the losses of two batches
+COARSE = 1e-2  # for losses of lower precision
+REPEATS = 8  # evaluations of a batch, if its loss draws random numbers
+ERRORS = 5.0  # standard errors within which means of such losses agree
+
+
+class HeldOut:
+    """Rows that shadows must not see, in batches of the loader's own kind.
+
+    Args:
+        view: the rows as they are evaluated.
+        labels: (n,) the shadow that must not see a row; -1: all may.
+        model: the user's model.
+        inserted: context in which the model is the shadow with a number, in evaluation mode.
+        loss: the loss that is trained.
+        eval_loss: the loss to estimate, if it is another.
+        device: of the model.
+        memory: bytes of batches that may be kept.
+        ranks: the processes, if there are several.
+        batch_size: of the loop, if it is known.
+        sharded: whether all ranks must take part in every call of the model.
+        frozen: outputs of frozen modules, which do not change from check to check.
+
+    Attributes:
+        held: number of rows evaluated at a check.
+        rows: (held,) their numbers, in order.
+        kind: how the loss of a batch follows from its rows: "mean", "sum" or "neither" (class
+            weights, ratios, contrastive losses). "neither" is evaluated in batches of the loop's
+            size.
+        same_loss: whether the estimated loss is the one that is trained.
+        bad_rows: rows whose loss was not a number before training; they are left out.
+        recipe: how outputs follow from a batch; None: no outputs are kept.
+        outputs, targets: (held, ...) at the last evaluation, in the order of `rows`.
+    """
+
+    def __init__(
+        self,
+        view: RowSource,
+        labels: Tensor,
+        model: nn.Module,
+        inserted: Callable[[int], AbstractContextManager[None]],
+        loss: BatchLoss,
+        eval_loss: BatchLoss | None,
+        device: torch.device,
+        memory: int,
+        ranks: Any = None,
+        batch_size: int | None = None,
+        sharded: bool = False,
+        frozen: FrozenOutputs | None = None,
+    ) -> None:
+        self._frozen = frozen
+        self._view, self._model, self._inserted = view, model, inserted
+        self._loss, self._eval_loss, self._device = loss, eval_loss or loss, device
+        self._ranks, self._sharded = ranks, sharded
+        self.recipe: OutputRecipe | None = None
+        self.outputs: Tensor | None = None
+        self.targets: Tensor | None = None
+        self.bad_rows: list[int] = []
+        rows = subsample_held_out(labels, LOOKED_AT)
+        most = self._most_collated(batch_size)
+        with self._inserted(0):
+            self._decide_kind(min(view.count, most))
+        self._size = EVALUATED
+        held = sum(len(each) for each in rows)
+        if most < max(TRIED):
+            self._size, self.kind, self._by_rows, self._noted = most, "neither", False, False
+        elif self.kind == "neither":
+            self._size = max(1, batch_size or 32)
+        elif not self._by_rows:
+            self._size = max(1, held // BLOCKS)
+        self._make_blocks(rows)
+        self._cached = self._read_within(memory)
+        self._leave_bad_rows_out(rows, memory)
+        self.rows = torch.cat([block for _, block in self._blocks]).cpu()
+        self.rows, self._order = self.rows.sort()
+        self.held = len(self.rows)
+
+    def _make_blocks(self, rows: list[Tensor]) -> None:
+        self._blocks = [
+            (number, block)
+            for number, each in enumerate(rows)
+            for block in _split(each, self._size, self.kind == "neither")
+            if len(block)
+        ]
+        if not self._blocks:
+            raise HeldinError("data: no row can be held out; are all losses nan?")
+
+    # -- the kind of loss
+
+    def _most_collated(self, batch_size: int | None) -> int:
+        """Return how many rows can be collated at once: rows of different sizes only one by one."""
+        order = torch.randperm(self._view.count, generator=torch.Generator().manual_seed(0))
+        sizes = [min(self._view.count, max(TRIED)), batch_size or 1, 1]
+        for size in sizes:
+            try:
+                self._view.read(order[:size])
+                return max(TRIED) if size == sizes[0] else size
+            except (RuntimeError, ValueError, TypeError):
+                if size == 1:
+                    raise
+        raise AssertionError
+
+    def _decide_kind(self, rows: int) -> None:
+        """Decide on several batches of two sizes how the loss of a batch follows from its rows."""
+        order = torch.randperm(self._view.count, generator=torch.Generator().manual_seed(0))
+        votes: set[str | None] = set()
+        first: tuple[Tensor | None, float] = (None, 0.0)
+        self._noted = self._by_rows = False
+        for start in range(3):
+            size = min(rows, TRIED[start])
+            index = order.roll(-start * size)[:size]
+            cut = max(1, size // 3)
+            places = [slice(0, size), slice(0, cut), slice(cut, size)]
+            batches = self._view.read_parts(index, places if size > 1 else places[:1])
+            batch, *parts = (to_device(each, self._device) for each in batches)
+            with RowLossRecorder() as noted:
+                whole = self._evaluate(batch, self._eval_loss)
+            if self._eval_loss is self._loss:
+                whole = as_number(whole)
+            if whole.numel() not in (1, size):
+                raise HeldinError(
+                    "eval_loss must return the loss of a batch or one for each of its "
+                    f"{size} samples, got {tuple(whole.shape)}"
+                )
+            if start == 0:
+                self._refuse_changes(batch)
+                self._compare_losses(batch, whole, size)
+            self._by_rows = whole.dim() > 0 and whole.numel() == size and size > 1
+            if not self._by_rows and size > 1:
+                votes.add(self._vote(batch, parts, cut, size, float(whole)))
+            if start == 0 and not self._by_rows:
+                first = (noted.of(size), float(whole))
+        votes.discard(None)
+        self.kind = "neither"
+        if len(votes) < 2:
+            self.kind = next(iter(votes), None) or "mean"
+        if self._by_rows:
+            self.kind = "mean"
+            return
+        each, total = first
+        if each is not None and self.kind != "neither":
+            rows_total = float(each.double().sum() if self.kind == "sum" else each.double().mean())
+            self._noted = self._by_rows = abs(rows_total - total) <= self._close * abs(total)
+
+    def _compare_losses(self, batch: Any, whole: Tensor, rows: int) -> None:
+        """Determine whether the estimated loss is the one that is trained."""
+        self.same_loss = self._eval_loss is self._loss
+        if not self.same_loss:
+            trained = float(self._evaluate(batch, self._loss).sum())
+            mean = float(whole.mean())
+            self.same_loss = any(
+                abs(mean - value) <= 1e-3 * abs(value) for value in (trained, trained / rows)
+            )
+
+    def _vote(self, batch: Any, parts: list[Any], cut: int, rows: int, both: float) -> str | None:
+        """Return whether the loss of a batch is the mean or the sum of the losses of two parts.
+
+        None: the batch does not show it (all losses are zero or nan).
+        """
+        try:
+            one, other = (float(self._evaluate(part, self._eval_loss)) for part in parts)
+        except (RuntimeError, ValueError):  # a loss that needs more rows
+            return "neither"
+        size = abs(both) + abs(one) + abs(other)
+        if not 0 < size < float("inf"):
+            return None
+        if abs(both - (cut * one + (rows - cut) * other) / rows) <= self._close * size:
+            return "mean"
+        if abs(both - one - other) <= self._close * size:
+            return "sum"
+        if float(self._evaluate(parts[0], self._eval_loss)) == one:
+            return "neither"
+        return self._vote_on_means([batch, *parts], cut, rows)
+
+    def _vote_on_means(self, batches: list[Any], cut: int, rows: int) -> str:
+        """Decide on means over several evaluations, for a loss that draws random numbers (a VAE).
+
+        Args:
+            batches: a batch and its two parts.
+            cut: number of rows of the first part.
+            rows: number of rows of the batch.
+        """
+        each = [
+            [float(self._evaluate(b, self._eval_loss)) for _ in range(REPEATS)] for b in batches
+        ]
+        values = torch.tensor(each, dtype=torch.float64)
+        both, one, other = values.mean(1).tolist()
+        both_var, one_var, other_var = (values.var(1) / REPEATS).tolist()
+        share = cut / rows
+        mean_off = abs(both - share * one - (1 - share) * other)
+        mean_var = both_var + share**2 * one_var + (1 - share) ** 2 * other_var
+        is_mean = mean_off <= ERRORS * mean_var**0.5
+        is_sum = abs(both - one - other) <= ERRORS * (both_var + one_var + other_var) ** 0.5
+        if is_mean == is_sum:
+            return "neither"
+        return "mean" if is_mean else "sum"
+
+    def _refuse_changes(self, batch: Any) -> None:
+        """Refuse a loss that changes the values of a batch in place when it is called again.
+
+        The first call was made before: writing the same values a second time does no harm.
+        """
+        tensors = list(tensors_in(batch))
+        before = [t.clone() for t in tensors]
+        self._evaluate(batch, self._eval_loss)
+        for tensor, values in zip(tensors, before, strict=True):
+            if not equal(tensor, values):
+                raise HeldinError(
+                    "batch_loss: it, or the model, changes the batch in place, so that shadows "
+                    "would see it changed more than once; let it work on a copy (x = x / 255, not "
+                    "x /= 255)"
+                )
+
+    # -- rows
+
+    def _read_within(self, memory: int) -> list[Any] | None:
+        """Return the batches of this process, if there is room for all of them."""
+        batches = []
+        for number, (_, block) in enumerate(self._own_blocks()):
+            batch = self._view.read(block, number)
+            memory -= sum(t.numel() * t.element_size() for t in tensors_in(batch))
+            if memory < 0:
+                return None
+            batches.append(to_device(batch, self._device))
+        return batches
+
+    def _leave_bad_rows_out(self, rows: list[Tensor], memory: int) -> None:
+        """Leave rows out of the estimate whose loss is not a number before training begins."""
+        if self._ranks is not None:
+            return  # all ranks must have the same blocks
+        bad = []
+        for number, group in self._groups():
+            with self._inserted(number):
+                for block, batch in group:
+                    losses = self._losses_of_block(batch, len(block))
+                    if bool(losses.isfinite().all()):
+                        continue
+                    bad += self._bad_rows_of(block, losses)
+        if not bad:
+            return
+        self.bad_rows = sorted(bad)
+        out = torch.tensor(self.bad_rows)
+        if len(bad) == sum(len(each) for each in rows):
+            raise HeldinError(
+                "data: the loss of every held-out row is nan or infinite before training; look at "
+                "the targets and at the model's outputs"
+            )
+        for number, each in enumerate(rows):
+            rows[number] = each[~torch.isin(each.cpu(), out).to(each.device)]
+        self._make_blocks(rows)
+        self._cached = self._read_within(memory)
+        left = sum(len(block) for _, block in self._blocks)
+        shown = ", ".join(map(str, self.bad_rows[:5])) + (" ..." if len(bad) > 5 else "")
+        warnings.warn(
+            f"the loss of row {shown} is nan or infinite before training, so the estimate is that "
+            f"of the other {left} rows; look at the inputs and targets of that row "
+            + more("rows-without-a-loss"),
+            HeldinWarning,
+            stacklevel=6,
+        )
+
+    def _bad_rows_of(self, block: Tensor, losses: Tensor) -> list[int]:
+        if self._by_rows and len(losses) == len(block):
+            return list(block[~losses.isfinite().to(block.device)].tolist())
+        bad = []
+        for row in block.tolist():  # the rows of a block, one by one
+            batch = to_device(self._view.read(torch.tensor([row])), self._device)
+            values = [t for t in tensors_in(batch) if t.is_floating_point()]
+            if not all(bool(t.isfinite().all()) for t in values):
+                bad.append(row)
+        return bad or list(block.tolist())
+
+    def _own_blocks(self) -> list[tuple[int, Tensor]]:
+        if not self._divided:
+            return self._blocks
+        return self._blocks[self._ranks.rank :: self._ranks.size]
+
+    def _groups(self) -> Iterator[tuple[int, Iterator[tuple[Tensor, Any]]]]:
+        """Yield the blocks of each shadow with their batches."""
+        blocks = self._own_blocks()
+        for number in sorted({number for number, _ in blocks}):
+            places = [i for i, (owner, _) in enumerate(blocks) if owner == number]
+            yield (
+                number,
+                (
+                    (
+                        blocks[i][1],
+                        self._cached[i]
+                        if self._cached is not None
+                        else to_device(self._view.read(blocks[i][1], i), self._device),
+                    )
+                    for i in places
+                ),
+            )
+
+    def _drop_stale_cache(self) -> None:
+        """Read rows at every check if the first block has changed."""
+        self._view.refresh()
+        if self._cached:
+            again = to_device(self._view.read(self._own_blocks()[0][1], 0), self._device)
+            before = [fingerprint(t) for t in tensors_in(self._cached[0])]
+            if before != [fingerprint(t) for t in tensors_in(again)]:
+                self._cached = None
+
+    # -- losses
+
+    def _evaluate(self, batch: Any, loss: BatchLoss) -> Tensor:
+        value = loss(self._model, repack(batch))
+        if not isinstance(value, Tensor):
+            raise HeldinError(
+                f"batch_loss must return the loss of a batch, a tensor, got {type(value).__name__}"
+            )
+        self._close = AGREEMENT.get(value.dtype, COARSE)
+        return value.detach().double().cpu()
+
+    def losses(self) -> Tensor:
+        """Return the losses of the held-out rows, or means over blocks, weighted by their sizes."""
+        self._drop_stale_cache()
+        results: list[Tensor] = []
+        failure = ""
+        collector = self._collector()
+        for number, group in self._groups():
+            with self._inserted(number):
+                for block, batch in group:
+                    with self._reusing(len(results)), self._recording(collector):
+                        results.append(self._losses_of_block(batch, len(block)))
+                    if collector is not None and not failure:
+                        failure = self._collect(collector, batch, len(block))
+        if collector is not None:
+            self._join_outputs(collector, failure)
+            self.outputs = collector.outputs(self._order)
+            if self.targets is None:
+                self.targets = collector.targets(self._order)
+        if not self._divided:
+            return torch.cat(results)[self._order] if self._by_rows else torch.cat(results)
+        each = [
+            torch.zeros(len(block) if self._by_rows else 1, dtype=torch.float64)
+            for _, block in self._blocks
+        ]
+        each[self._ranks.rank :: self._ranks.size] = results
+        joined: Tensor = self._ranks.join(torch.cat(each), self._device)
+        return joined[self._order] if self._by_rows else joined
+
+    def _reusing(self, block: int) -> AbstractContextManager[None]:
+        """Return a context in which frozen modules are not computed again for a block."""
+        return nullcontext() if self._frozen is None else self._frozen.for_block(block)
+
+    @staticmethod
+    def _recording(collector: OutputCollector | None) -> AbstractContextManager[None]:
+        return nullcontext() if collector is None else collector.recording()
+
+    @property
+    def _divided(self) -> bool:
+        """Whether each rank evaluates blocks of its own."""
+        return self._ranks is not None and not self._sharded
+
+    def _collect(self, collector: OutputCollector, batch: Any, rows: int) -> str:
+        """Collect the outputs of a batch; return why not, if other ranks must be told first."""
+        try:
+            collector.add(batch, rows)
+        except HeldinError as error:
+            if not self._divided:
+                raise
+            return str(error)
+        return ""
+
+    def _join_outputs(self, collector: OutputCollector, failure: str) -> None:
+        """Gather the outputs of all ranks; a failure of one is an error in all of them."""
+        if not self._divided:
+            return
+        parts = self._ranks.gather((failure, collector.blocks))
+        for message, _ in parts:
+            if message:
+                raise HeldinError(message)
+        blocks: list[Any] = [None] * len(self._blocks)
+        for rank, (_, part) in enumerate(parts):
+            blocks[rank :: self._ranks.size] = part
+        collector.blocks = blocks
+
+    def _collector(self) -> OutputCollector | None:
+        if self.recipe is None:
+            return None
+        return OutputCollector(self.recipe, self._model, self.held, self.targets is None)
+
+    def example(self) -> Any:
+        """Return a batch of a few held-out rows."""
+        return to_device(self._view.read(self._blocks[0][1][:EXAMPLE]), self._device)
+
+    def predict(self, model: nn.Module, batch: Any) -> Tensor:
+        """Return the outputs of the model for the batch of `example`, as they are collected."""
+        assert self.recipe is not None
+        rows = min(EXAMPLE, len(self._blocks[0][1]))
+        collector = OutputCollector(self.recipe, model, rows, with_targets=False)
+        with collector.recording():
+            if self.recipe.predict is None:
+                self._evaluate(batch, self._eval_loss)
+        collector.add(batch, rows)
+        return collector.outputs(torch.arange(rows))
+
+    def batches_of(self, rows: Tensor) -> list[tuple[Any, int]]:
+        """Return batches of rows, with their sizes."""
+        blocks = _split(rows, self._size, self.kind == "neither")
+        return [(to_device(self._view.read(block), self._device), len(block)) for block in blocks]
+
+    def mean_loss(self, batches: list[tuple[Any, int]]) -> float:
+        """Return the mean loss of batches on whatever is in the model."""
+        total = sum(
+            float(self._evaluate(batch, self._eval_loss).mean()) * rows for batch, rows in batches
+        )
+        return total / sum(rows for _, rows in batches)
+
+    def _losses_of_block(self, batch: Any, rows: int) -> Tensor:
+        noted = RowLossRecorder()
+        with noted if self._noted else nullcontext():
+            whole = self._evaluate(batch, self._eval_loss)
+        if self._by_rows and not self._noted:
+            return whole.flatten()
+        mean = whole.reshape(1) / (rows if self.kind == "sum" else 1)
+        if not self._by_rows:
+            total = sum(len(block) for _, block in self._blocks)
+            return mean * rows * len(self._blocks) / total
+        each = noted.of(rows)
+        if each is None:
+            return mean.expand(rows)
+        each = each.double().cpu()
+        if not bool(mean.isfinite()):
+            return each  # one bad row does not spoil the others
+        return each + (mean - each.mean())  # rows without a target do not count in the mean
+
+
+def _split(rows: Tensor, size: int, exact: bool) -> list[Tensor]:
+    """Split row numbers into blocks of a size, or of about that size."""
+    if exact:
+        return list(rows.split(size))
+    return list(rows.tensor_split(max(1, -(-len(rows) // size))))
+
+
+def as_number(loss: Any) -> Tensor:
+    """Return the loss of a batch as a tensor with one number; refuse anything else."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shown = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise HeldinError(
+            f"batch_loss must return the loss of a batch, a tensor with one number, got {shown}"
+        )
+    return loss.reshape(())

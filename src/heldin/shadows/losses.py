@@ -1,0 +1,213 @@
+"""The loss of each row, from a loss function that returns one number for a batch."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from heldin.errors import HeldinError
+
+__all__ = ["LossFunction", "PerRowLoss"]
+
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class PerRowLoss:
+    """A loss function, row by row.
+
+    Attributes:
+        loss_fn: the user's function: (b, ...) outputs, (b, ...) targets -> one number.
+        per_row: the same for each row -> (b,).
+        kind: how `loss_fn` follows from the rows: their "mean", their "sum", or "other" (class
+            weights, for instance, make a mean with its own denominator).
+        row_gradient: derivative of `per_row` by the outputs in closed form, where there is one.
+        cheap: whether `per_row` is one call, not one for each row.
+        ready: brings targets into the form that `gradient` takes; to be done once for all rows.
+    """
+
+    loss_fn: LossFunction
+    per_row: LossFunction
+    kind: Literal["mean", "sum", "other"]
+    row_gradient: LossFunction | None
+    cheap: bool
+    ready: Callable[[Tensor], Tensor]
+
+    @classmethod
+    def of(cls, loss_fn: LossFunction, outputs: Tensor, targets: Tensor) -> PerRowLoss:
+        """Determine how a loss function treats rows, on outputs (b, ...) and targets (b, ...)."""
+        if not callable(loss_fn):
+            raise HeldinError(f"loss_fn: expected a function (outputs, targets), got {loss_fn!r}")
+        try:
+            total = loss_fn(outputs, targets)
+        except Exception as error:
+            raise HeldinError(
+                f"loss_fn failed on outputs {tuple(outputs.shape)} and targets "
+                f"{tuple(targets.shape)} of data: {error}"
+            ) from error
+        if not isinstance(total, Tensor) or total.numel() != 1:
+            raise HeldinError(
+                "loss_fn must return one number for a batch (reduction='mean' or 'sum'), got "
+                f"{type(total).__name__ if not isinstance(total, Tensor) else tuple(total.shape)}"
+            )
+        separate = _separate(loss_fn, outputs, targets)
+        found = separate or _one_by_one(loss_fn, outputs, targets)
+        raw = found(outputs, targets)
+        mean, full = raw.mean(), raw.sum()
+        kind: Literal["mean", "sum", "other"]
+        if torch.allclose(total, mean, rtol=1e-4, atol=1e-7):
+            kind = "mean"
+        elif torch.allclose(total, full, rtol=1e-4, atol=1e-7):
+            kind = "sum"
+        else:
+            kind = "other"
+
+        def per_row(o: Tensor, t: Tensor) -> Tensor:
+            rows = found(o, t)
+            if rows.dim() == 1:
+                return rows
+            return rows.flatten(1).sum(1) if kind == "sum" else rows.flatten(1).mean(1)
+
+        slope = _slope(loss_fn, outputs, targets, kind) if kind != "other" else None
+        classes, dtype = outputs.shape[-1] if outputs.dim() > 1 else 1, outputs.dtype
+
+        def ready(t: Tensor) -> Tensor:
+            return F.one_hot(t, classes).to(dtype) if slope is _softmax_slope else t
+
+        return cls(loss_fn, per_row, kind, slope, separate is not None, ready)
+
+    def rows(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """(K, b) losses of stacked outputs (K, b, ...) and targets (K, b, ...)."""
+        rows = self.per_row(outputs.flatten(0, 1), targets.flatten(0, 1))
+        return rows.view(outputs.shape[:2])
+
+    def gradient(
+        self,
+        outputs: Tensor,
+        targets: Tensor,
+        keep: Tensor,
+        weights: Tensor | None = None,
+        apart: bool = False,
+    ) -> Tensor:
+        """(K, b, ...): by the outputs, of every model's loss on the rows that it keeps.
+
+        Args:
+            outputs: (K, b, ...) of the stacked models.
+            targets: (b, ...), or with apart: (K, b, ...); made `ready`.
+            keep: (K, b), true for the rows that a model may see. One that sees none has gradient 0.
+            weights: (b,) of the rows; a model's loss is then the mean (or sum) of weight x loss.
+            apart: whether the models have rows of their own.
+        """
+        if self.kind == "other" or (weights is None and not self.cheap):
+            return self._whole_gradient(outputs, targets, keep, weights, apart)
+        share = keep.to(outputs.dtype)
+        if self.kind == "mean":
+            share = share / share.sum(1, keepdim=True).clamp_(min=1)
+        if weights is not None:
+            share = share * weights.to(share.dtype)
+        if self.row_gradient is not None:
+            slope = self.row_gradient(outputs, targets)
+            return slope.mul_(share.view(*share.shape, *[1] * (slope.dim() - 2)))
+        with torch.enable_grad():
+            free = outputs.detach().requires_grad_()
+            targets = targets if apart else targets.expand(len(free), *targets.shape)
+            (gradient,) = torch.autograd.grad(self.rows(free, targets), free, share)
+        return gradient
+
+    def _whole_gradient(
+        self, outputs: Tensor, targets: Tensor, keep: Tensor, weights: Tensor | None, apart: bool
+    ) -> Tensor:
+        if weights is not None:
+            raise HeldinError(
+                "sample_weight: this loss_fn is neither the mean nor the sum of its rows' losses, "
+                "so weights cannot be put in; let loss_fn do it (the target may carry the weight)"
+            )
+        with torch.enable_grad():
+            free = outputs.detach().requires_grad_()
+            total = free.new_zeros(())
+            targets = targets if apart else targets.expand(len(free), *targets.shape)
+            for model in range(len(free)):
+                if bool(keep[model].any()):
+                    total = total + self.loss_fn(
+                        free[model][keep[model]], targets[model][keep[model]]
+                    )
+            if not total.requires_grad:
+                return torch.zeros_like(outputs)
+            (gradient,) = torch.autograd.grad(total, free)
+        return gradient
+
+
+def _separate(loss_fn: LossFunction, outputs: Tensor, targets: Tensor) -> LossFunction | None:
+    """Return the function with reduction="none", if that gives one loss per row."""
+    found: LossFunction
+    if isinstance(loss_fn, nn.Module) and hasattr(loss_fn, "reduction"):
+        loose = copy.copy(loss_fn)
+        vars(loose)["reduction"] = "none"
+        found = loose
+    else:
+        try:
+            if "reduction" not in inspect.signature(loss_fn).parameters:
+                return None
+        except (TypeError, ValueError):
+            return None
+
+        def found(o: Tensor, t: Tensor) -> Tensor:
+            return loss_fn(o, t, reduction="none")  # type: ignore[call-arg]
+
+    raw = found(outputs, targets)
+    return found if raw.dim() >= 1 and len(raw) == len(outputs) else None
+
+
+def _one_by_one(loss_fn: LossFunction, outputs: Tensor, targets: Tensor) -> LossFunction:
+    """Return the function on batches of one row, by vmap where possible, else in a loop."""
+
+    def row(output: Tensor, target: Tensor) -> Tensor:
+        return loss_fn(output[None], target[None]).reshape(())
+
+    def loop(o: Tensor, t: Tensor) -> Tensor:
+        return torch.stack([row(*pair) for pair in zip(o, t, strict=True)])
+
+    try:
+        at_once = torch.func.vmap(row)(outputs, targets)
+        if torch.allclose(at_once, loop(outputs, targets), equal_nan=True):
+            return torch.func.vmap(row)
+    except Exception:  # whatever vmap cannot do, the loop can
+        pass
+    return loop
+
+
+def _slope(
+    loss_fn: LossFunction, outputs: Tensor, targets: Tensor, kind: str
+) -> LossFunction | None:
+    """Return the slope of a usual loss in closed form: (stacked outputs, targets) -> slope."""
+    share = 1.0 / max(1, outputs[0].numel()) if kind == "mean" else 1.0
+    if loss_fn is F.mse_loss or type(loss_fn) is nn.MSELoss:
+        if outputs.shape == targets.shape:
+            return lambda o, t: (o - t).mul_(2 * share)
+    if loss_fn is F.binary_cross_entropy_with_logits or (
+        type(loss_fn) is nn.BCEWithLogitsLoss
+        and loss_fn.weight is None
+        and loss_fn.pos_weight is None
+    ):
+        if outputs.shape == targets.shape:
+            return lambda o, t: (o.sigmoid() - t).mul_(share)
+    if loss_fn is F.cross_entropy or (
+        type(loss_fn) is nn.CrossEntropyLoss
+        and loss_fn.weight is None
+        and loss_fn.label_smoothing == 0
+    ):
+        if outputs.dim() == 2 and targets.dim() == 1 and not targets.is_floating_point():
+            if int(targets.min()) >= 0:
+                return _softmax_slope
+    return None
+
+
+def _softmax_slope(outputs: Tensor, one_hot: Tensor) -> Tensor:
+    return outputs.softmax(-1).sub_(one_hot)

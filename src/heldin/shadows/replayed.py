@@ -1,0 +1,911 @@
+"""Shadows that replay the user's own step on the user's own objects."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from heldin._private_torch import BatchNorm
+from heldin.capture.sharding import fully_sharded
+from heldin.crossval import OutOfFold
+from heldin.errors import HeldinError
+from heldin.loop.batches import repack, tensors_in, to_device
+from heldin.loop.events import LoaderBatch, OptimizerStep
+from heldin.loop.hooks import scaled_gradients
+from heldin.loop.randomness import Autocast, full_precision, separate_random_stream
+from heldin.loop.rows import RowSource
+from heldin.state.schema import check_schema
+
+from .exchange import Exchange, Session, ShadowState, group_settings
+from .frozen import FrozenOutputs
+from .held_out import BatchLoss, HeldOut, as_number
+from .labels import visible
+from .light import RowDraw, level_rows
+from .outputs import OutputRecipe
+from .plain_step import restored_at_calls
+from .references import UnchangedObjects
+from .step_check import StepCheck
+from .variables import Variables
+
+__all__ = ["CHANGED", "LIGHT_SUM", "Clip", "LossIsSum", "ReplayedShadows"]
+
+Clip = float | Callable[[list[nn.Parameter]], Any]
+
+CHANGED = (
+    "step: the batch was changed in place when the model was called with it, or afterwards, so "
+    "that shadows would be trained on something else; let model and loop change a copy of it"
+)
+LIGHT_SUM = (
+    "rules.Folds: rows below 1 needs a loss that is the mean over a batch; with a sum, fewer rows "
+    "mean a smaller step. Use reduction='mean', or rows='all'"
+)
+
+
+class LossIsSum(HeldinError):
+    """Raised for light shadows with a loss that is a sum over the batch."""
+
+
+EVALUATION = -3  # number of the random stream of evaluations
+
+
+class ReplayedShadows:
+    """K shadows, whose weights, buffers and optimiser states take turns in the user's objects.
+
+    Args:
+        owner: the public name of the rule, for errors.
+        model: the user's model.
+        optimizer: the user's optimiser.
+        source: the rows that are trained on.
+        view: the rows as they are evaluated.
+        labels: (n,) the shadow that is tested on a row; -1: none.
+        loss: the loss that is trained.
+        eval_loss: the loss to estimate, if it is another.
+        clip: how the loop clips gradients.
+        seed: of the shadows' random numbers.
+        memory: bytes of held-out batches that may be kept.
+        ranks: the processes that train the model jointly, if there are several.
+        train_step: the user's own step, in place of the plain one.
+        state: further objects that a step changes.
+        rows: share of the rows of each batch that a shadow is trained on.
+        in_time: whether shadows see the past only, see `visible`.
+        evaluated: a module in `state`, such as an average of the weights, that is evaluated in
+            place of the model.
+
+    Attributes:
+        engine: "replay".
+        copies: number of shadows.
+        held: number of rows evaluated at a check.
+        same_loss: see `HeldOut`.
+        inside: false; the model is never one of the shadows.
+        check: compares the loop's steps with those that are replayed.
+        draw: draws the rows of light shadows.
+        frozen: outputs of frozen modules, which are computed once for all shadows.
+        level_count: number of rows that `levels` evaluates.
+    """
+
+    engine, inside = "replay", False
+
+    def __init__(
+        self,
+        owner: str,
+        model: nn.Module,
+        optimizer: Optimizer,
+        source: RowSource,
+        view: RowSource,
+        labels: Tensor,
+        loss: BatchLoss,
+        eval_loss: BatchLoss | None,
+        clip: Clip | None,
+        seed: int,
+        memory: int,
+        ranks: Any = None,
+        train_step: Callable[[Any], Any] | None = None,
+        state: Sequence[Any] = (),
+        rows: float = 1.0,
+        in_time: bool = False,
+        evaluated: nn.Module | None = None,
+    ) -> None:
+        self._owner, self._model, self._evaluated = owner, model, evaluated or model
+        self._source, self._view, self._loss = source, view, loss
+        self._clip, self._seed, self._ranks = clip, seed, ranks
+        self._train_step = train_step
+        self._surroundings: Variables | None = None
+        self._values_after: dict[str, Any] | None = None  # of the user's variables
+        self.draw, self._in_time = RowDraw(rows, seed), in_time
+        self.label, self.copies = labels.cpu(), int(labels.max()) + 1
+        self._exchange = Exchange(model, optimizer, state)
+        self._device = next(iter(self._exchange.trained.values())).device
+        self.shadows = [self._exchange.new_state() for _ in range(self.copies)]
+        self.check = StepCheck(owner, self._exchange, self._device)
+        self.check.relaxed = hasattr(loss, "scale") or hasattr(loss, "shares") or ranks is not None
+        self.check.watches_gradients = not self.check.relaxed and clip is None
+        self.check.swaps_weights = has_evaluation_mode(optimizer)
+        check, recorder = self.check, source.recorder
+        if recorder is not None and ranks is None:
+            check.is_new_kind = recorder.take_new_size
+        if recorder is not None:
+            recorder.records_random_state = lambda: check.due or recorder.has_new_size
+        if ranks is not None:
+            self.check.largest = lambda error: float(ranks.largest(error, self._device))
+        self._normalises = any(isinstance(m, BatchNorm) for m in model.modules())
+        self._least = 2 if self._normalises and ranks is not None else 1
+        self._sharded = bool(fully_sharded(model))
+        if self._sharded and train_step is not None:
+            raise HeldinError(
+                f"{owner}: train_step is not replayed under fully_shard, where gradients cannot be "
+                "weighted by the rows of a rank; use the plain step, or DistributedDataParallel"
+            )
+        self._autocast = Autocast.current(self._device.type)  # of the last call of the model
+        self._steps, self._rows = 0, 0
+        self._settings: Sequence[Mapping[str, Any]] | None = None
+        self._total = torch.zeros((), dtype=torch.float64, device=self._device)
+        self._session: Session | None = None
+        exchanged = {id(p) for p in self._exchange.tensors}
+        self.frozen = FrozenOutputs(model, exchanged, memory if ranks is None else 0)
+        with self._evaluations():
+            self._held_out = HeldOut(
+                view,
+                self.label,
+                self._evaluated,
+                self._inserted,
+                loss,
+                eval_loss,
+                self._device,
+                memory,
+                ranks,
+                source.batch_size,
+                self._sharded,
+                self.frozen,
+            )
+        self.same_loss, self.held = self._held_out.same_loss, self._held_out.held
+        self.check.renew()
+        self._level_rows: list[Tensor] = []
+        self._start: ShadowState | None = None
+        if rows < 1.0:
+            self._start = self._exchange.new_state()
+            if self._held_out.kind == "sum":
+                source.close()
+                view.close()
+                raise LossIsSum(LIGHT_SUM)
+            self._level_rows = level_rows(self.label, self._held_out.bad_rows, in_time)
+        self.level_count = sum(len(each) for each in self._level_rows)
+
+    # -- training
+
+    def follow(
+        self,
+        step: OptimizerStep,
+        announced: Sequence[tuple[Any, Tensor | None]],
+    ) -> int:
+        """Repeat a step of the user's optimiser for every shadow; return its number of rows.
+
+        Args:
+            step: the step.
+            announced: batches and row numbers that the user has passed.
+        """
+        self.check.check_weights()
+        call = step.calls[-1] if step.calls else None
+        if call is not None:
+            self._autocast = call.autocast
+        if self._autocast.enabled and self._autocast.dtype == torch.float16:
+            raise HeldinError(
+                "step: shadows do not scale their loss, as float16 needs; use bfloat16 "
+                "(torch.autocast(..., dtype=torch.bfloat16)), or pass the loop's own step with its "
+                "scaler: train_step=..., state=[scaler]"
+            )
+        batches = self._source.micro_batches(announced, step.calls)
+        self._refuse_changed(step, batches)
+        self._steps += 1
+        self._settings = step.settings
+        record = self.check.take(step.number)
+        modes = call.modes if call is not None and call.modes else None
+        with (
+            self._computing(),
+            self._exchange.session() as session,
+            self._exchange.modes(modes) if modes is not None else nullcontext(),
+        ):
+            if record is not None:
+                self._verify(step, record, session, batches)
+            for number, shadow in enumerate(self.shadows):
+                with self._random_stream(self._steps, number):
+                    self._replay(session, shadow, number, step, batches)
+        self.frozen.forget()
+        self.check.renew()
+        rows = sum(len(batch.rows) for batch in batches)
+        return rows if self._ranks is None else int(self._ranks.add([rows], self._device)[0])
+
+    def train_on(self, batch: Any, index: Tensor | None, number: int) -> tuple[Any, int]:
+        """Call the user's function for the model and for every shadow.
+
+        Args:
+            batch: of the loop.
+            index: numbers of its rows, if they are given.
+            number: of steps so far.
+
+        Returns:
+            What the function returned for the model, and the number of rows.
+        """
+        assert self._train_step is not None
+        self.check.check_weights()
+        self.check.check_optimizer()
+        exchange = self._exchange
+        (record,) = self._source.micro_batches([(batch, index)], ())
+        exchange.note_attributes()
+        settings = group_settings(exchange.optimizer)
+        modes = [module.training for module in exchange.modules]
+        variables = self._variables()
+        before = variables.read()
+        for shadow in self.shadows:
+            variables.take_over(shadow.variables, self._values_after, before)
+        result = self._train_step(batch)
+        variables.note_changes()
+        after = variables.read()
+        self._refuse_kept_rows(before, after, len(record.rows))
+        exchange.note_group_state(settings, group_settings(exchange.optimizer))
+        self._steps += 1
+        self._settings = settings
+        looks = self._steps & (self._steps - 1) == 0
+        guard = UnchangedObjects(self._train_step, exchange) if looks else None
+        with torch.inference_mode(False), exchange.session() as session, exchange.modes(modes):
+            try:
+                for shadow_number, shadow in enumerate(self.shadows):
+                    inserted = before | shadow.variables
+                    variables.write(inserted)
+                    with self._random_stream(self._steps, shadow_number):
+                        self._replay_function(session, shadow, shadow_number, record, settings)
+                    shadow.variables |= variables.changes(inserted, variables.read())
+            finally:
+                variables.write(after)
+        self._values_after = after
+        if guard is not None:
+            guard.check()
+        self.frozen.forget()
+        self.check.count_step()
+        return result, len(record.rows)
+
+    def _refuse_kept_rows(
+        self, before: Mapping[str, Any], after: Mapping[str, Any], rows: int
+    ) -> None:
+        """Refuse light shadows if the user's function keeps something of every row of a batch.
+
+        Light shadows draw other rows at every step, and would go on from what belongs to others.
+        """
+        if self.draw.share == 1.0 or rows < 2:
+            return
+        for name, value in Variables.new_values(before, after):
+            if any(rows in tensor.shape for tensor in tensors_in(value)):
+                raise HeldinError(
+                    f"{self._owner}: train_step keeps a tensor with {rows} entries, one for each "
+                    f"row of a batch, in {name!r} from step to step (the hidden state of a "
+                    "recurrent network?), and light shadows draw other rows at every step; use "
+                    "rule='folds', or keep no tensor of a batch"
+                )
+
+    def _variables(self) -> Variables:
+        """Return the variables around the user's function."""
+        if self._surroundings is None:
+            assert self._train_step is not None
+            exchange = self._exchange
+            owners = (*exchange.modules, *exchange.tensors, *exchange.objects, exchange.optimizer)
+            exchanged = {id(owner) for owner in (*owners, *exchange.frozen)}
+            exchanged |= {id(table[name]) for table, name in exchange.buffer_places}
+            largest = sum(p.numel() for p in exchange.tensors)
+            self._surroundings = Variables(self._train_step, exchanged, largest)
+        return self._surroundings
+
+    def _replay_function(
+        self,
+        session: Session,
+        shadow: ShadowState,
+        number: int,
+        batch: LoaderBatch,
+        settings: Sequence[Mapping[str, Any]],
+    ) -> None:
+        """Call the user's function for a shadow on the rows that it may see."""
+        assert self._train_step is not None
+        parts = self._parts([batch], number)
+        weight = 1.0
+        if self._ranks is not None:
+            rows = sum(count for _, count in parts)
+            (all_rows,) = self._ranks.add([rows], self._device)
+            if not all_rows:
+                return
+            weight = rows * self._ranks.size / all_rows  # DistributedDataParallel takes the mean
+            if not parts:  # all ranks take part in every pass
+                parts = [(to_device(self._source.whole(batch), self._device), 0)]
+        trained = list(self._exchange.trained.values())
+        for place, (part, rows) in enumerate(parts):
+            alone = self._normalises and rows == 1
+            before = [buffer.clone() for buffer in shadow.buffers] if alone or not rows else []
+            session.insert(shadow, settings, with_gradients=True)
+            try:
+                with (
+                    torch.enable_grad(),
+                    scaled_gradients(trained, weight),
+                    self.frozen.for_part(place),
+                ):
+                    loss = self._train_step(part)
+            except ValueError as error:
+                if not alone or "more than 1 value per channel" not in str(error):
+                    raise
+                shadow.buffers = before
+                return
+            session.collect(shadow, with_gradients=True)
+            if not rows:
+                shadow.buffers = before
+            if self._ranks is not None:
+                shadow.grads = [None if g is None else g.clone() for g in shadow.grads]
+                self._ranks.copy_first(shadow.buffers)
+            if rows and isinstance(loss, (Tensor, float)) and torch.as_tensor(loss).numel() == 1:
+                self._total += torch.as_tensor(loss).detach().double().to(self._device) * rows
+                self._rows += rows
+
+    def _replay(
+        self,
+        session: Session,
+        shadow: ShadowState,
+        number: int,
+        step: OptimizerStep,
+        batches: Sequence[LoaderBatch],
+    ) -> None:
+        """Take one step of a shadow on the rows that it may see; none if there are none."""
+        parts = self._parts(batches, number)
+        weights, rows, factor = self._weights(parts, [len(batch.rows) for batch in batches])
+        if not rows:
+            return
+        idle = self._sharded and not parts  # all ranks take part in every pass
+        if idle:
+            whole = [self._source.whole(batch) for batch in batches]
+            parts = [(to_device(batch, self._device), 0) for batch in whole]
+            weights = [0.0 for _ in parts]
+            own_buffers = [buffer.clone() for buffer in shadow.buffers]
+        alone = self._normalises and any(count == 1 for _, count in parts)
+        before = [buffer.clone() for buffer in shadow.buffers] if alone else []
+        session.insert(shadow, step.settings)
+        try:
+            total = self._take_step(step.with_closure, parts, weights)
+        except ValueError as error:
+            if not alone or "more than 1 value per channel" not in str(error):
+                raise
+            shadow.buffers = before  # a batch normalisation cannot be trained on one row
+            return
+        session.collect(shadow)
+        if idle:
+            shadow.buffers = own_buffers
+        if self._ranks is not None and not self._sharded:
+            self._ranks.copy_first(shadow.buffers)
+        processes = 1 if self._ranks is None else self._ranks.size
+        self._total += total / factor * (processes if self._held_out.kind == "sum" else rows)
+        self._rows += rows
+
+    def _parts(self, batches: Sequence[LoaderBatch], number: int) -> list[tuple[Any, int]]:
+        """Return the batches that a shadow may see, with their numbers of rows.
+
+        Several ranks pass over a batch of one visible row before a BatchNorm: it may raise, and no
+        rank may raise alone.
+        """
+        parts, selections = [], []
+        rank = 0 if self._ranks is None else self._ranks.rank
+        for place, batch in enumerate(batches):
+            seen = visible(self.label[batch.rows], number, self._in_time)
+            rows = self.draw(seen, self._steps, number, place, rank).nonzero().flatten()
+            if not len(rows) or len(rows) < min(self._least, len(batch.rows)):
+                continue
+            if len(rows) == len(batch.rows):
+                part = self._source.whole(batch)
+            else:
+                part = self._source.part(batch, rows)
+            parts.append((to_device(part, self._device), len(rows)))
+            selections.append((place, rows, len(batch.rows)))
+        if self._ranks is None:
+            self.frozen.select(selections, compares=self._steps & (self._steps - 1) == 0)
+        return parts
+
+    def _weights(
+        self, parts: Sequence[tuple[Any, int]], sizes: Sequence[int]
+    ) -> tuple[list[float], int, float]:
+        """Return the weight of each part's loss, the number of rows on all ranks, and a factor.
+
+        The weighted sum of the losses is the factor times their mean (or sum) over all rows.
+
+        The factor of the loop is known from the check of its first steps. A framework may know
+        better, by methods of its loss: `shares(batches)`, for accumulated batches, `scale(sizes)`,
+        for the whole step, and `count(batches)`, the weight of a rank. If `divided` is true, each
+        loss is already divided by the number of accumulated batches.
+        """
+        rows = sum(count for _, count in parts)
+        batches = [batch for batch, _ in parts]
+        sums = self._held_out.kind == "sum"
+        shares = self._ask("shares", batches)
+        if shares is not None:
+            weights = [float(share) for share in shares]
+        elif self.check.relaxed or (known := self.check.factor_for(len(sizes))) is None:
+            weights = [1.0 if sums else count / rows for _, count in parts]
+        else:
+            weights = [known for _ in parts]
+        scale, by = getattr(self._loss, "scale", None), 1.0
+        if scale is not None:
+            by = float(scale(list(sizes))) / (len(sizes) if sums else 1)
+            weights = [weight * by for weight in weights]
+        factor = sum(weights) / (max(1, len(weights)) if sums else 1) or 1.0
+        if getattr(self._loss, "divided", False):
+            factor = 1.0
+        if self._ranks is None:
+            return weights, rows, factor
+        count = self._ask("count", batches)
+        own = 1.0 if sums else float(rows if count is None else count)
+        all_rows, total = self._ranks.add([rows, own], self._device)
+        factor = 1.0 if getattr(self._loss, "divided", False) else by  # the same on all ranks
+        return [weight * own / (total or 1.0) for weight in weights], int(all_rows), factor
+
+    def _ask(self, method: str, batches: list[Any]) -> Any:
+        function = getattr(self._loss, method, None)
+        return None if function is None or not batches else function(batches)
+
+    def _take_step(
+        self,
+        with_closure: bool,
+        parts: Sequence[tuple[Any, int]],
+        weights: Sequence[float],
+        before_part: Callable[[int], None] = lambda number: None,
+    ) -> Tensor:
+        """Take the plain step with whatever state is in the user's objects; return the loss."""
+        optimizer = self._exchange.optimizer
+
+        def closure() -> Tensor:
+            return self._compute_gradients(parts, weights, before_part)
+
+        if with_closure:
+            return torch.as_tensor(optimizer.step(closure)).detach()  # type: ignore[arg-type]
+        total = closure()
+        optimizer.step()
+        return total
+
+    def _compute_gradients(
+        self,
+        parts: Sequence[tuple[Any, int]],
+        weights: Sequence[float],
+        before_part: Callable[[int], None] = lambda number: None,
+        clips: bool = True,
+    ) -> Tensor:
+        """Write the gradient of the weighted losses into `.grad`; return their sum."""
+        trained = list(self._exchange.trained.values())
+        for p in trained:
+            p.grad = None
+        total = torch.zeros_like(self._total)
+        for number, ((batch, _), weight) in enumerate(zip(parts, weights, strict=True)):
+            if not weight and not self._sharded:
+                continue
+            before_part(number)
+            with self._precision(), self.frozen.for_part(number):
+                loss = as_number(self._loss(self._model, repack(batch))) * weight
+            if self._sharded:  # which sums the gradients up itself, and divides by the ranks
+                (loss * self._ranks.size).backward()
+            else:
+                _add_gradients(loss, trained)
+            total += loss.detach()
+        if self._sharded:
+            total = self._ranks.add_loss(total)
+        elif self._ranks is not None:
+            total = self._ranks.add_gradients(trained, total)
+        if clips:
+            self._clip_gradients()
+        return total
+
+    def _clip_gradients(self) -> None:
+        """Clip the gradients as the loop does."""
+        trained = list(self._exchange.trained.values())
+        if isinstance(self._clip, (int, float)):
+            nn.utils.clip_grad_norm_(trained, float(self._clip))
+        elif self._clip is not None:
+            self._clip(trained)
+
+    def restart(self) -> None:
+        """Let all shadows start again, on all rows that they may see."""
+        assert self._start is not None
+        self.shadows = [copy.deepcopy(self._start) for _ in range(self.copies)]
+        self.draw.share, self._start = 1.0, None
+
+    # -- the check of the loop's step
+
+    def _verify(
+        self, step: OptimizerStep, record: Any, session: Session, batches: Sequence[LoaderBatch]
+    ) -> None:
+        self.frozen.select([], compares=False)
+        parts = [
+            (to_device(self._source.whole(batch), self._device), len(batch.rows))
+            for batch in batches
+        ]
+        rows = sum(count for _, count in parts)
+
+        def before_part(number: int) -> None:
+            state = batches[number].random_state
+            if state is not None:
+                state.restore()
+
+        def gradients() -> tuple[list[Tensor | None], list[Tensor | None] | None]:
+            trained = list(self._exchange.trained.values())
+            if self.check.relaxed:
+                weights, _, _ = self._weights(parts, [len(batch.rows) for batch in batches])
+                self._compute_gradients(parts, weights, before_part, clips=False)
+                return [p.grad for p in trained], None
+            plain: list[Tensor | None] = [None] * len(trained)
+            by_rows: list[Tensor | None] = [None] * len(trained)
+            for number, part in enumerate(parts):
+                before_part(number)
+                self._compute_gradients([part], [1.0], clips=False)
+                for i, p in enumerate(trained):
+                    plain[i] = _sum(plain[i], p.grad, 1.0)
+                    by_rows[i] = _sum(by_rows[i], p.grad, part[1] / rows)
+            return plain, by_rows if len(parts) > 1 else None
+
+        def clip(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+            trained = list(self._exchange.trained.values())
+            for p, grad in zip(trained, grads, strict=True):
+                p.grad = None if grad is None else grad.clone()
+            self._clip_gradients()
+            return [p.grad for p in trained]
+
+        def take_step() -> None:
+            weights = [1.0 for _ in parts]
+            if self.check.relaxed:
+                weights, _, _ = self._weights(parts, [len(batch.rows) for batch in batches])
+            self._take_step(True, parts, weights, before_part)
+
+        with self._random_stream(-1, 0), restored_at_calls(self._exchange, self._model, step):
+            self.check.verify(
+                step.number,
+                record,
+                session,
+                step.settings,
+                gradients,
+                take_step,
+                len(parts),
+                None if self._clip is None else clip,
+            )
+
+    # -- contexts
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        """Compute gradients whatever context the user's loop is in."""
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            full_precision(self._device.type),
+        ):
+            yield
+
+    def _precision(self) -> Any:
+        return self._autocast.context()
+
+    def _random_stream(self, step: int, number: int) -> Any:
+        rank = 0 if self._ranks is None or step < 0 else self._ranks.rank
+        return separate_random_stream(self._device, self._seed, step, number, rank)
+
+    @contextmanager
+    def _evaluations(self) -> Iterator[None]:
+        """Keep the user's state aside while shadows are evaluated."""
+        with (
+            self._computing(),
+            self._random_stream(EVALUATION, 0),
+            torch.no_grad(),
+            self._exchange.modes(None),
+            self._exchange.session() as session,
+        ):
+            self._session = session
+            try:
+                yield
+            finally:
+                self._session = None
+
+    @contextmanager
+    def _inserted(self, number: int) -> Iterator[None]:
+        """Put a copy of a shadow's state into the model, in evaluation mode."""
+        assert self._session is not None
+        shadow, optimizer = self.shadows[number], self._exchange.optimizer
+        evaluates = has_evaluation_mode(optimizer)
+        state = copy.copy(shadow)
+        state.buffers = [buffer.clone() for buffer in shadow.buffers]
+        if evaluates:
+            state.weights = [weight.clone() for weight in shadow.weights]
+        self._session.insert(state, self._settings)
+        if evaluates:
+            optimizer.eval()  # type: ignore[attr-defined]
+        with self._precision():
+            yield
+
+    @contextmanager
+    def _model_inserted(self) -> Iterator[None]:
+        """Use the model as it is, in evaluation mode; before the first shadow of a session."""
+        assert self._session is not None
+        optimizer = self._exchange.optimizer
+        if has_evaluation_mode(optimizer):  # it changes the weights in place
+            self._session.insert(self._exchange.new_state())
+            optimizer.eval()  # type: ignore[attr-defined]
+        else:
+            self._session.protect_buffers()
+        with self._precision():
+            yield
+
+    def _refuse_changed(self, step: OptimizerStep, batches: Sequence[LoaderBatch]) -> None:
+        """Refuse batches that are no longer what the model was trained on."""
+        changed = step.changed_storages()
+        if changed and any(
+            tensor.untyped_storage().data_ptr() in changed
+            for batch in batches
+            for tensor in tensors_in((batch.batch, batch.prepared))
+        ):
+            raise HeldinError(CHANGED)
+
+    # -- checks
+
+    def held_out(self) -> Tensor:
+        """Return losses of the held-out rows, or means over blocks, weighted by their sizes."""
+        with self._evaluations():
+            return self._held_out.losses()
+
+    def keep_outputs(self, recipe: OutputRecipe | None) -> None:
+        """Keep the outputs of held-out rows at every later check; None: no longer."""
+        if recipe is not None and self._sharded:
+            raise HeldinError(
+                f"{self._owner}: outputs of held-out rows are not kept under fully_shard; leave "
+                "metrics and predict out, or use DistributedDataParallel"
+            )
+        self._held_out.recipe = recipe
+
+    def held_out_outputs(self) -> OutOfFold:
+        """Return the outputs of the rows at the last `held_out()`."""
+        outputs, targets = self._held_out.outputs, self._held_out.targets
+        assert outputs is not None
+        assert targets is not None
+        rows = self._held_out.rows
+        return OutOfFold(outputs, rows, self.label[rows], targets)
+
+    @contextmanager
+    def trial(self) -> Iterator[None]:
+        """Let calls of the model leave nothing behind: it has the state of a shadow meanwhile."""
+        with self._evaluations(), self._inserted(0):
+            yield
+
+    def example(self) -> tuple[Any, Callable[[nn.Module, Any], Tensor]]:
+        """Return a batch of a few rows, and the function that predicts them."""
+        return self._held_out.example(), self._held_out.predict
+
+    def members(self) -> list[dict[str, Tensor]]:
+        """Return copies of the trained weights and the buffers of every shadow, by name."""
+        states = []
+        with self._evaluations():
+            for number in range(self.copies):
+                with self._inserted(number):
+                    states.append(self._trained_state())
+        return states
+
+    def _trained_state(self) -> dict[str, Tensor]:
+        """Return copies of the evaluated weights that are trained, and of the buffers."""
+        names = {name for name, p in self._model.named_parameters() if p.requires_grad}
+        state = {name: p for name, p in self._evaluated.named_parameters() if name in names}
+        values = {**state, **dict(self._evaluated.named_buffers())}
+        return {name: value.detach().to("cpu", copy=True) for name, value in values.items()}
+
+    @contextmanager
+    def evaluated_weights(self) -> Iterator[None]:
+        """Let the model have the weights that it is evaluated with (schedule-free optimisers)."""
+        if not has_evaluation_mode(self._exchange.optimizer):
+            yield
+            return
+        with self._evaluations(), self._model_inserted():
+            yield
+
+    def levels(self) -> tuple[float, float]:
+        """Return the mean loss of light shadows on training rows, and the model's on the same."""
+        held_out = self._held_out
+        with self._evaluations():
+            batches = {id(rows): held_out.batches_of(rows) for rows in self._level_rows}
+            with self._model_inserted():
+                losses = [held_out.mean_loss(each) for each in batches.values()]
+            shadows = []
+            for number, rows in enumerate(self._level_rows):
+                with self._inserted(number):
+                    shadows.append(held_out.mean_loss(batches[id(rows)]))
+        return sum(shadows) / len(shadows), sum(losses) / len(losses)
+
+    def training_loss(self) -> float:
+        """Return the mean loss of the shadows on the batches since the last call; nan at first."""
+        loss = float(self._total) / self._rows if self._rows else float("nan")
+        self._rows = 0
+        self._total.zero_()
+        return loss
+
+    def describe_rows(self) -> str:
+        """Say how batches are matched to rows, and how the loss follows from them."""
+        source, held_out = self._source, self._held_out
+        if source.recorder is None:
+            how = "announced, or found by their contents"
+        elif source.recorder.layout is None:
+            how = "shadows' batches are collated from the items of the loop's batches"
+        else:
+            how = "shadows' batches are slices of the loop's batches"
+        bad = f", {len(held_out.bad_rows)} without a finite loss" if held_out.bad_rows else ""
+        return f"{source.count} rows{bad}; {how}; the loss of a batch is its {held_out.kind}"
+
+    def weights_of(self, number: int) -> dict[str, Tensor]:
+        """Return the trained weights of a shadow, by name."""
+        weights = self.shadows[number].weights
+        return dict(zip(self._exchange.trained, weights, strict=False))
+
+    # -- saving
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that a resumed run needs."""
+        return {
+            "label": self.label.clone(),
+            "steps": self._steps,
+            "losses": [float(self._total), float(self._rows)],
+            "factors": {
+                number: float("nan") if factor is None else factor
+                for number, factor in self.check.factors.items()
+            },
+            "group_state_keys": sorted(self._exchange.group_state_keys),
+            "shadows": [self._saved(shadow) for shadow in self.shadows],
+            "start": [] if self._start is None else [self._saved(self._start)],
+        }
+
+    def _saved(self, shadow: ShadowState) -> dict[str, Any]:
+        plain = (bool, int, float, str, Tensor, type(None))
+        return {
+            "weights": {
+                name: weight.detach().clone()
+                for name, weight in zip(self._exchange.names, shadow.weights, strict=True)
+            },
+            "buffers": {str(i): buffer.clone() for i, buffer in enumerate(shadow.buffers)},
+            "optimizer": {
+                "state": {i: copy.deepcopy(each) for i, each in enumerate(shadow.optimizer) if each}
+            },
+            "group_state": copy.deepcopy(shadow.group_state),
+            "attributes": {
+                number: copy.deepcopy(value)
+                for number, value in shadow.attributes.items()
+                if isinstance(value, plain)
+            },
+            "objects": copy.deepcopy(shadow.objects),
+            "variables": self._variables().saved(shadow.variables) if shadow.variables else {},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state_dict` was taken."""
+        check_schema(
+            state,
+            {
+                "label": self.label,
+                "steps": int,
+                "losses": [float],
+                "factors": {int: float},
+                "group_state_keys": [str],
+                "shadows": [dict],
+                "start": [dict],
+            },
+        )
+        if len(state["shadows"]) != self.copies or len(state["losses"]) != 2:
+            raise ValueError(f"{len(state['shadows'])} shadows, not {self.copies}")
+        for number, saved in enumerate(state["shadows"]):
+            self._check_saved(saved, f"['shadows'][{number}]")
+        for saved in state["start"]:
+            self._check_saved(saved, "['start']")
+        if not torch.equal(state["label"], self.label):
+            raise ValueError("the rows were divided in another way; use the same seed and groups")
+        variables = [
+            self._variables().loaded(saved["variables"]) if saved["variables"] else {}
+            for saved in state["shadows"]
+        ]
+        for shadow, saved, values in zip(self.shadows, state["shadows"], variables, strict=True):
+            _load_saved(shadow, saved)
+            shadow.variables = values
+        if not state["start"]:
+            self._start = None
+        elif self._start is not None:
+            _load_saved(self._start, state["start"][0])
+        self._exchange.group_state_keys = set(state["group_state_keys"])
+        self.check.factors = {
+            number: None if factor != factor else factor
+            for number, factor in state["factors"].items()
+        }
+        self.check.resumed = True
+        self.check.forget()
+        self._steps, self._rows = state["steps"], int(state["losses"][1])
+        self._total.fill_(state["losses"][0])
+
+    def _check_saved(self, saved: Any, place: str) -> None:
+        """Refuse, before anything is changed, a state of other shadows."""
+        shadow = self.shadows[0]
+        form = {
+            "weights": dict(zip(self._exchange.names, shadow.weights, strict=True)),
+            "buffers": {str(i): buffer for i, buffer in enumerate(shadow.buffers)},
+            "optimizer": {"state": {int: {str: (Tensor, float, int, bool, list, None)}}},
+            "group_state": [dict],
+            "attributes": {int: (bool, int, float, str, Tensor, None)},
+            "objects": list,
+            "variables": dict,
+        }
+        check_schema(saved, form, place)
+        total = sum(weight.numel() for weight in shadow.weights)
+        for number, entries in saved["optimizer"]["state"].items():
+            if not 0 <= number < len(shadow.weights):
+                raise ValueError(f"{place}: the optimiser has no parameter {number}")
+            weight = shadow.weights[number]
+            for name, value in entries.items():
+                if not isinstance(value, Tensor) or value.numel() == total:  # all in one vector
+                    continue
+                if value.dim() > weight.dim() or value.numel() > max(1, weight.numel()):
+                    raise ValueError(f"{name!r} of an optimiser is {tuple(value.shape)}")
+
+    def close(self) -> None:
+        """Leave the loaders as they were, and release the model and its shadows."""
+        self._source.close()
+        self._view.close()
+        self.frozen.close()
+        self.shadows, self._start = [], None
+        names = ("_exchange", "check", "_held_out", "_loss", "_clip", "_model", "_evaluated")
+        for name in (*names, "_train_step", "_surroundings"):
+            vars(self).pop(name, None)
+
+
+def has_evaluation_mode(optimizer: Optimizer) -> bool:
+    """Return whether an optimiser keeps other weights for evaluation (schedule-free ones do)."""
+    return callable(getattr(optimizer, "eval", None)) and callable(
+        getattr(optimizer, "train", None)
+    )
+
+
+def _add_gradients(loss: Tensor, trained: Sequence[nn.Parameter]) -> None:
+    """Backpropagate to the trained parameters and to nothing else."""
+    try:
+        grads = torch.autograd.grad(loss, trained, allow_unused=True)
+    except RuntimeError as error:
+        if "Checkpointing is not compatible" not in str(error):
+            raise
+        raise HeldinError(
+            "shadows cannot be trained through torch.utils.checkpoint with use_reentrant=True; "
+            "use use_reentrant=False (gradient_checkpointing_kwargs in transformers)"
+        ) from error
+    if all(gradient is None for gradient in grads):
+        raise HeldinError(
+            "batch_loss: it does not depend on the weights of the model. Does it call another "
+            "model, one from outside of the function? Call its first argument, "
+            "def batch_loss(model, batch)"
+        )
+    for p, gradient in zip(trained, grads, strict=True):
+        if gradient is not None:
+            p.grad = gradient if p.grad is None else p.grad + gradient
+
+
+def _sum(total: Tensor | None, grad: Tensor | None, weight: float) -> Tensor | None:
+    if grad is None:
+        return total
+    return grad * weight if total is None else total + grad * weight
+
+
+def _load_saved(shadow: ShadowState, saved: Mapping[str, Any]) -> None:
+    """Set a shadow to a state that was saved."""
+    for weight, value in zip(shadow.weights, saved["weights"].values(), strict=True):
+        weight.copy_(value)
+    for buffer, value in zip(shadow.buffers, saved["buffers"].values(), strict=True):
+        buffer.copy_(value)
+    entries = copy.deepcopy(saved["optimizer"]["state"])
+    shadow.optimizer = [
+        {k: _placed(v, w.device) for k, v in entries.get(i, {}).items()}
+        for i, w in enumerate(shadow.weights)
+    ]
+    shadow.group_state = copy.deepcopy(saved["group_state"])
+    shadow.attributes = copy.deepcopy(saved["attributes"])
+    shadow.objects = copy.deepcopy(saved["objects"])
+
+
+def _placed(value: Any, device: torch.device) -> Any:
+    return value.to(device) if isinstance(value, Tensor) and value.dim() else value

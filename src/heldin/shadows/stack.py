@@ -1,0 +1,413 @@
+"""K copies of a model trained at once, each on its own rows of the same minibatches.
+
+The copies' weights lie in one flat vector per parameter group, tensor after tensor, each tensor as
+a contiguous (K, ...) block. An optimiser that works element by element then takes one step for all
+of them with the numbers that K separate ones would give.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from heldin.errors import HeldinError
+from heldin.shadows.engines import Engine, engine_for
+from heldin.shadows.losses import PerRowLoss
+from heldin.state.schema import check_schema
+
+__all__ = ["ELEMENTWISE", "Stack", "again", "hyperparameters", "take_step"]
+
+# Their update of a weight depends on that weight's own gradient, state and step count only. Others
+# (norms over a tensor, factored moments, line searches) get one instance for each copy.
+ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
+    {
+        torch.optim.SGD,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.RMSprop,
+        torch.optim.Adagrad,
+        torch.optim.Adadelta,
+        torch.optim.Adamax,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.Rprop,
+        torch.optim.ASGD,
+    }
+)
+
+# They can take a step in one call on a processor, for which PyTorch does not do so by default.
+FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+
+WORTHWHILE = 1 << 20  # weights x rows from which leaving rows out saves more than it costs
+
+
+def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the present settings of each parameter group (schedulers change rates)."""
+    return [
+        {
+            key: value.clone() if isinstance(value, Tensor) else value
+            for key, value in group.items()
+            if key != "params"
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+class Stack:
+    """K copies of a model with their optimiser."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        copies: int,
+        inputs: Sequence[Tensor],
+        engine: Engine = "auto",
+    ) -> None:
+        names = {id(p): n for n, p in model.named_parameters() if p.requires_grad}
+        self.copies = copies
+        self.blocks: dict[str, Tensor] = {}  # (K, ...) leaves that share the flat vectors' memory
+        self.grads: dict[str, Tensor] = {}
+        self.idle: set[str] = set()  # parameters that have no part in the outputs
+        self.members: list[list[nn.Parameter]] = []  # the flat vectors of each group
+        self._spans: list[list[tuple[nn.Parameter, str, slice]]] = []  # of each tensor, by group
+        self._gather(optimizer, names)
+        if not self.blocks:
+            raise HeldinError(
+                "optimizer: none of its parameters is a trainable parameter of the model; give the "
+                "optimiser that trains this model"
+            )
+        self.size = sum(block[0].numel() for block in self.blocks.values())
+        self.elementwise = type(optimizer) in ELEMENTWISE
+        self.optimizers = self._optimizers(optimizer, names)
+        self.engine, self.forward = engine_for(model, self, inputs, engine)
+
+    def _gather(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
+        for group in optimizer.param_groups:
+            self.members.append([])
+            self._spans.append([])
+            alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+            for p in group["params"]:
+                if id(p) in names:
+                    alike.setdefault((p.dtype, p.device), []).append(p)
+            for params in alike.values():
+                flat = nn.Parameter(
+                    torch.cat([p.detach().expand(self.copies, *p.shape).flatten() for p in params])
+                )
+                flat.grad = torch.zeros_like(flat)
+                start = 0
+                for p in params:
+                    end = start + self.copies * p.numel()
+                    shape = (self.copies, *p.shape)
+                    block = flat.detach()[start:end].view(shape)
+                    self.blocks[names[id(p)]] = block.requires_grad_()
+                    self.grads[names[id(p)]] = flat.grad[start:end].view(shape)
+                    self._spans[-1].append((flat, names[id(p)], slice(start, end)))
+                    start = end
+                self.members[-1].append(flat)
+
+    def _optimizers(self, optimizer: Optimizer, names: Mapping[int, str]) -> list[Optimizer]:
+        settings = hyperparameters(optimizer)
+        if self.elementwise:
+            groups = [
+                {"params": flats, **setting}
+                for flats, setting in zip(self.members, settings, strict=True)
+            ]
+            made = [again(optimizer, groups)]
+        else:
+            made = []
+            for copy_number in range(self.copies):
+                groups = []
+                for group, setting in zip(optimizer.param_groups, settings, strict=True):
+                    params = []
+                    for p in group["params"]:
+                        if id(p) in names:
+                            own = nn.Parameter(self.blocks[names[id(p)]].detach()[copy_number])
+                            own.grad = self.grads[names[id(p)]][copy_number]
+                            params.append(own)
+                    groups.append({"params": params, **setting})
+                made.append(again(optimizer, groups))
+        if any(optimizer.state.values()):
+            self._copy_state(optimizer, made, names)
+        return made
+
+    def _copy_state(
+        self, optimizer: Optimizer, made: Sequence[Optimizer], names: Mapping[int, str]
+    ) -> None:
+        """Copy the state of an optimiser that has already stepped."""
+        for source_group, *new_groups in zip(
+            optimizer.param_groups, *(o.param_groups for o in made), strict=True
+        ):
+            known = [p for p in source_group["params"] if id(p) in names]
+            if not self.elementwise:
+                for new, group in zip(made, new_groups, strict=True):
+                    for p, own in zip(known, group["params"], strict=True):
+                        new.state[own] = copy.deepcopy(optimizer.state[p])
+                continue
+            for flat in new_groups[0]["params"]:
+                mine = [p for p in known if (p.dtype, p.device) == (flat.dtype, flat.device)]
+                states = [(p, optimizer.state.get(p, {})) for p in mine]
+                for key in {key for _, state in states for key in state}:
+                    given = [(p, state[key]) for p, state in states if key in state]
+                    one_each = isinstance(given[0][1], Tensor) and all(
+                        value.shape == p.shape for p, value in given
+                    )
+                    if one_each and key not in ("step", "eta", "mu", "mu_product"):
+                        parts = [state.get(key, torch.zeros_like(p)) for p, state in states]
+                        made[0].state[flat][key] = torch.cat(
+                            [v.expand(self.copies, *v.shape).flatten() for v in parts]
+                        )
+                    else:
+                        made[0].state[flat][key] = copy.deepcopy(given[0][1])
+
+    def advance(
+        self,
+        inputs: Sequence[Tensor],
+        targets: Tensor,
+        keep: Tensor,
+        loss: PerRowLoss,
+        settings: Sequence[Mapping[str, Any]],
+        weights: Tensor | None = None,
+        clip: float | None = None,
+        apart: bool = False,
+    ) -> None:
+        """One optimiser step of every copy on the rows of the minibatch that it keeps.
+
+        Args:
+            inputs, targets: of the minibatch.
+            keep: (K, b), true for the rows that a copy keeps.
+            loss: row by row.
+            settings: of the optimiser's groups.
+            weights: (b,) of the rows.
+            clip: largest norm of the gradient of a copy.
+            apart: whether to run every copy on its own rows only, as copies keep few.
+        """
+        searches = isinstance(self.optimizers[0], torch.optim.LBFGS)
+        most = int(keep.sum(1).max()) if apart else 0
+        apart = most > 0 and not searches
+        if apart:
+            places = keep.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :most]
+            inputs, targets = [x[places] for x in inputs], targets[places]
+            weights = None if weights is None else weights[places]
+            keep = keep.gather(1, places)
+        large = self.size * keep.numel() > WORTHWHILE
+        if (
+            large and self.copies == 1 and not apart and 0 < int(keep.sum()) < keep.numel()
+        ):  # for no other copy
+            inputs, targets = [x[keep[0]] for x in inputs], targets[keep[0]]
+            weights = None if weights is None else weights[keep[0]]
+            keep = keep[:, keep[0]]
+
+        def gradient() -> Tensor:
+            outputs = self.forward(inputs, None if apart else keep, train=True)
+            by_output = loss.gradient(outputs, targets, keep, weights, apart)
+            self.forward.backward(by_output)
+            if clip is not None:
+                self._clip(clip)
+            return outputs
+
+        stepping = self._stepping(keep)
+        for made in self.optimizers:
+            for group, setting in zip(made.param_groups, settings, strict=True):
+                group.update(setting)
+        if searches:
+            self._searched(gradient, targets, keep, loss)
+            return
+        gradient()
+        for number, made in enumerate(self.optimizers):
+            if stepping is None or stepping[number]:
+                take_step(made)
+
+    def _stepping(self, keep: Tensor) -> list[bool] | None:
+        """Which copies take a step: those that keep a row; None if all do.
+
+        A copy without a row takes none: its weights, moments and step count stay as they are. One
+        optimiser for all copies has one step count, so each gets its own from then on.
+        """
+        stepping = keep.any(1).tolist()
+        if len(stepping) == 1 and self.copies > 1:
+            stepping = stepping * self.copies
+        if all(stepping):
+            return None
+        if self.elementwise and len(self.optimizers) != self.copies:
+            self._split()
+        return stepping
+
+    def _split(self) -> None:
+        """Give every copy a separate optimiser, with its part of the state."""
+        (joint,) = self.optimizers
+        split = []
+        for number in range(self.copies):
+            groups, states = [], []
+            for group, spans in zip(joint.param_groups, self._spans, strict=True):
+                params = []
+                for flat, name, span in spans:
+                    weight = nn.Parameter(self.blocks[name].detach()[number])
+                    weight.grad = self.grads[name][number]
+                    params.append(weight)
+                    states.append((weight, flat, span))
+                setting = {key: value for key, value in group.items() if key != "params"}
+                groups.append({"params": params, **setting})
+            single = again(joint, groups)
+            for weight, flat, span in states:
+                for key, value in joint.state.get(flat, {}).items():
+                    whole = isinstance(value, Tensor) and value.shape == flat.shape
+                    if whole and flat.dim():
+                        part = value[span].view(self.copies, *weight.shape)[number].clone()
+                    else:
+                        part = copy.deepcopy(value)
+                    single.state[weight][key] = part
+            split.append(single)
+        self.optimizers = split
+
+    def state_of(self, number: int) -> dict[str, Any]:
+        """Return copies of the weights and of the optimiser's state of one copy."""
+        if self.elementwise and len(self.optimizers) != self.copies:
+            (joint,) = self.optimizers
+            self._split()
+            single, self.optimizers = self.optimizers[number], [joint]
+        else:
+            single = self.optimizers[number]
+        return {
+            "weights": {n: block.detach()[number].clone() for n, block in self.blocks.items()},
+            "optimizer": copy.deepcopy(single.state_dict()["state"]),
+        }
+
+    def load_state_of(self, number: int, state: Mapping[str, Any]) -> None:
+        """Set one copy to a state; the others stay as they are."""
+        if self.elementwise and len(self.optimizers) != self.copies:
+            self._split()
+        for name, weight in state["weights"].items():
+            self.blocks[name].detach()[number].copy_(weight)
+        made = self.optimizers[number]
+        made.load_state_dict({**made.state_dict(), "state": copy.deepcopy(state["optimizer"])})
+
+    def _clip(self, largest: float) -> None:
+        """Clip the gradients of each copy as `clip_grad_norm_` does."""
+        squares = [grad.flatten(1).square().sum(1) for grad in self.grads.values()]
+        norms = torch.stack(squares).sum(0).sqrt()
+        factor = (largest / (norms + 1e-6)).clamp(max=1.0)
+        for grad in self.grads.values():
+            grad.mul_(factor.view(-1, *[1] * (grad.dim() - 1)))
+
+    def _searched(
+        self, gradient: Callable[[], Tensor], targets: Tensor, keep: Tensor, loss: PerRowLoss
+    ) -> None:
+        """Line searches evaluate the loss themselves, each copy on its own."""
+        for number, made in enumerate(self.optimizers):
+            kept = keep[number]
+            if not bool(kept.any()):
+                continue
+
+            def closure(number: int = number, kept: Tensor = kept) -> Tensor:
+                outputs = gradient()[number]
+                return loss.loss_fn(outputs[kept], targets[kept]).detach()
+
+            made.step(closure)  # type: ignore[arg-type]
+
+    def seed_dropout(self, seed: int, device: torch.device) -> None:
+        """Set the random numbers of dropout in the coming step, where a stack has its own."""
+        network = getattr(self.forward, "network", None)
+        if network is not None and network.has_dropout:
+            network.seed(seed, device)
+
+    def evaluate(self, inputs: Sequence[Tensor]) -> Tensor:
+        """(K, b, ...) outputs in evaluation mode, of each copy on its own rows (K, b, ...)."""
+        with torch.no_grad():
+            return self.forward(inputs, None, train=False)
+
+    def copy_of(self, number: int) -> dict[str, Tensor]:
+        """Weights of one copy, and its buffers if they are its own."""
+        found = {name: block.detach()[number] for name, block in self.blocks.items()}
+        buffers = getattr(self.forward, "buffers", [])
+        return found | (buffers[number] if buffers else {})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Weights, buffers and optimiser states."""
+        return {
+            "weights": {name: block.detach().clone() for name, block in self.blocks.items()},
+            "buffers": [
+                {name: buffer.clone() for name, buffer in each.items()}
+                for each in getattr(self.forward, "buffers", [])
+            ],
+            "optimizers": [copy.deepcopy(o.state_dict()) for o in self.optimizers],
+        }
+
+    def check_state(self, state: Mapping[str, Any], copies: int) -> None:
+        """Refuse, before anything is changed, the state of another number of copies."""
+        weights = {n: b.new_empty(copies, *b.shape[1:]) for n, b in self.blocks.items()}
+        buffers = getattr(self.forward, "buffers", [])
+        check_schema(
+            state, {"weights": weights, "buffers": [dict], "optimizers": [dict]}, "['stack']"
+        )
+        for each in state["buffers"]:
+            check_schema(each, dict(buffers[0]) if buffers else {}, "['buffers']")
+        if len(state["buffers"]) not in (0, copies) or bool(state["buffers"]) != bool(buffers):
+            raise ValueError(f"{len(state['buffers'])} sets of buffers for {copies} copies")
+        kinds = (Tensor, float, bool, list, None)
+        for saved in state["optimizers"]:
+            check_schema(
+                saved, {"state": {int: {str: kinds}}, "param_groups": [dict]}, "['optimizers']"
+            )
+        if copies != self.copies or len(state["optimizers"]) != len(self.optimizers):
+            return
+        for made, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            params = [p for group in made.param_groups for p in group["params"]]
+            for number, values in saved["state"].items():
+                for name, value in values.items():
+                    if (
+                        isinstance(value, Tensor)
+                        and value.dim()
+                        and value.shape != params[number].shape
+                    ):
+                        raise ValueError(f"{name!r} of an optimiser is {tuple(value.shape)}")
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state_dict` was taken."""
+        with torch.no_grad():
+            for name, block in self.blocks.items():
+                block.detach().copy_(state["weights"][name])
+        for mine, saved in zip(getattr(self.forward, "buffers", []), state["buffers"], strict=True):
+            for name, buffer in mine.items():
+                buffer.copy_(saved[name])
+        if self.elementwise and len(state["optimizers"]) > len(self.optimizers):
+            self._split()
+        for made, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            made.load_state_dict(saved)
+
+
+def again(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
+    """Make a new optimiser of the same kind over other parameters."""
+    kind = type(optimizer)
+    known = inspect.signature(kind.__init__).parameters
+    options = {k: v for k, v in optimizer.defaults.items() if k in known}
+    try:
+        made = kind(groups, **options)
+    except Exception as error:
+        raise HeldinError(
+            f"optimizer: another {kind.__name__} for the shadow models could not be made from its "
+            f"defaults ({error}). Optimisers whose constructor takes the parameters and the "
+            "options in `defaults` work, all of torch.optim among them; "
+            "rule='leave-one-out' needs no second optimiser"
+        ) from error
+    return made
+
+
+def take_step(optimizer: Optimizer) -> None:
+    """Take a step of a shadow's optimiser, in one call where the user left that open."""
+    for group in optimizer.param_groups if type(optimizer) in FUSED else ():
+        chosen = group["fused"] is not None or group["foreach"] is not None
+        if not chosen and not group["differentiable"] and not group.get("capturable"):
+            group["fused"] = all(_fusable(p) for p in group["params"] if p.grad is not None)
+    optimizer.step()
+
+
+def _fusable(p: Tensor) -> bool:
+    assert p.grad is not None
+    return p.is_floating_point() and p.is_cpu and p.grad.layout == torch.strided

@@ -1,0 +1,388 @@
+"""Check that a step of the loop is the plain step that shadows repeat.
+
+Without `train_step`, shadows take the step `zero_grad`, `batch_loss`, `backward`, `step`. At steps
+1, 2, 4, 8, ... the gradient of `batch_loss` on the user's batch, with the user's random numbers, is
+compared with the gradient that the optimiser used. Gradients are compared, not weights: the first
+step of Adam hides the scale of a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from heldin._private_torch import norms, version_of
+from heldin.errors import HeldinError, more
+
+from .exchange import Exchange, Session, ShadowState, _local, group_settings
+
+__all__ = ["WAY_OUT", "StepCheck", "StepRecord"]
+
+WAY_OUT = (
+    "pass the loop's own step, heldin.EarlyStopping(..., train_step=function), and call "
+    "stopping.train(batch) in its place"
+)
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}  # relative, of all gradients jointly
+SMALL = 1_000_000  # weights of models whose contents are compared after every step
+COARSE = 2e-2  # for gradients of lower precision
+
+
+@dataclass(eq=False)
+class StepRecord:
+    """What a step of the loop started from, and the gradient that it used.
+
+    Attributes:
+        state: weights, buffers and optimiser state before the first call of the model.
+        grads: copies of the gradients that the optimiser used.
+        with_closure: whether a closure computed them inside the step.
+    """
+
+    state: ShadowState
+    grads: list[Tensor | None]
+    with_closure: bool
+
+
+class StepCheck:
+    """Records the steps to be checked, and compares them with the plain step.
+
+    Args:
+        owner: the public name of the rule, for errors.
+        exchange: of the model and the optimiser.
+        device: of the model.
+        resumed: whether the optimiser may have a state from an earlier part of the run.
+
+    Attributes:
+        factors: by which the loop multiplies the loss of each micro-batch, by the number of
+            micro-batches in a step; None: it weights them by their rows.
+    """
+
+    def __init__(self, owner: str, exchange: Exchange, device: torch.device) -> None:
+        self._owner, self._exchange, self._device = owner, exchange, device
+        self.factors: dict[int, float | None] = {}
+        self.resumed = False
+        self.relaxed = False  # a framework has its own factor
+        self.every_step = False
+        self.is_new_kind: Callable[[], bool] = lambda: False  # of batch, to be checked as well
+        self.watches_gradients = False  # between the backward pass and the step
+        self.swaps_weights = False  # the optimiser has an evaluation mode (schedule-free)
+        self.largest: Callable[[float], float] = float  # over all ranks: none may raise alone
+        self.differences: dict[int, float] = {}  # relative, by step
+        self._is_small = sum(p.numel() for p in exchange.trained.values()) <= SMALL
+        self._steps = 0
+        self._called = False  # whether the model was called since the last step
+        self._new_kind = False  # whether the coming step is on a new kind of batch
+        self._state: ShadowState | None = None
+        self._records: dict[int, StepRecord] = {}
+        self._pending: StepRecord | None = None
+        self._versions: list[int] | None = None
+        self._sums: Tensor | None = None
+        self._entries: list[Any] = []
+
+    @property
+    def due(self) -> bool:
+        """Whether the coming step is checked."""
+        if self.every_step or self._new_kind:
+            return True
+        number = self._steps + 1
+        return number & (number - 1) == 0
+
+    # -- callbacks of the observer
+
+    def on_call(self) -> Any:
+        """Record the random state and, before the first call, everything else."""
+        if not self._called:
+            self._called = True
+            self._new_kind = self.is_new_kind()
+            self._exchange.note_attributes()
+        if not self.due:
+            return None
+        if self._state is None:
+            self._state = self._exchange.new_state(with_attributes=True)
+        return self._exchange.random_state(self._device)
+
+    def on_step(self, with_closure: bool, gradients_changed: bool = False) -> None:
+        """Record the gradient of a step to be checked.
+
+        Args:
+            with_closure: whether the step has a closure.
+            gradients_changed: whether the loop changed gradients after its backward pass. If that
+                has no effect at a step that is checked (clipping of a small norm), all steps are.
+        """
+        self.check_weights()
+        self.check_optimizer()
+        if self.watches_gradients and gradients_changed:
+            if not self.due:
+                raise HeldinError(
+                    f"{self._owner}: at step {self._steps + 1} the loop changed gradients between "
+                    "backward() and optimizer.step(), and did not at the steps that were checked "
+                    "(does it clip or scale them?). Shadows would not do so, and estimate the loss "
+                    f"of another training: {WAY_OUT}; for clipping alone, clip=1.0 "
+                    + more("another-training-step")
+                )
+            self.every_step = True
+        if not self.due:
+            return
+        state = self._state or self._exchange.new_state(with_attributes=True)
+        grads = [] if with_closure else self._gradients()
+        self._pending = StepRecord(state, grads, with_closure)
+
+    def _gradients(self) -> list[Tensor | None]:
+        return [_copy_of_gradient(p) for p in self._exchange.trained.values()]
+
+    def on_stepped(self, before: Sequence[Mapping[str, Any]]) -> None:
+        """Remember what the step left, and which group settings it changed."""
+        optimizer = self._exchange.optimizer
+        self._exchange.note_group_state(before, group_settings(optimizer))
+        self._steps += 1
+        if self._pending is not None:
+            if self._pending.with_closure:
+                self._pending.grads = self._gradients()
+            self._records[self._steps] = self._pending
+        self._pending = self._state = None
+        self._called = self._new_kind = False
+        self.renew()
+
+    # -- what must not change between two steps
+
+    def renew(self) -> None:
+        """Accept the present weights and optimiser state."""
+        trained = list(self._exchange.trained.values())
+        self._versions = [version_of(p) for p in trained]
+        self._sums = _sums(trained) if self.due or self._is_small else None
+        self._entries = [self._exchange.optimizer.state.get(p) for p in trained[:4]]
+
+    def forget(self) -> None:
+        """Accept whatever the next step finds: weights or a state were put in on purpose."""
+        self._versions, self._sums, self._entries = None, None, []
+
+    def count_step(self) -> None:
+        """Count a step that the user's function took, and accept what it left."""
+        self._steps += 1
+        self.renew()
+
+    def check_weights(self) -> None:
+        """Refuse weights that changed since the last step of the optimiser."""
+        if self._versions is None:
+            return
+        trained = list(self._exchange.trained.values())
+        changed = not self.swaps_weights and self._versions != [version_of(p) for p in trained]
+        if not changed and self._sums is not None:
+            sums = _sums(trained)
+            if self.swaps_weights:  # there and back again, but for rounding
+                changed = not torch.allclose(self._sums, sums, rtol=1e-6, atol=0.0)
+            else:
+                changed = not torch.equal(self._sums, sums)
+        if changed and self._steps == 0:
+            raise HeldinError(
+                f"{self._owner}: the weights of the model were changed after the stopping object "
+                "was made and before the first step (initialised, or loaded), and shadows have "
+                "started from the former ones; make the stopping object after that "
+                + more("another-training-step")
+            )
+        if changed:
+            raise HeldinError(
+                f"{self._owner}: the weights of the model were changed outside of "
+                f"optimizer.step() after step {self._steps} (clamped, averaged, or loaded), and "
+                f"shadows would not follow; {WAY_OUT} " + more("another-training-step")
+            )
+
+    def check_optimizer(self) -> None:
+        """Refuse an optimiser that has stepped before, or whose state was replaced."""
+        optimizer = self._exchange.optimizer
+        trained = list(self._exchange.trained.values())
+        if self._steps == 0 and not self.resumed and _has_stepped(optimizer, trained):
+            raise HeldinError(
+                f"{self._owner}: the optimiser has already taken steps. A model that was trained "
+                "on the rows knows those that the shadows hold out, so that the estimate would be "
+                "too low; make the stopping object before training begins, load the state of its "
+                "run (stopping.load_state_dict), or, if the model was trained on other rows, make "
+                "a new optimiser"
+            )
+        for p, entry in zip(trained, self._entries, strict=False):
+            if entry and optimizer.state.get(p) is not entry:
+                raise HeldinError(
+                    f"{self._owner}: the state of the optimiser was cleared or loaded after step "
+                    f"{self._steps}, and shadows would keep theirs; make the stopping object "
+                    f"anew, or {WAY_OUT}"
+                )
+
+    # -- comparing
+
+    def take(self, number: int) -> StepRecord | None:
+        """Return the record of a step, if it is to be checked."""
+        for old in [key for key in self._records if key < number]:
+            del self._records[old]
+        return self._records.pop(number, None)
+
+    def verify(
+        self,
+        number: int,
+        record: StepRecord,
+        session: Session,
+        settings: Sequence[Mapping[str, Any]],
+        gradients: Callable[[], tuple[list[Tensor | None], list[Tensor | None] | None]],
+        take_step: Callable[[], None],
+        micro_batches: int,
+        clip: Callable[[Sequence[Tensor | None]], list[Tensor | None]] | None = None,
+    ) -> None:
+        """Compare a step of the loop with the plain step; raise HeldinError if they differ.
+
+        Args:
+            number: of the step.
+            record: of the step.
+            session: in which the user's state is kept aside.
+            settings: of the optimiser's groups before the step.
+            gradients: computes the plain gradient: the sum over micro-batches, and the sum weighted
+                by their rows, if there are several.
+            take_step: takes the plain step with a closure, which leaves its gradient in `.grad`.
+            micro_batches: number of batches in the step.
+            clip: clips a gradient as the loop does.
+        """
+        session.insert(record.state, settings)
+        if record.with_closure:
+            take_step()
+            self._compare(number, record.grads, {1.0: self._gradients()})
+            return
+        plain, by_rows = gradients()
+        candidates: dict[float | None, Sequence[Tensor | None]] = {1.0: plain}
+        if not self.relaxed:
+            if by_rows is not None:
+                candidates[1.0 / micro_batches] = _scaled(plain, 1.0 / micro_batches)
+                candidates[None] = by_rows
+            known = self.factor_for(micro_batches)
+            if known is not None and known != 1.0:
+                candidates[known] = _scaled(plain, known)
+        if clip is not None:
+            candidates = {key: clip(values) for key, values in candidates.items()}
+        known = self.factor_for(micro_batches)
+        factor = self._compare(number, record.grads, candidates, known)
+        if not self.relaxed:
+            self.factors[micro_batches] = factor
+
+    def factor_for(self, micro_batches: int) -> float | None:
+        """Return the factor of the loss of each of a number of micro-batches; None: by their rows.
+
+        Steps with another number of micro-batches tell it where this number was not checked: one
+        factor for all of them, or one divided by the number.
+        """
+        if micro_batches in self.factors or not self.factors:
+            return self.factors.get(micro_batches, 1.0)
+        values = set(self.factors.values())
+        if len(values) == 1:
+            return values.pop()
+        if all(f is not None and abs(f * m - 1) < 1e-9 for m, f in self.factors.items()):
+            return 1.0 / micro_batches
+        return None
+
+    def _compare(
+        self,
+        number: int,
+        actual: Sequence[Tensor | None],
+        candidates: Mapping[Any, Sequence[Tensor | None]],
+        known: float | None = 1.0,
+    ) -> Any:
+        """Return the candidate that agrees with the loop's gradient best."""
+        errors = {
+            key: self.largest(_difference(actual, values)) for key, values in candidates.items()
+        }
+        least = max(10 * min(errors.values()), 1e-12)  # batches of one size do not separate them
+        alike = [key for key in errors if errors[key] <= least]
+        best = known if known in alike else alike[0]
+        dtypes = {t.dtype for t in actual if t is not None}
+        tolerance = max((TOLERANCE.get(dtype, COARSE) for dtype in dtypes), default=COARSE)
+        if torch.is_autocast_enabled(self._device.type):
+            tolerance = COARSE
+        if errors[best] <= tolerance:
+            self.differences[number] = errors[best]
+            return best
+        scale = _best_scale(actual, candidates[best])
+        if scale is not None:
+            raise HeldinError(
+                f"{self._owner}: at step {number} the optimiser used another gradient than that of "
+                f"the loss on the batch: it is {scale:.3g} times that, and shadows would not "
+                "follow. If the loop clips gradients, pass the largest norm, clip=1.0. If it "
+                "scales its loss, pass the scaled one, batch_loss=lambda model, batch: "
+                f"{scale:.3g} * ..., and as eval_loss= the plain one, which is estimated. Or "
+                f"{WAY_OUT} " + more("another-training-step")
+            )
+        raise HeldinError(
+            f"{self._owner}: at step {number} the optimiser used another gradient than that of "
+            f"the loss on the batch (relative difference {errors[best]:.2g}). Does the loop clip "
+            "gradients, add a penalty or a second loss, keep gradients of earlier steps, reshape "
+            "the outputs or change the batch on its way to the model? Shadows would not, and "
+            f"estimate the loss of another training: {WAY_OUT}; for clipping alone, clip=1.0 "
+            + more("another-training-step")
+        )
+
+
+def _copy_of_gradient(p: Tensor) -> Tensor | None:
+    return None if p.grad is None else _local(p.grad).detach().clone()
+
+
+def _sums(tensors: Sequence[Tensor]) -> Tensor:
+    """Return a number for the contents of each tensor."""
+    if not tensors:
+        return torch.zeros(0)
+    sums = norms([_local(p).detach() for p in tensors], 1)
+    if len({(each.dtype, each.device) for each in sums}) > 1:
+        sums = tuple(each.double().cpu() for each in sums)
+    return torch.stack(sums).nan_to_num(nan=-1.0)
+
+
+def _has_stepped(optimizer: Optimizer, trained: Sequence[Tensor]) -> bool:
+    for p in trained:
+        entries = optimizer.state.get(p) or {}
+        if "step" in entries:
+            if float(entries["step"]) > 0:
+                return True
+        elif any(isinstance(v, Tensor) and bool(_local(v).any()) for v in entries.values()):
+            return True
+    return False
+
+
+def _whole(tensor: Tensor | None) -> Tensor | None:
+    """Return a gradient as a plain tensor: dense, or the part of this rank."""
+    if tensor is None:
+        return None
+    return tensor.to_dense() if tensor.is_sparse else _local(tensor)
+
+
+def _scaled(tensors: Sequence[Tensor | None], factor: float) -> list[Tensor | None]:
+    return [None if t is None else t * factor for t in tensors]
+
+
+def _difference(actual: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> float:
+    """Return the norm of the difference of two gradients, relative to the larger norm."""
+    off = mine = theirs = 0.0
+    for a, b in zip(map(_whole, actual), map(_whole, expected), strict=True):
+        if a is not None:
+            mine += float(a.abs().double().square().sum())
+        if b is not None:
+            theirs += float(b.abs().double().square().sum())
+        if a is not None and b is not None:
+            off += float((a - b).abs().double().square().sum())
+        elif a is not None or b is not None:
+            one = a if a is not None else b
+            assert one is not None
+            off += float(one.abs().double().square().sum())
+    if off != off or mine != mine:  # a loop that trains on nan is repeated as it is
+        return 0.0 if mine != mine and theirs != theirs else float("inf")
+    return (off / max(mine, theirs)) ** 0.5 if max(mine, theirs) > 0 else 0.0
+
+
+def _best_scale(actual: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> float | None:
+    """Return the factor between two gradients, if they differ by nothing else."""
+    product = square = 0.0
+    for a, b in zip(map(_whole, actual), map(_whole, expected), strict=True):
+        if a is not None and b is not None:
+            product += float((a.double() * b.double()).real.sum())
+            square += float(b.abs().double().square().sum())
+    if square == 0:
+        return None
+    scale = product / square
+    return scale if _difference(actual, _scaled(expected, scale)) < 1e-3 else None

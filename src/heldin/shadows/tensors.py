@@ -1,0 +1,95 @@
+"""Training rows that lie in tensors, and what a model makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from heldin.errors import HeldinError
+from heldin.loop.matching import Rows
+from heldin.shadows.bare_model import copy_without_hooks
+from heldin.shadows.losses import LossFunction, PerRowLoss
+
+__all__ = ["CHUNK", "ENOUGH", "TensorData"]
+
+CHUNK = 4096  # rows in one evaluation
+ENOUGH = 1024  # rows over which a loss is taken, if there are more
+
+
+class TensorData:
+    """Rows (inputs ..., targets), their weights, and the loss of each.
+
+    Attributes:
+        rows: inputs and targets.
+        weights: (n,) of the rows, with mean 1, if there are any.
+        loss: the loss function, row by row.
+    """
+
+    def __init__(
+        self,
+        owner: str,
+        model: nn.Module,
+        loss_fn: LossFunction,
+        data: Any,
+        sample_weight: Tensor | None,
+        device: torch.device,
+    ) -> None:
+        self._model: nn.Module | None = model
+        self._bare = copy_without_hooks(model)
+        self.rows = Rows.of(data, device)
+        self.weights = _row_weights(sample_weight, self.rows)
+        some = slice(0, 256)
+        outputs = self.outputs([x[some] for x in self.rows.inputs])
+        if not isinstance(outputs, Tensor) or outputs.dim() < 1:
+            raise HeldinError(
+                f"{owner}: the model must return a tensor with one entry for each row, got "
+                f"{type(outputs).__name__}; wrap it in a module that does, or give batch_loss, a "
+                "function of model and batch"
+            )
+        self.loss = PerRowLoss.of(loss_fn, outputs, self.rows.targets[some])
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def outputs(self, inputs: Sequence[Tensor]) -> Any:
+        """Of the model as it is, in evaluation mode and without its hooks."""
+        assert self._model is not None
+        state = dict(self._model.named_buffers())
+        self._bare.eval()
+        with torch.no_grad():
+            return functional_call(self._bare, state, tuple(inputs))
+
+    def training_loss(self, most: int = ENOUGH) -> float:
+        """Mean over the rows; over some of them, evenly spread, where there are more."""
+        n = len(self.rows)
+        stride = -(-n // most)
+        parts = []
+        for start in range(0, n, CHUNK * stride):
+            some = slice(start, start + CHUNK * stride, stride)
+            outputs = self.outputs([x[some] for x in self.rows.inputs])
+            parts.append(self.loss.per_row(outputs, self.rows.targets[some]))
+        losses = torch.cat(parts).double()
+        return float((losses if self.weights is None else losses * self.weights[::stride]).mean())
+
+    def release(self) -> None:
+        """Release the model."""
+        self._model = None
+        vars(self).pop("_bare", None)
+
+
+def _row_weights(sample_weight: Tensor | None, rows: Rows) -> Tensor | None:
+    """(n,) weights with mean 1."""
+    if sample_weight is None:
+        return None
+    weights = torch.as_tensor(sample_weight).detach().double().to(rows.targets.device)
+    good = weights.shape == (len(rows),) and bool((weights >= 0).all()) and float(weights.sum()) > 0
+    if not good or not bool(weights.isfinite().all()):
+        raise HeldinError(
+            f"sample_weight: expected {len(rows)} finite numbers >= 0 with a positive sum, one for "
+            "each row of data"
+        )
+    return weights / weights.mean()

@@ -1,0 +1,265 @@
+"""Loops of other people's kinds, beside freshly built twins; `heldin-lab loops` has many more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+
+import heldin
+from heldin import HeldinError, HeldinWarning, rules
+
+N, FOLDS = 32, 4
+
+
+def rows() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(N, 4, generator=generator, dtype=torch.float64)
+    return x, x[:, :1] + torch.randn(N, 1, generator=generator, dtype=torch.float64)
+
+
+def mse(model: nn.Module, batch: Any) -> Tensor:
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+class Trained:
+    """A model, what trains it, and all that its step remembers."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(1)
+        self.model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+        self.first = torch.optim.SGD(self.model[0].parameters(), 0.1)
+        self.second = torch.optim.Adam(self.model[2].parameters(), 0.01)
+        self.calls, self.losses = 0, [1.0]
+        self.averages = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+
+    def step(self, batch: Any) -> None:
+        """Take a step that depends on everything that is remembered."""
+        self.calls += 1
+        self.first.zero_grad()
+        self.second.zero_grad()
+        loss = mse(self.model, batch)
+        self.losses.append(loss.item())
+        mean = sum(self.losses) / len(self.losses)
+        (loss * mean / self.calls).backward()
+        self.first.step()
+        self.second.step()
+        for name, p in self.model.named_parameters():
+            self.averages[name].lerp_(p.detach(), 0.1)
+            p.data.lerp_(self.averages[name], 0.05)
+
+
+def lists() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    return [
+        part.tolist() for _ in range(3) for part in torch.randperm(N, generator=generator).split(8)
+    ]
+
+
+def test_a_step_with_memory_and_two_optimisers() -> None:
+    alone, run = Trained(), Trained()
+    x, y = rows()
+    loader = DataLoader(TensorDataset(x, y), batch_sampler=lists())
+    stopping = heldin.EarlyStopping(
+        run.model,
+        run.first,
+        data=loader,
+        batch_loss=mse,
+        rule=rules.Folds(folds=FOLDS),
+        patience=None,
+        train_step=run.step,
+        state=[run.second],
+    )
+    for batch in loader:
+        alone.step(batch)
+        stopping.train(batch)
+        for one, other in zip(alone.model.parameters(), run.model.parameters(), strict=True):
+            assert torch.equal(one, other)
+    assert (run.calls, run.losses) == (alone.calls, alone.losses)
+
+    rule: Any = stopping._inner
+    for number in range(FOLDS):
+        twin = Trained()
+        for index in lists():
+            visible = [i for i in index if rule._label[i] != number]
+            if visible:
+                twin.step((x[visible], y[visible]))
+        for name, weight in rule._backend.weights_of(number).items():
+            torch.testing.assert_close(weight, twin.model.state_dict()[name], rtol=1e-12, atol=0)
+
+
+def test_a_large_tensor_changed_in_place_is_refused() -> None:
+    run, large = Trained(), torch.zeros(1000)
+
+    def step(batch: Any) -> None:
+        large.add_(1)
+        run.step(batch)
+
+    loader = DataLoader(TensorDataset(*rows()), batch_size=8)
+    stopping = heldin.EarlyStopping(
+        run.model,
+        run.first,
+        data=loader,
+        batch_loss=mse,
+        train_step=step,
+        state=[run.second],
+    )
+    with pytest.raises(HeldinError, match="the tensor 'large' in place"):
+        stopping.train(next(iter(loader)))
+
+
+def trained_weights(loader: Any, model: nn.Module, loss_fn: Any = None) -> Any:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loss = {"loss_fn": loss_fn} if loss_fn is not None else {"batch_loss": mse}
+    stopping = heldin.EarlyStopping(
+        model, optimizer, data=loader, rule=rules.Folds(folds=FOLDS), patience=None, **loss
+    )
+    for batch in loader:
+        optimizer.zero_grad()
+        mse(model, batch).backward()
+        optimizer.step()
+    return stopping._inner
+
+
+def test_a_collate_function_that_drops_rows() -> None:
+    x, y = rows()
+    last = x[16:24, 0].min()  # in the third batch, at which slices are not looked at
+
+    def without_some(items: list[Any]) -> Any:
+        return default_collate([item for item in items if item[0][0] != last])
+
+    def build() -> nn.Module:
+        torch.manual_seed(1)
+        return nn.Linear(4, 1).double()
+
+    loader = DataLoader(TensorDataset(x, y), batch_size=8, collate_fn=without_some)
+    rule = trained_weights(loader, build())
+    for number in range(FOLDS):
+        twin = build()
+        optimizer = torch.optim.SGD(twin.parameters(), 0.1)
+        for start in range(0, N, 8):
+            visible = [
+                i for i in range(start, start + 8) if rule._label[i] != number and x[i, 0] != last
+            ]
+            optimizer.zero_grad()
+            mse(twin, (x[visible], y[visible])).backward()
+            optimizer.step()
+        for name, weight in rule._backend.weights_of(number).items():
+            torch.testing.assert_close(weight, twin.state_dict()[name], rtol=1e-12, atol=0)
+
+
+class Hooked(nn.Module):
+    """A model that reads a layer through a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.kept = nn.Linear(4, 1).double(), []  # type: ignore[var-annotated]
+        self.layer.register_forward_hook(lambda module, args, output: self.kept.append(output))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.layer(x)
+        output: Tensor = self.kept.pop()
+        return output
+
+
+def test_a_model_that_needs_its_hooks_is_replayed() -> None:
+    loader = DataLoader(TensorDataset(*rows()), batch_size=8)
+    assert trained_weights(loader, Hooked(), nn.MSELoss()).engine == "replay"
+
+
+class Rows(Dataset[Any]):
+    """Rows that lie in no tensors, in some order."""
+
+    def __init__(self, order: list[int]) -> None:
+        self.x, self.y = rows()
+        self.order = order
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        return self.x[self.order[i]], self.y[self.order[i]]
+
+
+def made(data: Any, **arguments: Any) -> Callable[[], Any]:
+    model = nn.Linear(4, 1).double()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    return lambda: heldin.EarlyStopping(
+        model, optimizer, data=DataLoader(data, 8), batch_loss=mse, **arguments
+    )
+
+
+def test_copies_in_a_dataset_are_warned_of() -> None:
+    with pytest.warns(HeldinWarning, match="32 of 64 rows of the dataset are exact copies"):
+        made(Rows([i // 2 for i in range(2 * N)]))()
+
+
+@pytest.mark.filterwarnings("error")
+def test_rows_without_copies_are_not() -> None:
+    made(Rows([*range(N)]), eval_data=Rows([*range(N)]))()
+
+
+def test_measured_targets_in_another_order_are_refused() -> None:
+    with pytest.raises(HeldinError, match="another target"):
+        made(Rows([*range(N)]), eval_data=Rows([*reversed(range(N))]))()
+
+
+def test_gradients_of_an_earlier_training_are_warned_of() -> None:
+    model = nn.Linear(4, 1).double()
+    mse(model, rows()).backward()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.warns(HeldinWarning, match="the parameters have gradients"):
+        heldin.EarlyStopping(model, optimizer, nn.MSELoss(), rows())
+
+
+class Remembering(nn.Module):
+    """A model that keeps statistics of its first batch, and a place that goes round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.place = nn.Linear(4, 1).double(), 0
+        self.register_buffer("kept", torch.zeros(5, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "shift"):
+            self.shift = x.detach().mean(0)
+        output: Tensor = self.layer(x - self.shift) + self.kept.sum()
+        if self.training:
+            for value in output.detach()[:, 0]:
+                self.kept = self.kept.index_fill(0, torch.tensor(self.place), 0.01 * float(value))
+                self.place = (self.place + 1) % 5
+        return output
+
+
+def remembering() -> Remembering:
+    torch.manual_seed(1)
+    return Remembering()
+
+
+def test_what_a_model_remembers_is_its_own() -> None:
+    x, y = rows()
+    loader = DataLoader(TensorDataset(x, y), batch_size=8)
+    alone, model = remembering(), remembering()
+    optimizer = torch.optim.SGD(alone.parameters(), 0.1)
+    for batch in loader:
+        optimizer.zero_grad()
+        mse(alone, batch).backward()
+        optimizer.step()
+    rule = trained_weights(loader, model)
+    assert torch.equal(alone.layer.weight, model.layer.weight)
+    assert torch.equal(alone.shift, model.shift)
+    for number in range(FOLDS):
+        twin = remembering()
+        optimizer = torch.optim.SGD(twin.parameters(), 0.1)
+        for start in range(0, N, 8):
+            visible = [i for i in range(start, start + 8) if rule._label[i] != number]
+            optimizer.zero_grad()
+            mse(twin, (x[visible], y[visible])).backward()
+            optimizer.step()
+        for name, weight in rule._backend.weights_of(number).items():
+            torch.testing.assert_close(weight, twin.state_dict()[name], rtol=1e-12, atol=0)
