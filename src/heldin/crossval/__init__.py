@@ -1,0 +1,28 @@
+"""What cross-validation gives, from out-of-fold outputs: pure functions on tensors."""
+
+from .committee import Committee
+from .comparison import Comparison, Difference, HasRecord, RunRecord, compare, table
+from .intervals import Interval, mean_interval, statistic_interval
+from .metrics import Metric, resolve_metrics
+from .out_of_fold import OutOfFold
+from .temperature import cross_fitted, fit_temperature, scale_last_layer, temperature_losses
+
+__all__ = [
+    "Committee",
+    "Comparison",
+    "Difference",
+    "HasRecord",
+    "Interval",
+    "Metric",
+    "OutOfFold",
+    "RunRecord",
+    "compare",
+    "cross_fitted",
+    "fit_temperature",
+    "mean_interval",
+    "resolve_metrics",
+    "scale_last_layer",
+    "statistic_interval",
+    "table",
+    "temperature_losses",
+]

@@ -1,0 +1,382 @@
+"""Metrics on pooled out-of-fold outputs: functions, scikit-learn's scorers, torchmetrics."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from heldin.errors import HeldinError
+from heldin.state.schema import shown
+
+__all__ = ["Metric", "resolve_metrics"]
+
+IGNORED = -100  # target of positions that do not count, as in torch.nn.CrossEntropyLoss
+# Words in a metric's name, in lower case.
+LOSSES = {
+    "loss", "error", "errors", "mse", "rmse", "mae", "mape", "nll", "perplexity", "deviance",
+    "brier", "hamming", "ece", "wer", "cer", "crps", "rmsle", "entropy",
+}  # fmt: skip
+SCORES = {
+    "accuracy", "acc", "f1", "fbeta", "auc", "auroc", "auprc", "roc", "ap", "map", "r2",
+    "precision", "recall", "sensitivity", "specificity", "dice", "iou", "miou", "jaccard", "kappa",
+    "mcc", "matthews", "score", "corr", "correlation", "pearson", "spearman", "ndcg", "bleu",
+    "rouge", "psnr", "ssim", "likelihood",
+}  # fmt: skip
+# Names of scikit-learn's scorers that compare numbers, not classes.
+REGRESSION = re.compile(
+    r"r2|explained_variance|(neg_)?max_error|d2_(absolute|pinball|tweedie)|neg_(mean|median|root)_"
+)
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A number that says how well outputs fit targets.
+
+    Attributes:
+        name: the key in `estimates`.
+        function: (outputs, targets) -> number.
+        larger_is_better: None: unknown.
+
+    >>> metric = resolve_metrics({"mae": lambda outputs, targets: (outputs - targets).abs().mean()})
+    >>> metric["mae"](torch.tensor([1.0, 2.0]), torch.tensor([1.0, 4.0]))
+    1.0
+    >>> metric["mae"].larger_is_better
+    False
+    """
+
+    name: str
+    function: Callable[[Any, Any], Any]
+    larger_is_better: bool | None
+
+    def __call__(self, outputs: Any, targets: Any) -> float:
+        """Return the metric on rows of outputs and targets; nan where it is undefined."""
+        if len(outputs) != len(targets):
+            raise HeldinError(
+                f"metric {self.name!r}: there are {len(outputs)} outputs, but {len(targets)} "
+                "targets; give one of each for each row"
+            )
+        return _number(self.name, self.function(outputs, targets))
+
+
+def resolve_metrics(metrics: Any, *, probabilities: bool | None = None) -> dict[str, Metric]:
+    """Return metrics by their names.
+
+    Scorers of scikit-learn take labels or probabilities. These are made from logits: of the shape
+    (n, classes) or (n, classes, ...) by argmax and softmax, of the shape (n,) or (n, 1) by the
+    sign and a sigmoid, and so are logits with targets of the same shape, for several labels of
+    one row. A scorer's value has the sign that scikit-learn gives it: "neg_log_loss" is negative.
+    torchmetrics objects get the outputs as they are.
+
+    Args:
+        metrics: a mapping of names to functions (outputs, targets) -> number; the name of a scorer
+            ("accuracy", "f1_macro", "roc_auc", "r2", ...), a torchmetrics object, or a list of
+            these. Values of a mapping may be scorers' names and torchmetrics objects, too.
+        probabilities: whether the outputs of a classifier are probabilities, not logits, for the
+            scorers of scikit-learn. None: so if the outputs of every row lie between 0 and 1 and,
+            of several classes, sum to 1.
+
+    >>> def rmse(outputs, targets):
+    ...     return (outputs - targets).square().mean().sqrt()
+    >>> metrics = resolve_metrics([rmse])
+    >>> metrics["rmse"](torch.tensor([1.0, 2.0]), torch.tensor([1.0, 5.0]))
+    2.12...
+    """
+    if metrics is None:
+        return {}
+    if isinstance(metrics, Mapping) and not _is_torchmetrics(metrics, "MetricCollection"):
+        pairs = list(metrics.items())
+    elif isinstance(metrics, (list, tuple)):
+        pairs = [(None, metric) for metric in metrics]
+    else:
+        pairs = [(None, metrics)]
+    resolved: dict[str, Metric] = {}
+    for name, metric in pairs:
+        for each in _resolve(name, metric, probabilities):
+            if each.name in resolved:
+                raise HeldinError(
+                    f"metrics: two metrics are called {each.name!r}; use a mapping of different "
+                    "names"
+                )
+            if each.name == "loss":
+                raise HeldinError('metrics: "loss" is the name of the estimated loss; use another')
+            resolved[each.name] = each
+    return resolved
+
+
+def _resolve(name: Any, metric: Any, probabilities: bool | None) -> list[Metric]:
+    """Return one metric as a list; a collection of torchmetrics is a list of several."""
+    if name is not None and (not isinstance(name, str) or not name):
+        raise HeldinError(f"metrics: a metric's name must be a text, got {shown(name)}")
+    if isinstance(metric, Metric):
+        return [metric if name is None else Metric(name, metric.function, metric.larger_is_better)]
+    if isinstance(metric, str):
+        scorer = _Scorer(name or metric, metric, _scorer(metric), probabilities)
+        return [Metric(scorer.name, scorer, True)]
+    if _is_torchmetrics(metric, "MetricCollection"):
+        prefix = "" if name is None else f"{name}_"
+        pairs = [(f"{prefix}{key}", member) for key, member in metric.items()]
+        return [each for pair in pairs for each in _resolve(*pair, probabilities)]
+    if _is_torchmetrics(metric, "Metric"):
+        better = getattr(metric, "higher_is_better", None)
+        title = name or type(metric).__name__
+        return [Metric(title, _TorchMetric(title, metric), better)]
+    if _is_scorer(metric):
+        if name is None:
+            raise HeldinError(
+                f"metrics: {shown(metric)} has no name; give it one: metrics={{'name': scorer}}"
+            )
+        return [Metric(name, _Scorer(name, "", metric, probabilities), True)]
+    if not callable(metric):
+        raise HeldinError(
+            f"metrics: {shown(metric)} is no metric; give a function (outputs, targets) -> number, "
+            "the name of a scikit-learn scorer or a torchmetrics object"
+        )
+    title = str(name or getattr(metric, "__name__", "<lambda>"))
+    if title == "<lambda>":
+        raise HeldinError(
+            "metrics: a function without a name; give it one: metrics={'name': function}"
+        )
+    return [Metric(title, metric, _larger_is_better(title))]
+
+
+def _larger_is_better(name: str) -> bool | None:
+    """Return whether a larger value is better, by the words of a name.
+
+    >>> [_larger_is_better(name) for name in ("val_f1", "neg_log_loss", "TestRMSE", "length")]
+    [True, True, False, None]
+    """
+    words = set(re.findall(r"[a-z]+\d*", re.sub(r"(?<=[a-z\d])(?=[A-Z])", "_", name).lower()))
+    if words & {"neg", "negative"}:
+        return "likelihood" not in words
+    if words & LOSSES:
+        return False
+    return True if words & SCORES else None
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise HeldinError(
+                f"metric {name!r} returned a tensor of shape {tuple(value.shape)}; return one "
+                "number, the mean over classes for instance"
+            )
+        value = value.item()
+    if isinstance(value, (str, bytes, complex)) or value is None:
+        raise HeldinError(f"metric {name!r} returned {shown(value)}; return a number")
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise HeldinError(f"metric {name!r} returned {shown(value)}; return a number") from None
+
+
+def _is_torchmetrics(value: Any, kind: str) -> bool:
+    """Return whether this is an object of torchmetrics, without importing it."""
+    module = sys.modules.get("torchmetrics")
+    return module is not None and isinstance(value, getattr(module, kind))
+
+
+def _is_scorer(value: Any) -> bool:
+    """Return whether this is an object that `sklearn.metrics.make_scorer` made."""
+    return any(kind.__module__ == "sklearn.metrics._scorer" for kind in type(value).__mro__)
+
+
+def _scorer(name: str) -> Any:
+    try:
+        from sklearn.metrics import get_scorer, get_scorer_names
+    except ImportError:
+        raise HeldinError(
+            f"metrics: {name!r} is the name of a scikit-learn scorer, and scikit-learn is not "
+            "installed; install it, or give a function (outputs, targets) -> number"
+        ) from None
+    names = get_scorer_names()
+    if name in names:
+        return get_scorer(name)
+    likely = difflib.get_close_matches(name, names, n=3) or [n for n in names if name in n][:3]
+    hint = f" Did you mean {' or '.join(map(repr, likely))}?" if likely else ""
+    raise HeldinError(
+        f"metrics: scikit-learn has no scorer {name!r}.{hint} sklearn.metrics.get_scorer_names() "
+        "lists them"
+    )
+
+
+@dataclass(frozen=True)
+class _TorchMetric:
+    """A torchmetrics object as a function of all outputs; the object itself stays unchanged."""
+
+    name: str
+    metric: Any
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Any:
+        metric = copy.deepcopy(self.metric).to(outputs.device)
+        metric.reset()
+        classification = type(metric).__module__.startswith("torchmetrics.classification")
+        if outputs.dim() == targets.dim() + 1 and outputs.shape[-1] == 1:
+            outputs = outputs.squeeze(-1)
+        elif classification and outputs.dim() == targets.dim() and outputs.shape[-1] == 1:
+            outputs, targets = outputs.squeeze(-1), targets.squeeze(-1)
+        if classification and targets.is_floating_point():
+            targets = targets.long()
+        try:
+            metric.update(outputs, targets)
+            return metric.compute()
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise _refused(self.name, outputs, targets, error) from error
+
+
+@dataclass(frozen=True)
+class _Scorer:
+    """A scikit-learn scorer as a function of logits or numbers."""
+
+    name: str
+    scorer_name: str  # that scikit-learn gives it; "" for a scorer that the user made
+    scorer: Any
+    probabilities: bool | None
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> float:
+        try:
+            answers = _answers(self.scorer_name, outputs, targets, self.probabilities)
+            labels = getattr(answers.estimator, "classes_", None)
+            if self.scorer_name == "neg_log_loss" and labels is not None and labels.ndim == 1:
+                from sklearn.metrics import log_loss  # the scorer fails where a class has no row
+
+                predictions = answers.estimator.predict_proba(answers.inputs)
+                return -float(log_loss(answers.targets, predictions, labels=labels))
+            return float(self.scorer(answers.estimator, answers.inputs, answers.targets))
+        except (IndexError, RuntimeError, TypeError, ValueError) as error:
+            raise _refused(self.name, outputs, targets, error) from error
+
+
+def _refused(name: str, outputs: Tensor, targets: Tensor, error: Exception) -> HeldinError:
+    shapes = f"outputs {tuple(outputs.shape)} and targets {tuple(targets.shape)}"
+    return HeldinError(f"metric {name!r} cannot be computed from {shapes}: {error}")
+
+
+@dataclass(frozen=True)
+class _Answers:
+    """What a scorer is called with: an estimator that answers from its inputs, and targets."""
+
+    estimator: Any
+    inputs: Any
+    targets: Any
+
+
+def _answers(
+    scorer_name: str, outputs: Tensor, targets: Tensor, probabilities: bool | None
+) -> _Answers:
+    """Turn outputs into an estimator whose predictions they are."""
+    scores = outputs.detach().to("cpu", torch.float64)
+    truth = targets.detach().cpu()
+    if _compares_numbers(scorer_name, truth):
+        if scores.shape != truth.shape:
+            if scores.numel() != truth.numel():
+                raise ValueError("outputs and targets must have the same shape")
+            scores = scores.reshape(truth.shape)
+        rows = len(scores)
+        return _Answers(
+            _regressor(), scores.reshape(rows, -1).numpy(), truth.double().reshape(rows, -1).numpy()
+        )
+    scores, labels, several = _class_scores(scores, truth)
+    scores = _logits(scores, several, probabilities)
+    if several:
+        classes: Any = [[0, 1]] * scores.shape[1]
+    elif scores.shape[1] == 1:
+        classes = [-1, 1] if bool((labels == -1).any()) else [0, 1]
+    else:
+        classes = list(range(scores.shape[1]))
+    return _Answers(_classifier(classes, several), scores.numpy(), labels.numpy())
+
+
+def _compares_numbers(scorer_name: str, truth: Tensor) -> bool:
+    """Return whether a scorer compares numbers: by its name, else by the targets."""
+    if scorer_name:
+        return REGRESSION.match(scorer_name) is not None
+    return not bool((truth == truth.round()).all())
+
+
+def _class_scores(scores: Tensor, truth: Tensor) -> tuple[Tensor, Tensor, bool]:
+    """Return scores (lines, classes), labels, and whether a line may have several labels."""
+    if scores.dim() == 1:
+        scores = scores[:, None]
+    if truth.is_floating_point() and not bool((truth == truth.round()).all()):
+        raise ValueError("targets must be numbers of classes, not probabilities")
+    truth = truth.long()
+    if truth.shape == scores.shape and scores.shape[1] > 1:
+        return scores.flatten(1), truth.flatten(1), True
+    if truth.numel() == scores.numel():  # one logit for each target
+        scores, truth = scores.reshape(-1, 1), truth.reshape(-1)
+    elif truth.shape == scores.shape[:1] + scores.shape[2:]:
+        scores, truth = scores.movedim(1, -1).flatten(0, -2), truth.reshape(-1)
+    elif truth.shape == scores.shape[:-1] or truth.shape == (len(scores), 1):
+        scores, truth = scores.flatten(0, -2), truth.reshape(-1)
+    else:
+        raise ValueError("give logits (n, classes) and numbers of classes (n,)")
+    counts = truth != IGNORED
+    return scores[counts], truth[counts], False
+
+
+def _logits(scores: Tensor, several: bool, probabilities: bool | None) -> Tensor:
+    """Turn probabilities into logits; leave logits as they are."""
+    single = several or scores.shape[1] == 1
+    if probabilities is None:
+        within = bool(((scores >= 0) & (scores <= 1)).all())
+        probabilities = within and (single or bool(((scores.sum(1) - 1).abs() < 1e-4).all()))
+    if not probabilities:
+        return scores
+    least = torch.finfo(scores.dtype).eps
+    return scores.logit(eps=least) if single else scores.clamp_min(least**4).log()
+
+
+def _regressor() -> Any:
+    from sklearn.base import BaseEstimator, RegressorMixin
+
+    class Outputs(RegressorMixin, BaseEstimator):  # type: ignore[misc]
+        """An estimator whose inputs are its predictions."""
+
+        def predict(self, inputs: Any) -> Any:
+            """Return the inputs."""
+            return inputs
+
+    return Outputs()
+
+
+def _classifier(classes: Any, several: bool) -> Any:
+    import numpy as np
+    from sklearn.base import BaseEstimator, ClassifierMixin
+
+    class Logits(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
+        """An estimator whose inputs are its logits."""
+
+        classes_ = np.asarray(classes)
+
+        def decision_function(self, logits: Any) -> Any:
+            """Return the logits, as one column for two classes."""
+            if several or logits.shape[1] > 2:
+                return logits
+            return logits[:, 0] if logits.shape[1] == 1 else logits[:, 1] - logits[:, 0]
+
+        def predict(self, logits: Any) -> Any:
+            """Return the most probable class, or 0 and 1 for each label."""
+            if several:
+                return (logits > 0).astype(int)
+            if logits.shape[1] == 1:
+                return self.classes_[(logits[:, 0] > 0).astype(int)]
+            return self.classes_[logits.argmax(1)]
+
+        def predict_proba(self, logits: Any) -> Any:
+            """Return the probabilities of the classes, or of each label."""
+            values = torch.as_tensor(logits)
+            if several:
+                return values.sigmoid().numpy()
+            if values.shape[1] == 1:
+                values = torch.cat([torch.zeros_like(values), values], 1)
+            return values.softmax(1).numpy()
+
+    return Logits()
