@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import heldin
+from tests.support import runs
 from tests.support.loops import Dial, data, net
 
 STEPS = 14
@@ -38,7 +39,7 @@ class Run:
         self.model = net(dropout=0.3, dtype=torch.float32)
         self.x, self.y = data(48, dtype=torch.float32)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.05)
-        self.stopping = heldin.EvidenceStopping(self.model, **options)
+        self.stopping = runs.EvidenceStopping(self.model, **options)
         self.generator = torch.Generator().manual_seed(1)
 
     def step(self) -> None:
@@ -132,9 +133,9 @@ def test_arming_and_patience_are_resumed(
 ) -> None:
     """The streak, the average that arms and whether it has: each decides when this one stops."""
 
-    def run(values: list[float], state: Any = None) -> heldin.EvidenceStopping:
+    def run(values: list[float], state: Any = None) -> runs.EvidenceStopping:
         dial = Dial()
-        with heldin.EvidenceStopping(dial, smoothing=0, **options) as stopping:
+        with runs.EvidenceStopping(dial, smoothing=0, **options) as stopping:
             if state is not None:
                 stopping.load_state_dict(through_a_file(state))
             for value in values:
@@ -206,7 +207,7 @@ def test_the_window_of_another_model_is_refused() -> None:
     other = nn.Linear(5, 3)
     state = run.stopping.state_dict()
     with (
-        heldin.EvidenceStopping(other, window=3) as stopping,
+        runs.EvidenceStopping(other, window=3) as stopping,
         pytest.raises(heldin.HeldinError, match=r"saved with model=.* but this one has model="),
     ):
         stopping.load_state_dict(state)

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import heldin
+from tests.support import runs
 from tests.support.loops import close
 
 RULES = [
@@ -28,7 +29,7 @@ RULES = [
     "ValidationStopping",
     "FoldStopping",
     "FoldStopping, train",
-    "FoldStopping, loop",
+    "FoldStopping, replay",
     "ShadowStopping",
     "LeaveOneOutStopping",
     "LeaveOneOutStopping, lazy",
@@ -47,17 +48,17 @@ def rule(name: str, width: int = 3) -> Any:
     optimizer: Any = torch.optim.Adam(model.parameters(), lr=0.05)
     kind, _, option = name.partition(", ")
     if kind == "EvidenceStopping":
-        made: Any = heldin.EvidenceStopping(model, window=4 if option else 1, budget=3)
+        made: Any = runs.EvidenceStopping(model, window=4 if option else 1, budget=3)
     elif kind == "ElementwiseStopping":
         made = optimizer = heldin.ElementwiseStopping(optimizer, model, smoothing=0.5)
     elif kind == "ValidationStopping":
-        made = heldin.ValidationStopping(model, lambda: F.mse_loss(model(x), y))
+        made = runs.ValidationStopping(model, lambda: F.mse_loss(model(x), y))
     else:
-        options: dict[str, Any] = {"engine": "loop"} if option == "loop" else {}
+        options: dict[str, Any] = {"engine": "replay"} if option == "replay" else {}
         options |= {"memory": 400} if option == "lazy" else {}
         if kind == "LeaveOneOutStopping":
             model.eval()
-        made = getattr(heldin, kind)(model, optimizer, F.mse_loss, (x, y), **options)
+        made = getattr(runs, kind)(model, optimizer, F.mse_loss, (x, y), **options)
     if option == "train":
         made.train(max_steps=STEPS)
         return made
@@ -207,7 +208,7 @@ def test_a_wrapped_model_is_the_same_model() -> None:
             self.module = module
 
     model = nn.Sequential(nn.Linear(3, 2))
-    with heldin.EvidenceStopping(model) as a, heldin.EvidenceStopping(Wrapper(model)) as b:
+    with runs.EvidenceStopping(model) as a, runs.EvidenceStopping(Wrapper(model)) as b:
         b.load_state_dict(a.state_dict())
 
 
@@ -215,8 +216,9 @@ def test_a_state_of_buffers_is_not_changed_by_what_follows() -> None:
     made = rule("FoldStopping")
     state = made.state_dict()
     kept = copy.deepcopy(state)
-    model, x = made._model, made._team.data.rows.inputs[0]
-    F.mse_loss(model(x), made._team.data.rows.targets).backward()
+    model, (x, y) = made._model, made._backend._source._tensors
+    made._optimizer.zero_grad()
+    F.mse_loss(model(x), y).backward()
     made._optimizer.step()
     made.step()
     assert same(state, kept)
@@ -303,6 +305,7 @@ KILLED = """
 import os, signal, sys
 import heldin
 from heldin.state import checkpoint
+from tests.support import runs
 
 def killed(*_):
     os.kill(os.getpid(), signal.SIGKILL)

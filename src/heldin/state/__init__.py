@@ -1,4 +1,4 @@
-"""What is kept of a run: histories, states that are checked when loaded, checkpoints."""
+"""Histories of a run, validation of loaded states, and checkpoints."""
 
 from .checkpoint import load, save
 from .estimates import Estimate, EstimateHistory

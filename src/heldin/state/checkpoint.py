@@ -1,4 +1,4 @@
-"""Checkpoints on disk: written whole or not at all, and checked when they are read.
+"""Checkpoints on disk: written atomically, and verified when they are read.
 
 A checkpoint is what `torch.save` writes (a zip archive), with a comment at its end that holds the
 version of the format and the checksum of everything before it.
@@ -23,26 +23,27 @@ __all__ = ["load", "save"]
 
 VERSION = 1
 MARK = b"heldin checkpoint "
-LENGTH = len(MARK) + len("000001 ") + 64  # of the comment: the mark, the version, a SHA-256
-PIECE = 1 << 20
+LENGTH = len(MARK) + len("000001 ") + 64  # length of the comment: mark, version, SHA-256
+PIECE = 1 << 20  # bytes per read
 
 
 def save(path: str | Path, /, **states: Any) -> None:
-    """Write a checkpoint, so that a crash at any moment leaves the old one or the new one.
+    """Write a checkpoint atomically: a crash at any moment leaves the old file or the new one.
 
-    The bytes go to a temporary file in the same folder, which takes the checkpoint's name once it
-    is complete and on disk. A run that is killed while it writes leaves a `.part` file behind,
-    which nothing reads and which the next save takes over. Threads and processes that save to one
-    path do not disturb each other: one of their checkpoints stays, whole.
+    The bytes go to a temporary file in the same folder, which is renamed once it is complete and on
+    disk. A run that is killed while it writes leaves a `.part` file behind, which the next save
+    reuses. Threads and processes may save to the same path: one complete checkpoint remains.
 
     Args:
-        path: of the checkpoint; what is there is replaced.
-        states: what to save, by name: tensors, numbers, strings, and lists and dicts of them, as
-            `state_dict()` gives. Nothing that `torch.load(..., weights_only=True)` would refuse.
+        path: path of the checkpoint; an existing file is replaced.
+        states: values to save, by name: tensors, numbers, strings, and lists and dicts of them, as
+            `state_dict()` returns. Values that `torch.load(..., weights_only=True)` would refuse
+            are refused.
 
     >>> import heldin, torch
     >>> model = torch.nn.Linear(2, 1)
-    >>> stopping = heldin.EvidenceStopping(model)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> stopping = heldin.EarlyStopping(model, optimizer, rule="evidence")
     >>> path = getfixture("tmp_path") / "run.ckpt"
     >>> heldin.state.save(path, model=model.state_dict(), stopping=stopping.state_dict(), step=7)
     >>> states = heldin.state.load(path)
@@ -65,13 +66,14 @@ def save(path: str | Path, /, **states: Any) -> None:
 def load(path: str | Path, /) -> dict[str, Any]:
     """Read a checkpoint that `heldin.state.save` wrote; all tensors are on the CPU.
 
-    A file that is damaged, cut off or not such a checkpoint is refused with a `HeldinError`.
-
     Args:
-        path: of the checkpoint.
+        path: path of the checkpoint.
 
     Returns:
-        The states by name, as they were given to `heldin.state.save`.
+        The states by name, as they were passed to `heldin.state.save`.
+
+    Raises:
+        HeldinError: if the file is damaged, truncated or not a checkpoint of heldin.
 
     >>> import heldin
     >>> path = getfixture("tmp_path") / "run.ckpt"
@@ -107,20 +109,20 @@ def load(path: str | Path, /) -> dict[str, Any]:
 
 
 def _digest(file: IO[bytes], size: int) -> str:
-    """SHA-256 of the first `size` bytes."""
-    found = hashlib.sha256()
+    """Return the SHA-256 of the first `size` bytes."""
+    digest = hashlib.sha256()
     file.seek(0)
     while size > 0:
         piece = file.read(min(size, PIECE))
         if not piece:
             break
-        found.update(piece)
+        digest.update(piece)
         size -= len(piece)
-    return found.hexdigest()
+    return digest.hexdigest()
 
 
 def _readable(part: Path, file: IO[bytes]) -> None:
-    """Refuse states that could not be read again, before they take the place of others."""
+    """Refuse states that `load` could not read, before they replace an older checkpoint."""
     file.flush()
     try:
         torch.load(part, map_location="cpu", weights_only=True, mmap=True)

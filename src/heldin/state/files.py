@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Files that are written atomically."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["leftovers", "replacing"]
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Write to the path that is given; it takes the place of `path` once it is complete, on disk.
+    """Yield a temporary path that replaces `path` once the block has ended without an error.
 
-    A crash at any moment leaves the old file or the new one, and perhaps a `.part` file beside it,
-    which nothing reads (see `leftovers`). An error leaves the old one and nothing else.
+    A crash at any moment leaves the old file or the new one, and perhaps a `.part` file beside it
+    (see `leftovers`). An error leaves only the old file.
 
     >>> path = getfixture("tmp_path") / "numbers.txt"
     >>> with replacing(path) as part:
@@ -29,12 +29,12 @@ def replacing(path: Path) -> Iterator[Path]:
     """
     with unfinished(path) as (part, _):
         yield part
-    if os.name == "posix":  # the new name is on disk, too; Windows cannot open a folder
+    if os.name == "posix":  # flush the new name to disk; Windows cannot open a folder
         _sync(path.parent, os.O_RDONLY)
 
 
 def leftovers(path: Path) -> list[Path]:
-    """What processes that were killed while they wrote `path` have left behind."""
+    """List the `.part` files of processes that were killed while they wrote `path`."""
     return sorted(path.parent.glob(f"{path.name}.*.part"))
 
 

@@ -1,4 +1,4 @@
-"""What a stopping rule has seen, in bounded memory."""
+"""The history of a stopping rule, in bounded memory."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Record:
     Attributes:
         step: number of the step, from 1.
         count: number of samples behind the value.
-        raw: the value of this check alone; nan if there was none.
-        criterion: the smoothed value that decides.
-        groups: raw values per group.
+        raw: the unsmoothed value of this check; nan if it has none.
+        criterion: the smoothed value, which decides.
+        groups: unsmoothed values per group.
         nonfinite: parameters with an inf or nan contribution.
 
     >>> import heldin
@@ -54,13 +54,13 @@ class Record:
 class History(Records[Record]):
     """The checks of a run, oldest first.
 
-    At most `limit` records are kept: when it is full every second one is dropped, and from then on
-    every second (fourth, ...) check is recorded. The latest check and the one that stopped are
-    always there.
+    At most `limit` records are kept: when the history is full, every second record is dropped, and
+    afterwards only every second (fourth, ...) check is recorded. The latest check and the one that
+    stopped training are always kept.
 
     Attributes:
-        limit: how many records to keep.
-        checks: how many checks there were, those included that are no longer kept.
+        limit: maximum number of records.
+        checks: number of checks, dropped ones included.
         stopped: the check that stopped training, if one did.
 
     >>> history = History(limit=4)
@@ -75,12 +75,12 @@ class History(Records[Record]):
         self.limit = limit
         self.checks = 0
         self.stopped: Record | None = None
-        self._numbers: list[int] = []  # of each record that is kept, counted over all checks
+        self._numbers: list[int] = []  # number of each kept record among all checks
         self._stride = 1
 
     def append(self, record: Record, stopped: bool = False) -> None:
         """Add a check; `stopped` marks the one that stopped training."""
-        if self._numbers and not self._stays(-1):  # it was there as the latest only
+        if self._numbers and not self._stays(-1):  # it was kept only as the latest
             del self._numbers[-1], self._records[-1]
         number, self.checks = self.checks, self.checks + 1
         if number % self._stride == 0 and number // self._stride >= self.limit:
@@ -99,10 +99,10 @@ class History(Records[Record]):
     def __repr__(self) -> str:
         return f"<heldin.History: {len(self)} of {self.checks} checks>"
 
-    # -- ways out
+    # -- export
 
     def columns(self) -> dict[str, list[Any]]:
-        """The records as columns: step, count, raw, criterion, nonfinite, one per group."""
+        """Return the records as columns: step, count, raw, criterion, nonfinite, one per group."""
         records = self._records
         table: dict[str, list[Any]] = {
             "step": [r.step for r in records],
@@ -118,8 +118,8 @@ class History(Records[Record]):
     def plot(self, ax: Any = None, *, groups: bool = False) -> Any:
         """Draw the criterion over the steps, as in the bottom row of the paper's figures.
 
-        The zero line, the raw values in the background and a vertical bar at the stop. The scale
-        is linear between -1 and 1 and logarithmic beyond.
+        The figure shows the zero line, the raw values in the background and a vertical bar at the
+        stop. The scale is linear between -1 and 1 and logarithmic beyond.
 
         Args:
             ax: where to draw (default: a new figure).
@@ -146,7 +146,7 @@ class History(Records[Record]):
     # -- saving
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors, numbers and strings only."""
+        """Return the state as tensors, numbers and strings."""
         records, names = self._records, _group_names(self._records)
         integers = [[n, r.step, r.count] for n, r in zip(self._numbers, records, strict=True)]
         values = [
@@ -164,7 +164,7 @@ class History(Records[Record]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave."""
+        """Restore a state from `state_dict`."""
         names, integers, stop = state["groups"], state["integers"], state["stopped_step"]
         if integers.is_floating_point() or state["stride"] < 1:
             raise ValueError(f"a history with {integers.dtype}, stride {state['stride']}")

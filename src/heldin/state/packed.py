@@ -1,4 +1,4 @@
-"""Saved states as JSON, for frameworks whose checkpoints hold nothing else."""
+"""Saved states as JSON, for frameworks whose checkpoints hold only JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Packed", "packed", "unpacked"]
 
 
 def packed(value: Any) -> Any:
-    """A state as JSON; numbers and tensors keep every bit.
+    """Convert a state to JSON values; numbers and tensors keep every bit.
 
     >>> packed({"a": [1.5, math.nan], "b": torch.tensor([1, 2])})
     {'a': [1.5, {'float': 'nan'}], 'b': {'tensor': 'int64', 'shape': [2], 'data': 'AQAAAAA...'}}
@@ -30,16 +30,16 @@ def packed(value: Any) -> Any:
         kind = str(value.dtype).removeprefix("torch.")
         return {"tensor": kind, "shape": list(value.shape), "data": data}
     if isinstance(value, Mapping):
-        return {key: packed(each) for key, each in value.items()}
+        return {key: packed(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [packed(each) for each in value]
+        return [packed(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": repr(value)}
     return value
 
 
 def unpacked(value: Any) -> Any:
-    """What was `packed`.
+    """Convert the result of `packed` back to a state.
 
     >>> state = {"a": [math.inf], "b": torch.tensor([[0.1, 2.0]]), "c": None}
     >>> unpacked(packed(state))
@@ -53,9 +53,9 @@ def unpacked(value: Any) -> Any:
             dtype = getattr(torch, value["tensor"])
             flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
             return flat.reshape(value["shape"])
-        return {key: unpacked(each) for key, each in value.items()}
+        return {key: unpacked(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [unpacked(each) for each in value]
+        return [unpacked(item) for item in value]
     return value
 
 
@@ -67,30 +67,33 @@ class _HasState(Protocol):
 class Packed:
     """A stopping rule whose state is one string, for `torch.distributed.checkpoint`.
 
-    That reads a checkpoint into the entries that a state has already, and the state of a rule grows
-    with its history. A string can be replaced by a longer one.
+    `torch.distributed.checkpoint` reads a checkpoint into the existing entries of a state, but the
+    state of a rule grows with its history. A string can be replaced by a longer one.
 
     Args:
-        rule: an `EvidenceStopping`, or anything else with `state_dict` and `load_state_dict`.
+        rule: a `heldin.EarlyStopping`, or anything else with `state_dict` and `load_state_dict`.
 
     >>> import heldin, torch
     >>> import torch.distributed.checkpoint as dcp
-    >>> with heldin.EvidenceStopping(torch.nn.Linear(3, 1)) as stopping:
-    ...     state = {"stopping": heldin.state.Packed(stopping)}  # beside the model and so on
-    ...     # dcp.save(state, checkpoint_id="..."), and later dcp.load(state, checkpoint_id="...")
-    ...     list(state["stopping"].state_dict())
+    >>> model = torch.nn.Linear(3, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> stopping = heldin.EarlyStopping(model, optimizer, rule="evidence")
+    >>> state = {"stopping": heldin.state.Packed(stopping)}  # beside the model and so on
+    >>> # dcp.save(state, checkpoint_id="..."), and later dcp.load(state, checkpoint_id="...")
+    >>> list(state["stopping"].state_dict())
     ['packed']
+    >>> stopping.close()
     """
 
     def __init__(self, rule: _HasState) -> None:
         self.rule = rule
 
     def state_dict(self) -> dict[str, str]:
-        """The state of the rule as JSON."""
+        """Return the state of the rule as one JSON string."""
         return {"packed": json.dumps(packed(self.rule.state_dict()))}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken."""
+        """Restore a state from `state_dict`."""
         try:
             state = unpacked(json.loads(state_dict["packed"]))
         except (KeyError, TypeError, ValueError) as error:

@@ -1,8 +1,8 @@
-"""The unfinished file of a checkpoint: one for each writer, none left for good.
+"""The temporary file of a checkpoint: one for each writer, reused after a crash.
 
 A writer takes the first numbered name whose lock is free and holds the lock until the file has its
-final name. A killed writer's lock is free, so that the next writer takes its file over: there are
-never more such files than there were writers at one time.
+final name. The lock of a killed writer is free, so that the next writer reuses its file: there are
+never more temporary files than there were simultaneous writers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 fcntl: Any = None
-with suppress(ImportError):  # Windows has none
+with suppress(ImportError):  # not available on Windows
     fcntl = import_module("fcntl")
 
 __all__ = ["unfinished"]
@@ -25,7 +25,7 @@ __all__ = ["unfinished"]
 
 @contextmanager
 def unfinished(path: Path) -> Iterator[tuple[Path, IO[bytes]]]:
-    """An empty file beside a path, which takes its place when the block ends without an error."""
+    """Yield an empty file that replaces `path` when the block ends without an error."""
     part, file = _first_free(path)
     with file:
         try:
@@ -33,8 +33,8 @@ def unfinished(path: Path) -> Iterator[tuple[Path, IO[bytes]]]:
             file.flush()
             os.fsync(file.fileno())
             if fcntl is None:
-                file.close()  # an open file cannot be renamed there
-            os.replace(part, path)  # before the lock is given back
+                file.close()  # Windows cannot rename an open file
+            os.replace(part, path)  # before the lock is released
         except BaseException:
             if fcntl is None:
                 file.close()
@@ -43,26 +43,26 @@ def unfinished(path: Path) -> Iterator[tuple[Path, IO[bytes]]]:
 
 
 def _first_free(path: Path) -> tuple[Path, IO[bytes]]:
-    """The first file whose lock is free; where there are no locks, one of this thread's own."""
+    """Open the first file whose lock is free; without locks, a file of this thread."""
     for number in count() if fcntl is not None else ():
         part = path.with_name(f"{path.name}.{number}.part")
         try:
             return part, _locked(part)
         except BlockingIOError:
-            continue  # another writer has it
+            continue  # another writer holds the lock
         except _NoLocks:
             part.unlink(missing_ok=True)
             break
-    own = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.part")
-    return own, open(own, "w+b")
+    thread_part = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.part")
+    return thread_part, open(thread_part, "w+b")
 
 
 class _NoLocks(Exception):
-    """The file system knows no locks."""
+    """Raised if the file system has no locks."""
 
 
 def _locked(part: Path) -> IO[bytes]:
-    """The file, emptied, with its lock."""
+    """Open a file, lock it and truncate it."""
     while True:
         file = os.fdopen(os.open(part, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
         try:
@@ -75,7 +75,7 @@ def _locked(part: Path) -> IO[bytes]:
             if _is_at(file, part):
                 file.truncate()
                 return file
-            file.close()  # it got its final name before the lock was ours
+            file.close()  # its writer renamed it before the lock was acquired
         except BaseException:
             file.close()
             raise

@@ -1,4 +1,4 @@
-"""The checks of a run as a sequence, and the ways out of it: columns, files, data frames."""
+"""The checks of a run as a sequence, with export to columns, files and data frames."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ R = TypeVar("R")
 
 
 class Records(Sequence[R]):
-    """What both histories share: one record per check, oldest first."""
+    """The base class of both histories: one record per check, oldest first."""
 
     def __init__(self) -> None:
         self._records: list[R] = []
@@ -36,10 +36,10 @@ class Records(Sequence[R]):
 
     @abstractmethod
     def columns(self) -> dict[str, list[Any]]:
-        """The records as columns of equal length."""
+        """Return the records as columns of equal length."""
 
     def to_dataframe(self) -> Any:
-        """A pandas DataFrame, one row per check."""
+        """Return a pandas DataFrame with one row per check."""
         try:
             import pandas
         except ImportError as error:
@@ -59,7 +59,7 @@ class Records(Sequence[R]):
 
 
 def axes(ax: Any, size: tuple[float, float]) -> Any:
-    """The axes to draw in: those given, or of a new figure."""
+    """Return the given axes, or those of a new figure."""
     if ax is not None:
         return ax
     try:

@@ -1,4 +1,4 @@
-"""Arguments and saved state, checked with errors that say what to do."""
+"""Validation of arguments and saved states, with errors that name the way out."""
 
 from __future__ import annotations
 
@@ -27,32 +27,32 @@ Schema = Any  # see `schema_error`
 
 
 def shown(value: Any) -> str:
-    """A wrong value as a message shows it: itself if it is short, else its kind."""
+    """Return a value for a message: its repr if that is short, else its type."""
     text = repr(value)
     short = len(text) <= 60 and "\n" not in text
     return text if short else f"an object of type {type(value).__name__}"
 
 
 def check_int(owner: str, name: str, value: Any, least: int) -> int:
-    """An integer that is at least `least`."""
+    """Return an integer; refuse anything else, and integers below `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise HeldinError(f"{owner}: {name} must be a whole number >= {least}, got {shown(value)}")
     return value
 
 
 def check_fraction(owner: str, name: str, value: Any) -> float:
-    """A number in [0, 1)."""
+    """Return a number in [0, 1); refuse anything else."""
     if not isinstance(value, (int, float)) or not 0 <= value < 1:
         raise HeldinError(f"{owner}: {name} must lie in [0, 1), got {shown(value)}")
     return float(value)
 
 
 def schema_error(value: Any, form: Schema, place: str = "") -> str | None:
-    """Where a saved value does not have the form it should have, and why; None if it has.
+    """Return where and why a saved value does not match its schema; None if it does.
 
-    A form is a type or a tuple of types, None, a tensor (for one of its shape and type), a list of
-    one form (for any number of such entries), a dict of forms by name, or {type: form} (for any
-    names of that type).
+    A schema is a type or a tuple of types, None, a tensor (for one of its shape and type), a list
+    of one schema (for any number of such entries), a dict of schemas by name, or {type: schema}
+    (for any names of that type).
 
     >>> schema_error({"step": 3, "names": ["a", "b"]}, {"step": int, "names": [str]})
     >>> schema_error({"step": 3, "names": ["a", None]}, {"step": int, "names": [str]})
@@ -63,19 +63,23 @@ def schema_error(value: Any, form: Schema, place: str = "") -> str | None:
             return f"{place} is a {type(value).__name__}, not a tensor"
         if (value.shape, value.dtype) == (form.shape, form.dtype):
             return None
-        found, wanted = (f"{tuple(t.shape)}, {t.dtype}" for t in (value, form))
-        return f"{place} is a tensor of {found}, not of {wanted}"
+        actual, wanted = (f"{tuple(t.shape)}, {t.dtype}" for t in (value, form))
+        return f"{place} is a tensor of {actual}, not of {wanted}"
     if isinstance(form, dict):
         if not isinstance(value, Mapping):
             return f"{place} is a {type(value).__name__}, not a dict"
         ((first, inner), *_) = form.items() or [(str, None)]
         if isinstance(first, type):
             pairs = [(name, inner) for name in value]
-            odd = [name for name in value if type(name) is not first]
+            unexpected = [name for name in value if type(name) is not first]
         else:
-            pairs, odd = list(form.items()), [name for name in form if name not in value]
-        if odd:
-            return f"{place} has no {odd[0]!r}" if odd[0] in form else f"{place} has {odd[0]!r}"
+            pairs, unexpected = list(form.items()), [name for name in form if name not in value]
+        if unexpected:
+            return (
+                f"{place} has no {unexpected[0]!r}"
+                if unexpected[0] in form
+                else f"{place} has {unexpected[0]!r}"
+            )
         inside = ((value[name], part, f"{place}[{name!r}]") for name, part in pairs)
     elif isinstance(form, list):
         if not isinstance(value, (list, tuple)):
@@ -89,23 +93,23 @@ def schema_error(value: Any, form: Schema, place: str = "") -> str | None:
             return None
         names = " or ".join("None" if kind is None else kind.__name__ for kind in kinds)
         return f"{place} is a {type(value).__name__}, not {names}"
-    return next((why for each in inside if (why := schema_error(*each)) is not None), None)
+    return next((why for entry in inside if (why := schema_error(*entry)) is not None), None)
 
 
 def check_schema(value: Any, form: Schema, place: str = "") -> None:
-    """Refuse a part of a state that does not have its form; see `schema_error`."""
+    """Refuse a part of a state that does not match its schema; see `schema_error`."""
     why = schema_error(value, form, place)
     if why is not None:
         raise ValueError(why)
 
 
 def model_signature(model: nn.Module) -> str:
-    """Names and shapes of a model's parameters, in short; wrappers around it do not matter."""
+    """Return a digest of the names and shapes of a model's parameters, without wrappers."""
     wrappers = {"module", "_orig_mod", "_forward_module", "_fsdp_wrapped_module"}
     names = []
     for name, p in model.named_parameters():
         plain = ".".join(part for part in name.split(".") if part not in wrappers)
-        plain = re.sub(r"_\d+(?=[./]|$)", "", plain)  # Keras counts all layers of a session
+        plain = re.sub(r"_\d+(?=[./]|$)", "", plain)  # Keras numbers all layers of a session
         names.append(f"{plain}:{tuple(p.shape)}")
     code = zlib.crc32("\n".join(sorted(names)).encode())
     size = sum(p.numel() for p in model.parameters())
@@ -113,7 +117,7 @@ def model_signature(model: nn.Module) -> str:
 
 
 def checked_state(owner: str, state: Any, version: int, form: Schema) -> Mapping[str, Any]:
-    """A saved state, if it is one that `owner` wrote and this version of heldin understands."""
+    """Return a saved state; refuse one that another class or version of heldin wrote."""
     if not isinstance(state, Mapping) or not isinstance(state.get("heldin"), str):
         raise HeldinError(
             f"{owner}.load_state_dict: this is not a state that heldin saved; pass what "
@@ -137,9 +141,9 @@ def checked_state(owner: str, state: Any, version: int, form: Schema) -> Mapping
     return state
 
 
-def check_settings(owner: str, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Refuse a state whose values were formed in another way than they would be from now on."""
-    for name, value in own.items():
+def check_settings(owner: str, saved: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """Refuse a state that was saved with other settings."""
+    for name, value in settings.items():
         if name not in saved or saved[name] != value:
             raise HeldinError(
                 f"{owner}.load_state_dict: saved with {name}={saved.get(name)!r}, but this one has "
@@ -153,7 +157,7 @@ def load_or_roll_back(
     state: Mapping[str, Any],
     before: Mapping[str, Any],
 ) -> None:
-    """Take over a state; if it is damaged, go back to the one before and say so."""
+    """Load a state; if it is damaged, restore the previous one and raise an error."""
     try:
         take(state)
     except HeldinError:
