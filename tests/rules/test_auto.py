@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
 import heldin
-from heldin.rules.estimated.choose import COSTS, LEAVE_ONE_OUT, SIZES, _Case, _chosen, _size
+from heldin.rules.auto import (
+    COSTS,
+    LEAVE_ONE_OUT,
+    REGRETS,
+    SIZES,
+    _Case,
+    _chosen,
+    _frugal,
+    _size,
+)
+from tests.support import runs
 
 
 def case(**options: Any) -> _Case:
@@ -25,7 +37,7 @@ def case(**options: Any) -> _Case:
     [
         ({}, 6.0, "folds"),
         ({"engine": "vmap"}, 6.0, ("folds", 5)),
-        ({"engine": "loop", "known": False}, 6.0, ("folds", 3)),
+        ({"engine": "replay", "known": False}, 6.0, ("folds", 3)),
         ({"parameters": 1_000_000}, 6.0, "folds"),
         ({"engine": "vmap", "parameters": 1000}, 3.0, "leave-one-out"),
         ({"engine": "vmap", "known": False}, 4.5, ("folds", 2)),
@@ -35,18 +47,18 @@ def case(**options: Any) -> _Case:
         ({"parameters": 40_000_000}, 6.0, "shadow"),  # five copies do not fit the memory
         ({"parameters": 40_000, "known": False}, 4.2, ("folds", 3)),
         ({"parameters": 40_000, "known": False}, 3.4, ("folds", 2)),
-        ({"parameters": 10**6, "engine": "copies", "known": False}, 2.5, ("shadow", 1)),
-        ({"parameters": 10**6, "engine": "copies", "known": False}, 6.0, ("folds", 4)),
-        ({"parameters": 10**6, "engine": "copies", "known": False, "rows": 99}, 7.0, ("folds", 5)),
-        ({"parameters": 10**6, "engine": "copies", "known": False, "rows": 5000}, 6.0, "folds"),
-        ({"parameters": 10**4, "engine": "copies", "known": False, "size": 2}, 2.5, "shadow"),
+        ({"parameters": 10**6, "engine": "replay", "known": False}, 2.5, ("shadow", 1)),
+        ({"parameters": 10**6, "engine": "replay", "known": False}, 6.0, ("folds", 4)),
+        ({"parameters": 10**6, "engine": "replay", "known": False, "rows": 99}, 7.0, ("folds", 5)),
+        ({"parameters": 10**6, "engine": "replay", "known": False, "rows": 5000}, 6.0, "folds"),
+        ({"parameters": 10**4, "engine": "replay", "known": False, "size": 2}, 2.5, "shadow"),
         ({"parameters": 1000}, 2.0, "leave-one-out"),
     ],
 )
 def test_the_choice(options: dict[str, Any], budget: float, expected: Any) -> None:
     one = case(**options)
-    rule, shadows, reason = _chosen(one, budget, 2**30)
-    assert {0: "leave-one-out", 1: "shadow"}.get(shadows, "folds") == rule
+    shadows, reason = _chosen(one, budget, 2**30)
+    rule = {0: "leave-one-out", 1: "shadow"}.get(shadows, "folds")
     assert (rule, shadows) == expected if isinstance(expected, tuple) else rule == expected
     assert f"{one.rows} rows" in reason
     cost = one.cost(shadows) if shadows else LEAVE_ONE_OUT
@@ -78,7 +90,7 @@ def test_the_size_is_how_much_of_a_step_is_arithmetic(model: nn.Module, size: in
 
 
 def test_nothing_affordable_says_what_is() -> None:
-    with pytest.raises(heldin.HeldinError, match="EvidenceStopping"):
+    with pytest.raises(heldin.HeldinError, match="rule='evidence'"):
         _chosen(case(rows=100_000, parameters=10**9), 1.2, 2**30)
 
 
@@ -87,18 +99,17 @@ def test_the_made_object_is_the_rule_and_trains() -> None:
     x = torch.randn(60, 5)
     y = x[:, :1] + torch.randn(60, 1)
     kinds = {
-        "folds": heldin.FoldStopping,
-        "shadow": heldin.ShadowStopping,
-        "leave-one-out": heldin.LeaveOneOutStopping,
-        "auto": heldin.FoldStopping,
+        "folds": runs.FoldFollower,
+        "shadow": runs.FoldFollower,
+        "leave-one-out": runs.LeaveOneOutFollower,
+        "auto": runs.FoldFollower,
     }
     for rule, kind in kinds.items():
         model = nn.Linear(5, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        made = heldin.stopping(rule, model, optimizer, F.mse_loss, (x, y), grid=1.5)  # type: ignore[arg-type]
+        made = runs.stopping(rule, model, optimizer, F.mse_loss, (x, y))
         assert type(made) is kind
-        assert made.grid == 1.5
-        assert made.reason_chosen
+        assert bool(made.reason_chosen) == (rule == "auto")
         with made:
             for _ in range(20):
                 F.mse_loss(model(x), y).backward()
@@ -108,43 +119,29 @@ def test_the_made_object_is_the_rule_and_trains() -> None:
         assert made.estimate > 0
 
 
-def test_folds_of_ones_own_keep_to_the_budget() -> None:
-    x = torch.randn(40, 3)
+def test_more_rows_get_fewer_shadows() -> None:
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for rows, folds, shadows in ((40, 8, 5), (40, 2, 2), (1200, 4, 2), (12_000, 4, 1)):
-        data = x.repeat(rows // 40, 1), x.repeat(rows // 40, 1)[:, :1]
-        made = heldin.stopping("auto", model, optimizer, F.mse_loss, data, folds=folds)
-        assert isinstance(made, heldin.FoldStopping)
-        assert (made.folds, made.shadows) == (folds, shadows)
-
-
-def test_the_engine_that_was_asked_for_is_what_it_costs() -> None:
-    model = nn.Linear(3, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    data = torch.randn(50, 3), torch.randn(50, 1)
-    parts = ("auto", model, optimizer, nn.MSELoss(), data)
-    for engine, shadows in (("dense", 5), ("copies", 1), ("swap", 1)):
-        made = heldin.stopping(*parts, budget=3.5, engine=engine)
-        assert made._team.copies == shadows
-        assert made.engine == engine
-        made.close()
-    with pytest.raises(heldin.HeldinError, match=r"engine: expected 'auto'.*got 'fast'"):
-        heldin.stopping(*parts, engine="fast")
+    for rows, shadows in ((40, 5), (1200, 2), (12_000, 1)):
+        x = torch.randn(rows, 3)
+        data = x, x[:, :1]
+        made = runs.stopping("auto", model, optimizer, F.mse_loss, data)
+        assert isinstance(made, runs.FoldFollower)
+        assert (made.rule.folds, made.rule.shadows) == (5, shadows)
 
 
 def test_refusals() -> None:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = torch.ones(4, 2), torch.ones(4, 1)
-    with pytest.raises(heldin.HeldinError, match="name of a rule, 'auto', 'folds'"):
-        heldin.stopping("best", model, optimizer, F.mse_loss, data)  # type: ignore[arg-type]
+    with pytest.raises(heldin.HeldinError, match="no rule 'best'; rules are 'auto', 'folds'"):
+        heldin.EarlyStopping(model, optimizer, F.mse_loss, data, "best")
     with pytest.raises(heldin.HeldinError, match="no parameter that requires"):
-        heldin.stopping("auto", nn.ReLU(), optimizer, F.mse_loss, data)
+        runs.stopping("auto", nn.ReLU(), optimizer, F.mse_loss, data)
     lazy = nn.LazyLinear(1)
     optimizer = torch.optim.SGD(lazy.parameters(), lr=0.1)
     with pytest.raises(heldin.HeldinError, match="lazy layers"):
-        heldin.stopping("auto", lazy, optimizer, F.mse_loss, data)
+        runs.stopping("auto", lazy, optimizer, F.mse_loss, data)
 
 
 def test_any_batch_within_a_budget() -> None:
@@ -158,8 +155,9 @@ def test_any_batch_within_a_budget() -> None:
         return F.mse_loss(model(batch["x"]), batch["y"])
 
     options: dict[str, Any] = {"data": loader, "batch_loss": batch_loss, "groups": range(60)}
-    made = heldin.stopping("auto", model, optimizer, budget=3, **options)
-    assert type(made) is heldin.ShadowStopping
+    made = runs.stopping("auto", model, optimizer, budget=3, **options)
+    assert isinstance(made, runs.FoldFollower)
+    assert made.rule.shadows == 1
     assert (
         "one shadow, for about 3 times the time of a run of 1,000 steps or more (budget 3)"
         in made.reason_chosen
@@ -170,14 +168,14 @@ def test_any_batch_within_a_budget() -> None:
         optimizer.zero_grad()
         made.step()
     made.close()
-    made = heldin.stopping("auto", model, optimizer, budget=4.5, **options)
-    assert isinstance(made, heldin.FoldStopping)
-    assert made.shadows == 2
+    made = runs.stopping("auto", model, optimizer, budget=4.5, **options)
+    assert isinstance(made, runs.FoldFollower)
+    assert made.rule.shadows == 2
     made.close()
-    with pytest.raises(heldin.HeldinError, match="needs tensors and loss_fn"):
-        heldin.stopping("leave-one-out", model, optimizer, **options)
+    with pytest.raises(heldin.HeldinError, match="needs loss_fn and tensors"):
+        heldin.EarlyStopping(model, optimizer, rule="leave-one-out", **options)
     with pytest.raises(heldin.HeldinError, match=r"fits a budget of 1\.5"):
-        heldin.stopping("auto", model, optimizer, budget=1.5, **options)
+        runs.stopping("auto", model, optimizer, budget=1.5, **options)
 
 
 def test_moving_averages_are_refused_by_name() -> None:
@@ -187,5 +185,117 @@ def test_moving_averages_are_refused_by_name() -> None:
     average = torch.optim.swa_utils.AveragedModel(model)
     for rule in ("folds", "shadow", "leave-one-out"):
         with pytest.raises(heldin.HeldinError, match=r"AveragedModel is a moving average.*trains"):
-            heldin.stopping(rule, average, optimizer, F.mse_loss, (x, x[:, :1]))  # type: ignore[arg-type]
-    heldin.stopping("folds", model, optimizer, F.mse_loss, (x, x[:, :1])).close()
+            runs.stopping(rule, average, optimizer, F.mse_loss, (x, x[:, :1]))
+    runs.stopping("folds", model, optimizer, F.mse_loss, (x, x[:, :1])).close()
+
+
+def general(rows: int, width: int = 4, loss: Any = F.mse_loss, **options: Any) -> Any:
+    torch.manual_seed(0)
+    x = torch.randn(rows, 3)
+    layers = [nn.Linear(3, width), nn.BatchNorm1d(width), nn.Linear(width, width)]
+    model = nn.Sequential(*layers, nn.Linear(width, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    return heldin.EarlyStopping(
+        model,
+        optimizer,
+        data=(x, x[:, :1]),
+        batch_loss=lambda model, batch: loss(model(batch[0]), batch[1]),
+        **options,
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "shadows", "share", "reason"),
+    [
+        ((200, 400), 3, 0.25, r"three light shadows.*budget=6\.7 buys five folds.*1\.019 times"),
+        ((200, 4), 1, "all", r"one shadow, for about 3\.4 times.*in place of 1\.071, and a surer"),
+        ((201, 400), 1, "all", r"one shadow, for about 2\.5 times.*budget=6\.7 buys five folds"),
+        ((1000, 4), 1, "all", r"one shadow.*budget=4\.6 buys two of five folds"),
+        ((10_000, 4), 1, "all", "one shadow.*more would gain little"),
+    ],
+)
+def test_general_models_get_a_cheap_rule_by_default(
+    rows: tuple[int, int], shadows: int, share: Any, reason: str
+) -> None:
+    """By the number of rows and the width of the model: light steps of a small one cost as much."""
+    stopping = general(*rows)
+    assert stopping._inner._backend.copies == shadows
+    assert stopping._inner.rule.rows == share
+    assert re.search(reason, stopping.reason_chosen)
+    stopping.close()
+
+
+def test_one_table_of_costs_and_regrets() -> None:
+    """Every rule that a budget can buy is in it, and the default is the best of the cheap ones."""
+    assert {(k, 1.0) for k in range(1, 6)} < REGRETS.keys()
+    for rows in (50, 200, 201, 5000):
+        for size in range(3):
+            one = case(rows=rows, size=size, engine="replay", known=False)
+            shadows, share, reason = _frugal(one, 2**30, light=True)
+            cost, regret = one.cost(shadows, share), one.regret(shadows, share)
+            cheapest = min(one.cost(*each) for each in REGRETS)
+            assert cost <= max(2.0, 1.25 * cheapest)
+            for other in REGRETS:
+                assert one.regret(*other) >= regret or one.cost(*other) > 1.2 * cheapest
+            assert f"about {cost:g} times" in reason
+            assert _frugal(one, 4 * one.bytes, light=True)[:2] == (1, 1.0)  # room for one
+    with pytest.raises(heldin.HeldinError, match="fits a budget"):
+        _frugal(one, 1, light=True)
+
+
+def test_a_budget_buys_full_folds() -> None:
+    stopping = general(100, budget=9)
+    assert stopping._inner._backend.copies == 5
+    assert stopping._inner.rule.rows == "all"
+    stopping.close()
+
+
+def test_small_stacked_networks_keep_five_folds() -> None:
+    x = torch.randn(100, 3)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    stopping: Any = heldin.EarlyStopping(model, optimizer, F.mse_loss, (x, x[:, :1]))
+    assert stopping._inner._backend.copies == 5
+    assert stopping._inner.rule.rows == "all"
+    stopping.close()
+
+
+def test_a_summed_loss_gets_one_full_shadow() -> None:
+    def summed(outputs: Any, targets: Any) -> Any:
+        return F.mse_loss(outputs, targets, reduction="sum")
+
+    stopping = general(100, 400, summed)
+    assert stopping._inner._backend.copies == 1
+    assert stopping._inner.rule.rows == "all"
+    assert "one shadow" in stopping.reason_chosen
+    stopping.close()
+
+
+@pytest.mark.parametrize("form", ["tensors", "dataset", "loader"])
+def test_a_network_that_cannot_be_stacked(form: str) -> None:
+    """BatchNorm with loss_fn, and a model that vmap refuses: their shadows are replayed."""
+
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 1)
+
+        def forward(self, x: Any) -> Any:
+            return self.layer(x) if float(x.sum()) < 1e9 else x[:, :1]
+
+    torch.manual_seed(0)
+    x = torch.randn(60, 3)
+    rows: Any = (x, x[:, :1])
+    loader = DataLoader(TensorDataset(*rows), 20, shuffle=True)
+    data = {"tensors": rows, "dataset": TensorDataset(*rows), "loader": loader}[form]
+    normed = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    for model in (normed, Branches()):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        stopping: Any = heldin.EarlyStopping(model, optimizer, F.mse_loss, data)
+        assert stopping._inner.engine == "replay"
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            F.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+        assert len(stopping.history) > 1
+        stopping.close()

@@ -318,7 +318,7 @@ def test_mistakes() -> None:
     with pytest.raises(heldin.HeldinError, match="by must be None or 'tensor'"):
         optimizer.stopped_fraction(by="layer")  # type: ignore[call-overload]
     optimizer.close()
-    with pytest.raises(heldin.HeldinError, match="that the model has not"):
+    with pytest.raises(heldin.HeldinError, match="that is not in the model"):
         heldin.ElementwiseStopping(torch.optim.SGD(net().parameters()), model)
     with pytest.raises(heldin.HeldinError, match=r"expected a torch\.optim\.Optimizer"):
         heldin.ElementwiseStopping(model, model)  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import heldin
-from heldin.rules.estimated import stack as _stack
-from heldin.rules.estimated.losses import RowLoss
+from heldin.shadows import stack as _stack
+from heldin.shadows.losses import PerRowLoss
+from tests.support import runs
 from tests.support.folds_runs import (
     MODELS,
     OPTIMIZERS,
@@ -37,12 +39,12 @@ class Two(nn.Module):
 
 
 ENGINES = {
-    "linear": ["dense", "vmap", "loop"],
-    "relu": ["dense", "vmap", "loop"],
-    "deep": ["dense", "vmap", "loop"],
-    "tied": ["vmap", "loop"],
-    "batchnorm": ["loop"],
-    "layernorm": ["vmap", "loop"],
+    "linear": ["dense", "vmap", "replay"],
+    "relu": ["dense", "vmap", "replay"],
+    "deep": ["dense", "vmap", "replay"],
+    "tied": ["vmap", "replay"],
+    "batchnorm": ["replay"],
+    "layernorm": ["vmap", "replay"],
 }
 
 
@@ -53,7 +55,7 @@ def run(
     rows: tuple[Tensor, ...],
     batches: list[Tensor],
     schedule: Any = None,
-    cls: Any = heldin.FoldStopping,
+    cls: Any = runs.FoldStopping,
     how: str = "found",
     **options: Any,
 ) -> Any:
@@ -103,7 +105,7 @@ def test_lbfgs_evaluates_each_shadow_by_itself() -> None:
     x, y = rows = data()
     model = copy.deepcopy(start)
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4)
-    stopping = heldin.FoldStopping(model, optimizer, F.mse_loss, rows, 3, patience=None)
+    stopping = runs.FoldStopping(model, optimizer, F.mse_loss, rows, 3, patience=None)
 
     def one(m: nn.Module, o: torch.optim.Optimizer, keep: Tensor) -> Any:
         def closure() -> Tensor:
@@ -124,7 +126,7 @@ def test_lbfgs_evaluates_each_shadow_by_itself() -> None:
         for _ in range(3):
             own.step(one(twin, own, stopping._label != k))
         for name, p in twin.named_parameters():
-            torch.testing.assert_close(stopping._team.stack.blocks[name][k].detach(), p.detach())
+            torch.testing.assert_close(stopping._backend.weights_of(k)[name].detach(), p.detach())
 
 
 def test_parameter_groups_and_schedules_are_followed() -> None:
@@ -146,32 +148,21 @@ def test_parameter_groups_and_schedules_are_followed() -> None:
         check_shadows(stopping, start, make, F.mse_loss, rows, batches, schedule=schedule)
 
 
-def test_an_optimiser_that_has_stepped_hands_on_its_state() -> None:
+def test_an_optimiser_that_has_stepped_is_refused() -> None:
+    """The model knows rows that the shadows would hold out."""
     torch.manual_seed(5)
     for make in (OPTIMIZERS["adam"], OPTIMIZERS["adafactor"], OPTIMIZERS["asgd"]):
-        model = MODELS["tied"]().double()
+        model = MODELS["relu"]().double()
         x, y = rows = data()
         optimizer = make(model.parameters())
-        for _ in range(3):
-            optimizer.zero_grad()
-            (F.mse_loss(model(x), y) + 0 * model.unused.sum()).backward()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        stopping = runs.FoldStopping(model, optimizer, F.mse_loss, rows, 2, patience=None)
+        F.mse_loss(model(x), y).backward()
+        with pytest.raises(heldin.HeldinError, match="has already taken steps"):
             optimizer.step()
-        twin, everything = copy.deepcopy(model), torch.ones(N, dtype=torch.bool)
-        own = make(twin.parameters())
-        own.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        stopping = heldin.FoldStopping(model, optimizer, F.mse_loss, rows, 2, patience=None)
-        everything = stopping._label != 1
-        for _ in range(4):
-            optimizer.zero_grad()
-            F.mse_loss(model(x), y).backward()
-            optimizer.step()
-            stopping.step()
-        separately(twin, own, F.mse_loss, rows, [torch.arange(N)] * 4, everything)
-        for name, p in twin.named_parameters():
-            if name != "unused":
-                torch.testing.assert_close(
-                    stopping._team.stack.blocks[name][1].detach(), p.detach()
-                )
+        stopping.close()
 
 
 def with_own_mean(o: Tensor, t: Tensor) -> Tensor:
@@ -194,7 +185,6 @@ def branching(o: Tensor, t: Tensor) -> Tensor:
         nn.MSELoss(reduction="sum"),
         nn.HuberLoss(),
         F.l1_loss,
-        with_own_mean,
         smooth_mean,
         branching,
         lambda o, t: F.binary_cross_entropy_with_logits(o, (t > 0).double()),
@@ -236,12 +226,31 @@ def test_class_weights_train_exactly() -> None:
     weighted = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 5.0], dtype=torch.float64))
     batches, make = minibatches(8, 6), OPTIMIZERS["sgd"]
     stopping = run(copy.deepcopy(start), make, weighted, rows, batches, folds=3)
-    assert stopping._team.data.loss.kind == "other"
+    assert stopping.engine == "replay"
+    assert stopping._backend._held_out.kind == "neither"
     for k in range(3):
         twin = copy.deepcopy(start)
         separately(twin, make(twin.parameters()), weighted, rows, batches, stopping._label != k)
         for name, p in twin.named_parameters():
-            torch.testing.assert_close(stopping._team.stack.blocks[name][k].detach(), p.detach())
+            torch.testing.assert_close(stopping._backend.weights_of(k)[name].detach(), p.detach())
+
+
+def test_a_mean_with_its_own_denominator() -> None:
+    torch.manual_seed(6)
+    start = MODELS["relu"]().double()
+    rows, batches, make = data(), minibatches(8, 6), OPTIMIZERS["sgd"]
+    stopping = run(copy.deepcopy(start), make, with_own_mean, rows, batches, folds=3)
+    x, y = rows
+    expected = 0.0
+    for k in range(3):
+        twin, seen = copy.deepcopy(start), stopping._label != k
+        separately(twin, make(twin.parameters()), with_own_mean, rows, batches, seen)
+        twin.eval()
+        own = (~seen).nonzero().flatten()
+        for block in own.split(32):  # batches of the loop's size, which nobody has told
+            loss = with_own_mean(twin(x[block]).detach(), y[block])
+            expected += float(loss) * len(block) / N
+    assert math.isclose(float(stopping._held_out().mean()), expected, rel_tol=1e-9)
 
 
 @given(seed=st.integers(0, 1000), k=st.integers(1, 3), b=st.integers(1, 6), c=st.integers(1, 4))
@@ -263,9 +272,9 @@ def test_closed_slopes_are_those_of_autograd(seed: int, k: int, b: int, c: int) 
         (F.binary_cross_entropy_with_logits, shaped),
         (F.cross_entropy, labels),
     ):
-        fast = RowLoss.of(loss_fn, some, targets[:5])
+        fast = PerRowLoss.of(loss_fn, some, targets[:5])
         assert fast.row_gradient is not None
-        slow = RowLoss(fast.loss_fn, fast.per_row, fast.kind, None, True, lambda t: t)
+        slow = PerRowLoss(fast.loss_fn, fast.per_row, fast.kind, None, True, lambda t: t)
         for w in (None, weights):
             ready = fast.ready(targets[5:])
             torch.testing.assert_close(
@@ -317,15 +326,15 @@ def test_models_that_branch_on_their_data_are_run_one_by_one() -> None:
     start, make = Branching().double(), OPTIMIZERS["sgd"]
     rows, batches = data(), minibatches(8, 6)
     stopping = run(copy.deepcopy(start), make, F.mse_loss, rows, batches, folds=3)
-    assert stopping.engine == "loop"
+    assert stopping.engine == "replay"
     check_shadows(stopping, start, make, F.mse_loss, rows, batches)
     optimizer = make(start.parameters())
-    with pytest.raises(heldin.HeldinError, match=r"engine='vmap': .* use engine='loop'"):
-        heldin.FoldStopping(start, optimizer, F.mse_loss, rows, engine="vmap")
+    with pytest.raises(heldin.HeldinError, match=r"engine='vmap': .* use engine='replay'"):
+        runs.FoldStopping(start, optimizer, F.mse_loss, rows, engine="vmap")
 
 
-@pytest.mark.parametrize(("cls", "part"), [(heldin.FoldStopping, 3), (heldin.ShadowStopping, 0.4)])
-def test_sample_weights(cls: Any, part: float, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("cls", "part"), [(runs.FoldStopping, 3), (runs.ShadowStopping, None)])
+def test_sample_weights(cls: Any, part: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_stack, "WORTHWHILE", 0)
     torch.manual_seed(9)
     start = MODELS["relu"]().double()
@@ -352,7 +361,7 @@ def test_sample_weights(cls: Any, part: float, monkeypatch: pytest.MonkeyPatch) 
     check_shadows(stopping, start, make, loss_fn, carried, batches)
 
 
-@pytest.mark.parametrize("engine", ["dense", "vmap", "loop"])
+@pytest.mark.parametrize("engine", ["dense", "vmap", "replay"])
 def test_a_shadow_left_without_rows_steps_with_gradient_zero(engine: str) -> None:
     torch.manual_seed(10)
     start = MODELS["relu"]().double()
@@ -361,17 +370,47 @@ def test_a_shadow_left_without_rows_steps_with_gradient_zero(engine: str) -> Non
     check_shadows(stopping, start, make, F.mse_loss, rows, batches)
 
 
-def test_dropout_draws_for_each_shadow() -> None:
+@pytest.mark.parametrize("engine", ["dense", "vmap"])
+def test_dropout_draws_for_each_shadow(engine: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(D, 50), nn.Dropout(0.5), nn.Linear(50, 1)).double()
-    rows = data()
-    stopping = run(model, OPTIMIZERS["sgd"], F.mse_loss, rows, [torch.arange(N)], folds=3)
-    assert stopping.engine == "vmap"
+    whole = [torch.arange(N)] * 2
+    stopping = run(model, OPTIMIZERS["sgd"], F.mse_loss, data(), whole, folds=3, engine=engine)
+    assert stopping.engine == engine
     model.eval()  # evaluation has none
     assert torch.equal(stopping._held_out(), stopping._held_out())
+    stopping.close()
+    model.train()
+    label = torch.full((N,), 3)
+    label[:3] = torch.arange(3)  # shadows that hardly differ in their rows
+    other = run(model, OPTIMIZERS["sgd"], F.mse_loss, data(), whole, folds=label, engine=engine)
+    first, second = (other._backend.weights_of(k)["0.weight"] for k in (0, 1))
+    assert (first - second).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("engine", ["dense", "vmap", "loop"])
+def test_dropout_of_a_dense_stack_repeats_itself_and_leaves_the_loop_alone() -> None:
+    start = nn.Sequential(nn.Dropout(0.2), nn.Linear(D, 9), nn.Dropout(0.5), nn.Linear(9, 1))
+    states, weights = [], []
+    for seed in (3, 3, 4):
+        model = copy.deepcopy(start).double()
+        torch.manual_seed(5)
+        batches = minibatches(8, 6)
+        stopping = run(model, OPTIMIZERS["adam"], F.mse_loss, data(), batches, folds=3, seed=seed)
+        assert stopping.engine == "dense"
+        states.append(torch.get_rng_state())
+        weights.append(stopping._backend.weights_of(1)["1.weight"].clone())
+    assert torch.equal(states[0], states[2])  # the model's own dropout draws the same
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+    model.eval()  # a loop that trains without dropout
+    rows, batches = data(), minibatches(8, 6)
+    plain = copy.deepcopy(start).double().eval()
+    stopping = run(plain, OPTIMIZERS["sgd"], F.mse_loss, rows, batches, folds=3)
+    twin = copy.deepcopy(start).double().eval()
+    check_shadows(stopping, twin, OPTIMIZERS["sgd"], F.mse_loss, rows, batches)
+
+
+@pytest.mark.parametrize("engine", ["dense", "vmap", "replay"])
 @pytest.mark.parametrize("size", [2, 8])  # with two rows, some minibatches leave it none
 @pytest.mark.parametrize("worthwhile", [0, 1 << 20])
 def test_one_shadow(
@@ -381,16 +420,14 @@ def test_one_shadow(
     torch.manual_seed(11)
     start = MODELS["relu"]().double()
     rows, batches, make = data(), minibatches(size, 12), OPTIMIZERS["adam"]
-    options: dict[str, Any] = {"cls": heldin.ShadowStopping, "engine": engine}
+    options: dict[str, Any] = {"cls": runs.ShadowStopping, "engine": engine}
     for share in (0.2, 0.6):
         model = copy.deepcopy(start)
-        stopping = run(model, make, F.mse_loss, rows, batches, fraction=share, **options)
-        assert int((stopping._label == 0).sum()) == round(share * N)
+        hidden = torch.randperm(N) < round(share * N)
+        stopping = run(model, make, F.mse_loss, rows, batches, hidden=hidden, **options)
+        assert torch.equal(stopping._label == 0, hidden)
         assert len(stopping._curves[0]) == round(share * N)
         check_shadows(stopping, start, make, F.mse_loss, rows, batches)
     assert size == 8 or any(bool((stopping._label[b] == 0).all()) for b in batches)
-    chosen = torch.arange(N) < 4
-    stopping = heldin.ShadowStopping(
-        start, make(start.parameters()), F.mse_loss, rows, fraction=chosen
-    )
-    assert torch.equal(stopping._label == 0, chosen)
+    stopping = runs.ShadowStopping(start, make(start.parameters()), F.mse_loss, rows)
+    assert int((stopping._label == 0).sum()) == -(-N // 5)

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import heldin
-from heldin.rules.estimated import leave_one_out as _leaveoneout
-from heldin.rules.estimated.displacements import directions, solve
-from heldin.rules.estimated.optimizers import pulse
+from heldin.rules import leave_one_out as _leaveoneout
+from heldin.rules.displacements import directions, solve
+from heldin.rules.unit_steps import unit_gradient_step
+from tests.support import runs
 from tests.support.leave_one_out_runs import ADAM, SGD, normal
 
 
@@ -96,7 +96,7 @@ def test_the_whole_rule_against_dense_matrices(classes: int, decay: float) -> No
     loss_fn, losses = (F.mse_loss, mse) if classes == 1 else (F.cross_entropy, entropy)
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, classes)).double()
     optimizer = SGD(model.parameters(), lr=0.2, weight_decay=decay, momentum=0.5)
-    stopping = heldin.LeaveOneOutStopping(model, optimizer, loss_fn, (x, y), patience=None)
+    stopping = runs.LeaveOneOutStopping(model, optimizer, loss_fn, (x, y), patience=None)
     width = sum(p.numel() for p in model.parameters())
     moved = torch.zeros(n, width, dtype=torch.float64)
     estimates, since, velocity = [float(losses(model(x), y).detach().mean())], 0.0, 0.0
@@ -114,7 +114,7 @@ def test_the_whole_rule_against_dense_matrices(classes: int, decay: float) -> No
             estimates.append(float(rows.mean()))
             since = 0.0
     assert stopping.outputs == classes
-    torch.testing.assert_close(stopping._moved, moved)
+    torch.testing.assert_close(stopping._displacements, moved)
     torch.testing.assert_close(
         torch.tensor(stopping.history.columns()["estimate"]), torch.tensor(estimates)
     )
@@ -155,10 +155,10 @@ def against_retraining(
     model = nn.Sequential(*layers[:-1]).double()
     optimizer = make(model.parameters())
     rows = (x, y)
-    exact = heldin.FoldStopping(
+    exact = runs.FoldStopping(
         model, optimizer, loss_fn, rows, list(range(n)), grid=1.25, patience=None, average="best"
     )
-    rule = heldin.LeaveOneOutStopping(model, optimizer, loss_fn, rows, patience=None, **options)
+    rule = runs.LeaveOneOutStopping(model, optimizer, loss_fn, rows, patience=None, **options)
     generator = torch.Generator().manual_seed(0)
     queue: list[Tensor] = []
     for _ in range(250):
@@ -212,7 +212,7 @@ def test_several_classes_agree_with_retraining_within_12_percent(
     monkeypatch.setattr(_leaveoneout, "FOLLOWED", followed)
     off, rule = against_retraining(*setting, memory=memory)
     assert off < 0.12
-    assert rule.lazy == (memory == 0)
+    assert rule.outputs_only == (memory == 0)
     assert rule.outputs == {"wine": 3, "three directions": 3, "the slope alone": 1}.get(name, 10)
 
 
@@ -247,8 +247,8 @@ def test_gram_matrices_follow_turning_directions(monkeypatch: pytest.MonkeyPatch
 def test_gram_matrices_alone_lose_little_where_one_output_is_followed() -> None:
     _, full = against_retraining(*SINGLE["sgd"])
     _, lazy = against_retraining(*SINGLE["sgd"], memory=0)
-    assert lazy.lazy
-    assert not full.lazy
+    assert lazy.outputs_only
+    assert not full.outputs_only
     assert disagreement(lazy, full) < 0.003  # a linear model: J does not change
 
 
@@ -284,7 +284,7 @@ def test_pulses_are_those_of_the_optimisers(
 ) -> None:
     velocity = total = 0.0
     for _ in range(3):
-        velocity, far = pulse(kind, setting, velocity)
+        velocity, far = unit_gradient_step(kind, setting, velocity)
         total += far
     assert math.isclose(total, travelled)
     p = nn.Parameter(torch.zeros(1, dtype=torch.float64))

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import heldin
-from heldin.rules.estimated import jacobians as _jacobians
+from heldin.rules import jacobians as _jacobians
+from tests.support import runs
 from tests.support.leave_one_out_runs import ADAM, SGD, normal
 
 
@@ -25,7 +26,7 @@ def fit(steps: int = 400, loss_fn: Any = F.mse_loss, **options: Any) -> tuple[An
     rate = 0.02 / (40 if getattr(loss_fn, "reduction", "") == "sum" else 1)
     optimizer = SGD(model.parameters(), lr=rate)
     weight = options.pop("weight", torch.ones(40, dtype=torch.float64))
-    stopping = heldin.LeaveOneOutStopping(model, optimizer, loss_fn, (x, y), **options)
+    stopping = runs.LeaveOneOutStopping(model, optimizer, loss_fn, (x, y), **options)
     for _ in range(steps):
         if "sample_weight" in options:
             (weight * (model(x) - y).square()[:, 0]).mean().backward()
@@ -72,7 +73,7 @@ def test_sample_weights_act_as_a_weighted_loss() -> None:
 
     model = nn.Linear(30, 1).double()
     optimizer = SGD(model.parameters(), lr=0.02)
-    stopping = heldin.LeaveOneOutStopping(model, optimizer, weighted, (x, y), patience=None)
+    stopping = runs.LeaveOneOutStopping(model, optimizer, weighted, (x, y), patience=None)
     for _ in range(60):
         weighted(model(x), y).backward()
         optimizer.step()
@@ -102,7 +103,7 @@ def test_schedules_and_groups() -> None:
         model = nn.Linear(5, 1).double()
         groups = [{"params": [model.weight]}, {"params": [model.bias], "lr": 0.0}]
         optimizer = SGD(groups, lr=rate)
-        stopping = heldin.LeaveOneOutStopping(
+        stopping = runs.LeaveOneOutStopping(
             model, optimizer, F.mse_loss, (x, y), patience=None, grid=1.05
         )
         for _ in range(steps):
@@ -111,7 +112,7 @@ def test_schedules_and_groups() -> None:
             optimizer.zero_grad()
             stopping.step()
         stopping.restore()
-        assert torch.equal(stopping._moved[:, -1], torch.zeros(20, dtype=torch.float64))
+        assert torch.equal(stopping._displacements[:, -1], torch.zeros(20, dtype=torch.float64))
         ends.append(stopping.history[-1].estimate)
     assert math.isclose(ends[0], ends[1], rel_tol=2e-3)
 
@@ -123,7 +124,7 @@ def test_a_resumed_run_goes_on_bit_for_bit() -> None:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1)).double()
         optimizer = ADAM(model.parameters(), lr=0.01)
-        return model, optimizer, heldin.LeaveOneOutStopping(model, optimizer, F.mse_loss, (x, y))
+        return model, optimizer, runs.LeaveOneOutStopping(model, optimizer, F.mse_loss, (x, y))
 
     def go(model: Any, optimizer: Any, stopping: Any, steps: int) -> None:
         for _ in range(steps):
@@ -142,23 +143,21 @@ def test_a_resumed_run_goes_on_bit_for_bit() -> None:
         part.load_state_dict(state)
     go(*second, 37)
     assert list(second[2].history) == list(whole[2].history)
-    assert torch.equal(second[2]._moved, whole[2]._moved)
+    assert torch.equal(second[2]._displacements, whole[2]._displacements)
 
 
 def test_refusals() -> None:
     x, y = normal(20, 5), normal(20, 1, seed=1)
     model = nn.Linear(5, 1).double()
     with pytest.raises(heldin.HeldinError, match="how Adagrad moves"):
-        heldin.LeaveOneOutStopping(
-            model, torch.optim.Adagrad(model.parameters()), F.mse_loss, (x, y)
-        )
+        runs.LeaveOneOutStopping(model, torch.optim.Adagrad(model.parameters()), F.mse_loss, (x, y))
     optimizer = SGD(model.parameters(), lr=0.1)
     with pytest.raises(heldin.HeldinError, match="probes must be a whole number >= 2"):
-        heldin.LeaveOneOutStopping(model, optimizer, F.mse_loss, (x, y), probes=1)
+        runs.LeaveOneOutStopping(model, optimizer, F.mse_loss, (x, y), probes=1)
     other = nn.Linear(5, 1).double()
     with pytest.raises(heldin.HeldinError, match="none of its parameters"):
-        heldin.LeaveOneOutStopping(other, optimizer, F.mse_loss, (x, y))
-    stopping = heldin.LeaveOneOutStopping(model, optimizer, F.mse_loss, (x, y))
+        runs.LeaveOneOutStopping(other, optimizer, F.mse_loss, (x, y))
+    stopping = runs.LeaveOneOutStopping(model, optimizer, F.mse_loss, (x, y))
     F.mse_loss(model(x), y).backward()
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
     optimizer.step()
@@ -213,8 +212,8 @@ def test_a_model_that_torch_func_cannot_map_is_captured() -> None:
         torch.manual_seed(4)
         model = kind().double()
         optimizer = SGD([p for n, p in model.named_parameters() if n != "unused"], lr=0.1)
-        stopping = heldin.LeaveOneOutStopping(model, optimizer, F.mse_loss, (x, y))
-        assert stopping._derive is way
+        stopping = runs.LeaveOneOutStopping(model, optimizer, F.mse_loss, (x, y))
+        assert stopping._jacobian_fn is way
         for _ in range(20):
             F.mse_loss(model(x), y).backward()
             optimizer.step()
@@ -237,5 +236,5 @@ def test_a_model_without_derivatives_by_samples_is_refused() -> None:
 
     x, y = normal(20, 5), normal(20, 1, seed=1)
     model = Hiding().double()
-    with pytest.raises(heldin.HeldinError, match=r"neither through.*FoldStopping"):
-        heldin.LeaveOneOutStopping(model, SGD(model.parameters(), lr=0.1), F.mse_loss, (x, y))
+    with pytest.raises(heldin.HeldinError, match=r"neither through.*rule='folds'"):
+        runs.LeaveOneOutStopping(model, SGD(model.parameters(), lr=0.1), F.mse_loss, (x, y))

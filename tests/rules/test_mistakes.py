@@ -1,4 +1,4 @@
-"""Mistakes that are easily made with `heldin.stopping`, and what it says."""
+"""Mistakes that are easily made with `heldin.EarlyStopping`, and what it says."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import heldin
 X, Y = torch.randn(60, 5, generator=torch.Generator().manual_seed(0)), torch.arange(60) % 2
 
 
-def made(**changes: Any) -> heldin.FoldStopping:
+def made(**changes: Any) -> heldin.EarlyStopping:
     model = nn.Linear(5, 2)
     given: dict[str, Any] = {
         "rule": "auto",
@@ -25,21 +25,19 @@ def made(**changes: Any) -> heldin.FoldStopping:
         "loss_fn": nn.CrossEntropyLoss(),
         "data": (X, Y),
     }
-    return heldin.stopping(**{**given, **changes})  # type: ignore[return-value]
+    return heldin.EarlyStopping(**{**given, **changes})
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rule": nn.Linear(2, 1)}, "first argument is the name of a rule.*got a Linear"),
-        ({"rule": "fold"}, "first argument is the name of a rule.*got 'fold'"),
+        ({"rule": nn.Linear(2, 1)}, "there is no rule Linear"),
+        ({"rule": "fold"}, "there is no rule 'fold'; did you mean 'folds'"),
         ({"model": torch.optim.SGD(nn.Linear(2, 1).parameters())}, "model must be.*got a SGD"),
-        ({"optimizer": nn.Linear(2, 1)}, "optimizer must be a torch Optimizer, got a Linear"),
+        ({"optimizer": nn.Linear(2, 1)}, r"optimizer must be a torch\.optim\.Optimizer, got a Lin"),
         ({"data": None}, "data is missing"),
         ({"budget": "4"}, "budget must be a number above 0, got '4'"),
         ({"budget": 0}, "budget must be a number above 0, got 0"),
-        ({"bugdet": 3}, "unknown argument 'bugdet'; did you mean 'budget'"),
-        ({"rule": "shadow", "folds": 3}, "unknown argument 'folds'"),
         ({"stratify": True}, "stratify must be a list or tensor that names one for each"),
         ({"groups": "patient"}, "groups must be a list or tensor that names one for each"),
     ],
@@ -85,20 +83,10 @@ def test_rows_that_are_equal_by_chance_are_not() -> None:
         made(data=(torch.cat([X, X[:1]]), torch.cat([Y, Y[:1]]))).close()
 
 
-def test_a_band_is_said_to_cover_only_what_was_measured() -> None:
-    some, all_folds = made(rule="folds", shadows=2), made(rule="folds")
-    try:
-        assert "covered" in dict(all_folds._page(False).facts)["test loss to expect"]
-        assert "covered" not in dict(some._page(False).facts)["test loss to expect"]
-    finally:
-        some.close()
-        all_folds.close()
-
-
 def test_a_page_without_a_step_says_so() -> None:
     stopping = made()
     stopping.close()
-    assert [text for text, _ in stopping._advice()] == [
+    assert [text for text, _ in stopping._inner._advice()] == [
         "No step was taken yet: call step() after each optimizer.step()."
     ]
 
@@ -109,11 +97,10 @@ def test_other_rows_in_between_are_named_as_a_cause() -> None:
     model(X + 1)  # nobody asks for gradients of it
     loss = nn.CrossEntropyLoss()(model(X[:10]), Y[:10])
     loss.backward()
-    stopping._optimizer.step()
-    stopping.step()
+    optimizer: Any = stopping._optimizer
+    optimizer.step()
     loss = nn.CrossEntropyLoss()(model(X[:10]), Y[:10]) + model(X + 1).square().mean()
     loss.backward()
-    stopping._optimizer.step()
     with pytest.raises(heldin.HeldinError, match=re.escape("under torch.no_grad()")):
-        stopping.step()
+        optimizer.step()
     stopping.close()

@@ -1,7 +1,9 @@
-"""Every rule can show its run: a page, a card in notebooks, a line while it trains."""
+"""Every rule can show its run: as a page, and as a line while it trains."""
 
 from __future__ import annotations
 
+import base64
+import csv
 import io
 import re
 from pathlib import Path
@@ -11,127 +13,318 @@ import pytest
 import torch
 from torch import nn
 
+pytest.importorskip("jinja2")
+
 import heldin
 from heldin.errors import docs
-from heldin.rules.reporting import advice_on_estimates, advice_on_evidence
+from heldin.pages.live import Live
+from heldin.rules.progress import RunProgress
+from heldin.rules.reporting import RunFacts, advice_on_estimates, advice_on_evidence
 from heldin.state import Estimate, EstimateHistory, History, Record
 
-RULES = ["evidence", "folds", "shadow", "leave-one-out", "validation", "elementwise"]
+RULES = ["evidence", "folds", "shadow", "leave-one-out", "validation"]
 
 
-def trained(rule: str, steps: int = 40) -> Any:
+def data() -> tuple[torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
-    x, y = torch.randn(40, 4), torch.randn(40, 1)
-    y += 2 * x[:, :1]
-    model, loss_fn = nn.Linear(4, 1), nn.MSELoss()
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.05)
-    before = rule in ("evidence", "validation")
+    x = torch.randn(40, 4, dtype=torch.float64)
+    return x, 2 * x[:, :1] + torch.randn(40, 1, dtype=torch.float64)
+
+
+def stopping_by(rule: Any, rate: float = 0.05, **options: Any) -> Any:
+    x, y = data()
+    model = nn.Linear(4, 1).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.5)
     if rule == "evidence":
-        stopping: Any = heldin.EvidenceStopping(model)
-    elif rule == "validation":
-        stopping = heldin.ValidationStopping(model, lambda: loss_fn(model(x), y))
-    elif rule == "elementwise":
-        stopping = optimizer = heldin.ElementwiseStopping(optimizer, model, smoothing=0.5)
-    else:
-        stopping = heldin.stopping(rule, model, optimizer, loss_fn, (x, y))
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss_fn(model(x), y).backward()
-        if before:
-            stopping.step()
-        optimizer.step()
-        if not before and rule != "elementwise":
-            stopping.step(indices=range(40))
+        return heldin.EarlyStopping(model, optimizer, rule=rule)
+    if rule == "validation":
+        rule = heldin.rules.Validation(data=(x, y))
+    return heldin.EarlyStopping(model, optimizer, nn.MSELoss(), (x, y), rule, **options)
+
+
+def trained(rule: Any, epochs: int = 20, **options: Any) -> Any:
+    stopping = stopping_by(rule, **options)
+    (x, y), model, optimizer = data(), stopping._model, stopping._optimizer
+    for _ in stopping.epochs(epochs):
+        for index in torch.arange(40).split(20):
+            if rule not in ("evidence", "validation"):
+                stopping.note_batch((x[index], y[index]), index)
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x[index]), y[index]).backward()
+            optimizer.step()
     return stopping
+
+
+def classifier(outputs: int, loss_fn: Any) -> Any:
+    torch.manual_seed(0)
+    x = torch.randn(60, 4, dtype=torch.float64)
+    y = (x[:, 0] + 0.5 * torch.randn(60) > 0).long()
+    model = nn.Linear(4, outputs).double()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    targets = y if outputs > 1 else y.double()[:, None]
+    stopping = heldin.EarlyStopping(
+        model, optimizer, loss_fn, (x, targets), "folds", metrics=["accuracy"]
+    )
+    return stopping.fit(20, 30)
+
+
+def file_in(page: str, name: str) -> list[dict[str, str]]:
+    link = re.search(rf'download="{name}" href="data:text/csv;base64,([^"]*)"', page)
+    assert link is not None
+    return list(csv.DictReader(io.StringIO(base64.b64decode(link[1]).decode())))
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_every_rule_writes_a_page(rule: str, tmp_path: Path) -> None:
-    for needed in ("matplotlib", "jinja2"):
-        pytest.importorskip(needed)
     stopping = trained(rule)
-    card = stopping._repr_html_()
-    stopping.close()
-    losses = [1 / (1 + i) for i in range(40)]
-    path = stopping.report(tmp_path / "run.html", groups=True, curves={"test <loss>": losses})
-    page = path.read_text(encoding="utf-8")
-    assert type(stopping).__name__ in page
+    page = stopping.report(tmp_path / "run.html")
+    assert (tmp_path / "run.html").read_text(encoding="utf-8") == page
     assert "<svg" in page
-    assert "test &lt;loss&gt;" in page
-    for heading in ("Course", "If this looks wrong", "Cost", "Settings"):
+    for heading in ("If this looks wrong", "Run"):
         assert f"<h2>{heading}</h2>" in page
-    assert re.findall(r'(?:src|href)="(?!https://heldin|#)[^"]*"', page) == []  # one file
-    assert "<svg" in card
-    verdict = getattr(stopping, "reason", "after 40 steps").replace(">", "&gt;")
-    assert verdict in page
-    assert verdict in card
+    assert "Linear, 5 parameters, on cpu" in page
+    assert "SGD, momentum 0.5" in page
+    assert f"heldin {heldin.__version__}, PyTorch {torch.__version__}" in page
+    assert '<th scope="row">learning rate</th><td>0.05</td>' in page
+    assert '<th scope="row">duration</th>' in page
+    assert re.findall(r'(?:src|href)="(?!https://heldin|data:)[^"]*"', page) == []  # one file
+    assert len(file_in(page, "history.csv")) == len(stopping.history)
+    shown = stopping._repr_html_()
+    assert shown.startswith('<iframe srcdoc="&lt;!doctype')
+    assert "save('run.html')" in repr(page)
 
 
-def test_groups_are_drawn_on_request(tmp_path: Path) -> None:
-    for needed in ("matplotlib", "jinja2"):
-        pytest.importorskip(needed)
-    stopping = trained("evidence")
-    stopping.close()
-    pages = [
-        stopping.report(tmp_path / "run.html", groups=groups).read_text()
-        for groups in (False, True)
-    ]
-    assert "criterion of weight" not in pages[0]
-    assert "criterion of weight" in pages[1]
-    assert len(pages[1]) > len(pages[0])
+def test_a_page_says_what_to_expect_first() -> None:
+    stopping = trained("folds", 60)
+    page = stopping.report()
+    assert f"<h1>Test loss {stopping.estimates['loss']}</h1>" in page
+    assert f"epoch {stopping.best_epoch + 1} (step {stopping.best_step})" in page
+    low, high = re.findall(r"\[(.*), (.*)\]", str(stopping.estimates["loss"]))[0]
+    assert f"<td>{low} to {high}</td>" in page
+    assert "±" not in page
+
+
+def test_the_file_behind_the_chart_is_the_history() -> None:
+    stopping = trained("folds")
+    rows = file_in(stopping.report(), "history.csv")
+    records = list(stopping.history)
+    assert [int(row["step"]) for row in rows] == [record.step for record in records]
+    assert [float(row["estimate"]) for row in rows] == [record.estimate for record in records]
+    assert all(float(row["low"]) < float(row["estimate"]) < float(row["high"]) for row in rows)
+    assert [int(row["epoch"]) for row in rows] == [-(-record.step // 2) for record in records]
+
+
+def test_classes_are_counted_as_they_are() -> None:
+    stopping = classifier(3, nn.CrossEntropyLoss())
+    page, held = stopping.report(), stopping.out_of_fold
+    guesses = held.outputs.argmax(1)
+    for truth in range(2):
+        counts = [int(((held.targets == truth) & (guesses == g)).sum()) for g in range(3)]
+        row = re.search(rf'<tr><th scope="row">{truth}</th>(.*?)</tr>', page)
+        assert row is not None
+        cells = re.findall(r"<td[^>]*>(.*?)</td>", row[1])
+        assert [int(cell) for cell in cells[:4]] == [*counts, sum(counts)]
+        assert cells[4] == f"{counts[truth] / sum(counts):.0%}"
+    assert "<h2>Calibration</h2>" in page
+    losses = stopping.record().row_losses
+    rows = file_in(page, "out-of-fold.csv")
+    assert [float(row["loss"]) for row in rows] == pytest.approx(losses.tolist())
+    shares = held.outputs.softmax(1)[:, 1].tolist()
+    assert [float(row["p(1)"]) for row in rows] == pytest.approx(shares)
+    worst = page[page.index("Worst rows") :]
+    first = re.search(r'<tr><th scope="row">(\d+)</th>', worst)
+    assert first is not None
+    assert int(first[1]) == int(losses.argmax())
+
+
+def test_one_output_for_two_classes() -> None:
+    stopping = classifier(1, nn.BCEWithLogitsLoss())
+    rows = file_in(stopping.report(), "out-of-fold.csv")
+    shares = stopping.out_of_fold.outputs.sigmoid().flatten().tolist()
+    assert [float(row["p(1)"]) for row in rows] == pytest.approx(shares)
+    assert {row["true"] for row in rows} == {"0", "1"}
+
+
+def test_numbers_are_drawn_against_the_truth() -> None:
+    stopping = trained("folds")
+    page = stopping.report()
+    assert "<h2>Predicted against true</h2>" in page
+    assert page.count("<circle") == 40
+    rows = file_in(page, "out-of-fold.csv")
+    predicted = stopping.out_of_fold.outputs.flatten().tolist()
+    assert [float(row["predicted"]) for row in rows] == pytest.approx(predicted)
+    assert [float(row["true"]) for row in rows] == pytest.approx(data()[1].flatten().tolist())
+
+
+def test_runs_side_by_side() -> None:
+    first, second = trained("folds"), trained("folds", rate=0.001)
+    page = first.report(beside={"small <rate>": second})
+    difference = heldin.compare(second, first)["loss"]
+    row = re.search(r'<th scope="row">small &lt;rate&gt;</th>(.*?)</tr>', page)
+    assert row is not None
+    assert f"<td>{second.estimates['loss']}</td>" in row[1]
+    assert f"<td>{difference.difference:+.3g} [" in row[1]
+    assert f"<td>{difference.probability:.0%}</td>" in row[1]
+    with pytest.raises(heldin.HeldinError, match="estimates no test loss"):
+        first.report(beside={"other": trained("evidence")})
+    other = trained("folds", seed=1)
+    assert "different folds" in first.report(beside={"other": other})
 
 
 def test_what_cannot_be_a_page_is_refused(tmp_path: Path) -> None:
-    for needed in ("matplotlib", "jinja2"):
-        pytest.importorskip(needed)
-    stopping = trained("validation", 3)
+    stopping = trained("validation", 2)
     with pytest.raises(heldin.HeldinError, match=r"must end in \.html"):
         stopping.report(tmp_path / "run.pdf")
-    with pytest.raises(heldin.HeldinError, match="list of numbers, one for each step"):
-        stopping.report(tmp_path / "run.html", curves={"loss": ["much"]})
-    with pytest.raises(heldin.HeldinError, match="no finite number"):
-        stopping.report(tmp_path / "run.html", curves={"loss": [float("nan")]})
     with pytest.raises(heldin.HeldinError, match="cannot be written"):
         stopping.report(tmp_path / "missing" / "run.html")
 
 
-@pytest.mark.parametrize("terminal", [False, True])
-def test_progress_says_what_the_rule_says(terminal: bool) -> None:
-    rich = pytest.importorskip("rich.console")
-    stopping = trained("validation", 3)
+def test_single_weights_have_a_page(tmp_path: Path) -> None:
+    (x, y), model = data(), nn.Linear(4, 1).double()
+    inner = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = heldin.ElementwiseStopping(inner, model, smoothing=0.5)
+    for _ in range(5):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+    page = optimizer.report()
+    share = optimizer.stopped_fraction(by="tensor")["weight"]
+    assert f'<th scope="row">weight</th><td>{share:.1%}' in re.sub(r"<td [^>]*>", "<td>", page)
+
+
+def test_models_and_rates_in_words() -> None:
+    facts, model = RunFacts(), nn.Sequential(nn.LazyLinear(2), nn.Linear(2, 1))
+    optimizer = torch.optim.Adam(model[1].parameters(), lr=0.1)
+    facts.describe(model, optimizer)
+    assert facts.model == "Sequential, 3 parameters, on cpu"
+    model[1].bias.requires_grad_(False)
+    facts.describe(model, optimizer)
+    assert facts.model == "Sequential, 3 parameters, 2 of them trained, on cpu"
+    for rate in (0.05, 0.01):
+        optimizer.param_groups[0]["lr"] = rate
+        facts.note_rates(optimizer)
+    assert ("learning rate", "0.1 at first, 0.01 at last") in facts.rows()
+
+
+def test_a_model_card_has_estimates_and_settings() -> None:
+    stopping = trained("folds", metrics=["r2"])
+    card = stopping.model_card()
+    for row in (
+        f"| test loss | {stopping.estimates['loss']} |",
+        f"| r2 | {stopping.estimates['r2']} |",
+        "| model | Linear, 5 parameters, on cpu |",
+        "| learning rate | 0.05 |",
+    ):
+        assert f"\n{row}\n" in card
+    assert "trained on all 40 rows" in card
+    assert "no test loss was estimated" in trained("evidence").model_card()
+
+
+# -- the line while it trains
+
+
+def test_nothing_is_printed_unless_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    trained("folds")
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("own_loop", [True, False])
+def test_progress_is_shown(rule: str, own_loop: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    stopping = stopping_by(rule)
+    if own_loop:
+        (x, y), model, optimizer = data(), stopping._model, stopping._optimizer
+        for _ in stopping.epochs(4, progress=True):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            if rule not in ("evidence", "validation"):
+                stopping.note_batch((x, y), range(40))
+            optimizer.step()
+    elif rule == "evidence":
+        return  # it has no data to train on
+    else:
+        stopping.fit(max_epochs=4, progress=True)
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.splitlines()[-1].startswith("epoch 4 | step 4 | ")
+
+
+def test_progress_and_reports_leave_the_training_alone() -> None:
+    def weights(progress: bool) -> torch.Tensor:
+        stopping = stopping_by("folds", metrics=["r2"])
+        (x, y), model, optimizer = data(), stopping._model, stopping._optimizer
+        for _ in stopping.epochs(6, progress=progress):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            stopping.note_batch((x, y), range(40))
+            optimizer.step()
+            if progress:
+                stopping.report()
+        return torch.cat([*(p.detach().flatten() for p in model.parameters()), torch.rand(3)])
+
+    assert torch.equal(weights(True), weights(False))
+
+
+def test_the_line_says_what_the_run_has() -> None:
     file = io.StringIO()
-    console = rich.Console(file=file, force_terminal=terminal, width=200)
-    with stopping.progress(total=10, console=console):
-        stopping.step(7.0)
-    said = file.getvalue()
-    assert stopping.reason.startswith("step 4: loss 7")
-    assert "loss 7" in said
-    if not terminal:
-        assert said.splitlines()[-1] == "step 4 of 10: " + stopping.reason.removeprefix("step 4: ")
+    stopping = stopping_by("folds", metrics=["r2"])
+    stopping._progress = RunProgress(
+        stopping._inner, stopping._facts, 60, Live(file=file, between=0)
+    )
+    stopping.fit(20, 60)
+    first, *_, last = file.getvalue().splitlines()
+    form = (
+        r"epoch (\d+) \| step (\d+) \| loss (\S+) \| test loss (\S+) \[\S+, \S+\] \| r2 \S+ \| "
+        r"best (\S+) at epoch (\d+) \| (stops by epoch \d+|stopped) \| [▁-█]+"
+    )
+    assert re.fullmatch(form, first)
+    match = re.fullmatch(form, last)
+    assert match is not None
+    assert int(match[2]) == stopping._step == 2 * int(match[1])
+    assert float(match[5]) == pytest.approx(stopping.estimates["loss"].value, rel=0.01)
+    assert int(match[6]) == stopping.best_epoch + 1
 
 
-def test_progress_tells_the_check_from_the_step() -> None:
-    stopping = trained("folds", 45)  # checks are on a grid
-    step, text = stopping._look()
-    assert step == 45
-    assert re.match(r"at step 40: estimated loss .* at step \d+$", text)
-    stopping.patience = heldin.Patience(factor=0.5, slack=0, checks=0)
-    stopping.restore()  # the last weights are checked, too
+def test_a_bar_on_a_terminal() -> None:
+    pytest.importorskip("tqdm")
+
+    class Terminal(io.StringIO):
+        encoding = "utf-8"
+
+        def isatty(self) -> bool:
+            return True
+
+    file = Terminal()
+    with Live(10, file=file) as live:
+        live.show(4, lambda: ("epoch 4 | loss 1", 10))
+        live.show(9, "too soon after it")
+        live.show(10, "epoch 10 | loss 0")
+    states = re.split(r"[\r\n]+", file.getvalue())
+    assert any("epoch 4 | loss 1" in state and "████" in state for state in states)
+    assert "too soon" not in file.getvalue()
+    assert any("epoch 10 | loss 0" in state and "█" * 10 in state for state in states)
+
+
+def test_a_short_run_may_stay_silent() -> None:
+    file = io.StringIO()
+    with Live(10, file=file, patient=True) as live:
+        live.show(1, "said")
+    assert file.getvalue() == ""
+
+
+def test_only_the_first_process_shows_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopping, file = stopping_by("folds"), io.StringIO()
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    for rank, shown in ((1, False), (0, True)):
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+        progress = RunProgress(stopping._inner, RunFacts(), 5, Live(file=file, between=0))
+        progress.show(1)
+        progress.close()
+        assert bool(file.getvalue()) == shown
     stopping.close()
-    assert stopping.reason.startswith("step 45: estimated loss ")
-    assert stopping._look() == (45, "stopped, " + stopping.reason.partition(": ")[2])
 
 
-def test_a_page_says_what_to_expect_first(tmp_path: Path) -> None:
-    for needed in ("matplotlib", "jinja2"):
-        pytest.importorskip(needed)
-    stopping = trained("folds")
-    stopping.close()
-    page = stopping.report(tmp_path / "run.html").read_text()
-    first = re.search(r"<tr><th[^>]*>(.*?)</th><td>(.*?)</td></tr>", page)
-    assert first is not None
-    assert first[1] == "test loss to expect"
-    assert first[2].startswith(f"{stopping.estimate:.4g} ± {2 * stopping.standard_error:.2g} ")
+# -- advice
 
 
 def estimates(*losses: float) -> EstimateHistory:

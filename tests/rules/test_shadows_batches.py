@@ -22,7 +22,8 @@ from torch.utils.data import (
 )
 
 import heldin
-from heldin.rules.estimated.separate import SeparateShadows
+from heldin.shadows.replayed import ReplayedShadows
+from tests.support import runs
 from tests.support.shadow_runs import Augmented, D, N, Numbers, mse
 
 
@@ -82,7 +83,7 @@ def test_batches_of_any_structure(kind: str) -> None:
     model = nn.Linear(D, 1)
     start = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    stopping = heldin.FoldStopping(model, optimizer, data=loader, batch_loss=loss, folds=2)
+    stopping = runs.FoldStopping(model, optimizer, data=loader, batch_loss=loss, folds=2)
     own = torch.optim.SGD(start.parameters(), lr=0.1)
     for number, batch in enumerate(loader):
         loss(model, batch).backward()
@@ -96,28 +97,59 @@ def test_batches_of_any_structure(kind: str) -> None:
         F.mse_loss(start(x[kept]), y[kept]).backward()
         own.step()
     torch.testing.assert_close(
-        stopping._team.shadows[1].weights["weight"].detach(), start.weight.detach()
+        stopping._backend.weights_of(1)["weight"].detach(), start.weight.detach()
     )
     if kind == "encoding":
         assert all(one.encodings == "kept" for one in seen)
 
 
-@pytest.mark.parametrize(
-    ("collate", "message"),
-    [
-        (lambda rows: torch.cat([x for x, _ in rows]), "no dimension with one entry"),
-        (lambda rows: torch.ones(len(rows), len(rows)), "no dimension with one entry"),
-        (lambda rows: {f"{i}": x for i, (x, _) in enumerate(rows)}, "parts change"),
-        (lambda rows: torch.ones(2) if len(rows) == 2 else None, "one structure"),
-        (lambda rows: object(), "not known which part of a object"),
-    ],
-)
-def test_batches_without_samples_are_refused(collate: Any, message: str) -> None:
-    model = nn.Linear(D, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader = DataLoader(Augmented(), batch_size=8, collate_fn=collate)
-    with pytest.raises(heldin.HeldinError, match=message):
-        heldin.FoldStopping(model, optimizer, data=loader, batch_loss=mse)
+def _packed(rows: Any) -> Any:
+    """One long row of all samples, with their lengths."""
+    xs, ys = zip(*rows, strict=True)
+    return torch.cat(xs), [len(x) for x in xs], torch.stack(ys)
+
+
+def _as_keys(rows: Any) -> Any:
+    return {f"{i}": row for i, row in enumerate(rows)}
+
+
+class _Graph:
+    def __init__(self, rows: Any) -> None:
+        self.rows = list(rows)
+
+
+@pytest.mark.parametrize("collate", [_packed, _as_keys, _Graph], ids=["packed", "keys", "object"])
+def test_batches_that_cannot_be_sliced_are_collated_again(collate: Any) -> None:
+    def read(batch: Any) -> tuple[Tensor, Tensor]:
+        if isinstance(batch, tuple):
+            return torch.stack(batch[0].split(batch[1])), batch[2]
+        rows = batch.rows if isinstance(batch, _Graph) else batch.values()
+        x, y = zip(*rows, strict=True)
+        return torch.stack(x), torch.stack(y)
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        x, y = read(batch)
+        return F.mse_loss(model(x), y)
+
+    torch.manual_seed(0)
+    model, start = nn.Linear(D, 1).double(), nn.Linear(D, 1).double()
+    start.load_state_dict(model.state_dict())
+    optimizer, own = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, start))
+    x = torch.randn(N, D, dtype=torch.float64)
+    rows = list(zip(x, x[:, :1], strict=True))
+    loader: Any = DataLoader(rows, batch_size=8, collate_fn=collate)  # type: ignore[arg-type]
+    stopping = runs.FoldStopping(model, optimizer, data=loader, batch_loss=loss)
+    for number, batch in enumerate(loader):
+        optimizer.zero_grad()
+        loss(model, batch).backward()
+        optimizer.step()
+        stopping.step()
+        a, b = read(batch)
+        kept = stopping._label[8 * number : 8 * number + len(a)] != 1
+        own.zero_grad()
+        F.mse_loss(start(a[kept]), b[kept]).backward()
+        own.step()
+    torch.testing.assert_close(stopping._backend.weights_of(1)["weight"], start.weight.detach())
 
 
 class LongFirst(BatchSampler):
@@ -159,15 +191,15 @@ def test_the_rows_of_every_batch_are_known(
     model = nn.Linear(D, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     loader: Any = DataLoader(Numbers(), **LOADERS[kind])
-    stopping = heldin.FoldStopping(model, optimizer, data=loader, batch_loss=mse, folds=2)
+    stopping = runs.FoldStopping(model, optimizer, data=loader, batch_loss=mse, folds=2)
     given: list[Tensor] = []
-    plain = SeparateShadows._train
+    plain = ReplayedShadows._parts
 
-    def spied(self: Any, shadow: Any, micro: Any, *rest: Any) -> None:
-        given.extend(index for _, index in micro)
-        plain(self, shadow, micro, *rest)
+    def spied(self: Any, batches: Any, number: int) -> Any:
+        given.extend(batch.rows for batch in batches)
+        return plain(self, batches, number)
 
-    monkeypatch.setattr(SeparateShadows, "_train", spied)
+    monkeypatch.setattr(ReplayedShadows, "_parts", spied)
     for epoch in range(3):
         for number, batch in enumerate(loader):
             if number == 1:
@@ -201,9 +233,9 @@ def test_batches_of_elsewhere_are_refused() -> None:
         optimizer.step()
         stopping.step(**told)
 
-    stopping = heldin.FoldStopping(model, optimizer, data=loader, batch_loss=mse)
+    stopping = runs.FoldStopping(model, optimizer, data=loader, batch_loss=mse)
     foreign, own = next(iter(other)), next(iter(loader))
-    with pytest.raises(heldin.HeldinError, match="not certain which batch"):
+    with pytest.raises(heldin.HeldinError, match="another gradient"):
         once(foreign)
     with pytest.raises(heldin.HeldinError, match="not one of those that the loader"):
         once(foreign, batch=foreign)
@@ -213,13 +245,15 @@ def test_batches_of_elsewhere_are_refused() -> None:
         once(own, indices=[0, 1, 2, 3])
     with pytest.raises(heldin.HeldinError, match="another structure"):
         once(own, batch={"x": own[0]}, indices=own[0][:, 0].long())
-    with pytest.raises(heldin.HeldinError, match="another rule already"):
-        heldin.FoldStopping(model, optimizer, data=loader, batch_loss=mse)
+    with pytest.raises(heldin.HeldinError, match="another stopping object"):
+        runs.FoldStopping(model, optimizer, data=loader, batch_loss=mse)
     stopping.close()
-    stopping = heldin.FoldStopping(model, optimizer, data=Numbers(), batch_loss=mse)
+    optimizer.zero_grad()
+    stopping = runs.FoldStopping(model, optimizer, data=Numbers(), batch_loss=mse)
     with pytest.raises(heldin.HeldinError, match="give the DataLoader"):
         once(own, batch=own)
-    stopping = heldin.FoldStopping(model, optimizer, data=Numbers(), batch_loss=mse)
+    optimizer.zero_grad()
+    stopping = runs.FoldStopping(model, optimizer, data=Numbers(), batch_loss=mse)
     once(own, batch=own, indices=own[0][:, 0].long())  # a Dataset, told
 
 
@@ -234,7 +268,7 @@ def test_tensors_in_a_dictionary() -> None:
     model = nn.Linear(D, 1)
     twin = copy.deepcopy(model)
     optimizer, own = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin))
-    stopping = heldin.FoldStopping(model, optimizer, data=rows, batch_loss=loss, folds=2)
+    stopping = runs.FoldStopping(model, optimizer, data=rows, batch_loss=loss, folds=2)
     for index in torch.arange(N).split(8):
         loss(model, {key: value[index] for key, value in rows.items()}).backward()
         optimizer.step()
@@ -244,11 +278,11 @@ def test_tensors_in_a_dictionary() -> None:
         own.zero_grad()
         F.mse_loss(twin(x[kept]), x[kept, :1]).backward()
         own.step()
-    found = stopping._team.shadows[0].weights["weight"]  # type: ignore[union-attr]
+    found = stopping._backend.weights_of(0)["weight"]  # type: ignore[union-attr]
     torch.testing.assert_close(found.detach(), twin.weight.detach())
 
 
-@pytest.mark.parametrize("engine", ["copies", "swap"])
+@pytest.mark.parametrize("engine", ["replay"])
 def test_loss_fn_on_tensors_is_the_same_in_every_engine(engine: Any) -> None:
     def history(engine: Any) -> list[float]:
         torch.manual_seed(0)
@@ -256,7 +290,7 @@ def test_loss_fn_on_tensors_is_the_same_in_every_engine(engine: Any) -> None:
         model = nn.Sequential(nn.Linear(D, 6), nn.ReLU(), nn.Linear(6, 1)).double()
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
         rows = x, x[:, :1]
-        stopping = heldin.FoldStopping(model, optimizer, F.mse_loss, rows, 3, engine=engine)
+        stopping = runs.FoldStopping(model, optimizer, F.mse_loss, rows, 3, engine=engine)
         for _ in range(6):
             for index in torch.arange(N).split(9):
                 F.mse_loss(model(x[index]), x[index, :1]).backward()
@@ -279,7 +313,7 @@ def test_checks_thin_out_and_take_a_small_share() -> None:
     model = nn.Linear(D, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     data = [x, x[:, :1]]
-    stopping = heldin.ShadowStopping(
+    stopping = runs.ShadowStopping(
         model, optimizer, data=data, batch_loss=loss, patience=None, groups=torch.arange(3000) // 2
     )
     steps = 0
@@ -323,8 +357,9 @@ def test_the_view_without_augmentation_is_evaluated() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     loader = DataLoader(View(2.0), batch_size=5)
     options: dict[str, Any] = {"data": loader, "batch_loss": loss, "eval_data": View(1.0)}
-    stopping = heldin.FoldStopping(model, optimizer, eval_loss=per_sample, **options)
+    stopping = runs.FoldStopping(model, optimizer, eval_loss=per_sample, **options)
     for batch in loader:
+        optimizer.zero_grad()
         mse(model, batch).backward()
         optimizer.step()
         stopping.step()
@@ -334,7 +369,7 @@ def test_the_view_without_augmentation_is_evaluated() -> None:
     few = DataLoader(list(zip(torch.ones(3, D), torch.ones(3, 1), strict=True)), batch_size=2)
     stopping.close()
     with pytest.raises(heldin.HeldinError, match="eval_data must show the same rows"):
-        heldin.FoldStopping(model, optimizer, data=loader, batch_loss=loss, eval_data=few)
+        runs.FoldStopping(model, optimizer, data=loader, batch_loss=loss, eval_data=few)
 
 
 def test_sums_are_divided_by_their_samples() -> None:
@@ -347,7 +382,7 @@ def test_sums_are_divided_by_their_samples() -> None:
         torch.manual_seed(0)
         model = nn.Linear(D, 1).double()
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        stopping = heldin.FoldStopping(model, optimizer, data=[x, x[:, :1]], batch_loss=own)
+        stopping = runs.FoldStopping(model, optimizer, data=[x, x[:, :1]], batch_loss=own)
         found.append(stopping.estimate)
     assert found[0] == pytest.approx(found[1])
     with torch.no_grad():

@@ -15,6 +15,7 @@ from torch import nn
 
 import heldin
 from heldin.criterion.average import Average, weight
+from tests.support import runs
 from tests.support.loops import Dial, data, net, slow_groups, watch
 
 PLAIN_BACKWARD = torch.autograd.backward
@@ -32,7 +33,7 @@ def _nothing_left() -> Any:
 def test_without_smoothing_the_value_is_equation_5() -> None:
     model, (x, y) = net(), data()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with heldin.EvidenceStopping(model, smoothing=0, across="mean") as stopping:
+    with runs.EvidenceStopping(model, smoothing=0, across="mean") as stopping:
         for i in range(0, 64, 16):
             batch = x[i : i + 16], y[i : i + 16]
             expected = slow_groups(model, [batch])
@@ -53,7 +54,7 @@ def test_the_value_is_the_median_of_the_groups(groups: Any) -> None:
     if isinstance(groups, dict):
         groups = {name: groups.get(name, name) for name, _ in model.named_parameters()}
     found = []
-    for made in (heldin.EvidenceStopping, heldin.EvidenceStopping.paper):
+    for made in (runs.EvidenceStopping, runs.EvidenceStopping.paper):
         with made(model, groups, smoothing=0.0) as stopping:
             F.cross_entropy(model(x), y).backward()
             stopping.step()
@@ -72,7 +73,7 @@ def test_the_value_is_the_median_of_the_groups(groups: Any) -> None:
 
 def test_an_unknown_centre_is_refused() -> None:
     with pytest.raises(heldin.HeldinError, match="across: expected 'mean' or 'median', got 'mode'"):
-        heldin.EvidenceStopping(net(), across="mode")  # type: ignore[arg-type]
+        runs.EvidenceStopping(net(), across="mode")  # type: ignore[arg-type]
     with pytest.raises(heldin.HeldinError, match="across"):
         heldin.evidence({}, across="mode")  # type: ignore[arg-type]
 
@@ -80,7 +81,7 @@ def test_an_unknown_centre_is_refused() -> None:
 def test_accumulated_micro_batches_are_one_step_of_equation_10() -> None:
     model, (x, y) = net(), data(60)
     expected = slow_groups(model, [(x, y)])
-    with heldin.EvidenceStopping(model, smoothing=0) as stopping:
+    with runs.EvidenceStopping(model, smoothing=0) as stopping:
         for i in range(0, 60, 20):
             (F.cross_entropy(model(x[i : i + 20]), y[i : i + 20]) / 3).backward()
         stopping.step()
@@ -91,7 +92,7 @@ def test_accumulated_micro_batches_are_one_step_of_equation_10() -> None:
 def test_steps_of_several_passes_after_steps_of_one() -> None:
     """Exact evidence of a large layer: all passes since the last step count."""
     model, x = nn.Linear(1200, 1000).double(), torch.randn(32, 1200, dtype=torch.float64)
-    with heldin.EvidenceStopping(model, estimator="exact") as stopping:
+    with runs.EvidenceStopping(model, estimator="exact") as stopping:
         found = []
         for passes in (2, 1, 2, 1, 1, 1, 4, 4, 1):
             for part in x.chunk(passes):
@@ -106,7 +107,7 @@ def test_a_window_pools_the_samples_of_its_steps(reduction: Any) -> None:
     model, (x, y) = net(), data(44)
     batches = [(x[i : i + 20], y[i : i + 20]) for i in (0, 20, 40)]  # the last one has four
     expected = slow_groups(model, batches)
-    with heldin.EvidenceStopping(model, smoothing=0, window=3, reduction=reduction) as stopping:
+    with runs.EvidenceStopping(model, smoothing=0, window=3, reduction=reduction) as stopping:
         for i, (a, b) in enumerate(batches):
             assert len(stopping.history) == 0
             scale = 2.0**i
@@ -123,7 +124,7 @@ def test_a_window_counts_samples_that_did_not_touch_a_parameter() -> None:
     holder.parts = model
     holder.forward = lambda x, part: model[part](x)  # type: ignore[method-assign]
     x = torch.randn(6, 2).double()
-    with heldin.EvidenceStopping(holder, smoothing=0, window=2) as stopping:
+    with runs.EvidenceStopping(holder, smoothing=0, window=2) as stopping:
         for part in ("a", "b"):
             holder(x, part).square().sum().backward()
             stopping.step()
@@ -151,7 +152,7 @@ def test_the_average_is_the_weighted_mean_it_says(b: float, rows: list[tuple[flo
 
 def test_with_equal_batches_the_average_is_bias_corrected() -> None:
     dial, values = Dial(), [-3.0, -1.0, 0.5, -2.0]
-    with heldin.EvidenceStopping(dial, smoothing=0.8) as stopping:
+    with runs.EvidenceStopping(dial, smoothing=0.8) as stopping:
         plain = 0.0
         for t, value in enumerate(values, 1):
             dial.show(value)
@@ -163,7 +164,7 @@ def test_with_equal_batches_the_average_is_bias_corrected() -> None:
 def test_a_small_batch_counts_by_its_size() -> None:
     def last(times: int, **options: Any) -> float:
         dial = Dial()
-        with heldin.EvidenceStopping(dial, smoothing=0.5, **options) as stopping:
+        with runs.EvidenceStopping(dial, smoothing=0.5, **options) as stopping:
             dial.show(-1.0, times=60)
             stopping.step()
             dial.show(0.5, times=times)
@@ -180,7 +181,7 @@ def test_a_small_batch_counts_by_its_size() -> None:
 
 def test_stops_at_the_first_crossing_and_keeps_it() -> None:
     dial = Dial()
-    stopping = heldin.EvidenceStopping(dial, smoothing=0)
+    stopping = runs.EvidenceStopping(dial, smoothing=0)
     flags = []
     for value in (-9.0, -1.0, 0.25, -9.0, 0.9):
         dial.show(value)
@@ -195,26 +196,26 @@ def test_stops_at_the_first_crossing_and_keeps_it() -> None:
 def test_patience_counts_consecutive_checks() -> None:
     values = [-9, 0.1, 0.1, -0.1, 0.1, 0.1, 0.1, 0.1]
     dial = Dial()
-    assert watch(heldin.EvidenceStopping(dial, smoothing=0, patience=3), dial, values) == 7
+    assert watch(runs.EvidenceStopping(dial, smoothing=0, patience=3), dial, values) == 7
 
 
 def test_a_check_without_a_value_neither_counts_nor_breaks_patience() -> None:
     values = [-9, 0.1, math.nan, 0.1]
     dial = Dial()
-    assert watch(heldin.EvidenceStopping(dial, smoothing=0, patience=2), dial, values) == 4
+    assert watch(runs.EvidenceStopping(dial, smoothing=0, patience=2), dial, values) == 4
 
 
 def test_warmup_is_in_steps() -> None:
     dial = Dial()
     values = [-9.0, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1]
-    assert watch(heldin.EvidenceStopping(dial, smoothing=0, warmup=4), dial, values) == 5
-    stopping = heldin.EvidenceStopping(dial, smoothing=0, warmup=5, every=2)
+    assert watch(runs.EvidenceStopping(dial, smoothing=0, warmup=4), dial, values) == 5
+    stopping = runs.EvidenceStopping(dial, smoothing=0, warmup=5, every=2)
     assert watch(stopping, dial, [-9.0, *values]) == 6
 
 
 def test_every_observes_every_so_many_steps_and_the_others_not_at_all() -> None:
     dial = Dial()
-    with heldin.EvidenceStopping(dial, smoothing=0, every=3) as stopping:
+    with runs.EvidenceStopping(dial, smoothing=0, every=3) as stopping:
         for step in range(1, 10):
             observed = torch.autograd.backward is not PLAIN_BACKWARD
             assert observed == bool(dial._forward_hooks) == (step % 3 == 0)
@@ -225,7 +226,7 @@ def test_every_observes_every_so_many_steps_and_the_others_not_at_all() -> None:
 
 def test_windows_of_every_so_many_steps() -> None:
     dial = Dial()
-    with heldin.EvidenceStopping(dial, smoothing=0, every=2, window=3) as stopping:
+    with runs.EvidenceStopping(dial, smoothing=0, every=2, window=3) as stopping:
         for _ in range(12):
             dial.show(-1.0)
             stopping.step()
@@ -237,16 +238,16 @@ def test_no_stop_on_a_plateau_before_anything_was_seen() -> None:
     plateau = [-0.05 + 0.2 * z for z in noise]
     learning = [*plateau, -5.0, -20.0, -5.0, *[0.2] * 60]
     dial = Dial()
-    assert watch(heldin.EvidenceStopping.paper(dial), dial, plateau) is not None
-    assert watch(heldin.EvidenceStopping(dial), dial, plateau) is None
-    stop = watch(heldin.EvidenceStopping(dial), dial, learning)
+    assert watch(runs.EvidenceStopping.paper(dial), dial, plateau) is not None
+    assert watch(runs.EvidenceStopping(dial), dial, plateau) is None
+    stop = watch(runs.EvidenceStopping(dial), dial, learning)
     assert stop is not None
     assert stop > 403
 
 
 def test_noise_that_was_fitted_stops_though_no_signal_was_seen() -> None:
     dial = Dial()
-    stop = watch(heldin.EvidenceStopping(dial), dial, [t / 100 for t in range(100)])
+    stop = watch(runs.EvidenceStopping(dial), dial, [t / 100 for t in range(100)])
     assert stop is not None
     assert 50 < stop < 100
 
@@ -257,7 +258,7 @@ def test_dead_coordinates_do_not_stop(dead: Any) -> None:
     model = nn.Linear(10, 1, bias=False)
     x = torch.zeros(2, 10)
     x[:, 0] = torch.tensor([1.0, 2.0])
-    with heldin.EvidenceStopping(model, smoothing=0, arming=None, dead=dead) as stopping:
+    with runs.EvidenceStopping(model, smoothing=0, arming=None, dead=dead) as stopping:
         model(x).sum().backward()
         assert stopping.step() == (dead == "zero")
     assert stopping.criterion == pytest.approx(-8 if dead == "out" else 1 - 9 / 10, rel=1e-5)
@@ -291,12 +292,12 @@ def test_the_papers_rule() -> None:
 
     dial = Dial()
     for start in (0.0, -100.0):
-        stopping = heldin.EvidenceStopping.paper(dial, smoothing=0.5, start=start)
+        stopping = runs.EvidenceStopping.paper(dial, smoothing=0.5, start=start)
         step, average = by_hand(start)
         assert watch(stopping, dial, values) == step
         assert stopping.criterion == pytest.approx(average)
     assert by_hand(0.0)[0] < by_hand(-100.0)[0]
-    corrected = heldin.EvidenceStopping(dial, smoothing=0.5, arming=None)
+    corrected = runs.EvidenceStopping(dial, smoothing=0.5, arming=None)
     assert watch(corrected, dial, values) == by_hand(0.0)[0]
-    later = heldin.EvidenceStopping.paper(dial, smoothing=0.5, warmup=10)
+    later = runs.EvidenceStopping.paper(dial, smoothing=0.5, warmup=10)
     assert watch(later, dial, values) == 11

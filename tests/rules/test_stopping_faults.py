@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import heldin
+from tests.support import runs
 from tests.support.loops import Dial, data, net
 
 PLAIN_BACKWARD = torch.autograd.backward
@@ -29,9 +30,9 @@ def _nothing_left() -> Any:
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("window", [1, 2])
 def test_inf_and_nan_are_recorded_and_harmless(bad: float, window: int) -> None:
-    def run(values: list[float]) -> heldin.EvidenceStopping:
+    def run(values: list[float]) -> runs.EvidenceStopping:
         dial = Dial()
-        with heldin.EvidenceStopping(dial, smoothing=0.5, window=window) as stopping:
+        with runs.EvidenceStopping(dial, smoothing=0.5, window=window) as stopping:
             for value in values:
                 if math.isfinite(value):
                     dial.show(value)
@@ -63,7 +64,7 @@ class Two(nn.Module):
 def test_a_step_with_one_bad_parameter_has_no_value() -> None:
     """The other groups' mean would be another quantity than the one that is averaged."""
     model, x = Two(), torch.tensor([1.0, 2.0, 4.0])
-    with heldin.EvidenceStopping(model) as stopping:
+    with runs.EvidenceStopping(model) as stopping:
         for gain in (1.0, math.nan):
             model(x, gain).sum().backward()
             stopping.step()
@@ -76,7 +77,7 @@ def test_a_step_with_one_bad_parameter_has_no_value() -> None:
 
 def test_the_reason_names_the_parameter_with_a_nan() -> None:
     dial = Dial()
-    with heldin.EvidenceStopping(dial) as stopping:
+    with runs.EvidenceStopping(dial) as stopping:
         dial(torch.tensor([math.nan, 1.0]).double()).sum().backward()
         stopping.step()
         assert stopping.reason == "step 1: no value, inf or nan in the contributions to 'weight'"
@@ -85,7 +86,7 @@ def test_the_reason_names_the_parameter_with_a_nan() -> None:
 
 def test_a_bad_step_in_a_window_is_left_out() -> None:
     dial = Dial()
-    with heldin.EvidenceStopping(dial, smoothing=0, window=2) as stopping:
+    with runs.EvidenceStopping(dial, smoothing=0, window=2) as stopping:
         dial(torch.tensor([math.nan, 1.0]).double()).sum().backward()
         stopping.step()
         dial.show(-3.0)
@@ -96,7 +97,7 @@ def test_a_bad_step_in_a_window_is_left_out() -> None:
 
 def test_a_single_sample_is_skipped() -> None:
     dial = Dial()
-    with heldin.EvidenceStopping(dial, smoothing=0.5) as stopping:
+    with runs.EvidenceStopping(dial, smoothing=0.5) as stopping:
         dial.show(-3.0)
         stopping.step()
         dial(torch.ones(1).double()).sum().backward()
@@ -107,7 +108,7 @@ def test_a_single_sample_is_skipped() -> None:
 
 def test_step_before_any_backward_is_an_error_but_a_skipped_batch_is_not() -> None:
     dial = Dial()
-    with heldin.EvidenceStopping(dial) as stopping:
+    with runs.EvidenceStopping(dial) as stopping:
         with pytest.raises(heldin.HeldinError, match="no backward pass through the model was seen"):
             stopping.step()
         dial.show(-1.0)
@@ -120,7 +121,7 @@ def test_step_before_any_backward_is_an_error_but_a_skipped_batch_is_not() -> No
 
 def test_a_skipped_batch_in_the_first_window_is_no_error() -> None:
     dial = Dial()
-    with heldin.EvidenceStopping(dial, window=2, smoothing=0) as stopping:
+    with runs.EvidenceStopping(dial, window=2, smoothing=0) as stopping:
         dial.show(-1.0)
         stopping.step()
         stopping.step()
@@ -151,19 +152,19 @@ def test_a_skipped_batch_in_the_first_window_is_no_error() -> None:
 )
 def test_bad_arguments(options: dict[str, Any], message: str) -> None:
     with pytest.raises(heldin.HeldinError, match=message):
-        heldin.EvidenceStopping(net(), **options)
+        runs.EvidenceStopping(net(), **options)
 
 
 def test_bad_models() -> None:
     with pytest.raises(heldin.HeldinError, match="no parameter that requires a gradient"):
-        heldin.EvidenceStopping(net().requires_grad_(False))
+        runs.EvidenceStopping(net().requires_grad_(False))
     with pytest.raises(heldin.HeldinError, match=r"expected a torch\.nn\.Module"):
-        heldin.EvidenceStopping([nn.Linear(2, 2)])  # type: ignore[arg-type]
+        runs.EvidenceStopping([nn.Linear(2, 2)])  # type: ignore[arg-type]
 
 
 def test_metrics_are_flat_floats() -> None:
     model, (x, y) = net(), data()
-    with heldin.EvidenceStopping(model, groups=lambda name: name.split(".")[0]) as stopping:
+    with runs.EvidenceStopping(model, groups=lambda name: name.split(".")[0]) as stopping:
         assert stopping.metrics() == {
             "heldin/count": 0.0,
             "heldin/armed": 0.0,
@@ -178,7 +179,7 @@ def test_metrics_are_flat_floats() -> None:
 
 def test_removing_leaves_the_model_as_it_was() -> None:
     model = net()
-    stopping = heldin.EvidenceStopping(model)
+    stopping = runs.EvidenceStopping(model)
     assert model._forward_hooks
     stopping.close()
     stopping.close()
@@ -189,7 +190,7 @@ def test_removing_leaves_the_model_as_it_was() -> None:
 
 def test_a_forgotten_one_removes_itself() -> None:
     model = net()
-    stopping = heldin.EvidenceStopping(model)
+    stopping = runs.EvidenceStopping(model)
     del stopping
     gc.collect()
     assert not model._forward_hooks
@@ -200,7 +201,7 @@ def test_training_is_untouched() -> None:
         torch.manual_seed(3)
         model, (x, y) = net(dropout=0.5), data()
         optimizer = torch.optim.Adam(model.parameters())
-        stopping = heldin.EvidenceStopping(model, every=2, patience=99) if watched else None
+        stopping = runs.EvidenceStopping(model, every=2, patience=99) if watched else None
         for _ in range(6):
             rows = torch.randint(0, 64, (16,))
             F.cross_entropy(model(x[rows]), y[rows]).backward()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import heldin
+from tests.support import runs
 from tests.support.elementwise_runs import OPTIMISERS, SCHEDULERS, Table
 from tests.support.loops import data, net, slow_groups
 
@@ -21,11 +22,11 @@ def _seeded() -> None:
     torch.manual_seed(0)
 
 
-def expect(stopping: heldin.EvidenceStopping, groups: dict[str, float]) -> None:
+def expect(stopping: runs.EvidenceStopping, groups: dict[str, float]) -> None:
     assert stopping.evidence.groups == pytest.approx(groups, rel=1e-7)
 
 
-def twin_of(stopping: heldin.EvidenceStopping, model: nn.Module, *batches: Any) -> dict[str, float]:
+def twin_of(stopping: runs.EvidenceStopping, model: nn.Module, *batches: Any) -> dict[str, float]:
     """The slow twin's values, its own backward passes not observed."""
     stopping._seen.pause()
     grads = {name: p.grad for name, p in model.named_parameters()}
@@ -42,7 +43,7 @@ def test_every_optimiser(kind: str) -> None:
     model = Table(kind).double()
     optimizer = getattr(torch.optim, kind)(model.parameters(), **OPTIMISERS[kind])
     index, y = torch.randint(0, 9, (20, 3)), torch.randint(0, 3, (20,))
-    stopping = heldin.EvidenceStopping(model, smoothing=0, patience=10**6)
+    stopping = runs.EvidenceStopping(model, smoothing=0, patience=10**6)
     steps = 0
 
     def closure() -> float:
@@ -83,7 +84,7 @@ def test_schedulers(name: str) -> None:
     model, (x, y) = net(), data()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scheduler = SCHEDULERS[name](optimizer)
-    with heldin.EvidenceStopping(model, smoothing=0) as stopping:
+    with runs.EvidenceStopping(model, smoothing=0) as stopping:
         for _ in range(4):
             F.cross_entropy(model(x), y).backward()
             stopping.step()
@@ -100,7 +101,7 @@ def test_gradient_scaler_and_clipping(window: int) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1)
     plain = heldin.evidence(observed(model, x, y), across="median").criterion
-    with heldin.EvidenceStopping(model, smoothing=0, window=window) as stopping:
+    with runs.EvidenceStopping(model, smoothing=0, window=window) as stopping:
         for step in range(8):
             loss = F.cross_entropy(model(x), y) * (math.inf if step in (2, 3) else 1.0)
             scale = scaler.get_scale()
@@ -141,7 +142,7 @@ class Checkpointed(nn.Module):
 
 def test_activation_checkpointing() -> None:
     model, (x, y) = Checkpointed(), data()
-    with heldin.EvidenceStopping(model, smoothing=0) as stopping:
+    with runs.EvidenceStopping(model, smoothing=0) as stopping:
         for _ in range(3):
             F.cross_entropy(model(x), y).backward()
             stopping.step()
@@ -151,7 +152,7 @@ def test_activation_checkpointing() -> None:
 
 def test_parameter_groups_of_an_optimiser_as_groups() -> None:
     model, (x, y) = net(), data()
-    with heldin.EvidenceStopping(model, groups=lambda n: n.split(".")[1], smoothing=0) as stopping:
+    with runs.EvidenceStopping(model, groups=lambda n: n.split(".")[1], smoothing=0) as stopping:
         F.cross_entropy(model(x), y).backward()
         stopping.step()
         values = twin_of(stopping, model, (x, y))
@@ -165,7 +166,7 @@ def test_parameter_groups_of_an_optimiser_as_groups() -> None:
 
 def test_freezing_and_unfreezing() -> None:
     model, (x, y) = net(), data()
-    with heldin.EvidenceStopping(model, smoothing=0) as stopping:
+    with runs.EvidenceStopping(model, smoothing=0) as stopping:
         for frozen in (False, True, True, False):
             model[0].requires_grad_(not frozen)
             model.zero_grad()
@@ -183,7 +184,7 @@ def test_freezing_and_unfreezing() -> None:
 def test_a_parameter_unfrozen_within_a_window_counts_its_own_samples() -> None:
     model, (x, y) = net(), data(40)
     batches = [(x[:20], y[:20]), (x[20:], y[20:])]
-    with heldin.EvidenceStopping(model, smoothing=0, window=2) as stopping:
+    with runs.EvidenceStopping(model, smoothing=0, window=2) as stopping:
         model[0].requires_grad_(False)
         for a, b in batches:
             F.cross_entropy(model(a), b).backward()
@@ -195,7 +196,7 @@ def test_a_parameter_unfrozen_within_a_window_counts_its_own_samples() -> None:
 
 def test_parameters_added_later() -> None:
     model, (x, y) = net(), data()
-    with heldin.EvidenceStopping(model, smoothing=0) as stopping:
+    with runs.EvidenceStopping(model, smoothing=0) as stopping:
         F.cross_entropy(model(x), y).backward()
         stopping.step()
         model.append(nn.Linear(3, 3).double())
@@ -208,7 +209,7 @@ def test_parameters_added_later() -> None:
 
 def test_evaluation_between_steps_does_not_count() -> None:
     model, (x, y) = net(), data()
-    with heldin.EvidenceStopping(model, smoothing=0) as stopping:
+    with runs.EvidenceStopping(model, smoothing=0) as stopping:
         for evaluate in (False, True):
             F.cross_entropy(model(x), y).backward()
             if evaluate:
@@ -226,7 +227,7 @@ def test_two_at_once() -> None:
     """Whole-model and element-wise stopping watch the same model."""
     model, (x, y) = net(), data()
     optimizer = heldin.ElementwiseStopping(torch.optim.SGD(model.parameters(), lr=0.1), model)
-    with heldin.EvidenceStopping(model, smoothing=0) as stopping:
+    with runs.EvidenceStopping(model, smoothing=0) as stopping:
         for _ in range(3):
             expected = twin_of(stopping, model, (x, y))
             optimizer._seen.clear()  # the slow twin ran under its eyes
@@ -249,7 +250,7 @@ def test_an_overfitting_run_stops_well_before_its_end() -> None:
     nn.init.zeros_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
     losses = []
-    with heldin.EvidenceStopping(model) as stopping:
+    with runs.EvidenceStopping(model) as stopping:
         for _ in range(2000):
             with torch.no_grad():
                 losses.append(float(F.mse_loss(model(hidden), hidden @ truth)))

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 import heldin
+from tests.support import runs
 
 # --- the order of calls ----------------------------------------------------------------------
 
@@ -29,7 +30,7 @@ def ordered(order: str, steps: int = 3) -> None:
         "p": other.step,
         "z": optimizer.zero_grad,
     }
-    with heldin.EvidenceStopping(model) as stopping:
+    with runs.EvidenceStopping(model) as stopping:
         for _ in range(steps):
             for call in order:
                 calls.get(call, stopping.step)()
@@ -53,7 +54,7 @@ def by_tasks(combine: Callable[[list[torch.Tensor]], torch.Tensor] | None) -> No
     torch.manual_seed(0)
     model, x = nn.Linear(5, 2), torch.randn(8, 5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with heldin.EvidenceStopping(model) as stopping:
+    with runs.EvidenceStopping(model) as stopping:
         for _ in range(3):
             kept: list[list[torch.Tensor]] = []
             for task in range(2):
@@ -83,7 +84,7 @@ def test_closures_and_steps_inside_the_backward_pass_are_no_mistake() -> None:
     torch.manual_seed(0)
     model, x = nn.Linear(5, 1), torch.randn(8, 5)
     search = torch.optim.LBFGS(model.parameters(), max_iter=3)
-    with heldin.EvidenceStopping(model, arming=None, warmup=99) as stopping:
+    with runs.EvidenceStopping(model, arming=None, warmup=99) as stopping:
 
         def closure() -> Any:
             search.zero_grad()
@@ -101,7 +102,7 @@ def test_closures_and_steps_inside_the_backward_pass_are_no_mistake() -> None:
         p.grad = None
 
     handles = [p.register_post_accumulate_grad_hook(at_once) for p in model.parameters()]
-    with heldin.EvidenceStopping(model) as stopping:
+    with runs.EvidenceStopping(model) as stopping:
         for _ in range(3):
             model(x).square().mean().backward()
             stopping.step()
@@ -113,7 +114,7 @@ def test_passes_that_were_discarded_are_no_mistake() -> None:
     """Two optimisers in turn; the second one's pass is dropped, and one of the first comes next."""
     model, x = nn.Linear(5, 1), torch.randn(8, 5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with heldin.EvidenceStopping(model) as stopping:
+    with runs.EvidenceStopping(model) as stopping:
         for _ in range(3):
             model(x).square().mean().backward()
             stopping.step()
@@ -125,7 +126,7 @@ def test_passes_that_were_discarded_are_no_mistake() -> None:
 
 def test_a_lost_rule_leaves_no_hook_on_optimisers() -> None:
     before = set(_global_optimizer_post_hooks)  # other tests' objects may wait to be collected
-    heldin.EvidenceStopping(nn.Linear(2, 1))
+    runs.EvidenceStopping(nn.Linear(2, 1))
     gc.collect()
     assert set(_global_optimizer_post_hooks) <= before
 
@@ -133,7 +134,7 @@ def test_a_lost_rule_leaves_no_hook_on_optimisers() -> None:
 def test_an_optimiser_of_another_model_may_step_at_any_time() -> None:
     model, other, x = nn.Linear(5, 1), nn.Linear(5, 1), torch.randn(8, 5)
     optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
-    with heldin.EvidenceStopping(model) as stopping:
+    with runs.EvidenceStopping(model) as stopping:
         model(x).square().mean().backward()
         other(x).sum().backward()
         optimizer.step()
@@ -148,7 +149,7 @@ def fitted_to_zero(model: nn.Module, steps: int, **options: Any) -> None:
     x = torch.randn(40, 200)
     y = (x[:, 0] > 0).long()
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    with heldin.EvidenceStopping(model, **options) as stopping:
+    with runs.EvidenceStopping(model, **options) as stopping:
         for _ in range(steps):
             F.cross_entropy(model(x), y).backward()
             stopping.step()
@@ -159,7 +160,7 @@ def fitted_to_zero(model: nn.Module, steps: int, **options: Any) -> None:
 def test_a_run_that_evidence_cannot_stop_is_noticed() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(200, 64), nn.ReLU(), nn.Linear(64, 2))
-    with pytest.warns(heldin.HeldinWarning, match=r"loss is near zero.*stopping\('auto'") as told:
+    with pytest.warns(heldin.HeldinWarning, match=r"loss is near zero.*rule='auto'") as told:
         fitted_to_zero(model, 600)
     assert len(told) == 1
     assert told[0].filename == __file__
@@ -173,7 +174,7 @@ def test_a_run_that_still_learns_is_left_alone() -> None:
     y = x.sum(1, keepdim=True).sin()
     model = nn.Sequential(nn.Linear(10, 64), nn.Tanh(), nn.Linear(64, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    with heldin.EvidenceStopping(model, patience=10**6) as stopping:
+    with runs.EvidenceStopping(model, patience=10**6) as stopping:
         for step in range(600):
             rows = slice(64 * (step % 8), 64 * (step % 8 + 1))
             F.mse_loss(model(x[rows]), y[rows]).backward()

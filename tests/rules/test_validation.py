@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import heldin
+from tests.support import runs
 
 
 def mark(model: nn.Linear, value: float) -> None:
@@ -18,10 +19,10 @@ def mark(model: nn.Linear, value: float) -> None:
         model.weight.fill_(value)
 
 
-def run(losses: list[float], **options: Any) -> tuple[heldin.ValidationStopping, nn.Linear]:
+def run(losses: list[float], **options: Any) -> tuple[runs.ValidationStopping, nn.Linear]:
     """A run whose weight is the number of the step."""
     model = nn.Linear(1, 1)
-    stopping = heldin.ValidationStopping(model, **options)
+    stopping = runs.ValidationStopping(model, **options)
     for step, loss in enumerate(losses, 1):
         mark(model, step)
         if stopping.step(loss):
@@ -57,7 +58,7 @@ def test_restoring_a_run_that_never_stopped() -> None:
 
 def test_buffers_are_restored_too() -> None:
     model = nn.BatchNorm1d(2)
-    stopping = heldin.ValidationStopping(model, patience=1)
+    stopping = runs.ValidationStopping(model, patience=1)
     stopping.step(1.0)
     model(torch.randn(8, 2) + 5)
     assert model.running_mean is not None
@@ -90,7 +91,7 @@ def test_a_function_is_called_in_evaluation_mode_and_modes_come_back() -> None:
         seen.append((model.training, model[1].training, torch.is_grad_enabled()))
         return model(torch.ones(1, 2)).sum()
 
-    stopping = heldin.ValidationStopping(model, loss, every=2)
+    stopping = runs.ValidationStopping(model, loss, every=2)
     for _ in range(4):
         stopping.step()
     assert seen == [(False, False, False)] * 2
@@ -106,7 +107,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(at: int) -> None:
     torch.save(first.state_dict(), file)
     file.seek(0)
     model = nn.Linear(1, 1)
-    second = heldin.ValidationStopping(model, patience=3)
+    second = runs.ValidationStopping(model, patience=3)
     second.load_state_dict(torch.load(file, weights_only=True))
     for step in range(at, 8):
         mark(model, step + 1)
@@ -128,10 +129,10 @@ def test_mistakes() -> None:
         ({"loss": 3.0}, "loss must be a function"),
     ):
         with pytest.raises(heldin.HeldinError, match=message):
-            heldin.ValidationStopping(model, **options)  # type: ignore[arg-type]
+            runs.ValidationStopping(model, **options)  # type: ignore[arg-type]
     with pytest.raises(heldin.HeldinError, match=r"expected a torch\.nn\.Module"):
-        heldin.ValidationStopping(3)  # type: ignore[arg-type]
-    with heldin.ValidationStopping(model) as stopping:
+        runs.ValidationStopping(3)  # type: ignore[arg-type]
+    with runs.ValidationStopping(model) as stopping:
         with pytest.raises(heldin.HeldinError, match="no validation loss; pass it to step"):
             stopping.step()
         for state, why in (

@@ -1,4 +1,4 @@
-"""The plain loop that every framework's `AutoStopping` is compared with."""
+"""The plain loop that every framework's `EarlyStopping` is compared with."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import heldin
-from heldin.rules.estimated.base import PathStopping
-from tests.support import plain
+from heldin.rules.path import PathStopping
+from tests.support import plain, runs
 
 CASES = [
     plain.Case("plain"),
@@ -25,12 +25,25 @@ OPTIONS: dict[str, Any] = {"rule": "auto", "budget": 4.7, "patience": PATIENCE} 
 _KNOWN: dict[str, tuple[PathStopping, nn.Module]] = {}
 
 
+NAMES = {"average": "average", "grid": "check_spacing"}  # of options in a rule
+
+
 def settings(**changes: Any) -> dict[str, Any]:
     """Return `OPTIONS` with changes; a budget is for rule="auto" alone."""
     options = {**OPTIONS, **changes}
     if options["rule"] != "auto" and "budget" not in changes:
         del options["budget"]
     return options
+
+
+def arguments(**changes: Any) -> dict[str, Any]:
+    """Return the same for the `EarlyStopping` of a framework, without a temperature."""
+    changes = {"temperature": False, **changes}
+    options = {NAMES[k]: changes.pop(k) for k in [*changes] if k in NAMES}
+    if options:
+        name = changes.pop("rule", "folds")
+        changes["rule"] = heldin.rules.Folds(shadows=1 if name == "shadow" else None, **options)
+    return settings(**changes)
 
 
 def last_shadows(state: Any) -> list[dict[str, dict[str, Tensor]]]:
@@ -46,30 +59,20 @@ def batch_loss(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
-class Even:
-    """The loss in a loop that divides by the number of accumulated batches, however many rows."""
+class Divided:
+    """The loss in a loop that divides by the batches of a full step, also where fewer are left.
 
-    def __init__(self, accumulate: int) -> None:
+    None: it divides by those that are left.
+    """
+
+    def __init__(self, accumulate: int | None) -> None:
         self.accumulate = accumulate
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
         return batch_loss(model, batch)
 
     def shares(self, batches: list[Any]) -> list[float]:
-        return [1 / self.accumulate] * len(batches)
-
-
-class Divided:
-    """The loss in a loop that divides by the batches of a full step, also where fewer are left."""
-
-    def __init__(self, accumulate: int) -> None:
-        self.accumulate = accumulate
-
-    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
-        return batch_loss(model, batch)
-
-    def scale(self, sizes: list[int]) -> float:
-        return len(sizes) / self.accumulate
+        return [1 / (self.accumulate or len(batches))] * len(batches)
 
 
 def loader(case: plain.Case, shuffle: bool = True, dataset: Any = None) -> DataLoader[Any]:
@@ -86,7 +89,6 @@ def train(
     flush: bool = True,
     true_mean: bool = False,
     epochs: int | None = None,
-    even: bool = False,
     added: bool = False,
     **options: Any,
 ) -> tuple[PathStopping, nn.Module]:
@@ -98,19 +100,18 @@ def train(
         flush: an accumulated step ends with its epoch, complete or not.
         true_mean: the losses of an incomplete step are divided by their own number.
         epochs: in place of those of the case.
-        even: accumulated batches count alike in the shadows, and not by their rows.
         added: accumulated losses are not divided by anything.
-        options: of `heldin.stopping`.
+        options: of `runs.stopping`.
     """
     model = plain.net(case.dtype)
     optimizer = plain.sgd(model)
     batches = loader(case, shuffle)
     options = settings(**options)
-    shadow_loss: Any = Even(case.accumulate) if even else batch_loss
-    if flush and not true_mean and not even:
-        shadow_loss = Divided(1 if added else case.accumulate)
+    shadow_loss: Any = batch_loss
+    if flush:
+        shadow_loss = Divided(1 if added else None if true_mean else case.accumulate)
     with case.autocast():  # also for the check before the first step
-        stopping = heldin.stopping(
+        stopping = runs.stopping(
             options.pop("rule"),
             model,
             optimizer,
@@ -148,11 +149,13 @@ def expect_same(
     model: nn.Module,
     rtol: float | None = None,
     same_loss: bool = True,
+    divided: bool = False,
     **how: Any,
 ) -> None:
     """The run has the same estimates, stops at the same step and ends with the same weights.
 
-    So are standard errors, unless the loss that is estimated is not the one that is trained.
+    So are standard errors, unless the loss that is estimated is not the one that is trained, and
+    training losses, unless the loop divides them by itself by the batches of a full step.
     """
     key = f"{case.name} {sorted(how.items())}"
     if key not in _KNOWN:
@@ -164,7 +167,10 @@ def expect_same(
     assert stopping.stopped_step > 16
     assert 0 < stopping.best_step < stopping.stopped_step
     assert [r.step for r in found.history] == [r.step for r in stopping.history]
-    for name in ("estimate", "training_loss", *(["standard_error"] if same_loss else [])):
+    names = ["estimate"] if divided else ["estimate", "training_loss"]
+    if same_loss and not divided:
+        names.append("standard_error")
+    for name in names:
         a, b = (rule.history.columns()[name] for rule in (found, stopping))
         assert a == pytest.approx(b, rel=near, nan_ok=True), name
     assert found.stopped_step == stopping.stopped_step

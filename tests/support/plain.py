@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 import heldin
-from heldin.adapters.session import MethodWrapper
+from heldin.adapters.patches import MethodWrapper
+from tests.support import runs
 
 ROWS, INPUTS, CLASSES = 58, 20, 3
 EPOCH_STEPS = 4  # batches of 16
@@ -40,10 +41,11 @@ class Case:
         return {**chosen, **self.special}
 
     @property
-    def callback_options(self) -> dict[str, Any]:
+    def rule(self) -> heldin.rules.Evidence:
         """The same for a callback, which is told of the window by its name."""
         named = {"window": "epoch"} if self.options.get("window") == EPOCH_STEPS else {}
-        return {**self.options, **named}
+        options = {**self.options, **named}
+        return heldin.rules.Evidence(**{NAMES.get(k, k): v for k, v in options.items()})
 
     @property
     def dtype(self) -> torch.dtype:
@@ -66,6 +68,13 @@ CASES = [
     Case("everything", clip=0.3, accumulate=3, bf16=True),
     Case("patience", special={"patience": 3, "groups": "all", "estimator": "exact"}),
 ]
+NAMES = {  # of options in a rule
+    "arming": "arm_threshold",
+    "across": "group_reduction",
+    "patience": "checks",
+    "groups": "parameter_groups",
+    "every": "check_every",
+}
 EXACT = 1e-300  # a tolerance for nothing but the same bits
 RATE, MOMENTUM = 0.125, 0.5  # numbers that single precision holds exactly
 
@@ -96,7 +105,7 @@ def sgd(model: nn.Module) -> torch.optim.SGD:
 
 def train(
     case: Case, flush: bool = True, true_mean: bool = False, rows: int | None = None
-) -> tuple[heldin.EvidenceStopping, nn.Module]:
+) -> tuple[runs.EvidenceStopping, nn.Module]:
     """Train until the rule stops.
 
     Args:
@@ -107,7 +116,7 @@ def train(
     """
     model, (x, y) = net(case.dtype), data(case.dtype)
     optimizer = sgd(model)
-    stopping = heldin.EvidenceStopping(model, **case.options)
+    stopping = runs.EvidenceStopping(model, **case.options)
     waiting = 0
     with stopping:
         for _ in range(case.epochs):
@@ -193,7 +202,7 @@ def expect_no_trace(model: nn.Module) -> None:
 
 def expect_same(
     case: Case,
-    found: heldin.EvidenceStopping | None,
+    found: runs.EvidenceStopping | None,
     model: nn.Module | None,
     rtol: float | None = None,
     **how: Any,

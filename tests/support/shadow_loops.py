@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-import heldin
+from tests.support import runs
 
 from .shadow_runs import D, N
 
@@ -46,7 +46,7 @@ class Loop:
         self.start, self.model, self.loader = copy.deepcopy(model), model, loader
         self.optimizer = sgd(model)
         options = {"data": loader, "batch_loss": batch_loss} | options
-        self.stopping: Any = heldin.FoldStopping(model, self.optimizer, patience=None, **options)
+        self.stopping: Any = runs.FoldStopping(model, self.optimizer, patience=None, **options)
         self.epochs, self.steps = epochs, list[list[Any]]()
 
     def batches(self) -> Iterator[tuple[int, Any]]:
@@ -63,30 +63,29 @@ class Loop:
         model, label = copy.deepcopy(self.start), self.stopping._label
         optimizer = sgd(model)
         for batches in self.steps:
-            rows = torch.cat([batch["number"] for batch in batches])
-            kept = label[rows] != k
-            if kept.any():
-                some = {
-                    key: torch.cat([batch[key] for batch in batches])[kept] for key in ("x", "y")
-                }
+            kept = [label[batch["number"]] != k for batch in batches]
+            if any(some.any() for some in kept):
                 optimizer.zero_grad()
-                batch_loss(model, some).backward()
+                for batch, some in zip(batches, kept, strict=True):
+                    if some.any():
+                        part = {key: batch[key][some] for key in ("x", "y")}
+                        (batch_loss(model, part) / len(batches)).backward()
                 optimizer.step()
         return model
 
     def check(self) -> None:
-        label, expected = self.stopping._label, []
+        label = self.stopping._label
+        expected = torch.zeros(len(label), dtype=torch.float64)
         for k in range(5):
-            twin, shadow = self.twin(k), self.stopping._team.shadows[k]
+            twin, weights = self.twin(k), self.stopping._backend.weights_of(k)
             for name, p in twin.named_parameters():
                 torch.testing.assert_close(
-                    shadow.weights[name].detach(), p.detach(), rtol=1e-9, atol=1e-11
+                    weights[name].detach(), p.detach(), rtol=1e-9, atol=1e-11
                 )
             twin.eval()
             own = label == k
-            losses = F.cross_entropy(twin(x[own]), y[own], reduction="none")
-            expected.append(losses.detach())
-        torch.testing.assert_close(self.stopping._held_out(), torch.cat(expected))
+            expected[own] = F.cross_entropy(twin(x[own]), y[own], reduction="none").detach()
+        torch.testing.assert_close(self.stopping._held_out(), expected)
 
 
 def trained(loop: Loop) -> Loop:

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import heldin
 from heldin.capture.collector import Collector
 from heldin.capture.observation import Observation
+from tests.support import runs
 
 ESTIMATORS = [
     {"estimator": "exact"},
@@ -39,7 +39,7 @@ class Life:
             nn.init.normal_(parameter, std=0.5)
         self.dtype, self.compared = dtype, 0
         self.tolerance = 1e-9 if dtype is torch.float64 else 1e-4
-        self.rule = heldin.EvidenceStopping(model, **settings)
+        self.rule = runs.EvidenceStopping(model, **settings)
         self.twin = Collector(model, with_reference=True)
         self.optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 

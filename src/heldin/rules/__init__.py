@@ -4,4 +4,5 @@ from .options import Auto as Auto
 from .options import Evidence as Evidence
 from .options import Folds as Folds
 from .options import LeaveOneOut as LeaveOneOut
+from .options import Rule as Rule
 from .options import Validation as Validation

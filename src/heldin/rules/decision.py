@@ -1,4 +1,4 @@
-"""From values of the criterion to a stop: smoothing, arming, warm-up and patience."""
+"""The decision to stop, from values of the criterion: smoothing, arming, warm-up, patience."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from heldin.errors import HeldinError
 __all__ = ["STATE_SCHEMA", "Decision", "check_arming"]
 
 STATE_SCHEMA = {"armed": bool, "streak": int, "average": AVERAGE, "recent": AVERAGE}
-RECENT = 0.9  # decay of the average that arms the rule: ten checks or so
+RECENT = 0.9  # decay of the average that arms the rule: about ten checks
 
 
 def check_arming(owner: str, arming: float | None) -> None:
-    """Refuse what is no distance from zero."""
+    """Refuse a threshold that is negative or not a number."""
     if arming is not None and not arming >= 0:
         raise HeldinError(f"{owner}: arming must be a number >= 0 or None, got {arming!r}")
 
 
 class Decision:
-    """Smooths the criterion and says when it asks to stop.
+    """The smoothed criterion, and the decision to stop.
 
     Args:
-        smoothing, start, arming, warmup, patience: see `heldin.EvidenceStopping`.
+        smoothing, start, arming, warmup, patience: see `heldin.rules.Evidence`.
 
     >>> decision = Decision(smoothing=0.0, start=None, arming=None, warmup=0, patience=2)
     >>> decision.add(1, -0.5)
@@ -55,7 +55,7 @@ class Decision:
         return self._average.value if self._average.count else math.nan
 
     def add(self, step: int, raw: float, weight: float = 1.0) -> tuple[bool, str]:
-        """Take in the criterion of a step; whether to stop, and why or why not."""
+        """Add the criterion of a step; return whether to stop, and the reason in words."""
         value, recent = self._average.add(raw, weight), self._recent.add(raw)
         if self.arming is not None and abs(recent) > self.arming:
             self.armed = True
@@ -74,7 +74,7 @@ class Decision:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Numbers only."""
+        """Return the state as numbers."""
         return {
             "armed": self.armed,
             "streak": self._streak,
@@ -83,7 +83,7 @@ class Decision:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken."""
+        """Restore a state from `state_dict`."""
         self.armed, self._streak = state["armed"], state["streak"]
         self._average.load_state_dict(state["average"])
         self._recent.load_state_dict(state["recent"])

@@ -17,8 +17,8 @@ from heldin.capture.observation import Observation
 from heldin.capture.sharding import as_parameter, local_part, shard_of, unwrapped
 from heldin.criterion.evidence import Correction, Dead, evidence
 from heldin.criterion.masking import keep, pieces, smoothed
+from heldin.distributed.ranks import Joinable, ProcessGroup, ranks_of
 from heldin.errors import HeldinError
-from heldin.rules.ranks import Joinable, ProcessGroup, ranks_of
 from heldin.state.schema import (
     check_fraction,
     check_int,
@@ -29,7 +29,7 @@ from heldin.state.schema import (
 )
 
 from .base import Closing
-from .optimizer_state import STATE_SCHEMA, own_averages, with_averages, without_averages
+from .optimizer_state import STATE_SCHEMA, local_averages, with_averages, without_averages
 from .reporting import ElementwiseReport
 from .wrapper import OptimizerWrapper
 
@@ -46,27 +46,27 @@ CALLBACKS = {
 
 
 class ElementwiseStopping(Joinable, Closing, ElementwiseReport, OptimizerWrapper):
-    """An optimiser that leaves weights without evidence where they are.
+    """An optimiser wrapper that does not move weights without evidence.
 
     It wraps any optimiser and is used in its place: learning-rate schedulers, gradient scalers,
-    parameter groups, closures and hooks work as before. Each weight k has a smoothed f_k; once that
-    is below 1 the weight is stopped: whatever momentum, weight decay or Adam's state do, it does
-    not move by one bit.
+    parameter groups, closures and hooks work as before. Each weight k has a smoothed f_k. Once f_k
+    is below 1 the weight is stopped: it does not change by one bit, whatever momentum, weight decay
+    or Adam's state do.
 
     Args:
-        optimizer: the optimiser to wrap. Its state goes on running, also for stopped weights.
-        model: the model whose parameters it has.
-        greedy: True: once stopped, always stopped (Sec. 3.6). False: a weight goes on when its
-            evidence returns (Eq. 15).
+        optimizer: the optimiser to wrap. It keeps updating its state for stopped weights.
+        model: the model with the optimiser's parameters.
+        greedy: True: a stopped weight stays stopped (Sec. 3.6). False: a weight moves again when
+            its evidence returns (Eq. 15).
         smoothing: decay b of the averages, in [0, 1); 0.99 and 0.999 are usual.
-        start: where the averages start. A high value is a warm-up: none can fall below 1 in the
-            first ln(start) / ln(1/b) steps.
-        every: observe every so many steps only; stopped weights stay put in all of them.
+        start: initial value of the averages. A high value is a warm-up: no average can fall below
+            1 in the first ln(start) / ln(1/b) steps.
+        every: observe every n-th step only; stopped weights stay unchanged in all steps.
         correction: None, "gaussian" or "symmetric": see `heldin.evidence`.
         dead: a weight to which no sample contributed keeps its average ("out"), or counts as
-            f = 0 ("zero") and is stopped in the end.
+            f = 0 ("zero") and is eventually stopped.
         batch_dim, parameters: see `heldin.observe`. Parameters not observed are never stopped.
-        reduction, process_group: see `heldin.EvidenceStopping`.
+        reduction, process_group: see `heldin.rules.Evidence`.
 
     >>> import heldin, torch
     >>> _ = torch.manual_seed(0)
@@ -108,7 +108,7 @@ class ElementwiseStopping(Joinable, Closing, ElementwiseReport, OptimizerWrapper
         self.every = check_int(name, "every", every, 1)
         if not start >= 1:
             raise HeldinError(f"{name}: start must be a number >= 1, got {start!r}")
-        evidence({}, correction=correction, dead=dead)  # refuses what it does not know
+        evidence({}, correction=correction, dead=dead)  # refuses unknown options
         self.greedy, self.start, self.correction, self.dead = greedy, start, correction, dead
 
         self._collector = Collector(model, batch_dim, parameters, real=True)
@@ -137,20 +137,20 @@ class ElementwiseStopping(Joinable, Closing, ElementwiseReport, OptimizerWrapper
             raise
 
     def _find_names(self) -> None:
-        """Learn the names that the optimiser's parameters have in the model."""
+        """Look up the optimiser's parameters in the model by name."""
         if self._model is None:
             return
         names = {id(p): name for name, p in self._model.named_parameters()}
-        found = {}
+        named = {}
         for i, group in enumerate(self.param_groups):
             for p in group["params"]:
                 if id(p) not in names:
                     raise HeldinError(
                         f"ElementwiseStopping: parameter group {i} holds a parameter of shape "
-                        f"{tuple(p.shape)} that the model has not; pass the model that is trained"
+                        f"{tuple(p.shape)} that is not in the model; pass the model that is trained"
                     )
-                found[names[id(p)]] = p
-        self._named = found
+                named[names[id(p)]] = p
+        self._named = named
 
     # -- the step
 
@@ -159,13 +159,13 @@ class ElementwiseStopping(Joinable, Closing, ElementwiseReport, OptimizerWrapper
     @overload
     def step(self, closure: Callable[[], float], **options: Any) -> float: ...
     def step(self, closure: Callable[[], float] | None = None, **options: Any) -> float | None:
-        """Weigh the evidence of all backward passes since the last step, and step.
+        """Update the averages from all backward passes since the last step, and step.
 
-        With a closure, its first call gives the evidence.
+        With a closure, the evidence comes from its first call.
         """
         if closure is None and self._is_trial():
             return self.optimizer.step(**options)  # type: ignore[no-any-return]
-        self._tell_joined()
+        self._notify_joined()
         if closure is None:
             self._weigh()
             held = self._hold()
@@ -178,7 +178,7 @@ class ElementwiseStopping(Joinable, Closing, ElementwiseReport, OptimizerWrapper
                 nonlocal first
                 with torch.enable_grad():
                     loss = closure()
-                if first:  # a line search goes on to weights that are perhaps not reached
+                if first:  # later calls of a line search may be at weights that are not kept
                     self._weigh()
                 first = False
                 return loss
@@ -195,7 +195,7 @@ class ElementwiseStopping(Joinable, Closing, ElementwiseReport, OptimizerWrapper
         return self._collector.call(function, *args, **kwargs)
 
     def _prepare(self) -> None:
-        """Observe the coming step, or let it pass at no cost."""
+        """Attach the hooks if the next step is observed, else remove them."""
         if self.every > 1:
             if (self._step + 1) % self.every == 0:
                 self._seen.resume()
@@ -203,9 +203,9 @@ class ElementwiseStopping(Joinable, Closing, ElementwiseReport, OptimizerWrapper
                 self._seen.pause()
 
     def _is_trial(self) -> bool:
-        """Whether a step only fills the optimiser's state, before a checkpoint is read into it.
+        """Return whether a step only initialises the optimiser's state before a checkpoint loads.
 
-        That is how torch.distributed.checkpoint does it: no learning rate and no gradient.
+        torch.distributed.checkpoint does so with a learning rate of 0 and zero gradients.
         """
         if self._collector.passes or any(group.get("lr", 1.0) != 0 for group in self.param_groups):
             return False
@@ -217,7 +217,7 @@ class ElementwiseStopping(Joinable, Closing, ElementwiseReport, OptimizerWrapper
         seen: Mapping[str, Moments] = self._seen
         count = self._seen.count
         due = (self._step + 1) % self.every == 0
-        if self._ranks is not None and self._ranks.must_meet(due):
+        if self._ranks is not None and self._ranks.should_compare_ranks(due):
             self._ranks.check_agreement({**self._settings(), "step": self._step})
         if self._ranks is not None and due:
             pooled = self._ranks.pool(1.0)
@@ -226,7 +226,7 @@ class ElementwiseStopping(Joinable, Closing, ElementwiseReport, OptimizerWrapper
             self._check_unseen()
         if count < (4 if self.correction == "gaussian" else 2):
             return
-        how = (self.smoothing, self.greedy, self.dead, self.correction)
+        options = (self.smoothing, self.greedy, self.dead, self.correction)
         for name, moments in seen.items():
             if name not in self._named or not moments.finite:
                 continue
@@ -237,11 +237,11 @@ class ElementwiseStopping(Joinable, Closing, ElementwiseReport, OptimizerWrapper
                 average = torch.full(total.shape, self.start, dtype=total.dtype)
             self._averages[name] = average = average.to(total.device)
             for a, first, second in pieces(average, total, squares):
-                a.copy_(smoothed(a, Moments(first, second, m), *how))
+                a.copy_(smoothed(a, Moments(first, second, m), *options))
         self._updates += 1
 
     def _check_unseen(self) -> None:
-        """Gradients that no observed backward pass made, in the very first step, are a mistake."""
+        """Raise an error if the first step has gradients but no observed backward pass."""
         if self._updates or self._model is None or (self._step + 1) % self.every != 0:
             return
         for name, p in self._named.items():
@@ -252,11 +252,11 @@ class ElementwiseStopping(Joinable, Closing, ElementwiseReport, OptimizerWrapper
                 )
 
     def _hold(self) -> dict[str, Tensor]:
-        """Copies of the parameters in which a weight may be stopped."""
+        """Copy the parameters in which a weight may be stopped."""
         if self.start * self.smoothing**self._updates > 1.01:
-            return {}  # none can be: f >= 0
-        known = (n for n in self._named if n in self._averages)
-        return {n: local_part(self._named[n].detach()).clone() for n in known}
+            return {}  # no average can be below 1 yet, as f >= 0
+        with_average = (n for n in self._named if n in self._averages)
+        return {n: local_part(self._named[n].detach()).clone() for n in with_average}
 
     @torch.no_grad()
     def _put_back(self, held: Mapping[str, Tensor]) -> None:
@@ -272,9 +272,9 @@ class ElementwiseStopping(Joinable, Closing, ElementwiseReport, OptimizerWrapper
     # -- reports
 
     def masks(self) -> dict[str, Tensor]:
-        """Which weights are stopped: a boolean tensor for each parameter.
+        """Return a boolean tensor per parameter that is true where a weight is stopped.
 
-        Of a sharded parameter, the part that this rank holds.
+        For a sharded parameter, it covers this rank's shard.
         """
         return {
             name: self._averages[name] < 1.0
@@ -288,10 +288,10 @@ class ElementwiseStopping(Joinable, Closing, ElementwiseReport, OptimizerWrapper
     @overload
     def stopped_fraction(self, by: Literal["tensor"]) -> dict[str, float]: ...
     def stopped_fraction(self, by: Literal["tensor"] | None = None) -> float | dict[str, float]:
-        """The share of stopped weights, of the whole model or by tensor (if sharded: of this part).
+        """Return the share of stopped weights, of the whole model or by tensor.
 
-        That is the share of c > 0 in Eq. 15. (Eq. 16 counts c <= 0, which by Eq. 15 are the active
-        ones: a sign error.)
+        Only this rank's shards count. The share is that of c > 0 in Eq. 15. (Eq. 16 counts c <= 0,
+        which by Eq. 15 are the active weights: a sign error.)
         """
         if by not in (None, "tensor"):
             raise HeldinError(
@@ -304,7 +304,7 @@ class ElementwiseStopping(Joinable, Closing, ElementwiseReport, OptimizerWrapper
         return stopped / max(1, sum(mask.numel() for mask in masks.values()))
 
     def metrics(self) -> dict[str, float]:
-        """The stopped fractions as a flat mapping for any tracker."""
+        """Return the stopped fractions as a flat mapping for a tracker."""
         parts = {f"heldin/stopped/{n}": v for n, v in self.stopped_fraction(by="tensor").items()}
         return {"heldin/stopped": self.stopped_fraction(), **parts}
 
@@ -330,51 +330,57 @@ class ElementwiseStopping(Joinable, Closing, ElementwiseReport, OptimizerWrapper
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimiser's state, and the averages under "heldin".
+        """Return the wrapped optimiser's state, with the averages under "heldin".
 
-        `torch.distributed.checkpoint.state_dict` keeps only what is known by parameter or group, so
-        averages and settings are there as well, for every parameter: a checkpoint is read into the
-        state of a new optimiser, which must have the same entries.
+        `torch.distributed.checkpoint.state_dict` keeps only entries of parameters and groups, so
+        averages and settings are stored there as well, for every parameter: a checkpoint is read
+        into the state of a new optimiser, which must have the same entries.
         """
-        own = self._own_state()
+        own_state = self._own_state()
         names = {id(p): name for name, p in self._named.items()}
-        known = own["averages"]
+        averages_by_name = own_state["averages"]
         averages = [
-            [known[n] if (n := names.get(id(p))) in known else self._unseen(p) for p in g["params"]]
+            [
+                averages_by_name[n]
+                if (n := names.get(id(p))) in averages_by_name
+                else self._unseen(p)
+                for p in g["params"]
+            ]
             for g in self.param_groups
         ]
-        return with_averages(self.optimizer.state_dict(), own, averages)
+        return with_averages(self.optimizer.state_dict(), own_state, averages)
 
     def _unseen(self, p: Tensor) -> Tensor:
-        """The average of a parameter to which nothing was contributed yet."""
+        """Return the initial average of a parameter without any contribution so far."""
         dtype = upcast(p.new_empty(0)).dtype
         return as_parameter(torch.full_like(local_part(p.detach()), self.start, dtype=dtype), p)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken, stopped weights included."""
+        """Restore a state from `state_dict`, stopped weights included."""
         name = "ElementwiseStopping"
         names = {id(p): name for name, p in self._named.items()}
         named = [[names.get(id(p), "") for p in g["params"]] for g in self.param_groups]
-        plain, given = without_averages(state_dict, named)
-        if given is None:
+        plain, saved = without_averages(state_dict, named)
+        if saved is None:
             raise HeldinError(
                 f"{name}.load_state_dict: this is the state of a plain optimiser; load it into "
-                f"the wrapped one, {name}.optimizer, to start with no weight stopped (or it was "
-                "flattened, which leaves our part out: flatten_optimizer_state_dict=False)"
+                f"the wrapped one, {name}.optimizer, to start without stopped weights. If a "
+                "flattened checkpoint has lost the averages, save it with "
+                "flatten_optimizer_state_dict=False"
             )
-        own = checked_state(name, given, 1, STATE_SCHEMA)
+        own_state = checked_state(name, saved, 1, STATE_SCHEMA)
         before = self._own_state()
 
         def take(state: Mapping[str, Any]) -> None:
             self._take(state)
-            if state is own:  # it checks the state before it changes anything
+            if state is own_state:  # the optimiser validates the state before it changes anything
                 self.optimizer.load_state_dict(plain)
 
-        load_or_roll_back(name, take, own, before)
+        load_or_roll_back(name, take, own_state, before)
 
     def _take(self, state: Mapping[str, Any]) -> None:
         check_settings("ElementwiseStopping", state["settings"], self._settings())
-        averages = own_averages(state["averages"], self._named)
+        averages = local_averages(state["averages"], self._named)
         self._step, self._updates, self._averages = state["step"], state["updates"], averages
         self._seen.clear()
         if self._ranks is not None:
@@ -382,13 +388,13 @@ class ElementwiseStopping(Joinable, Closing, ElementwiseReport, OptimizerWrapper
         self._prepare()
 
     def _advance(self) -> None:
-        """What a rank that ran out of data does: it follows the steps of the others."""
+        """Take part in a step of the other ranks after this one has run out of data."""
         self._weigh()
         self._step += 1
         self._seen.clear()
         self._prepare()
 
     def close(self) -> None:
-        """Stop observing. Weights that are stopped stay stopped."""
+        """Stop observing and release the model. Stopped weights stay stopped."""
         self._release()
         self._model = None

@@ -26,19 +26,19 @@ from heldin.criterion.evidence import (
 )
 from heldin.criterion.running import STATE_SCHEMA as RUNNING
 from heldin.criterion.running import RunningEvidence, why_none
+from heldin.distributed.ranks import Joinable, ProcessGroup, ranks_of
 from heldin.errors import HeldinError
 from heldin.state.history import STATE_SCHEMA as HISTORY
 from heldin.state.history import History, Record
 from heldin.state.schema import check_fraction, check_int, model_signature
 
 from .base import StoppingRule
+from .callback_hints import PlainLoopOnly, callbacks_for_evidence
 from .decision import STATE_SCHEMA as DECISION
 from .decision import Decision, check_arming
-from .foreign import PlainLoopOnly, callbacks_named
-from .order import CallOrder
-from .outlook import Outlook
-from .ranks import Joinable, ProcessGroup, ranks_of
+from .outlook import VanishedGradientCheck
 from .reporting import EvidenceReport
+from .step_order import StepOrderCheck
 
 __all__ = ["EvidenceStopping"]
 
@@ -46,49 +46,51 @@ T = TypeVar("T")
 
 
 class EvidenceStopping(EvidenceReport, StoppingRule, Joinable, PlainLoopOnly):
-    """Stops training when the gradients carry no more evidence than noise would.
+    """A rule that stops training when the gradients carry no more evidence than noise.
 
     Call `step()` after `backward()` and before `optimizer.step()`, so that the weights that
     triggered the stop are kept. All backward passes since the last `step()` count as one step, so
-    accumulated micro-batches need nothing special. Where the optimiser takes a closure, `step()`
-    belongs into it, after `backward()`.
+    accumulated micro-batches need no special treatment. If the optimiser takes a closure, call
+    `step()` in the closure, after `backward()`.
 
-    For when no second model is affordable, and as a diagnosis; else `heldin.stopping` ends with
-    better models (docs/which-rule.md). The criterion is 1 - mean f per group, the median over
-    groups, smoothed; above zero, it asks to stop. Of the arguments, the first block is the paper's
-    rule and its pace, the second is for robustness; `EvidenceStopping.paper` switches that off.
+    Use this rule if a second model is not affordable, or as a diagnostic; otherwise
+    the rule "auto" ends with better models (docs/which-rule.md). The criterion is 1 - mean f per
+    group, the median over groups, smoothed; a value above zero stops training. The first block of
+    arguments belongs to the paper's rule, the second adds robustness; `EvidenceStopping.paper`
+    disables the second.
 
     Args:
         model: the model that is trained. It is neither wrapped nor changed.
-        groups: "tensor" (one each), "all" (one), or names of parameters to names of groups.
+        groups: "tensor" (each parameter is a group), "all" (one group), or a mapping or function
+            from names of parameters to names of groups.
         smoothing: decay b of the exponential average, in [0, 1). 0 gives the values of Eq. 5, or
-            Eq. 10 if each step sees the whole training set.
-        window: number of observed steps whose sums add up before a value is formed. An epoch's
-            worth gives minibatch training the resolution of Eq. 10.
+            Eq. 10 if each step uses the whole training set.
+        window: number of observed steps that are summed for one value. The steps of an epoch give
+            minibatch training the resolution of Eq. 10.
         patience: number of consecutive checks with a criterion above zero before training stops.
         warmup: number of first steps at which training is never stopped.
-        every: observe every so many steps only; the others cost nothing.
+        every: observe every n-th step only; the others have no overhead.
 
-        arming: the rule may stop only after the criterion has clearly left zero, where a plateau at
-            the start keeps it: an average over the last ten checks or so (decay 0.9, started
-            at zero) must have been this far from zero once. Below: a signal was seen. Above: noise
-            was fitted already. None: armed from the start.
+        arming: the rule may stop only after the criterion has clearly left zero, where it stays
+            during an initial plateau: an average over about ten checks (decay 0.9, started at zero)
+            must have exceeded this distance from zero once. Values below zero show a signal, values
+            above zero fitted noise. None: armed from the start.
         across: the "median" of the groups' values, or their "mean", as in the paper. On unseen
             tables and networks the median ended with better models (docs/which-rule.md).
-        weighted: a value counts in the average by the size of its batch.
-        start: None for a bias-corrected average. A number lets the plain recursion
-            c = b c + (1-b) x start there, without weights.
+        weighted: weight each value in the average by the size of its batch.
+        start: None for a bias-corrected average. A number is the initial value of the plain
+            recursion c = b c + (1-b) x, without weights.
         correction: None, "gaussian" or "symmetric": see `heldin.evidence`.
         dead: "out" or "zero": see `heldin.evidence`.
-        reduction: whether the loss is a "mean" or a "sum" over the samples of a step. Matters only
-            for windows over batches of different sizes, and for ranks with such.
-        estimator, budget, seed: "sampled" looks at a random block of coordinates of each parameter,
-            new at every check; `heldin.observe` explains it, "exact" and "microbatch".
+        reduction: whether the loss is a "mean" or a "sum" over the samples of a step. It matters
+            only if batches within a window, or on different ranks, differ in size.
+        estimator, budget, seed: "sampled" observes a random block of coordinates of each parameter,
+            drawn again at every check; see `heldin.observe` for "exact" and "microbatch".
         batch_dim, parameters: see `heldin.observe`.
-        process_group: the data-parallel processes whose samples make up a step; they all come to
-            the same decision. "auto": those of DistributedDataParallel or `fully_shard`, else all
-            processes if torch.distributed is initialised. None: this process on its own.
-        history: how many records to keep, see `heldin.state.History`.
+        process_group: the data-parallel processes whose samples make up a step; they all make the
+            same decision. "auto": those of DistributedDataParallel or `fully_shard`, else all
+            processes if torch.distributed is initialised. None: this process only.
+        history: maximum number of records, see `heldin.state.History`.
 
     >>> import heldin, torch
     >>> _ = torch.manual_seed(0)
@@ -96,7 +98,7 @@ class EvidenceStopping(EvidenceReport, StoppingRule, Joinable, PlainLoopOnly):
     >>> y = x[:, :1] + torch.randn(20, 1)
     >>> model = torch.nn.Linear(30, 1)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.03)
-    >>> with heldin.EvidenceStopping(model) as stopping:
+    >>> with EvidenceStopping(model) as stopping:
     ...     for step in range(1000):
     ...         torch.nn.functional.mse_loss(model(x), y).backward()
     ...         if stopping.step():
@@ -107,7 +109,7 @@ class EvidenceStopping(EvidenceReport, StoppingRule, Joinable, PlainLoopOnly):
     True
     """
 
-    _callbacks = callbacks_named("EvidenceStopping")
+    _callbacks = callbacks_for_evidence()
     _state_version = 3
     _state_schema: ClassVar[dict[str, Any]] = {
         "decision": DECISION,
@@ -142,7 +144,7 @@ class EvidenceStopping(EvidenceReport, StoppingRule, Joinable, PlainLoopOnly):
         history: int = 4096,
     ) -> None:
         super().__init__()
-        name = type(self).__name__
+        name = self.owner
         self.smoothing = check_fraction(name, "smoothing", smoothing)
         self.window = check_int(name, "window", window, 1)
         self.patience = check_int(name, "patience", patience, 1)
@@ -158,11 +160,11 @@ class EvidenceStopping(EvidenceReport, StoppingRule, Joinable, PlainLoopOnly):
         self.history = History(check_int(name, "history", history, 2))
         self._decision = Decision(self.smoothing, start, arming, self.warmup, self.patience)
         self._seen_step = 0
-        self._outlook = Outlook()
+        self._vanished_gradients = VanishedGradientCheck()
 
-        alone = self.window == 1  # a window goes on to hold the sums of its first step
+        is_single_step = self.window == 1  # a longer window keeps the sums of its first step
         self._collector = Collector(
-            model, batch_dim, parameters, estimator, budget, seed, reuses_memory=alone
+            model, batch_dim, parameters, estimator, budget, seed, reuses_memory=is_single_step
         )
         self._seen = Observation(self._collector)
         self._ranks = ranks_of(model, process_group, self._collector, reduction == "mean")
@@ -173,9 +175,9 @@ class EvidenceStopping(EvidenceReport, StoppingRule, Joinable, PlainLoopOnly):
             self._collector, self._groups, correction, dead, across, self.window,
             mean=reduction == "mean",
         )  # fmt: skip
-        for each in self._collector.trained():
-            self._groups(each)  # a mapping without an entry is refused now, not in a step
-        self._order = CallOrder(self._model, self._collector)
+        for parameter in self._collector.trained():
+            self._groups(parameter)  # refuse a mapping without an entry now, not in a step
+        self._order = StepOrderCheck(self._model, self._collector)
         weakref.finalize(self, self._order.close)
         self._release = weakref.finalize(self, self._seen.close)
         self._prepare()
@@ -190,15 +192,15 @@ class EvidenceStopping(EvidenceReport, StoppingRule, Joinable, PlainLoopOnly):
         start: float = 0.0,
         **options: Any,
     ) -> EvidenceStopping:
-        """The paper's rule: stop at the first step at which the smoothed criterion is above zero.
+        """Make the paper's rule, which stops as soon as the smoothed criterion is above zero.
 
-        Every coordinate, the mean over groups, no arming, no weights, no correction, the plain
-        recursion c = b c + (1-b) x. The paper leaves open b (here 0.9), the start of the average
-        (here zero) and the meaning of 0/0 (here dead coordinates are left out;
-        `docs/reproduction.md` shows the other readings). Arguments are those of the class.
+        It uses every coordinate, the mean over groups, no arming, no weights, no correction, and
+        the plain recursion c = b c + (1-b) x. The paper does not specify b (here 0.9), the start of
+        the average (here zero) and the meaning of 0/0 (here dead coordinates are excluded;
+        `docs/reproduction.md` shows the alternatives). Arguments are those of the class.
 
         >>> import heldin, torch
-        >>> stopping = heldin.EvidenceStopping.paper(torch.nn.Linear(3, 1), smoothing=0.99)
+        >>> stopping = EvidenceStopping.paper(torch.nn.Linear(3, 1), smoothing=0.99)
         >>> stopping.armed, stopping.start
         (True, 0.0)
         >>> stopping.close()
@@ -212,7 +214,7 @@ class EvidenceStopping(EvidenceReport, StoppingRule, Joinable, PlainLoopOnly):
 
     @property
     def criterion(self) -> float:
-        """The smoothed criterion; above zero, it asks to stop. nan before the first value."""
+        """The smoothed criterion, which stops training above zero; nan before the first value."""
         return self._decision.value
 
     @property
@@ -222,45 +224,45 @@ class EvidenceStopping(EvidenceReport, StoppingRule, Joinable, PlainLoopOnly):
 
     @property
     def evidence(self) -> Evidence:
-        """What the last check has found."""
+        """The evidence of the last check."""
         return self._running.latest
 
     @property
     def watching(self) -> bool:
-        """Whether a model is watched: from the beginning until `close`."""
+        """Whether the rule has a model: from the beginning until `close`."""
         return self._model is not None
 
     @property
     def counts(self) -> tuple[int, int, int]:
-        """Steps so far, the last one with a backward pass, and passes since the last step."""
+        """Steps so far, the last step with a backward pass, and passes since the last step."""
         return self._step, self._seen_step, self._collector.passes
 
     def discard(self) -> None:
-        """Forget the backward passes since the last `step()`: their gradients were not used."""
+        """Ignore the backward passes since the last `step()`: their gradients were not used."""
         self._collector.clear(redraw=False)
 
     def call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run a function as if it were the model's forward pass, and return its result.
 
-        For steps that do not go through the model's `forward`, see `heldin.Observation.call`.
+        For steps that do not go through the model's `forward`; see `heldin.Observation.call`.
         """
         return self._collector.call(function, *args, **kwargs)
 
     def step(self, scale: float = 1.0) -> bool:
-        """Close a training step; True if training should stop.
+        """Finish a training step; return True if training should stop.
 
         Args:
-            scale: what the loss was multiplied by. Needed only for windows during which it
-                changes: `stopping.step(scale=scaler.get_scale())`.
+            scale: factor of the loss. Needed only if it changes within a window:
+                `stopping.step(scale=scaler.get_scale())`.
         """
-        self._tell_joined()
+        self._notify_joined()
         return self._advance(scale)
 
     def _advance(self, scale: float = 1.0) -> bool:
         model = self._opened("step")
         self._step += 1
         due = self._step % self.every == 0
-        if self._ranks is not None and self._ranks.must_meet(due):
+        if self._ranks is not None and self._ranks.should_compare_ranks(due):
             self._ranks.check_agreement(self._common())
         if due:
             self._observe_step(model, scale)
@@ -268,7 +270,7 @@ class EvidenceStopping(EvidenceReport, StoppingRule, Joinable, PlainLoopOnly):
         return self.should_stop
 
     def _observe_step(self, model: nn.Module, scale: float) -> None:
-        """Take in all backward passes since the last step, of all ranks."""
+        """Add all backward passes of all ranks since the last step, and check if one is due."""
         self._order.closing()
         seen: Mapping[str, Moments] = self._seen
         count = self._collector.count
@@ -277,8 +279,8 @@ class EvidenceStopping(EvidenceReport, StoppingRule, Joinable, PlainLoopOnly):
             seen, count, scale = pooled.moments, pooled.count, pooled.scale
         if not count and self.history.checks == self._running.waiting == 0:
             raise HeldinError(
-                "EvidenceStopping.step: no backward pass through the model was seen. Call "
-                "step() after loss.backward(), and make the EvidenceStopping before the "
+                "heldin.EarlyStopping.step: no backward pass through the model was seen. Call "
+                "step() after loss.backward(), and create the EvidenceStopping before the "
                 "forward pass"
             )
         self._seen_step = self._step if count else self._seen_step
@@ -288,28 +290,31 @@ class EvidenceStopping(EvidenceReport, StoppingRule, Joinable, PlainLoopOnly):
         self._collector.clear(redraw=self._running.waiting == 0)  # one block for a whole window
 
     def take(self, moments: Mapping[str, Moments], steps: int = 1) -> bool:
-        """Close steps whose per-sample sums were formed elsewhere; True if training should stop.
+        """Finish steps whose moments were computed elsewhere; return True to stop training.
 
-        In place of `step()`, for loops that form the sums themselves.
+        A replacement of `step()` for loops that compute per-sample sums themselves.
 
         Args:
-            moments: by parameter name.
-            steps: how many optimiser steps are in them.
+            moments: moments by parameter name.
+            steps: number of optimiser steps that they cover.
 
         >>> import heldin, torch
         >>> model = torch.nn.Linear(1, 1, bias=False)
-        >>> stopping = heldin.EvidenceStopping(model, arming=None, estimator="exact")
+        >>> stopping = EvidenceStopping(model, arming=None, estimator="exact")
         >>> stopping.take({"weight": heldin.Moments(torch.ones(1, 1), torch.full((1, 1), 9.0), 2)})
         True
         >>> stopping.close()
         """
         self._opened("take")
-        self._step += check_int("EvidenceStopping.take", "steps", steps, 1)
-        self._check(moments, max((each.count for each in moments.values()), default=0))
+        self._step += check_int("heldin.EarlyStopping.take", "steps", steps, 1)
+        self._check(
+            moments,
+            max((parameter_moments.count for parameter_moments in moments.values()), default=0),
+        )
         return self.should_stop
 
     def _prepare(self) -> None:
-        """Observe the coming step, or let it pass at no cost."""
+        """Attach the hooks if the next step is observed, else remove them."""
         if (self._step + 1) % self.every == 0:
             if not self._collector.watching:
                 self._seen.resume()
@@ -319,29 +324,29 @@ class EvidenceStopping(EvidenceReport, StoppingRule, Joinable, PlainLoopOnly):
     def _check(
         self, seen: Mapping[str, Moments], count: int, skipped: tuple[str, ...] = ()
     ) -> None:
-        """Form a value and decide."""
-        found = self._running.form(seen, count)
-        raw, bad = found.criterion, found.nonfinite or skipped
-        if found.nonfinite or not math.isfinite(raw):
+        """Compute a value of the criterion, decide, and record the check."""
+        evidence = self._running.form(seen, count)
+        raw, bad = evidence.criterion, evidence.nonfinite or skipped
+        if evidence.nonfinite or not math.isfinite(raw):
             self.reason = f"step {self._step}: no value, {why_none(count, bad)}"
             raw = math.nan
         else:
-            by = weight(count, self._running.correction) if self.weighted else 1.0
-            stop, why = self._decision.add(self._step, raw, by)
+            batch_weight = weight(count, self._running.correction) if self.weighted else 1.0
+            stop, why = self._decision.add(self._step, raw, batch_weight)
             if not self.should_stop:
                 self.reason = f"step {self._step}: {why}"
                 if stop:
                     self.should_stop, self.stopped_step = True, self._step
-        hopeless = self._outlook.look(seen, count) and not self.should_stop
+        hopeless = self._vanished_gradients.update(seen, count) and not self.should_stop
         if hopeless and self._step > self.warmup and not (self.armed and self.criterion > 0):
-            self._outlook.warn(self._step, self.criterion, self.armed)
-        record = Record(self._step, count, raw, self.criterion, found.groups, bad)
+            self._vanished_gradients.warn(self._step, self.criterion, self.armed)
+        record = Record(self._step, count, raw, self.criterion, evidence.groups, bad)
         self.history.append(record, stopped=self.stopped_step == self._step)
 
     # -- reports
 
     def metrics(self) -> dict[str, float]:
-        """The state as a flat mapping for any tracker; values that do not exist are left out."""
+        """Return the current values as a flat mapping for a tracker, without missing ones."""
         values = {
             "heldin/criterion": self.criterion,
             "heldin/raw": self.evidence.criterion,
@@ -360,17 +365,30 @@ class EvidenceStopping(EvidenceReport, StoppingRule, Joinable, PlainLoopOnly):
         names = ("smoothing", "window", "every", "weighted", "start", "across", "correction")
         values = {n: getattr(self, n) for n in (*names, "dead", "reduction")}
         sampler = self._collector.sampler
-        how = {"budget": sampler.budget, "seed": sampler.seed} if sampler is not None else {}
+        sampling = {"budget": sampler.budget, "seed": sampler.seed} if sampler is not None else {}
         if self._model is not None:
             self._signature = model_signature(self._model)
-        return {**values, "estimator": self._collector.estimator, **how, "model": self._signature}
+        return {
+            **values,
+            "estimator": self._collector.estimator,
+            **sampling,
+            "model": self._signature,
+        }
 
     def _common(self) -> dict[str, Any]:
-        """All that must be the same on all ranks, or they would part."""
-        own = {n: getattr(self, n) for n in ("patience", "warmup", "arming", "should_stop")}
+        """Return the values that must be the same on all ranks, so that their decisions agree."""
+        decision_settings = {
+            n: getattr(self, n) for n in ("patience", "warmup", "arming", "should_stop")
+        }
         groups = [f"{name}: {self._groups(name)}" for name in self._collector.trained()]
         decision = self._decision.state_dict()
-        return {**self._settings(), **own, "groups": groups, "step": self._step, **decision}
+        return {
+            **self._settings(),
+            **decision_settings,
+            "groups": groups,
+            "step": self._step,
+            **decision,
+        }
 
     def _own_state(self) -> dict[str, Any]:
         sampler = self._collector.sampler
@@ -394,7 +412,7 @@ class EvidenceStopping(EvidenceReport, StoppingRule, Joinable, PlainLoopOnly):
         self._prepare()
 
     def close(self) -> None:
-        """Stop observing and let go of the model. What was found stays readable."""
+        """Stop observing and release the model. Results remain available."""
         self._release()
         self._order.close()
         self._model = None

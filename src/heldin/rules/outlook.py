@@ -1,4 +1,4 @@
-"""Notices a run that evidence will hardly stop any more."""
+"""A check for runs that the rule by evidence will probably never stop."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import torch
 from heldin.capture.moments import Moments
 from heldin.errors import HeldinWarning, more
 
-__all__ = ["INSTEAD", "Outlook"]
+__all__ = ["INSTEAD", "VanishedGradientCheck"]
 
-INSTEAD = "Use heldin.stopping('auto', ...), which estimates the test loss, in its place"
-FIRST = 64  # check at which it looks for the first time; then at twice as many, and so on
-VANISHED = 1e-6  # of the mean squared gradient of a sample at the first check
+INSTEAD = "Use rule='auto', which estimates the test loss, in its place"
+FIRST = 64  # number of checks at the first test; the number doubles for each later test
+VANISHED = 1e-6  # share of the initial mean squared per-sample gradient
 
 
-class Outlook:
-    """Warns, once, if the gradients of single samples have vanished and the rule did not stop.
+class VanishedGradientCheck:
+    """A check that per-sample gradients have vanished while the rule did not stop.
 
-    That is so where the training loss has come near zero: on tables with few rows or many columns,
-    or with models that can learn every row. Looked at when the number of checks is a power of two;
-    it must be so at two of them.
+    This happens when the training loss is close to zero: on tables with few rows or many columns,
+    or with models that fit every row. It is tested when the number of checks is a power of two, and
+    must hold in two consecutive tests.
     """
 
     def __init__(self) -> None:
@@ -31,8 +31,8 @@ class Outlook:
         self._first: dict[str, float] = {}  # mean squared gradient of a sample, by parameter
         self._times = 0
 
-    def look(self, seen: Mapping[str, Moments], count: int) -> bool:
-        """Take in a check; True if it is time to warn."""
+    def update(self, seen: Mapping[str, Moments], count: int) -> bool:
+        """Add a check; return True if it is time to warn."""
         self._checks += 1
         due = self._checks >= FIRST and self._checks & (self._checks - 1) == 0
         if count < 2 or self._times > 1 or not (due or not self._first):
@@ -46,10 +46,10 @@ class Outlook:
         return self._times == 2
 
     def warn(self, step: int, criterion: float, armed: bool) -> None:
-        """Say so, and what to do."""
+        """Warn that the rule will probably not stop, and name an alternative."""
         unarmed = "" if armed else ", which has never left zero (arming)"
         warnings.warn(
-            f"EvidenceStopping: after {step} steps the gradients of single samples are below a "
+            f"heldin.EarlyStopping: after {step} steps the gradients of single samples are below a "
             f"thousandth of what they were, so the training loss is near zero, and the criterion "
             f"is {criterion:.3g}{unarmed}. Evidence will hardly stop this run: the model fits "
             f"every row. {INSTEAD} {more('evidence-will-hardly-stop')}",
@@ -59,7 +59,7 @@ class Outlook:
 
 
 def _sizes(seen: Mapping[str, Moments], count: int) -> dict[str, float]:
-    """The mean squared gradient of a sample, by parameter; waits for the device once."""
+    """Return the mean squared per-sample gradient by parameter; synchronises once."""
     sums = [each.squares.sum() for each in seen.values()]
     values = torch.stack([each.to(sums[0].device) for each in sums]).tolist() if sums else []
     pairs = zip(seen.items(), values, strict=True)

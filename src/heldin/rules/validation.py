@@ -25,26 +25,25 @@ __all__ = ["ValidationStopping"]
 
 
 class ValidationStopping(ValidationReport, StoppingRule):
-    """Stops training when the validation loss has not improved for `patience` checks.
+    """A rule that stops when the validation loss has not improved for `patience` checks.
 
-    The counterpart of `heldin.EvidenceStopping`, with the same interface. Call `step()` before
-    `optimizer.step()` as there, or once an epoch, with the loss or with a function given that
-    computes it.
+    The counterpart of `EvidenceStopping`, with the same interface. Call `step()` before
+    `optimizer.step()`, or once per epoch, with the loss or with a function that computes it.
 
     Args:
         model: the model that is trained.
         loss: a function without arguments that returns the validation loss. It is called in
             evaluation mode and without gradients. Or pass the loss to `step`.
         patience: number of consecutive checks without improvement before training stops.
-        improvement: by how much a loss must be below the best to count as better.
+        improvement: minimum decrease of the loss that counts as an improvement.
         warmup: number of first steps at which training is never stopped.
-        every: check every so many steps.
-        restore_best: at the stop, put the weights (and buffers) of the best check back.
-        history: how many records to keep, see `heldin.state.History`.
+        every: number of steps between checks.
+        restore_best: at the stop, restore weights and buffers of the best check.
+        history: maximum number of records, see `heldin.state.History`.
 
     >>> import heldin, torch
     >>> model = torch.nn.Linear(2, 1)
-    >>> stopping = heldin.ValidationStopping(model, patience=2)
+    >>> stopping = ValidationStopping(model, patience=2)
     >>> [stopping.step(loss) for loss in (3.0, 1.0, 1.5, 1.2)]
     [False, False, False, True]
     >>> stopping.best_step, stopping.stopped_step
@@ -76,7 +75,7 @@ class ValidationStopping(ValidationReport, StoppingRule):
         history: int = 4096,
     ) -> None:
         super().__init__()
-        name = type(self).__name__
+        name = self.owner
         if not isinstance(model, nn.Module):
             raise HeldinError(f"{name}: expected a torch.nn.Module, got {type(model)}")
         if loss is not None and not callable(loss):
@@ -102,14 +101,14 @@ class ValidationStopping(ValidationReport, StoppingRule):
 
     @property
     def criterion(self) -> float:
-        """How far the last loss is above the best one; nan before the first check."""
+        """Difference between the last loss and the best one; nan before the first check."""
         return self.last_loss - self.best_loss if self.best_step is not None else math.nan
 
     def step(self, loss: float | Tensor | None = None) -> bool:
-        """Close a training step; True if training should stop.
+        """Finish a training step; return True if training should stop.
 
         Args:
-            loss: the validation loss, if no function was given for it.
+            loss: the validation loss, unless the constructor got a function that computes it.
         """
         model = self._opened("step")
         self._step += 1
@@ -120,7 +119,7 @@ class ValidationStopping(ValidationReport, StoppingRule):
     def _validate(self, model: nn.Module) -> float:
         if self._loss is None:
             raise HeldinError(
-                "ValidationStopping.step: no validation loss; pass it to step(), or give the "
+                "EarlyStopping.step: no validation loss; pass it to step(), or give the "
                 "constructor a function that computes it"
             )
         modes = [(module, module.training) for module in model.modules()]
@@ -164,10 +163,10 @@ class ValidationStopping(ValidationReport, StoppingRule):
         return {n: v.detach().clone() for n, v in state.items() if isinstance(v, Tensor)}
 
     def restore(self) -> None:
-        """Put the weights of the best check back; done by itself at a stop with `restore_best`."""
+        """Restore the weights of the best check; automatic at a stop with `restore_best`."""
         if self._model is None or not self._best:
             raise HeldinError(
-                "ValidationStopping.restore: no weights are kept; it needs restore_best=True and a "
+                "EarlyStopping.restore: no weights are kept; it needs restore_best=True and a "
                 "check, before close()"
             )
         self._model.load_state_dict(self._best, strict=False)
@@ -175,7 +174,7 @@ class ValidationStopping(ValidationReport, StoppingRule):
     # -- reports
 
     def metrics(self) -> dict[str, float]:
-        """The state as a flat mapping for any tracker; values that do not exist are left out."""
+        """Return the current values as a flat mapping for a tracker, without missing ones."""
         values = {
             "heldin/validation_loss": self.last_loss,
             "heldin/best_loss": self.best_loss,
@@ -189,8 +188,8 @@ class ValidationStopping(ValidationReport, StoppingRule):
     def _settings(self) -> dict[str, Any]:
         if self._model is not None:
             self._signature = model_signature(self._model)
-        own = {"every": self.every, "improvement": self.improvement}
-        return own | {"restore_best": self._restores, "model": self._signature}
+        settings = {"every": self.every, "improvement": self.improvement}
+        return settings | {"restore_best": self._restores, "model": self._signature}
 
     def _own_state(self) -> dict[str, Any]:
         return {

@@ -1,4 +1,4 @@
-"""An optimiser around another one, which schedulers, scalers and checkpoints take for one."""
+"""An optimiser that wraps another one, for schedulers, scalers and checkpoints."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from torch.optim import Optimizer
 from heldin._private_torch import adopt_hooks
 from heldin.errors import HeldinError
 
-from .foreign import PlainLoopOnly
+from .callback_hints import PlainLoopOnly
 
 __all__ = ["OptimizerWrapper"]
 
 
 class OptimizerWrapper(Optimizer, PlainLoopOnly):
-    """Has hooks of its own around `step`; parameters, state and the rest are the wrapped one's.
+    """An optimiser with separate hooks around `step` that delegates the rest to another.
 
     Attributes:
-        optimizer: the wrapped one.
+        optimizer: the wrapped optimiser.
     """
 
     optimizer: Optimizer
@@ -48,8 +48,8 @@ class OptimizerWrapper(Optimizer, PlainLoopOnly):
         return self.optimizer.defaults
 
     def __getattr__(self, name: str) -> Any:
-        # Public names only: private ones would promise abilities (such as unscaling gradients
-        # itself) to those who probe for them, past this wrapper.
+        # Public names only: code that probes for private names would find abilities (such as
+        # unscaling gradients) that bypass this wrapper.
         if name.startswith("_") or name == "optimizer":
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         if not hasattr(self.optimizer, name):

@@ -16,202 +16,168 @@ squares.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
+from heldin.crossval import OutOfFold
 from heldin.errors import HeldinError
-from heldin.rules.ranks import ProcessGroup
-from heldin.state.schema import check_int, check_schema
-
-from .base import Average, PathStopping
-from .curves import Patience
-from .displacements import directions, solve
-from .jacobians import chosen
-from .losses import LossFunction
-from .optimizers import KNOWN, Travelled, pulse, second_moment
-from .tensors import TensorData
-from .watch import Taken
+from heldin.loop.events import OptimizerStep
+from heldin.loop.matching import RowMatcher
+from heldin.rules.displacements import directions, solve
+from heldin.rules.inputs import RunInputs
+from heldin.rules.jacobians import chosen
+from heldin.rules.options import LeaveOneOut
+from heldin.rules.path import PathStopping
+from heldin.rules.unit_steps import KNOWN, UnitGradientPath, second_moment, unit_gradient_step
+from heldin.shadows.held_out import EXAMPLE
+from heldin.shadows.outputs import OutputRecipe
+from heldin.shadows.plain_step import PlainStepCheck
+from heldin.shadows.step_check import StepCheck
+from heldin.shadows.tensors import TensorData
+from heldin.state.schema import check_schema
 
 __all__ = ["LeaveOneOutStopping"]
 
-MEMORY = 256 * 2**20
-PATIENCE = Patience(factor=2.0, slack=200, checks=5)
 FLOOR = 0.1  # of a second moment, as a share of what the noise of a minibatch alone would give
-MOST = 1024  # samples that carry a state, unless told otherwise
+MOST = 1024  # samples that carry a state by default
 FOLLOWED = 1000  # samples x directions of their outputs that are followed, see `directions`
 WIDE = 256  # outputs beyond which only one direction is
 
 
 class LeaveOneOutStopping(PathStopping):
-    """Stops by approximate leave-one-out, without any second model.
+    """Estimates the loss of rows as if each had been left out, without a second model.
 
-    At log-spaced checks, per-sample Jacobians of the outputs tell how far the weights would be had
-    one sample been left out so far, and from that the loss that the sample would then have. Their
-    mean estimates the test loss. Training itself is not touched and the minibatches need not be
-    known.
+    At the checks, per-sample Jacobians of the outputs (in evaluation mode) show how far the weights
+    would be had one row been left out so far, and so the loss that the row would have. The rule
+    knows SGD, RMSprop, Adam and AdamW, with any schedule. It is a linearisation: it agrees with
+    retraining for wide models with single outputs, less so for deep ones on few rows.
 
-    Call `step()` after `optimizer.step()`. The rule knows SGD (momentum, Nesterov, weight decay),
-    RMSprop, Adam and AdamW, with any schedule of their rates. It is a linearisation: it agrees with
-    retraining without the sample for wide models and single outputs, less so for deep ones on few
-    rows, where `heldin.FoldStopping` is better.
-
-    Args:
-        model: the model that is trained. Jacobians are taken in evaluation mode.
-        optimizer: the optimiser that trains it.
-        loss_fn: (outputs, targets) -> the mean or the sum of the rows' losses, twice
-            differentiable by the outputs.
-        data: all training rows: tensors (x, y) or (x1, x2, ..., y), a map-style Dataset, or a
-            DataLoader over one.
-        probes: how many rows carry a state (default: all, at most 1024). The cost of a check grows
-            with probes^2 x parameters + probes^3.
-        grid: ratio of the steps of successive checks.
-        average: "bagged" averages the weights of the checks, "best" keeps those of the lowest
-            estimate, see `heldin.FoldStopping`.
-        patience: when to stop, see `heldin.Patience`; None: never (`restore()` still chooses).
-        sample_weight: (n,) if the loop's loss is the mean of weight x loss over a minibatch.
-        memory: bytes for Jacobians and displacements, and again for the weights of the checks.
-            Where probes x parameters do not fit, only Gram matrices are formed and the state is
-            kept in the outputs (`stopping.lazy`).
-        resamples: how often rows are drawn for average="bagged".
-        seed: of the probes and the draws.
-        process_group: "auto" refuses a model that several processes train together; None if they
-            have nothing to do with each other.
-
-    >>> import heldin, torch
-    >>> _ = torch.manual_seed(0)
-    >>> x = torch.randn(60, 20)
-    >>> y = x[:, :1] + torch.randn(60, 1)
-    >>> model = torch.nn.Linear(20, 1)
-    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
-    >>> loss_fn = torch.nn.MSELoss()
-    >>> with heldin.LeaveOneOutStopping(model, optimizer, loss_fn, (x, y)) as stopping:
-    ...     for step in range(2000):
-    ...         loss_fn(model(x), y).backward()
-    ...         optimizer.step()
-    ...         optimizer.zero_grad()
-    ...         if stopping.step():
-    ...             break
-    >>> stopping.best_step < stopping.stopped_step < 1000
-    True
-    >>> 0.8 < stopping.estimate < 1.8                  # the noise alone is 1
-    True
+    Where probes x parameters do not fit into the memory for snapshots, only Gram matrices are
+    formed and the state is kept in the outputs (`outputs_only`).
     """
 
     name = "leave-one-out"
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        loss_fn: LossFunction,
-        data: Any,
-        probes: int | None = None,
-        *,
-        grid: float = 1.25,
-        average: Average = "bagged",
-        patience: Patience | None = PATIENCE,
-        sample_weight: Tensor | None = None,
-        memory: int = MEMORY,
-        resamples: int = 100,
-        seed: int = 0,
-        process_group: ProcessGroup = "auto",
-    ) -> None:
-        super().__init__(
-            model,
-            optimizer,
-            grid=grid,
-            average=average,
-            patience=patience,
-            memory=memory,
-            resamples=resamples,
-            seed=seed,
-            process_group=process_group,
-        )
-        name = type(self).__name__
-        if self._together is not None:
+    def __init__(self, inputs: RunInputs, rule: LeaveOneOut) -> None:
+        super().__init__(inputs, rule)
+        model, optimizer = inputs.model, inputs.optimizer
+        loss_fn, data, sample_weight = inputs.loss_fn, inputs.data, inputs.sample_weight
+        assert loss_fn is not None
+        name = self.owner
+        if self._process_group is not None:
             raise HeldinError(
-                "LeaveOneOutStopping: several processes train the model, and each of them would "
-                "decide by its own rows; use heldin.FoldStopping or heldin.ShadowStopping, or pass "
+                "heldin.EarlyStopping: several processes train the model, and each of them would "
+                "decide by its own rows; use rule='folds' or rule='shadow', or pass "
                 "process_group=None if the processes have nothing to do with each other"
             )
         self._data = TensorData(name, model, loss_fn, data, sample_weight, self._device)
         self._rows, self._weights, self._loss = self._data.rows, self._data.weights, self._data.loss
         self._count = len(self._rows)
+        if self._loss.kind == "other":
+            raise HeldinError(
+                "heldin.EarlyStopping: loss_fn is neither the mean nor the sum of its rows' losses "
+                "(class weights, ignored targets), so that one row cannot be left out; use "
+                "rule='folds'"
+            )
         if type(optimizer) not in KNOWN:
             names = ", ".join(kind.__name__ for kind in KNOWN)
             raise HeldinError(
-                f"LeaveOneOutStopping: it is not known how {type(optimizer).__name__} moves the "
-                f"weights; it knows {names}. heldin.FoldStopping works with any optimiser"
+                f"heldin.EarlyStopping: it is not known how {type(optimizer).__name__} moves the "
+                f"weights; it knows {names}. rule='folds' works with any optimiser"
             )
         groups = {id(p): g for g, o in enumerate(optimizer.param_groups) for p in o["params"]}
-        self._places = {
+        self._trained_params = {
             name: (groups[id(p)], p)
             for name, p in model.named_parameters()
             if p.requires_grad and id(p) in groups
         }
-        if not self._places:
+        if not self._trained_params:
             raise HeldinError(
                 "optimizer: none of its parameters is a trainable parameter of the model; give the "
                 "optimiser that trains this model"
             )
-        self._derive = chosen(model, list(self._places), self._rows.inputs)
+        self._jacobian_fn = chosen(model, list(self._trained_params), self._rows.inputs)
         self._optimizer = optimizer
-        self._groups = [Travelled() for _ in optimizer.param_groups]
+        self._groups = [UnitGradientPath() for _ in optimizer.param_groups]
         self._batch = float(len(self._rows))
-        self._probes = self._choose(probes)
-        self._shape()
+        self._probes = self._choose(rule.probes)
+        self._allocate()
+        self._recipe: OutputRecipe | None = None
+        self._outputs: Tensor | None = None
+        self._plain = PlainStepCheck(name, model, optimizer)
+        self._find = RowMatcher(self._rows)
         self._start(optimizer)
+
+    def _step_check(self) -> StepCheck | None:
+        return self._plain.steps
+
+    def _loss_of_rows(self, outputs: Tensor, index: Tensor) -> Tensor:
+        """Return the loss of a step, as the loop computes it."""
+        targets = self._rows.targets[index]
+        if self._weights is None:
+            return self._loss.loss_fn(outputs, targets)
+        losses = self._loss.per_row(outputs, targets) * self._weights[index]
+        return losses.sum() if self._loss.kind == "sum" else losses.mean()
 
     def _choose(self, probes: int | None) -> Tensor:
         n = len(self._rows)
-        wanted = MOST if probes is None else check_int("LeaveOneOutStopping", "probes", probes, 2)
+        wanted = MOST if probes is None else probes
         order = torch.randperm(n, generator=torch.Generator().manual_seed(self.seed))
         chosen = torch.arange(n) if wanted >= n else order[:wanted].sort().values
         return chosen.to(self._rows.targets.device)
 
-    def _shape(self) -> None:
+    def _allocate(self) -> None:
         """How the state is kept: (q, weights) displacements, or (q, b, q) shifts of outputs."""
-        params = [p for _, p in self._places.values()]
+        params = [p for _, p in self._trained_params.values()]
         q, width = len(self._probes), sum(p.numel() for p in params)
         outputs = self._data.outputs([x[self._probes[:1]] for x in self._rows.inputs]).numel()
         self.outputs = max(1, min(outputs, FOLLOWED // q)) if outputs <= WIDE else 1
         each = params[0].element_size()
-        self.lazy = (1 + self.outputs) * q * width * each > self.memory
-        shape = (q, self.outputs, q) if self.lazy else (q, width)
-        dtype = torch.float64 if self.lazy else params[0].dtype
-        self._moved = torch.zeros(shape, dtype=dtype, device=self._probes.device)
+        self.outputs_only = (1 + self.outputs) * q * width * each > self.memory
+        shape = (q, self.outputs, q) if self.outputs_only else (q, width)
+        dtype = torch.float64 if self.outputs_only else params[0].dtype
+        self._displacements = torch.zeros(shape, dtype=dtype, device=self._probes.device)
 
     # -- following the optimiser
 
-    def _follow(self, taken: Taken, index: Tensor | None, now: bool) -> None:
+    def _follow(self, taken: OptimizerStep, index: Tensor | None, now: bool) -> None:
         if len(taken.settings) != len(self._groups):
             raise HeldinError(
                 "step: the optimiser has got another parameter group; make a new stopping object "
                 "when the parameters change"
             )
+        if index is None and taken.calls:
+            index = torch.cat([self._find(call.tensors) for call in taken.calls])
+        if index is not None:
+            self._plain.follow(taken, self._loss_of_rows, index)
         kind = type(self._optimizer)
         for group, setting in zip(self._groups, taken.settings, strict=True):
-            group.velocity, far = pulse(kind, setting, group.velocity)
+            group.velocity, far = unit_gradient_step(kind, setting, group.velocity)
             group.time += far
             group.decay += float(setting["lr"]) * float(setting["weight_decay"])
         rows = (
-            len(index) if index is not None else sum(len(call[0]) for call in taken.calls if call)
+            len(index)
+            if index is not None
+            else sum(len(call.tensors[0]) for call in taken.calls if call.tensors)
         )
         if rows:
             self._batch = float(rows)
 
-    def _reach(self, name: str, squares: Tensor) -> tuple[Tensor, Tensor]:
+    def _steps_of_an_epoch(self) -> float:
+        return self._count / self._batch
+
+    def _preconditioner(self, name: str, squares: Tensor) -> tuple[Tensor, Tensor]:
         """How far a unit of gradient has carried a parameter, and what is left of its D.
 
         Args:
             name: of the parameter.
             squares: mean square of the samples' gradients by it.
         """
-        number, p = self._places[name]
+        number, p = self._trained_params[name]
         group, setting = self._groups[number], self._optimizer.param_groups[number]
         times = torch.full_like(squares, group.time)
         if not isinstance(self._optimizer, torch.optim.SGD):
@@ -248,13 +214,42 @@ class LeaveOneOutStopping(PathStopping):
             each = torch.arange(len(probes), device=probes.device)
             own = torch.einsum("qb,qb...->q...", shifts[each, :, each], basis.double())
             outputs = outputs + own.view_as(outputs).to(outputs.dtype)
-            self._groups = [Travelled(group.velocity) for group in self._groups]
+            self._groups = [UnitGradientPath(group.velocity) for group in self._groups]
+        if self._recipe is not None:
+            self._recipe.check_room(outputs, len(outputs), len(outputs))
+            self._outputs = outputs.detach().to("cpu", copy=True)
         losses = self._loss.per_row(outputs, targets).double()
         if weights is not None:
             losses, base = losses * weights, base * weights
         if len(probes) == len(rows):
             return losses
         return self._data.training_loss() + losses - base
+
+    def _keep_outputs(self, recipe: OutputRecipe | None) -> None:
+        if recipe is not None and recipe.predict is not None:
+            raise HeldinError(
+                "predict: leave-one-out linearises the outputs that the model returns; leave "
+                "predict out, or use rule='folds'"
+            )
+        self._recipe, self._outputs = recipe, None
+
+    def _held_out_outputs(self) -> OutOfFold:
+        assert self._recipe is not None
+        assert self._outputs is not None
+        rows = self._probes
+        batch = (*(x[rows] for x in self._rows.inputs), self._rows.targets[rows])
+        targets = self._recipe.targets_of(batch, len(rows))
+        return OutOfFold(self._outputs, rows.cpu(), rows.cpu(), targets)
+
+    def _trial(self) -> AbstractContextManager[None]:
+        return self._plain.trial()
+
+    def _example(self) -> tuple[Any, Callable[[nn.Module, Any], Tensor]]:
+        inputs = tuple(x[self._probes[:EXAMPLE]] for x in self._rows.inputs)
+        return inputs, lambda model, batch: torch.as_tensor(model(*batch))
+
+    def _row_weights(self, rows: Tensor) -> Tensor | None:
+        return None if self._weights is None else self._weights.cpu()[rows]
 
     def _slopes(
         self, outputs: Tensor, targets: Tensor, weights: Tensor | None
@@ -267,7 +262,7 @@ class LeaveOneOutStopping(PathStopping):
             (slope,) = torch.autograd.grad(losses.sum(), free, create_graph=True)
 
             def bend(along: Tensor) -> Tensor:
-                """The loss's second derivative, times vectors (q, outputs)."""
+                """Multiply the loss's second derivative by vectors (q, outputs)."""
                 if not slope.requires_grad:
                     return torch.zeros_like(along)
                 along = along.reshape(slope.shape)
@@ -288,7 +283,7 @@ class LeaveOneOutStopping(PathStopping):
         return basis.reshape(q, self.outputs, *outputs.shape[1:]), residual, curvature
 
     def _scale(self) -> float:
-        """What a sample's gradient is multiplied by, beyond 1 / M."""
+        """Return the factor of a sample's gradient, beyond 1 / M."""
         return self._batch if self._loss.kind == "sum" else 1.0
 
     def _advance(
@@ -302,19 +297,19 @@ class LeaveOneOutStopping(PathStopping):
         start = 0
         for jacobian, name in self._jacobians(inputs, basis):
             gradients = torch.einsum("qbw,qb->qw", jacobian, residual.to(jacobian.dtype))
-            squares = gradients.square().mean(0).view_as(self._places[name][1])
-            times, left = (t.flatten() for t in self._reach(name, squares))
+            squares = gradients.square().mean(0).view_as(self._trained_params[name][1])
+            times, left = (t.flatten() for t in self._preconditioner(name, squares))
             flat = jacobian.reshape(q * b, -1)
             gram += (flat * times) @ flat.T
             place = slice(start, start + flat.shape[1])
             start = place.stop
-            if not self.lazy:
-                self._moved[:, place] *= left
-                shift += flat @ self._moved[:, place].T
+            if not self.outputs_only:
+                self._displacements[:, place] *= left
+                shift += flat @ self._displacements[:, place].T
                 parts.append((place, flat, times))
-        if self.lazy:  # from the directions of the last check into those of this one
+        if self.outputs_only:  # from the directions of the last check into those of this one
             turned = torch.einsum("qb...,qd...->qbd", basis, self._basis).double()
-            shift = (turned @ self._moved).reshape(q * b, q)
+            shift = (turned @ self._displacements).reshape(q * b, q)
             self._basis = basis
         shifts, moves = solve(
             gram.view(q, b, q, b),
@@ -324,19 +319,19 @@ class LeaveOneOutStopping(PathStopping):
             source=1 / len(self._rows),
             share=1 / q,
         )
-        if self.lazy:
-            self._moved = shifts
+        if self.outputs_only:
+            self._displacements = shifts
         for place, flat, times in parts:
             step = moves.reshape(q * b, q).T.to(flat.dtype)
-            self._moved[:, place] += (step @ flat) * times
+            self._displacements[:, place] += (step @ flat) * times
         return shifts
 
     def _jacobians(self, inputs: Sequence[Tensor], basis: Tensor) -> Iterator[tuple[Tensor, str]]:
         """(q, b, size) of every parameter; one after the other where memory is scarce."""
         assert self._model is not None
-        every = list(self._places)
-        for names in [[name] for name in every] if self.lazy else [every]:
-            found = self._derive(self._model, names, inputs, basis)
+        every = list(self._trained_params)
+        for names in [[name] for name in every] if self.outputs_only else [every]:
+            found = self._jacobian_fn(self._model, names, inputs, basis)
             for name in names:
                 yield found[name].flatten(2), name
 
@@ -349,30 +344,35 @@ class LeaveOneOutStopping(PathStopping):
         """Remove all hooks and release the model. Results remain available."""
         super().close()
         self._data.release()
-        self._places = {}
+        self._plain.close()
+        self._trained_params, self._recipe = {}, None
         vars(self).pop("_optimizer", None)
-        vars(self).pop("_derive", None)
+        vars(self).pop("_jacobian_fn", None)
 
     def _own_settings(self) -> dict[str, Any]:
-        return {"probes": len(self._probes), "outputs": self.outputs, "lazy": self.lazy}
+        return {
+            "probes": len(self._probes),
+            "outputs": self.outputs,
+            "outputs_only": self.outputs_only,
+        }
 
     def _rule_state(self) -> dict[str, Any]:
         return {
             "probes": self._probes.clone(),
-            "moved": self._moved.clone(),
+            "moved": self._displacements.clone(),
             "basis": self._basis.clone(),
             "groups": [[g.velocity, g.time, g.decay] for g in self._groups],
             "batch": self._batch,
         }
 
     def _load_rule_state(self, state: Mapping[str, Any]) -> None:
-        own = {"probes": self._probes, "moved": self._moved, "basis": self._basis}
+        own = {"probes": self._probes, "moved": self._displacements, "basis": self._basis}
         kinds = {name: value.cpu() for name, value in own.items()}
         check_schema(state, {**kinds, "groups": [[float]], "batch": float}, "['rule']")
         if [len(group) for group in state["groups"]] != [3] * len(self._groups):
             raise ValueError(f"{len(state['groups'])} parameter groups, not {len(self._groups)}")
         self._probes = state["probes"].to(self._probes.device)
-        self._moved = state["moved"].to(self._moved)
+        self._displacements = state["moved"].to(self._displacements)
         self._basis = state["basis"].to(self._basis)
-        self._groups = [Travelled(*values) for values in state["groups"]]
+        self._groups = [UnitGradientPath(*values) for values in state["groups"]]
         self._batch = state["batch"]

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["KNOWN", "Travelled", "pulse", "second_moment"]
+__all__ = ["KNOWN", "UnitGradientPath", "second_moment", "unit_gradient_step"]
 
 KNOWN = (torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adam, torch.optim.AdamW)
 
 
 @dataclass
-class Travelled:
+class UnitGradientPath:
     """How far a constant unit gradient has carried the weights of a group since the last check."""
 
     velocity: float = 0.0  # of a momentum buffer that is fed with ones
@@ -24,14 +24,15 @@ class Travelled:
     decay: float = 0.0  # the same for decoupled weight decay
 
 
-def pulse(
+def unit_gradient_step(
     kind: type[Optimizer], setting: Mapping[str, Any], velocity: float
 ) -> tuple[float, float]:
     """Velocity after a step and how far the step went, for a gradient of one.
 
     >>> velocity = travelled = 0.0
     >>> for _ in range(200):
-    ...     velocity, far = pulse(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, velocity)
+    ...     settings = {"lr": 0.1, "momentum": 0.9}
+    ...     velocity, far = unit_gradient_step(torch.optim.SGD, settings, velocity)
     >>> round(far, 6)                                             # lr / (1 - momentum)
     1.0
     """
@@ -48,7 +49,7 @@ def pulse(
 
 
 def second_moment(optimizer: Optimizer, p: Tensor, setting: Mapping[str, Any]) -> Tensor:
-    """The bias-corrected second moment by whose root the optimiser divides."""
+    """Return the bias-corrected second moment by whose root the optimiser divides."""
     state: Mapping[str, Tensor] = optimizer.state.get(p, {})
     if not state:
         return torch.zeros_like(p)

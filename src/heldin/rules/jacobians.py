@@ -12,8 +12,7 @@ from torch.func import functional_call
 from heldin.capture.collector import Collector
 from heldin.capture.observation import Observation
 from heldin.errors import HeldinError, NotObservable
-
-from .hooks import skeleton
+from heldin.shadows.bare_model import copy_without_hooks
 
 __all__ = ["Jacobians", "captured", "chosen", "mapped"]
 
@@ -39,7 +38,7 @@ def mapped(
     >>> mapped(model, ["weight"], [x], torch.ones(2, 1, 1))["weight"].tolist()
     [[[[1.0, 2.0]]], [[[3.0, 4.0]]]]
     """
-    bare = skeleton(model).eval()
+    bare = copy_without_hooks(model).eval()
     rest = {name: p.detach() for name, p in model.named_parameters()}
     weights = {name: rest.pop(name) for name in names}
 
@@ -71,7 +70,7 @@ def captured(
     [[[1.0]], [[1.0]]]
     """
     q, b = directions.shape[:2]
-    twin = skeleton(model, share=False).eval()
+    twin = copy_without_hooks(model, share=False).eval()
     params = dict(twin.named_parameters())
     for name, p in params.items():
         p.requires_grad_(name in names)
@@ -88,9 +87,9 @@ def captured(
 
 
 def chosen(model: nn.Module, names: Collection[str], inputs: Sequence[Tensor]) -> Jacobians:
-    """The way that works for this model, found out on two rows."""
+    """Return the method that works for this model, tried on two rows."""
     some = [x[:2] for x in inputs]
-    bare = skeleton(model).eval()
+    bare = copy_without_hooks(model).eval()
     with torch.no_grad(), torch.random.fork_rng():
         outputs = bare(*some)
         directions = torch.ones_like(outputs).unsqueeze(1)
@@ -104,8 +103,8 @@ def chosen(model: nn.Module, names: Collection[str], inputs: Sequence[Tensor]) -
             captured(model, names, some, directions)
         except NotObservable as error:
             raise HeldinError(
-                "LeaveOneOutStopping: the derivatives of the outputs by single samples can be had "
+                "heldin.EarlyStopping: the derivatives of the outputs by single samples can be had "
                 f"neither through torch.func ({reason}) nor by observing the model ({error}); "
-                "heldin.FoldStopping works with any model"
+                "rule='folds' works with any model"
             ) from error
     return captured

@@ -1,0 +1,83 @@
+"""A temperature in the weights of the user's model."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from heldin._private_torch import version_of
+from heldin.crossval import scale_last_layer
+from heldin.errors import HeldinError, HeldinWarning, more
+
+__all__ = ["Calibration", "is_scalable"]
+
+Predict = Callable[[nn.Module, Any], Tensor]
+
+
+def is_scalable(model: nn.Module, batch: Any, predict: Predict) -> bool:
+    """Return whether a temperature can be put into the last layer of a model, exactly.
+
+    Parameters that are all zero, as the second matrix of a low-rank adapter is before training,
+    hide what they add to the outputs: they have other values during the test.
+    """
+    zeros = [p for p in model.parameters() if p.requires_grad and not bool(p.any())]
+    backup = [p.detach().clone() for p in zeros]
+    try:
+        with torch.no_grad():
+            for p in zeros:
+                p.fill_(0.5)
+        return scale_last_layer(model, 1.0, batch, predict)
+    except (HeldinError, RuntimeError):  # outputs or weights of a kind that cannot be scaled
+        return False
+    finally:
+        with torch.no_grad():
+            for p, old in zip(zeros, backup, strict=True):
+                p.copy_(old)
+
+
+class Calibration:
+    """A temperature that was put into a model's last layer.
+
+    Attributes:
+        names: of the parameters that were divided by the temperature; none if the outputs have to
+            be divided by the user.
+    """
+
+    def __init__(self, names: list[str], frozen: list[tuple[nn.Parameter, Tensor]]) -> None:
+        self.names, self._frozen = names, frozen
+
+    @classmethod
+    def of(cls, model: nn.Module, temperature: float, batch: Any, predict: Predict) -> Calibration:
+        """Divide the outputs of a model by a temperature, through its last layer."""
+        versions = [version_of(p) for p in model.parameters()]
+        if not scale_last_layer(model, 1.0, batch, predict):
+            warnings.warn(
+                f"temperature: the last layer of {type(model).__name__} cannot be scaled exactly, "
+                f"so divide its outputs by stopping.temperature ({temperature:.4g}) yourself; the "
+                "estimates are those of the divided outputs " + more("a-temperature-to-divide-by"),
+                HeldinWarning,
+                stacklevel=5,
+            )
+            return cls([], [])
+        scaled = {
+            name: p
+            for (name, p), version in zip(model.named_parameters(), versions, strict=True)
+            if version_of(p) != version
+        }
+        frozen = [(p, p.detach().clone()) for p in scaled.values() if not p.requires_grad]
+        scale_last_layer(model, temperature, batch, predict)
+        return cls(list(scaled), frozen)
+
+    def undo(self) -> None:
+        """Put frozen weights back, which no snapshot of the trained ones contains."""
+        with torch.no_grad():
+            for p, old in self._frozen:
+                p.copy_(old)
+
+    def close(self) -> None:
+        """Release the parameters."""
+        self._frozen = []

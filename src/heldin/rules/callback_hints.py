@@ -1,0 +1,65 @@
+"""Hints for users who pass a rule for plain loops to a framework that expects a callback."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from heldin.errors import HeldinError
+
+__all__ = ["NotACallback", "PlainLoopOnly", "callbacks_for_evidence"]
+
+# Attributes that frameworks read from their callbacks and that a plain rule does not have.
+ASKED_BY = {
+    "state_key": "lightning",
+    "on_init_end": "transformers",
+    "set_params": "skorch",
+    "set_model": "keras",
+    "on_batch_end": "keras",
+    "attach": "ignite",
+    "name": "fastai",
+}
+
+
+def callbacks_for_evidence() -> dict[str, str]:
+    """Return the callback of every framework.
+
+    >>> callbacks_for_evidence()["skorch"]
+    "heldin.skorch.EarlyStopping(rule='evidence')"
+    """
+    names = {framework: f"heldin.{framework}.EarlyStopping" for framework in ASKED_BY.values()}
+    names["transformers"] += "Callback"
+    return {framework: f"{name}(rule='evidence')" for framework, name in names.items()}
+
+
+class NotACallback(HeldinError, AttributeError):
+    """Raised if a rule for plain loops is used as a callback; names the class to use.
+
+    It is an AttributeError as well, so that `hasattr` works as for any other object.
+    """
+
+
+class PlainLoopOnly:
+    """A mixin whose error names the right class if a framework uses the object as a callback.
+
+    Attributes of the class:
+        _callbacks: the class to use, by framework.
+
+    >>> class Rule(PlainLoopOnly):
+    ...     _callbacks = {"lightning": "heldin.lightning.EarlyStopping"}
+    >>> try:
+    ...     Rule().state_key
+    ... except HeldinError as error:
+    ...     print(error)
+    Rule is the rule for plain loops, not a callback: use heldin.lightning.EarlyStopping
+    >>> hasattr(Rule(), "state_key")
+    False
+    """
+
+    _callbacks: ClassVar[dict[str, str]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        kind = type(self).__name__
+        use = self._callbacks.get(ASKED_BY.get(name, ""))
+        if use is None or (name == "name" and "learn" not in vars(self)):  # set by fastai's Learner
+            raise AttributeError(f"{kind!r} object has no attribute {name!r}")
+        raise NotACallback(f"{kind} is the rule for plain loops, not a callback: use {use}")

@@ -1,0 +1,739 @@
+"""Folds: shadows that train beside the model, each without some of the rows."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from heldin._private_torch import forward_hooks
+from heldin.capture.sharding import unwrapped
+from heldin.crossval import OutOfFold
+from heldin.errors import HeldinError, HeldinWarning, more
+from heldin.loop.events import ModelCall, OptimizerStep
+from heldin.loop.matching import Rows, warn_of_copies
+from heldin.loop.randomness import Autocast, RandomState
+from heldin.loop.row_checks import check_rows, refuse_other_order
+from heldin.loop.rows import RowSource, undrawn_rows
+from heldin.pause import paused
+from heldin.rules.inputs import RunInputs
+from heldin.rules.options import Folds
+from heldin.rules.path import PathStopping
+from heldin.rules.policy import lag
+from heldin.shadows.bare_model import is_parametrization_hook
+from heldin.shadows.exchange import group_settings
+from heldin.shadows.held_out import BatchLoss
+from heldin.shadows.labels import (
+    fold_labels,
+    given_folds,
+    keep_first_folds,
+    numbered,
+    split_labels,
+    stretches,
+    time_labels,
+    visible,
+)
+from heldin.shadows.losses import LossFunction
+from heldin.shadows.models import module_of
+from heldin.shadows.outputs import OutputRecipe
+from heldin.shadows.parameters import ParameterGuard
+from heldin.shadows.replayed import ReplayedShadows, has_evaluation_mode
+from heldin.shadows.stack import hyperparameters
+from heldin.shadows.stacked import CannotStack, StackedShadows
+from heldin.shadows.step_check import StepCheck
+from heldin.shadows.tensors import TensorData
+from heldin.state.estimates import INTERVAL_COVERAGE
+from heldin.state.schema import check_int, check_schema
+
+__all__ = ["FoldStopping"]
+
+SHARE = 0.05  # of the time of the run that checks may take
+LIGHT_SHARE = 0.1  # the same for light shadows, whose steps cost less
+FIRST = 8  # checks beyond that, without which a short run would have none
+
+# Light shadows start again on all rows, once, if between these epochs they are later than the model
+# by more than this factor, and the model's training loss has fallen to this share.
+GUARDED_EPOCHS, GUARDED_LAG, GUARDED_LEVEL = (2, 16), 4.0, 0.9
+
+ShadowBackend = StackedShadows | ReplayedShadows
+
+
+class FoldStopping(PathStopping):
+    """Trains K shadows beside the model, each without a fold of the rows.
+
+    Shadows start where the model does and take the same steps on the same minibatches, each without
+    the rows of its fold; one that may see no row of a minibatch takes no step. The mean loss of the
+    rows on the shadows that have not seen them estimates the test loss.
+    """
+
+    name = "folds"
+
+    def __init__(self, inputs: RunInputs, rule: Folds) -> None:
+        wrapped = getattr(inputs.optimizer, "optimizer", None)  # of Accelerate
+        if isinstance(wrapped, Optimizer):
+            inputs = replace(inputs, optimizer=wrapped)
+        super().__init__(inputs, rule)
+        self.rule = rule
+        model, optimizer, state = unwrapped(inputs.model), inputs.optimizer, inputs.state
+        self._refuse_arguments(inputs)
+        if inputs.averaged_model is not None:
+            state = (*state, inputs.averaged_model)
+            self._average = module_of(self.owner, inputs.averaged_model, model)
+            inputs = replace(inputs, state=state)
+        self._optimizer: Optimizer | None = optimizer
+        self._clip = inputs.clip
+        self._first_rows: int | None = None
+        self._given: list[tuple[Any, Tensor | None, int]] = []  # and backward passes before it
+        self._seen = 0  # rows that the model was trained on
+        self._seen_at_check = 0
+        self._seen_at_start = 0  # of the shadows
+        self._same = ParameterGuard(model, optimizer, state)
+        self._replays_function = inputs.train_step is not None
+        self._backend = self._make_backend(inputs, model)
+        _warn_of_gradients(self.owner, model)
+        self._same_loss = self._backend.same_loss
+        self._start(optimizer)
+
+    def _refuse_arguments(self, inputs: RunInputs) -> None:
+        """Refuse what is missing, and what would be ignored."""
+        name, engine = self.owner, self.rule.engine
+        if inputs.data is None:
+            raise HeldinError(f"{name}: data is missing: the DataLoader, the Dataset or tensors")
+        if (inputs.loss_fn is None) == (inputs.batch_loss is None):
+            raise HeldinError(
+                f"{name}: give either loss_fn, a function of (outputs, targets), or batch_loss, a "
+                "function of (model, batch)"
+            )
+        for argument in ("batch_loss", "eval_loss"):
+            function = getattr(inputs, argument)
+            if function is not None and not callable(function):
+                raise HeldinError(
+                    f"{name}: {argument} must be a function of (model, batch), got {function!r}"
+                )
+        several = self._process_group is not None
+        if (inputs.batch_loss is not None or several) and engine not in ("auto", "replay"):
+            raise HeldinError(
+                f"{name}: with batch_loss, or in several processes, engine must be 'auto' or "
+                f"'replay', got {engine!r}"
+            )
+        if self._replays(inputs) and inputs.sample_weight is not None:
+            raise HeldinError(
+                f"{name}: sample_weight is for stacked shadows; let the batch carry the weights "
+                "and batch_loss use them"
+            )
+        if not self._replays(inputs) and (inputs.eval_loss or inputs.eval_data) is not None:
+            raise HeldinError(
+                f"{name}: eval_loss and eval_data need batch_loss, or engine='replay'"
+            )
+
+    def _replays(self, inputs: RunInputs) -> bool:
+        """Return whether shadows replay the loop's step, whatever the model is."""
+        several = self._process_group is not None
+        return inputs.needs_replay or self.rule.engine == "replay" or several
+
+    @staticmethod
+    def _is_grouped(inputs: RunInputs) -> bool:
+        """Return whether the user says which rows belong together, or follow each other."""
+        return inputs.groups is not None or inputs.time is not None
+
+    # -- the shadows
+
+    def _make_backend(self, inputs: RunInputs, model: nn.Module) -> ShadowBackend:
+        """Return the shadows: in one stack where that can be right, else by replaying the step."""
+        if not self._replays(inputs):
+            stacked = self._stack(inputs, model)
+            if stacked is not None:
+                return stacked
+            if isinstance(inputs.data, Rows):
+                rows = inputs.data
+                inputs = replace(inputs, data=rows.loader or (*rows.inputs, rows.targets))
+        return self._replay(inputs, model)
+
+    def _stack(self, inputs: RunInputs, model: nn.Module) -> StackedShadows | None:
+        """Return stacked shadows; None if they cannot be stacked, and nobody insists on it."""
+        assert inputs.loss_fn is not None
+        insists = inputs.sample_weight is not None or self.rule.engine != "auto"
+        try:
+            rows = TensorData(
+                self.owner, model, inputs.loss_fn, inputs.data, inputs.sample_weight, self._device
+            )
+        except HeldinError:
+            raise
+        except Exception:
+            if insists or not _has_hooks(model):  # else the model needs its hooks
+                raise
+            return None
+        if rows.rows.loader is not None:
+            source = RowSource(rows.rows.loader, self.seed, records=False)
+            check_rows(self.owner, source, self._is_grouped(inputs), compares=False)
+        self._deal(inputs, len(rows), self._device)
+        try:
+            return StackedShadows(
+                self.owner,
+                model,
+                inputs.optimizer,
+                rows,
+                self._label,
+                self.rule.engine,
+                self.seed,
+                inputs.clip,
+                self._row_share,
+                self._times is not None,
+                self._sees,
+            )
+        except CannotStack as error:
+            if insists or self._sees is not None:
+                raise HeldinError(f"{self.owner}: {error}") from error
+            rows.release()
+            return None
+
+    def _replay(self, inputs: RunInputs, model: nn.Module) -> ReplayedShadows:
+        """Return shadows that replay the loop's step in the user's own objects."""
+        name = self.owner
+        source = view = RowSource(inputs.data, self.seed)
+        if inputs.eval_data is not None:
+            view = RowSource(inputs.eval_data, self.seed, records=False)
+        if view.count != source.count:
+            raise HeldinError(
+                f"{name}: eval_data must show the same rows as data, row for row; it has "
+                f"{view.count}, data has {source.count}"
+            )
+        self._first_rows = source.digest() if self._process_group is not None else None
+        refuse_other_order(name, source, view)
+        check_rows(name, source, self._is_grouped(inputs))
+        self._deal(inputs, source.count, torch.device("cpu"))
+        if self._sees is not None:
+            raise HeldinError(
+                f"{name}: folds as pairs of rows to train on and to test need loss_fn, tensors and "
+                "shadows in one stack; give the fold of each row"
+            )
+        return ReplayedShadows(
+            name,
+            model,
+            inputs.optimizer,
+            source,
+            view,
+            self._label,
+            inputs.batch_loss or _usual(inputs.loss_fn),
+            inputs.eval_loss,
+            inputs.clip,
+            self.seed,
+            self.memory,
+            self._process_group,
+            inputs.train_step,
+            inputs.state,
+            self._row_share,
+            self._times is not None,
+            self._average,
+        )
+
+    @property
+    def _row_share(self) -> float:
+        """The share of the rows of each minibatch that a shadow is trained on."""
+        return 1.0 if self.rule.rows == "all" else self.rule.rows
+
+    def _deal(self, inputs: RunInputs, count: int, device: torch.device) -> None:
+        """Deal the rows to folds; say of copies of rows, which would be in several."""
+        name, self._count = self.owner, count
+        if inputs.groups is None and inputs.time is None:
+            warn_of_copies(name, inputs.data)
+        self._groups = numbered(name, "groups", inputs.groups, count)
+        self._times = numbered(name, "time", inputs.time, count, in_order=True)
+        self._sees: Tensor | None = None  # (shadows, rows), where labels do not say it
+        label = self._labels(numbered(name, "stratify", inputs.stratify, count))
+        undrawn = undrawn_rows(inputs.data, count)
+        if bool(undrawn.any()):  # the model never sees them, so they cannot be held out
+            label = torch.where(undrawn.to(label.device), -1, label)
+            if int(label.max()) < 0:
+                raise HeldinError(f"{name}: the sampler draws none of the rows to hold out")
+        self._label = label.to(device)
+        self._visible = [  # number of rows that each shadow may see
+            int(self._sees_rows(label, k).sum()) for k in range(int(label.max()) + 1)
+        ]
+
+    def _labels(self, classes: Tensor | None) -> Tensor:
+        """(rows,) which shadow is tested on a row; -1: none."""
+        n = self._count
+        if self._times is not None:
+            if (
+                self._groups is not None
+                or classes is not None
+                or not isinstance(self.rule.folds, int)
+            ):
+                raise HeldinError(
+                    f"{self.owner}: with time, a shadow is tested on the rows after those it sees, "
+                    "and groups, stratify and fold numbers of the rows cannot be kept; leave them "
+                    "out (rows with the same time are never divided)"
+                )
+            self._folds = check_int(self.owner, "folds", self.rule.folds, 2)
+            shadows = self._checked_shadows()
+            self.history.rule = f"in time: {self.history.rule}"
+            return time_labels(self.owner, self._times, self._folds, shadows)
+        if isinstance(self.rule.folds, int):
+            folds = check_int(self.owner, "folds", self.rule.folds, 2)
+            if folds > n:
+                raise HeldinError(
+                    f"{self.owner}: {folds} folds of {n} rows would be empty; use at most {n}"
+                )
+            if self._groups is not None and classes is not None:
+                raise HeldinError(
+                    f"{self.owner}: groups and stratify cannot both be kept; give one of them, or "
+                    "fold numbers of your own: folds=..."
+                )
+            labels = fold_labels(n, folds, self.seed, self._groups, classes)
+        elif classes is not None:
+            raise HeldinError(
+                f"{self.owner}: folds gives the fold of every row already; leave stratify out"
+            )
+        elif _is_splits(self.rule.folds):
+            labels, self._sees = split_labels(self.owner, self.rule.folds, n)
+            if self.rule.shadows is not None or self.rule.rows != "all":
+                raise HeldinError(
+                    f"{self.owner}: with pairs of rows to train on and to test, every pair has a "
+                    "shadow that sees all of its rows; leave shadows and rows out"
+                )
+        else:
+            labels = given_folds(self.owner, self.rule.folds, n)
+        if self._groups is not None and not isinstance(self.rule.folds, int):
+            self._refuse_torn_groups(labels, self._groups)
+        self._folds = int(labels.max()) + 1
+        return keep_first_folds(labels, self._checked_shadows())
+
+    def _sees_rows(self, labels: Tensor, shadow: int) -> Tensor:
+        """Return which rows a shadow may see, as booleans."""
+        if self._sees is not None:
+            return self._sees[shadow]
+        return visible(labels, shadow, self._times is not None)
+
+    def _refuse_torn_groups(self, labels: Tensor, groups: Tensor) -> None:
+        for number in range(int(labels.max()) + 1):
+            torn = groups[labels == number]
+            torn = torn[torch.isin(torn, groups[self._sees_rows(labels, number)])]
+            if len(torn):
+                row = int((groups == torn[0]).nonzero()[0])
+                raise HeldinError(
+                    f"{self.owner}: folds tears groups apart: the group of row {row} is tested on "
+                    "and trained on in the same fold"
+                )
+
+    def _checked_shadows(self) -> int:
+        """Return the number of shadows."""
+        every = self._folds if self.rule.shadows is None else self.rule.shadows
+        shadows = check_int(self.owner, "shadows", every, 1)
+        if shadows > self._folds:
+            raise HeldinError(
+                f"{self.owner}: {shadows} shadows for {self._folds} folds; use at most as many"
+            )
+        if shadows < self._folds:  # what is known of the band is known of all folds
+            self.history.rule = f"{shadows} of {self._folds} folds" if shadows > 1 else "shadow"
+        if self.rule.rows != "all":
+            self.history.rule = f"light shadows: {self.history.rule}"
+        return shadows
+
+    @property
+    def engine(self) -> str:
+        """How the shadows are run: "dense", "vmap" or "replay"."""
+        return self._backend.engine
+
+    @property
+    def held_out(self) -> int:
+        """How many rows are evaluated at a check, on shadows that have not seen them."""
+        return self._backend.held
+
+    def add_batch(self, batch: Any, indices: Tensor | Sequence[int] | None = None) -> None:
+        """Say which batch the model was just trained on, before `step()`.
+
+        For loops and frameworks in which it cannot be seen, and for gradients that are accumulated
+        over several batches. Call it once for each of them.
+
+        Args:
+            batch: as the loader gave it, here or moved to the model's device.
+            indices: the numbers of its rows, unless the loader that made it was given as data.
+        """
+        if isinstance(self._backend, StackedShadows):
+            raise HeldinError(
+                "add_batch: these shadows are stacked and take rows of the tensors given as data; "
+                "pass step(indices=...), or make the object with batch_loss"
+            )
+        index = None if indices is None else self._numbers(indices)
+        passes = 0 if self._observer is None else self._observer.passes
+        self._given.append((batch, index, passes))
+
+    def begin_batch(self) -> RandomState | None:
+        """Record what the coming batch is computed from, where a framework does not call the model.
+
+        Returns:
+            The states of the random generators, at steps that are checked.
+        """
+        state = (
+            self._backend.check.on_call() if isinstance(self._backend, ReplayedShadows) else None
+        )
+        return None if state is None else state[0]
+
+    def count_passes(self, in_grad: bool) -> None:
+        """Determine which batches are trained on (accumulated in `.grad`, or somewhere else)."""
+        assert self._observer is not None
+        self._observer.count_passes(in_grad)
+
+    def trained_on(self) -> bool:
+        """Whether a backward pass has reached the parameters since this was asked last."""
+        return self._observer is not None and self._observer.take_reached()
+
+    def step(self, indices: Tensor | Sequence[int] | None = None, *, batch: Any = None) -> bool:
+        """Follow the optimiser step just taken; True if training should stop.
+
+        Args:
+            indices: numbers of the rows in the minibatch, where they cannot be recognised.
+            batch: the batch of the step, where it cannot be recognised (with batch_loss).
+        """
+        if isinstance(self._backend, ReplayedShadows) and (
+            batch is not None or indices is not None
+        ):
+            self.add_batch(batch, indices)
+            return super().step()
+        if batch is not None:
+            self.add_batch(batch)  # refuses
+        return super().step(indices)
+
+    def _stacked(self, method: str) -> StackedShadows:
+        if isinstance(self._backend, ReplayedShadows):
+            raise HeldinError(
+                f"{method}: it is for tensors and loss_fn in one process; with batch_loss, or in "
+                "several, iterate over your own loader and call step()"
+            )
+        return self._backend
+
+    def _step_check(self) -> StepCheck | None:
+        return None if self._replays_function else self._backend.check
+
+    def _trial(self) -> AbstractContextManager[None]:
+        return self._backend.trial()
+
+    def _accept_weights(self) -> None:
+        self._backend.check.renew()
+
+    def train_on(self, batch: Any, indices: Tensor | Sequence[int] | None = None) -> Any:
+        """Call `train_step` for the model and then for its shadows; return what it returned.
+
+        Args:
+            batch: as the loader given as data returned it.
+            indices: the numbers of its rows, where no loader was given.
+        """
+        self._opened("train")
+        assert isinstance(self._backend, ReplayedShadows)
+        assert self._observer is not None
+        index = None if indices is None else self._numbers(indices)
+        self._same.check()
+        result, rows = self._backend.train_on(batch, index, self._step)
+        self._seen += rows
+        self._step += len(self._observer.take())
+        self._observer.forget()
+        if self._step > self.history.last().step and self._due():
+            self._check_and_tell()
+        return result
+
+    @property
+    def may_lead(self) -> bool:
+        """Whether shadows may go on without the model, which then follows in `catch_up`.
+
+        The first steps are checked. Light shadows are compared with the model at every check.
+        """
+        replayed = isinstance(self._backend, ReplayedShadows) and not self._replays_function
+        return (
+            replayed and self.rule.rows == "all" and self._process_group is None and self._step >= 2
+        )
+
+    def lead(self, batch: Any, index: Tensor) -> bool:
+        """Train the shadows on a batch that the model has not seen; True if they should stop."""
+        assert self._optimizer is not None
+        self._leads = True
+        self._step += 1
+        call = ModelCall((), (), (), Autocast.current(self._device.type))
+        settings = tuple(group_settings(self._optimizer))
+        self.add_batch(batch, index)
+        self._follow(OptimizerStep(self._step, (call,), settings), None, now=False)
+        if self._due():
+            self._check()
+        return self.should_stop
+
+    def catch_up(self, take_step: Callable[[Tensor], None], order: Sequence[Tensor]) -> None:
+        """Train the model on the batches that shadows have seen, as far as its weights are wanted.
+
+        Args:
+            take_step: takes a step of the model on rows.
+            order: numbers of the rows of every step in which shadows were alone.
+        """
+        if self._step > self.history.last().step:
+            self._check()
+        self._leads, first = False, self._step - len(order)
+        checks = {self.history[number].step: number for number in self._kept}
+        with paused():
+            for step, rows in enumerate(order[: max(0, max(self.shares) - first)], first + 1):
+                take_step(rows)
+                if step in checks:
+                    self._kept[checks[step]] = self._snapshot()
+        self._accept_weights()
+
+    def _follow(self, taken: OptimizerStep, index: Tensor | None, now: bool) -> None:
+        self._same.check()
+        if isinstance(self._backend, ReplayedShadows):
+            # The loop threw gradients of batches before the first pass of the step away.
+            announced = [
+                (batch, rows)
+                for batch, rows, passes in self._given
+                if passes not in range(1, taken.first_pass)
+            ]
+            self._given = []
+            self._seen += self._backend.follow(taken, announced)
+        else:
+            self._seen += self._backend.follow(taken, index)
+
+    def _due(self) -> bool:
+        if self._looks or not super()._due():
+            return self._looks
+        if self._seen - self._seen_at_check < self._count / 4:  # an epoch has no more than four
+            return False
+        # In forward passes of a row; a backward pass costs two. The first checks are always there.
+        shares = sum(self._visible) / self._count
+        if self.rule.rows != "all":
+            shares = min(shares, self._backend.copies * self.rule.rows)
+        run = 3.0 * self._seen * (1.0 + shares)
+        # the same for every engine, so that the grid is
+        cost = 2 * self._backend.held + self._backend.level_count
+        share = SHARE if self.rule.rows == "all" else LIGHT_SHARE
+        return (len(self.history) + 1) * cost <= share * run + FIRST * cost
+
+    def train(
+        self,
+        batch_size: int | None = None,
+        *,
+        max_steps: int = 10_000,
+        shuffle: bool = True,
+        generator: torch.Generator | None = None,
+        after_epoch: Callable[[], None] | None = None,
+    ) -> None:
+        """Train the model in the same stack as its shadows, until it should stop.
+
+        In place of a loop, where the loop would do nothing else. The model is one more copy in the
+        stack, so that small networks train with five folds in little more time than alone. The
+        optimiser gives its kind and its settings; its own state is left as it is.
+
+        Args:
+            batch_size: rows in a minibatch (default: all; for a DataLoader: its own batches).
+            max_steps: number of steps after which to end even if no stop was found.
+            shuffle: whether each epoch has a new random order.
+            generator: of the order.
+            after_epoch: called at the end of every epoch.
+        """
+        name = self.owner
+        self._opened("train")
+        team = self._stacked("train")
+        if self._step and not team.inside:
+            raise HeldinError(
+                f"{name}.train: this object already follows a loop of yours through step(); make a "
+                "new one"
+            )
+        check_int(name, "max_steps", max_steps, 0)
+        if not team.inside:
+            team.take_in()
+        assert self._optimizer is not None
+        while self._step < max_steps and not self.should_stop:
+            settings = hyperparameters(self._optimizer)
+            for index, inputs in team.epoch(batch_size, shuffle, generator):
+                team.advance(inputs, index, settings)
+                self._step += 1
+                self._seen += len(index)
+                if self._due():
+                    self._give_back()
+                    self._check_and_tell()
+                if self._step >= max_steps or self.should_stop:
+                    break
+            if after_epoch is not None:
+                after_epoch()
+        self._give_back()
+
+    def _give_back(self) -> None:
+        """Put the weights and buffers of the copy that is the model into the model."""
+        own = self._stacked("train").weights_of_the_model()
+        with torch.no_grad():
+            for name, value in self._state():
+                if name in own:
+                    value.copy_(own[name])
+
+    def _held_out(self) -> Tensor:
+        self._seen_at_check = self._seen
+        return self._backend.held_out()
+
+    def _keep_outputs(self, recipe: OutputRecipe | None) -> None:
+        self._backend.keep_outputs(recipe)
+
+    def _held_out_outputs(self) -> OutOfFold:
+        return self._backend.held_out_outputs()
+
+    def _example(self) -> tuple[Any, Callable[[nn.Module, Any], Tensor]]:
+        return self._backend.example()
+
+    def _row_weights(self, rows: Tensor) -> Tensor | None:
+        weights = None if isinstance(self._backend, ReplayedShadows) else self._backend.data.weights
+        return None if weights is None else weights.cpu()[rows]
+
+    def _row_groups(self, rows: Tensor) -> Tensor | None:
+        if self._times is not None:
+            return stretches(self._times[rows])
+        return None if self._groups is None else self._groups[rows]
+
+    def _members(self) -> list[dict[str, Tensor]]:
+        size = sum(value.numel() * value.element_size() for _, value in self._state())
+        return self._backend.members() if self._backend.copies * size <= self.memory else []
+
+    def _check(self) -> None:
+        super()._check()
+        if self._backend.draw.share < 1.0 and not self.should_stop:
+            self._guard()
+
+    def _guard(self) -> None:
+        """Let light shadows that have left the model start again, on all rows."""
+        first, last = GUARDED_EPOCHS
+        progress = self._levels[-1][1] < GUARDED_LEVEL * self._levels[0][1]
+        if not first <= self._epochs() <= last or not progress:
+            return
+        behind = lag(self.history.columns()["step"], self._levels)
+        if behind <= GUARDED_LAG:
+            return
+        self._backend.restart()
+        self._void, self._behind = len(self._curves), self._step
+        self._seen_at_start = self._seen
+        self.reason = (
+            f"step {self._step}: light shadows have left the model (their training loss is that of "
+            f"the model {behind:.1f} times earlier), so they start again on all rows; rows='all' "
+            "does so from the beginning"
+        )
+
+    def _epochs(self) -> float:
+        return (self._seen - self._seen_at_start) / self._count
+
+    def _training_levels(self) -> tuple[float, float] | None:
+        return None if self.rule.rows == "all" else self._backend.levels()
+
+    def _held_per_trained(self) -> float:
+        return self._backend.held / (self._count * (1 - self._missing()))
+
+    def _missing(self) -> float:
+        # If losses shrink as 1 / rows, their mean is that of a model on the harmonic mean of rows.
+        tested: list[int] = self._label[self._label >= 0].bincount().tolist()
+        per_row = sum(t / v for t, v in zip(tested, self._visible, strict=True)) / sum(tested)
+        return 1 - 1 / (per_row * self._count)
+
+    def _own_settings(self) -> dict[str, Any]:
+        rows = {} if self.rule.rows == "all" else {"rows of a batch": self.rule.rows}
+        counts = {"folds": self._folds, "shadows": self._backend.copies}
+        return {**counts, "in time": self._times is not None, **rows}
+
+    def _coverage(self) -> float | None:
+        if abs(self._missing() - 0.2) > 0.03:
+            return None  # fewer or more than five folds
+        light = bool(self._light_error())
+        if light and self.rule.rows != 0.25:
+            return None
+        return INTERVAL_COVERAGE.get((self._backend.copies, light))
+
+    def _training_loss(self) -> float:
+        return self._backend.training_loss()
+
+    def _facts(self) -> dict[str, Any]:
+        clip = self._clip if isinstance(self._clip, (int, float)) else self._clip is not None
+        optimizer = self._optimizer
+        assert optimizer is not None
+        return {
+            **super()._facts(),
+            "engine": self.rule.engine,
+            "clip": clip,
+            "optimizer": (type(optimizer).__name__, hyperparameters(optimizer)),
+            "the rows held out (folds, groups, stratify, time)": crc32(
+                repr((self._label.tolist(), self._visible)).encode()
+            ),
+            "the first rows of data": self._first_rows,
+        }
+
+    def _rule_state(self) -> dict[str, Any]:
+        own = {
+            "seen": self._seen,
+            "seen_at_check": self._seen_at_check,
+            "seen_at_start": self._seen_at_start,
+            "row_share": self._backend.draw.share,
+        }
+        return own | self._backend.state_dict()
+
+    def _load_rule_state(self, state: Mapping[str, Any]) -> None:
+        counts = {"seen": int, "seen_at_check": int, "seen_at_start": int}
+        check_schema(state, {**counts, "row_share": float})
+        self._backend.draw.share = state["row_share"]
+        self._backend.load_state_dict(state)
+        self._label, self._given = self._backend.label, []
+        self._seen, self._seen_at_check = state["seen"], state["seen_at_check"]
+        self._seen_at_start = state["seen_at_start"]
+        self._same.renew()
+
+    def _snapshot(self) -> dict[str, Tensor]:
+        with self._backend.evaluated_weights():
+            return super()._snapshot()
+
+    def restore(self) -> None:
+        """Put the chosen weights (averaged, if so asked) into the model."""
+        self._opened("restore")
+        if self._step > self.history.last().step:
+            self._check()  # the last weights are a candidate too
+        optimizer: Any = self._optimizer
+        if has_evaluation_mode(optimizer):
+            optimizer.eval()  # the weights that are restored are those of evaluation
+        super().restore()
+        self._same.renew()
+
+    def close(self) -> None:
+        """Remove all hooks; release the model and its shadows. Results remain available."""
+        super().close()
+        self._backend.close()
+        self._same.close()
+        self._optimizer = None
+
+
+def _is_splits(folds: Any) -> bool:
+    """Return whether folds are pairs (train, test), as scikit-learn's splitters yield them."""
+    return isinstance(folds, list) and all(isinstance(split, tuple) for split in folds)
+
+
+def _has_hooks(model: nn.Module) -> bool:
+    """Return whether copies of the model lack hooks that it has."""
+    hooks = (hook for module in model.modules() for hook in forward_hooks(module))
+    return any(not is_parametrization_hook(hook) for hook in hooks)
+
+
+def _warn_of_gradients(name: str, model: nn.Module) -> None:
+    """Warn of a model that was trained before; optimisers without a state do not show it."""
+    if any(p.grad is not None and bool((p.grad != 0).any()) for p in model.parameters()):
+        warnings.warn(
+            f"{name}: the parameters have gradients. Was the model trained on these rows before? "
+            "Then it knows the rows that shadows hold out, and the estimate is too low; make the "
+            "stopping object before training begins, or call optimizer.zero_grad() if they are of "
+            "other rows " + more("a-trained-model"),
+            HeldinWarning,
+            stacklevel=4,
+        )
+
+
+def _usual(loss_fn: LossFunction | None) -> BatchLoss:
+    """loss_fn(model(inputs ...), targets) of a batch (inputs ..., targets)."""
+    assert loss_fn is not None
+
+    def batch_loss(model: nn.Module, batch: Any) -> Tensor:
+        *inputs, targets = batch
+        return loss_fn(model(*inputs), targets)
+
+    return batch_loss

@@ -1,0 +1,51 @@
+"""What a run is trained on, and how: what `heldin.EarlyStopping` was told about data and loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from heldin.distributed.ranks import ProcessGroup
+from heldin.shadows.held_out import BatchLoss
+from heldin.shadows.losses import LossFunction
+from heldin.shadows.replayed import Clip
+
+from .policy import PATIENCE, Patience
+
+__all__ = ["RunInputs"]
+
+
+@dataclass(frozen=True, eq=False)
+class RunInputs:
+    """The model, its optimiser, the loss, the rows, and what the loop does with them.
+
+    The fields are arguments of `heldin.EarlyStopping`, which documents them.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer
+    loss_fn: LossFunction | None = None
+    data: Any = None
+    batch_loss: BatchLoss | None = None
+    eval_loss: BatchLoss | None = None
+    eval_data: Any = None
+    clip: Clip | None = None
+    groups: Any = None
+    stratify: Any = None
+    time: Any = None
+    sample_weight: Tensor | None = None
+    patience: Patience | int | None = PATIENCE
+    seed: int = 0
+    process_group: ProcessGroup = "auto"
+    train_step: Callable[[Any], Any] | None = None
+    state: Sequence[Any] = ()
+    averaged_model: nn.Module | None = None
+
+    @property
+    def needs_replay(self) -> bool:
+        """Whether shadows cannot be stacked, whatever the model is."""
+        return self.batch_loss is not None or self.train_step is not None

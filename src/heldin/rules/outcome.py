@@ -1,0 +1,289 @@
+"""Out-of-fold outputs along a run: metrics, a temperature, and the check that is chosen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from heldin.crossval import (
+    Interval,
+    Metric,
+    OutOfFold,
+    cross_fitted,
+    statistic_interval,
+    temperature_losses,
+)
+from heldin.errors import HeldinError
+from heldin.rules.policy import best_check, densest_check
+from heldin.state.schema import check_schema
+
+__all__ = ["STATE_SCHEMA", "Outcome", "check_monitor"]
+
+COMPARED = 4  # checks whose losses are compared with the cross-entropy of the outputs
+MOST_FOLDS = 20  # more folds than these are merged to fit a temperature
+PARTS = 10  # folds after merging
+
+STATE_SCHEMA = {
+    "outputs": {int: Tensor},
+    "temperatures": [float],
+    "monitored": [float],
+    "members": [{str: Tensor}],
+}
+
+
+def check_monitor(metrics: Mapping[str, Metric], monitor: str, mode: str | None) -> bool | None:
+    """Return whether a larger value of the monitored metric is better; None: it is the loss."""
+    if mode not in (None, "min", "max"):
+        raise HeldinError(f"heldin.EarlyStopping: mode must be 'min' or 'max', got {mode!r}")
+    if monitor == "loss":
+        if mode == "max":
+            raise HeldinError(
+                "heldin.EarlyStopping: mode='max' would look for the largest loss; give monitor= "
+                "the name of a metric"
+            )
+        return None
+    if monitor not in metrics:
+        names = ", ".join(map(repr, ("loss", *metrics)))
+        raise HeldinError(
+            f"heldin.EarlyStopping: monitor must be one of {names}, got {monitor!r}; give the "
+            "metric in metrics="
+        )
+    if mode is not None:
+        return mode == "max"
+    larger = metrics[monitor].larger_is_better
+    if larger is None:
+        raise HeldinError(
+            f"heldin.EarlyStopping: it is unknown whether a larger {monitor!r} is better; give "
+            "mode='max' or mode='min'"
+        )
+    return larger
+
+
+class Outcome:
+    """Outputs of held-out rows at the checks of a run, and what follows from them.
+
+    Args:
+        metrics: by name.
+        monitor: "loss", or the metric that chooses the check.
+        larger_is_better: of the monitored metric; None for the loss.
+        temperature: whether to calibrate: True, False, or "auto" (if the loss is the cross-entropy
+            of the outputs).
+        memory: bytes of outputs that are kept.
+
+    Attributes:
+        required: whether it is an error if there is no temperature.
+        calibrates: whether a temperature is fitted, if the loss is a cross-entropy.
+        binary: whether the outputs are logits of a sigmoid, not of a softmax; None: of neither.
+        members: weights and buffers of the shadows at the chosen check, for a committee.
+    """
+
+    def __init__(
+        self,
+        metrics: Mapping[str, Metric],
+        monitor: str,
+        larger_is_better: bool | None,
+        temperature: bool | str,
+        memory: int,
+    ) -> None:
+        self.metrics, self.monitor = dict(metrics), monitor
+        self._larger, self._memory = larger_is_better, memory
+        self.required, self.calibrates = temperature is True, temperature is not False
+        self.binary: bool | None = None
+        self.members: list[dict[str, Tensor]] = []
+        self._outputs: dict[int, Tensor] = {}  # by number of the check
+        self._temperatures: list[float] = []
+        self._monitored: list[float] = []
+        self._held: OutOfFold | None = None  # of the first check
+        self._weights: Tensor | None = None
+        self._groups: Tensor | None = None
+
+    # -- checks
+
+    def begin(self, held: OutOfFold, weights: Tensor | None, groups: Tensor | None) -> None:
+        """Take over rows, folds and targets, which stay the same.
+
+        Args:
+            held: outputs of the first check.
+            weights: (m,) weights of its rows in the loss.
+            groups: (m,) their groups.
+        """
+        self._held, self._weights, self._groups = held, weights, groups
+
+    def add(self, number: int, losses: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Take the outputs of a check; return losses to choose the check by, and to estimate with.
+
+        Args:
+            number: of the check.
+            losses: (m,) of the rows, or means over blocks.
+            outputs: (m, ...) of the rows.
+        """
+        self._outputs[number] = outputs
+        self._decide(number, losses)
+        temperature, curve, estimated = 1.0, losses, losses
+        if self._has_temperature and bool(outputs.isfinite().all()):
+            temperature, estimated = self._cross_fitted(number)
+            curve = self._log_losses(number, temperature)
+        self._temperatures.append(temperature)
+        if self._larger is not None:
+            self._monitored.append(self.value(number, self.monitor))
+        return curve, estimated
+
+    def _decide(self, number: int, losses: Tensor) -> None:
+        """Decide whether the loss is the cross-entropy of the outputs."""
+        if number > 0 and (self.binary is None or number >= COMPARED):
+            return
+        if not bool(losses.isfinite().all()):
+            return
+        candidates = (False, True) if number == 0 else (self.binary,)
+        self.binary = next((b for b in candidates if self._agrees(number, losses, b)), None)
+        if self.binary is not None:
+            return
+        if self.required:
+            raise HeldinError(
+                "temperature: the loss is not the cross-entropy of the outputs (class weights, "
+                "label smoothing, another loss, or another predict=), so that a temperature would "
+                "not fit it; leave temperature out"
+            )
+        self._temperatures = [1.0] * len(self._temperatures)
+
+    @property
+    def _has_temperature(self) -> bool:
+        return self.calibrates and self.binary is not None
+
+    def _agrees(self, number: int, losses: Tensor, binary: bool | None) -> bool:
+        try:
+            expected = self._log_losses(number, 1.0, binary)
+        except HeldinError:
+            return False
+        return len(expected) == len(losses) and torch.allclose(
+            losses, expected, rtol=1e-3, atol=1e-6
+        )
+
+    def _log_losses(self, number: int, temperature: float, binary: bool | None = None) -> Tensor:
+        losses = temperature_losses(
+            self._outputs[number],
+            self._first().targets,
+            temperature,
+            binary=self.binary if binary is None else binary,
+        )
+        return losses if self._weights is None else losses * self._weights
+
+    def _cross_fitted(self, number: int) -> tuple[float, Tensor]:
+        """Return the temperature of all rows, and losses of rows at that of the other folds."""
+        held = self._first()
+        folds = held.folds
+        if len(torch.unique(folds)) > MOST_FOLDS:
+            folds = torch.arange(len(folds)) % PARTS
+        temperature, losses = cross_fitted(
+            self._outputs[number], held.targets, folds, self._weights, binary=self.binary
+        )
+        return temperature, losses if self._weights is None else losses * self._weights
+
+    def best(self, first: int = 0) -> int:
+        """Return the number of the check with the best monitored metric.
+
+        Args:
+            first: number of the first check that counts.
+        """
+        values = torch.tensor(self._monitored[first:], dtype=torch.float64)
+        return first + best_check(-values if self._larger else values)
+
+    def thin(self, best: int, steps: list[int]) -> None:
+        """Keep the outputs of the best check, and as many others as the memory allows."""
+        each = self._outputs[best].numel() * self._outputs[best].element_size()
+        while len(self._outputs) > 1 and len(self._outputs) * each > self._memory:
+            kept = {number: steps[number] for number in sorted(self._outputs)}
+            del self._outputs[densest_check(kept, best)]
+
+    # -- results
+
+    @property
+    def by_metric(self) -> bool:
+        """Whether a metric chooses the check, not the loss."""
+        return self._larger is not None
+
+    @property
+    def larger_is_better(self) -> bool | None:
+        """Whether a larger value of the monitored metric is better; None: it is the loss."""
+        return self._larger
+
+    @property
+    def last_monitored(self) -> float:
+        """The monitored metric at the last check."""
+        return self._monitored[-1]
+
+    def temperature(self, number: int) -> float:
+        """Return the temperature of a check; 1: none."""
+        return self._temperatures[number]
+
+    def has_outputs(self, number: int) -> bool:
+        """Return whether the outputs of a check are kept."""
+        return number in self._outputs
+
+    def out_of_fold(self, number: int) -> OutOfFold:
+        """Return the outputs at a check, divided by its temperature."""
+        held, temperature = self._first(), self._temperatures[number]
+        outputs = self._outputs[number]
+        if temperature != 1:
+            outputs = outputs / temperature
+        return OutOfFold(outputs, held.rows, held.folds, held.targets)
+
+    def row_losses(self, number: int, curve: Tensor) -> Tensor:
+        """Return the losses behind the estimate of a check, if its outputs are kept."""
+        outputs = self._outputs.get(number)
+        if not self._has_temperature or outputs is None or not bool(outputs.isfinite().all()):
+            return curve
+        return self._cross_fitted(number)[1]
+
+    def value(self, number: int, name: str) -> float:
+        """Return a metric at a check; nan where it is undefined."""
+        held = self.out_of_fold(number)
+        if held.outputs.is_floating_point() and not bool(held.outputs.isfinite().all()):
+            return math.nan
+        return self.metrics[name](held.outputs, held.targets)
+
+    def intervals(self, number: int) -> dict[str, Interval]:
+        """Return the metrics at a check with their intervals."""
+        held = self.out_of_fold(number)
+        return {
+            name: statistic_interval(metric, held.outputs, held.targets, self._groups)
+            for name, metric in self.metrics.items()
+        }
+
+    @property
+    def groups(self) -> Tensor | None:
+        """The groups of the rows."""
+        return self._groups
+
+    def _first(self) -> OutOfFold:
+        assert self._held is not None
+        return self._held
+
+    # -- saving
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return tensors and numbers only."""
+        return {
+            "outputs": dict(self._outputs),
+            "temperatures": list(self._temperatures),
+            "monitored": list(self._monitored),
+            "members": [dict(member) for member in self.members],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], checks: int) -> None:
+        """Continue where `state_dict` was taken."""
+        check_schema(state, STATE_SCHEMA, "['outcome']")
+        monitored = checks if self._larger is not None else 0
+        if len(state["temperatures"]) != checks or len(state["monitored"]) != monitored:
+            raise ValueError(f"outputs of another number of checks than {checks}")
+        form = next(iter(self._outputs.values()))
+        for number, outputs in state["outputs"].items():
+            check_schema(outputs, form, f"['outcome']['outputs'][{number}]")
+        self._outputs = dict(state["outputs"])
+        self._temperatures = list(state["temperatures"])
+        self._monitored = list(state["monitored"])
+        self.members = [dict(member) for member in state["members"]]

@@ -1,0 +1,782 @@
+"""What the rules share that follow an estimated test loss along a training run."""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+import weakref
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from heldin.capture.sharding import unwrapped
+from heldin.crossval import Interval, OutOfFold, RunRecord, mean_interval
+from heldin.distributed.shadow_group import refuse_unpooled_ddp, shadow_group_for
+from heldin.errors import HeldinError, HeldinWarning, more
+from heldin.loop.events import OptimizerStep
+from heldin.loop.observer import LoopObserver
+from heldin.pause import paused
+from heldin.rules.base import StoppingRule
+from heldin.rules.calibration import Calibration, is_scalable
+from heldin.rules.inputs import RunInputs
+from heldin.rules.options import Folds, LeaveOneOut
+from heldin.rules.outcome import Outcome
+from heldin.rules.policy import (
+    Patience,
+    best_check,
+    bootstrap_shares,
+    densest_check,
+    matched_checks,
+    mean_and_error,
+    next_check,
+)
+from heldin.rules.reporting import EstimateReport
+from heldin.rules.schedules import fixed_schedule, warn_of_schedule
+from heldin.shadows.exchange import group_settings
+from heldin.shadows.models import check_trainable
+from heldin.shadows.outputs import OutputRecipe
+from heldin.shadows.step_check import StepCheck
+from heldin.state.estimates import STATE_SCHEMA as HISTORY
+from heldin.state.estimates import Estimate, EstimateHistory
+from heldin.state.schema import (
+    check_int,
+    check_schema,
+    model_signature,
+)
+
+__all__ = ["PathStopping", "check_patience"]
+
+LIGHT_ERROR = 0.1  # of the estimate: what the rows of light shadows do not show, measured
+
+STATE_SCHEMA = {  # of a saved state
+    "history": HISTORY,
+    "curves": Tensor,
+    "kept": {int: {str: Tensor}},
+    "outcome": dict,
+    "levels": Tensor,
+    "void": int,
+    "behind": int,
+    "next_look": int,
+    "rule": dict,
+}
+
+
+class PathStopping(EstimateReport, StoppingRule):
+    """Follows an estimated test loss at log-spaced checks and keeps the weights of the best one.
+
+    A rule says how to follow an optimiser step (`_follow`) and how to estimate the loss of rows
+    that were not trained on (`_held_out`).
+    """
+
+    _state_schema = STATE_SCHEMA
+    name: ClassVar[str]  # by which users ask for it
+    _count: int  # of the training rows
+    _same_loss = True  # whether the training loss is of the same kind as the estimated one
+
+    def __init__(self, inputs: RunInputs, rule: Folds | LeaveOneOut) -> None:
+        name, model, optimizer = self.owner, inputs.model, inputs.optimizer
+        if not isinstance(optimizer, Optimizer):
+            raise HeldinError(
+                f"{name}: optimizer must be a torch.optim.Optimizer, got {type(optimizer)!r}"
+            )
+        self._process_group = shadow_group_for(name, model, inputs.process_group)
+        model = unwrapped(model)
+        parameter = check_trainable(name, model)
+        self.grid, self.average = float(rule.check_spacing), rule.average
+        self.memory, self.resamples = rule.snapshot_memory, rule.resamples
+        self.patience: Patience | int | None = check_patience(name, inputs.patience)
+        self.epoch_steps: float | None = None  # of the loop; None: counted in rows
+        self.seed = check_int(name, "seed", inputs.seed, 0)
+
+        super().__init__()
+        self.reason_chosen = ""  # why "auto" has chosen it
+        self.on_check: Callable[[], Any] | None = None  # called after every check of the loop
+        self.history = EstimateHistory(self.name)
+
+        self._model: nn.Module | None = model
+        self.finish: bool | None = None  # keep the last weights; None: warn of fixed schedules
+        self._average: nn.Module | None = None  # an average of its weights, which is estimated
+        self._signature = model_signature(model)
+        self._device = parameter.device
+        self.run.describe(model, optimizer)
+        self._curves: list[Tensor] = []  # one (rows,) for each check
+        self._kept: dict[int, dict[str, Tensor]] = {}  # number of the check -> the model's weights
+        self._outcome: Outcome | None = None
+        self.no_outcome = "heldin.EarlyStopping keeps them"  # why there are none
+        self.calibration: Calibration | None = None
+        self._intervals: dict[tuple[int, int], dict[str, Interval]] = {}  # of the latest check
+        self._values: dict[tuple[int, int], dict[str, float]] = {}  # the same for metrics
+        self._levels: list[tuple[float, float]] = []  # of light shadows, see `matched_checks`
+        self._void = 0  # first checks that do not count, as shadows have started again
+        self._behind = 0  # steps that shadows are behind the model, since then
+        self._leads = False  # whether shadows are ahead of the model
+        self._next_look = 0  # step of the next check for patience in epochs; 0: none
+        self._observer: LoopObserver | None = None
+        self._release: Any = None
+
+    def _start(self, optimizer: Optimizer) -> None:
+        """To be called at the end of a rule's constructor: the check at step 0."""
+        assert self._model is not None
+        name, check = self.owner, self._step_check()
+        alone = self._process_group is None
+        self._observer = LoopObserver(
+            name,
+            group_settings,
+            on_call=None if check is None else check.on_call,
+            on_step=None if check is None else check.on_step,
+            on_stepped=None if check is None else check.on_stepped,
+            refuse=functools.partial(refuse_unpooled_ddp, name) if alone else None,
+        )
+        self._release = weakref.finalize(self, self._observer.close)
+        self._check_ranks_agree()
+        self._check()
+        self._observer.attach(self._model, optimizer)
+
+    def _step_check(self) -> StepCheck | None:
+        """Return what compares the loop's steps with those that the rule takes them for."""
+        return None
+
+    @abstractmethod
+    def _trial(self) -> AbstractContextManager[None]:
+        """Return a context in which calls of the model leave nothing behind."""
+
+    def _accept_weights(self) -> None:
+        """Accept weights that heldin has written into the model."""
+        check = self._step_check()
+        if check is not None:
+            check.renew()
+
+    def _check_ranks_agree(self) -> None:
+        """Make sure that all processes do the same."""
+        if self._process_group is not None and self._model is not None:
+            self._process_group.meet(self._facts, self._model)
+
+    def _facts(self) -> dict[str, Any]:
+        """Return the settings that must be the same in all processes, by name."""
+        names = ("patience", "memory", "resamples", "seed")
+        own = {name: getattr(self, name) for name in names}
+        return {**self._settings(), **own, "step": self._step}
+
+    # -- what a rule brings
+
+    @abstractmethod
+    def _follow(self, taken: OptimizerStep, index: Tensor | None, now: bool) -> None:
+        """Take notice of an optimiser step; `now`: the model has not moved since."""
+
+    @abstractmethod
+    def _held_out(self) -> Tensor:
+        """(rows,) estimated losses of rows as if they had not been trained on."""
+
+    @abstractmethod
+    def _keep_outputs(self, recipe: OutputRecipe | None) -> None:
+        """Keep the outputs behind later calls of `_held_out`; None: no longer."""
+
+    @abstractmethod
+    def _held_out_outputs(self) -> OutOfFold:
+        """Return the outputs behind the last `_held_out`."""
+
+    @abstractmethod
+    def _example(self) -> tuple[Any, Callable[[nn.Module, Any], Tensor]]:
+        """Return a batch of a few rows, and the function that predicts them."""
+
+    def _row_weights(self, rows: Tensor) -> Tensor | None:
+        """Return the weights of rows in the loss."""
+        return None
+
+    def _row_groups(self, rows: Tensor) -> Tensor | None:
+        """Return the groups of rows."""
+        return None
+
+    def _members(self) -> list[dict[str, Tensor]]:
+        """Return the weights of the shadows, if there are some and the memory allows it."""
+        return []
+
+    @abstractmethod
+    def _held_per_trained(self) -> float:
+        """Return the rows that are held out, over those that each model was trained on."""
+
+    @abstractmethod
+    def _missing(self) -> float:
+        """Share of the rows that each model behind `_held_out` was not trained on."""
+
+    @abstractmethod
+    def _training_loss(self) -> float:
+        """Of the model (or of its shadows), for the history."""
+
+    @abstractmethod
+    def _own_settings(self) -> dict[str, Any]:
+        """Arguments that a resumed run must share."""
+
+    @abstractmethod
+    def _rule_state(self) -> dict[str, Any]:
+        """State of the rule."""
+
+    @abstractmethod
+    def _load_rule_state(self, state: Mapping[str, Any]) -> None:
+        """Take over what `_rule_state` gave."""
+
+    # -- the loop
+
+    def step(self, indices: Tensor | Sequence[int] | None = None) -> bool:
+        """Follow the optimiser step just taken; True if training should stop.
+
+        Args:
+            indices: numbers of the rows in the minibatch, where they are known (and needed, by
+                rules that train shadow models).
+        """
+        self._opened("step")
+        assert self._observer is not None
+        taken = self._observer.take()
+        if not taken:
+            if self._step == 0:
+                raise HeldinError(
+                    f"{self.owner}.step: no step of the optimiser was seen. Call it after "
+                    "optimizer.step(), with the optimiser that was given to the constructor"
+                )
+            return self.should_stop  # a gradient scaler skipped the step
+        if indices is not None and len(taken) != 1:
+            raise HeldinError(
+                f"step: indices belong to one optimiser step, but {len(taken)} were taken since "
+                "the last call; call step() after each"
+            )
+        index = None if indices is None else self._numbers(indices)
+        self._check_ranks_agree()
+        for one in taken:
+            self._step += 1
+            self._follow(one, index, now=one is taken[-1])
+        if self._due():
+            self._check_and_tell()
+        return self.should_stop
+
+    @property
+    def pending(self) -> bool:
+        """Whether the optimiser has stepped since the last `step()`."""
+        return self._observer is not None and self._observer.pending
+
+    def _due(self) -> bool:
+        """Whether it is time for a check."""
+        return self._looks or self._step >= next_check(self.history.last().step, self.grid)
+
+    @property
+    def _looks(self) -> bool:
+        """Whether patience in epochs asks for a check."""
+        return 0 < self._next_look <= self._step
+
+    def _numbers(self, indices: Tensor | Sequence[int]) -> Tensor:
+        index = torch.as_tensor(indices, device=self._device).flatten()
+        if index.dtype == torch.bool or index.is_floating_point():
+            raise HeldinError(f"step: indices must be whole numbers, got {index.dtype}")
+        low, high = index.aminmax() if index.numel() else (0, 0)
+        if not 0 <= int(low) <= int(high) < self._count:
+            raise HeldinError(f"step: indices must lie in 0 ... {self._count - 1}")
+        return index.long()
+
+    def _check(self) -> None:
+        if self._step and self.finish is None:
+            self._look_for_schedule()
+        losses = self._held_out().detach().cpu().double()
+        number, estimated = len(self._curves), losses
+        if self._outcome is not None:
+            held = self._held_out_outputs()
+            if number == 0:
+                self._outcome.begin(held, self._row_weights(held.rows), self._row_groups(held.rows))
+            losses, estimated = self._outcome.add(number, losses, held.outputs)
+        levels, seen = self._training_levels(), self._training_loss()
+        if levels is not None:
+            self._levels.append(levels)
+            seen = levels[1]
+        missing = self._missing() if self._same_loss else 0.0
+        middle, error = mean_and_error(estimated, self._held_per_trained(), missing, seen)
+        error = math.hypot(error, self._light_error() * middle)
+        self._curves.append(losses)
+        self._kept[number] = {} if self._leads else self._snapshot()
+        self.history.append(Estimate(self._step, middle, error, seen))
+        lowest, chosen = self._lowest(), self.best_number
+        best = self._matched()[lowest]
+        self.history.best_step = self.history[best].step
+        self._thin(number if self.finish else best)
+        if self._outcome is not None:
+            self._outcome.thin(chosen, self.history.columns()["step"])
+            if chosen == number:
+                self._outcome.members = self._members()
+        self._next_look, patience = 0, self._patience_in_steps()
+        if self.should_stop:  # the reason is that of the stop
+            return
+        self.reason = (
+            f"step {self._step}: estimated loss {middle:.4g}, lowest "
+            f"{self.history[lowest].estimate:.4g} at step {self.history[lowest].step}"
+        )
+        if patience is None:
+            return
+        if not patience.stops(*self._course(lowest), self._epochs()):
+            if isinstance(self.patience, int):
+                limit = patience.step_limit(self.history[lowest].step - self._behind) + self._behind
+                spacing = patience.slack // patience.checks
+                self._next_look = max(self._step + 1, min(self._step + spacing, limit))
+            self.reason += f"; stops by step {self.stop_limit()}, unless the estimate falls"
+        else:
+            self.should_stop, self.stopped_step = True, self._step
+            self.history.stopped_step = self._step
+
+    def _course(self, best: int) -> tuple[list[int], int, Tensor | None]:
+        """Return what patience is decided by: steps of the checks, the best one, their curves.
+
+        Checks before shadows have started again do not count.
+        """
+        first = min(self._void, len(self._curves) - 1)
+        steps = [step - self._behind for step in self.history.columns()["step"][first:]]
+        if self._outcome is not None and self._outcome.by_metric:
+            return steps, best - first, None
+        return steps, best - first, torch.stack(self._curves[first:], dim=1)
+
+    def _check_and_tell(self) -> None:
+        self._check()
+        if self.on_check is not None:
+            self.on_check()
+
+    @property
+    def monitored(self) -> float:
+        """What chooses the weights, at the last check: the estimated loss, or a metric."""
+        if self._outcome is None or not self._outcome.by_metric:
+            return self.history.last().estimate
+        return self._outcome.last_monitored
+
+    @property
+    def larger_is_better(self) -> bool:
+        """Whether a larger value of what chooses the weights is better."""
+        return self._outcome is not None and self._outcome.larger_is_better is True
+
+    def follow_outputs(self, recipe: OutputRecipe, outcome: Outcome) -> None:
+        """Keep the outputs of held-out rows at every check; the one at step 0 is repeated.
+
+        Args:
+            recipe: how outputs follow from a model and a batch.
+            outcome: takes the outputs.
+        """
+        assert self._step == 0
+        self._keep_outputs(recipe)
+        before = self._curves, self._kept, self._levels, self.history, self.reason
+        self._outcome, self._curves, self._kept, self._levels = outcome, [], {}, []
+        self.history = EstimateHistory(self.history.rule)
+        try:
+            if outcome.calibrates and not outcome.required:
+                with self._trial():
+                    model = self._average or self._opened("predict")
+                    outcome.calibrates = is_scalable(model, *self._example())
+                self._accept_weights()  # which were scaled, and put back bit for bit
+            self._check()
+            self.metric_values()  # an error now, not after the training
+        except BaseException:
+            self._keep_outputs(None)
+            self._outcome = None
+            self._curves, self._kept, self._levels, self.history, self.reason = before
+            raise
+
+    def _epochs(self) -> float:
+        """Return the number of epochs so far."""
+        return 0.0
+
+    def _steps_of_an_epoch(self) -> float:
+        """Return the number of steps in an epoch, by the rows so far; 0 before the first step."""
+        epochs = self._epochs()
+        return (self._step - self._behind) / epochs if epochs else 0.0
+
+    def _patience_in_steps(self) -> Patience | None:
+        """Return the patience, as far as the length of an epoch is known."""
+        if not isinstance(self.patience, int):
+            return self.patience
+        steps = self.epoch_steps or self._steps_of_an_epoch()
+        return Patience.of_epochs(self.patience, steps) if steps else None
+
+    def _training_levels(self) -> tuple[float, float] | None:
+        """Return the training loss of light shadows and of the model on the same rows."""
+        return None
+
+    def _light_error(self) -> float:
+        """Return the share of the estimate that the rows of light shadows do not show."""
+        return LIGHT_ERROR if self._levels and not self._behind else 0.0
+
+    def _look_for_schedule(self) -> None:
+        """Warn of a schedule with a fixed end, once."""
+        self.finish = False
+        optimizer: Any = getattr(self, "_optimizer", None)
+        schedule = None if self.patience is None else fixed_schedule(optimizer)
+        if schedule is not None:
+            warn_of_schedule(self.owner, schedule)
+
+    @property
+    def best_number(self) -> int:
+        """The number of the check whose weights are restored: the lowest, or the last one."""
+        return len(self._curves) - 1 if self.finish else self._lowest()
+
+    def _lowest(self) -> int:
+        """Return the number of the check with the lowest estimate, or the best metric."""
+        first = min(self._void, len(self._curves) - 1)  # its shadows have started again since
+        if self._outcome is not None and self._outcome.by_metric:
+            return self._outcome.best(first)
+        return first + best_check(torch.stack([curve.mean() for curve in self._curves[first:]]))
+
+    def _matched(self) -> list[int]:
+        """Return the check whose weights belong to each check of the curves."""
+        if not self._levels:
+            return list(range(len(self.history)))
+        if self._behind:
+            logs = {i: math.log1p(self.history[i].step) for i in sorted(self._kept)}
+            own = [math.log1p(max(0, r.step - self._behind)) for r in self.history]
+            return [min(logs, key=lambda i: abs(logs[i] - log)) for log in own]
+        return matched_checks(self.history.columns()["step"], self._levels, sorted(self._kept))
+
+    # -- the model
+
+    def _state(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what is kept at a check and restored: trained weights, and buffers."""
+        assert self._model is not None
+        source = self._average or self._model
+        parameters = dict(source.named_parameters())
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad:
+                yield name, parameters[name]
+        yield from source.named_buffers()
+
+    def _snapshot(self) -> dict[str, Tensor]:
+        kept = {name: value.detach().clone() for name, value in self._state()}
+        if self._process_group is not None and self._model is not None:
+            self._process_group.copy_first(kept[name] for name, _ in self._model.named_buffers())
+        return kept
+
+    def _thin(self, best: int) -> None:
+        """Keep the best weights, and as many others as the memory allows, evenly in log steps."""
+        if (self.finish or self._averages_none) and not self._levels:
+            self._kept = {best: self._kept[best]}
+            return
+        each = sum(value.numel() * value.element_size() for _, value in self._state())
+        while len(self._kept) > 1 and len(self._kept) * each > self.memory:
+            steps = {number: self.history[number].step for number in sorted(self._kept)}
+            del self._kept[densest_check(steps, best)]
+
+    @property
+    def _averages_none(self) -> bool:
+        """Whether the weights of a single check are restored."""
+        return self.average == "best" or (self._outcome is not None and self._outcome.by_metric)
+
+    # -- results
+
+    @property
+    def best_step(self) -> int:
+        """The step with the lowest estimated test loss so far.
+
+        With light shadows, the step of the model that belongs to it.
+        """
+        assert self.history.best_step is not None
+        return self.history.best_step
+
+    def _best(self) -> Estimate:
+        return self.history[self.best_number]
+
+    @property
+    def outcome(self) -> Outcome:
+        """The outputs of held-out rows."""
+        if self._outcome is None:
+            raise HeldinError(
+                f"{self.owner}: no outputs of held-out rows were kept; {self.no_outcome}"
+            )
+        return self._outcome
+
+    @property
+    def temperature(self) -> float:
+        """By which logits at the best step have to be divided to be calibrated; 1: by none."""
+        return 1.0 if self._outcome is None else self._outcome.temperature(self.best_number)
+
+    def metric_values(self, number: int | None = None) -> dict[str, float]:
+        """Return the metrics at a check (default: the chosen one), if its outputs are kept."""
+        number = self.best_number if number is None else number
+        if self._outcome is None or not self._outcome.has_outputs(number):
+            return {}
+        key = (len(self.history), number)
+        if key not in self._values:
+            values = {name: self._outcome.value(number, name) for name in self._outcome.metrics}
+            self._values = {key: values}
+        return dict(self._values[key])
+
+    def intervals(self) -> dict[str, Interval]:
+        """Return the estimated test loss and the metrics, with their intervals."""
+        key = (len(self.history), self.best_number)
+        if self._intervals.get(key) is None:
+            metrics = {} if self._outcome is None else self._outcome.intervals(self.best_number)
+            self._intervals = {key: {"loss": self.loss_interval(), **metrics}}
+        return dict(self._intervals[key])
+
+    def row_losses(self, number: int | None = None) -> Tensor:
+        """Return the losses of rows, or of blocks of them, that an estimate is the mean of.
+
+        Args:
+            number: of the check (default: the chosen one).
+        """
+        number = self.best_number if number is None else number
+        losses = self._curves[number]
+        if self._outcome is None:
+            return losses
+        return self._outcome.row_losses(number, losses)
+
+    def record(self) -> RunRecord:
+        """Return the out-of-fold losses and outputs at the chosen check."""
+        held, losses = self.outcome.out_of_fold(self.best_number), self.row_losses()
+        if len(losses) != len(held):
+            raise HeldinError(
+                f"heldin.EarlyStopping.record: the loss is that of {len(losses)} blocks of rows, "
+                "because batch_loss does not give it row by row; give eval_loss=(model, batch) -> "
+                "one loss for each row"
+            )
+        metrics, groups = self.outcome.metrics, self.outcome.groups
+        return RunRecord(losses, held.outputs, held.targets, held.rows, held.folds, metrics, groups)
+
+    def loss_interval(self, number: int | None = None) -> Interval:
+        """Return the estimated test loss at a check (default: the chosen one) with its interval."""
+        number = self.best_number if number is None else number
+        best, losses = self.history[number], self.row_losses(number)
+        groups = None if self._outcome is None else self._outcome.groups
+        if groups is not None and len(groups) != len(losses):
+            groups = None  # means over blocks of rows
+        missing = self._missing() if self._same_loss else 0.0
+        interval = mean_interval(losses, groups=groups).widened(
+            math.sqrt(1 + self._held_per_trained() / 2),
+            math.hypot(
+                missing * max(0.0, best.estimate - best.training_loss),
+                2 * self._light_error() * best.estimate,
+            ),
+        )
+        return replace(interval, coverage=self._coverage() if groups is None else None)
+
+    def _coverage(self) -> float | None:
+        """Return the coverage of such an interval in our study; None: not measured."""
+        return None
+
+    def stop_limit(self) -> int | None:
+        """Return the step by which training stops unless the estimate falls; None: not known."""
+        patience = self._patience_in_steps()
+        if patience is None or self.should_stop:
+            return None
+        steps, best, curves = self._course(self._lowest())
+        limit = patience.step_limit(steps[patience.reference(best, curves)]) + self._behind
+        step = self.history.last().step
+        if isinstance(self.patience, int):  # which has a check there
+            return limit
+        while step < limit:  # a stop is found at a check
+            step = next_check(step, self.grid)
+        return step
+
+    @property
+    def estimate(self) -> float:
+        """Estimated test loss at the best step."""
+        return self._best().estimate
+
+    @property
+    def standard_error(self) -> float:
+        """Of the estimate: the test loss lay within one in 2 of 3 runs of our study.
+
+        See docs/which-rule.md for how it is computed, and how often the truth lies within it.
+        """
+        return self._best().standard_error
+
+    @property
+    def shares(self) -> dict[int, float]:
+        """The weights of which step go into the restored model with which share."""
+        if self.finish:
+            return {self.history.last().step: 1.0}
+        if self._averages_none:
+            return {self.best_step: 1.0}
+        numbers = sorted(self._kept)
+        if self._levels:
+            numbers = list(range(min(self._void, len(self._curves) - 1), len(self._curves)))
+        curves = torch.stack([self._curves[i] for i in numbers], dim=1)
+        voted = bootstrap_shares(
+            curves, self.resamples, self.seed, self._held_per_trained()
+        ).tolist()
+        matched = self._matched()
+        shares: dict[int, float] = {}
+        for number, share in zip(numbers, voted, strict=True):
+            step = self.history[matched[number]].step
+            if share > 0:
+                shares[step] = shares.get(step, 0.0) + share
+        return shares
+
+    def restore(self) -> None:
+        """Put the chosen weights (averaged, if so asked) into the model."""
+        self._opened("restore")
+        if self._step > self.history.last().step:
+            self._check()  # the last weights are a candidate too
+        untrained = self.best_step == 0 and self._step > 0 and not self.finish
+        if untrained and self.estimate != 0:  # 0 cannot be bettered
+            warnings.warn(
+                f"{self.owner}: in {self._step} steps the estimated loss never fell below "
+                f"that of the model before training ({self.estimate:.4g}), so its untrained "
+                "weights are restored. Is the learning rate too high, do the inputs tell nothing "
+                "about the targets, or does a fold take all rows of a kind away? "
+                + more("never-better-than-untrained"),
+                HeldinWarning,
+                stacklevel=2,
+            )
+        numbers = {self.history[i].step: i for i in self._kept}
+        parts = [(share, self._kept[numbers[step]]) for step, share in self.shares.items()]
+        heaviest = max(parts, key=lambda part: part[0])[1]
+        with torch.no_grad():
+            for name, value in self._state():
+                if isinstance(value, nn.Parameter) and not _is_whole(value):
+                    mixed = sum(share * kept[name] for share, kept in parts)
+                    value.copy_(mixed)  # type: ignore[arg-type]
+                else:  # statistics and other buffers belong to the weights of one check
+                    value.copy_(heaviest[name])
+        self._calibrate()
+        if self._average is not None:
+            self._opened("restore").load_state_dict(self._average.state_dict())
+
+    def _calibrate(self) -> None:
+        """Divide the outputs of the restored model by the temperature."""
+        if self.calibration is not None:
+            self.calibration.undo()
+            self.calibration = None
+        if self.temperature != 1:
+            model = self._average or self._opened("restore")
+            with paused():
+                self.calibration = Calibration.of(model, self.temperature, *self._example())
+
+    def metrics(self) -> dict[str, float]:
+        """Return the state as a flat mapping for any tracker, without values that do not exist."""
+        last = self.history.last()
+        values = {
+            "heldin/estimate": last.estimate,
+            "heldin/standard_error": last.standard_error,
+            "heldin/training_loss": last.training_loss,
+            "heldin/best_estimate": self.estimate,
+            "heldin/best_step": float(self.best_step),
+            "heldin/should_stop": float(self.should_stop),
+            **{f"heldin/{name}": value for name, value in self.metric_values().items()},
+        }
+        return {name: value for name, value in values.items() if not math.isnan(value)}
+
+    # -- saving and closing
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._model is not None:
+            raise HeldinError(
+                f"{self.owner}: a rule that follows a run belongs to its model, optimiser "
+                "and loader, and a copy would follow nothing; make another one for the other model "
+                "and give it the state: other.load_state_dict(stopping.state_dict())"
+            )
+        return dict(vars(self))
+
+    def _settings(self) -> dict[str, Any]:
+        own: dict[str, Any] = {"grid": self.grid, "average": self.average, "rows": self._count}
+        own["finish"] = bool(self.finish)
+        if self._outcome is not None:
+            own["monitor"] = self._outcome.monitor
+        return own | self._own_settings() | {"model": self._signature}
+
+    def _own_state(self) -> dict[str, Any]:
+        return {
+            "history": self.history.state_dict(),
+            "curves": torch.stack(self._curves, dim=1),
+            "kept": {number: dict(weights) for number, weights in self._kept.items()},
+            "outcome": {} if self._outcome is None else self._outcome.state_dict(),
+            "levels": torch.tensor(self._levels, dtype=torch.float64).reshape(-1, 2),
+            "void": self._void,
+            "behind": self._behind,
+            "next_look": self._next_look,
+            "rule": self._rule_state(),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that a resumed run needs; take it before `close()`."""
+        self._opened("state_dict")
+        return super().state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state_dict` was taken: all later values are the same to the last bit."""
+        self._opened("load_state_dict")
+        super().load_state_dict(state)
+        if self._process_group is not None:
+            self._process_group.forget()
+        if self._observer is not None:
+            self._observer.forget()
+        check = self._step_check()
+        if check is not None:
+            check.resumed = True
+            check.forget()
+
+    def _take_own_state(self, state: Mapping[str, Any]) -> None:
+        device = self._device
+        checks = len(state["history"]["records"])
+        check_schema(
+            state["curves"], self._curves[0].new_empty(len(self._curves[0]), checks), "['curves']"
+        )
+        if not state["kept"] or not all(0 <= number < checks for number in state["kept"]):
+            raise ValueError(f"weights of the checks {list(state['kept'])} of {checks}")
+        levels = state["levels"].tolist()
+        if len(levels) != (checks if self._levels else 0):
+            raise ValueError(f"training losses of {len(levels)} of {checks} checks")
+        form = {name: value.detach() for name, value in self._state()}
+        for number, weights in state["kept"].items():
+            check_schema(weights, form, f"['kept'][{number}]")
+        if self._outcome is not None:
+            self._outcome.load_state_dict(state["outcome"], checks)
+        self._load_rule_state(state["rule"])
+        self.history.load_state_dict(state["history"])
+        self._curves = list(state["curves"].unbind(1))
+        self._void, self._behind = state["void"], state["behind"]
+        self._next_look = state["next_look"]
+        self._levels = [(shadows, model) for shadows, model in levels]
+        self._kept = {
+            number: {key: value.to(device) for key, value in weights.items()}
+            for number, weights in state["kept"].items()
+        }
+
+    def close(self) -> None:
+        """Remove all hooks and release the model. Results (history, estimate) remain available."""
+        self._release()
+        if self.calibration is not None:
+            self.calibration.close()
+        self._model = self._average = None
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None and self._model is not None:
+            self.restore()
+        self.close()
+
+
+def check_patience(owner: str, patience: Any, finish: Any = None) -> Any:
+    """Return the patience of a run, or refuse it.
+
+    Args:
+        owner: the public name, for errors.
+        patience: "default", a number of epochs, a `Patience`, or None to never stop.
+        finish: whether the run goes to its end, so that the patience is None.
+    """
+    if finish not in (None, True, False):
+        raise HeldinError(f"{owner}: finish must be True, False or None, got {finish!r}")
+    if finish and patience not in ("default", None):
+        raise HeldinError(f"{owner}: patience has no effect with finish=True; leave it out")
+    whole = isinstance(patience, int) and not isinstance(patience, bool) and patience >= 1
+    if not whole and patience not in ("default", None) and not isinstance(patience, Patience):
+        raise HeldinError(
+            f"{owner}: patience must be a number of epochs >= 1, a heldin.Patience, or None to "
+            f"never stop, got {patience!r}"
+        )
+    return None if finish else patience
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    """Return whether a tensor holds whole numbers, which have no average."""
+    return not (tensor.is_floating_point() or tensor.is_complex())

@@ -1,0 +1,364 @@
+"""What a run with shadows gives beside its stop: metrics, records and a committee."""
+
+from __future__ import annotations
+
+import copy
+import math
+import weakref
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import nn
+
+from heldin.capture.sharding import unwrapped
+from heldin.crossval import Committee, Interval, Metric, OutOfFold, RunRecord, resolve_metrics
+from heldin.errors import HeldinError
+from heldin.pages import Report
+from heldin.rules.evidence import EvidenceStopping
+from heldin.rules.outcome import Outcome, check_monitor
+from heldin.rules.path import PathStopping
+from heldin.rules.validation import ValidationStopping
+from heldin.shadows.bare_model import copy_without_hooks
+from heldin.shadows.outputs import OutputRecipe
+
+__all__ = ["Check", "Plan", "RunResults", "check_outputs", "follow_outputs"]
+
+NAME = "heldin.EarlyStopping"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The length of a run to repeat without heldin: other seeds, or a final model.
+
+    Attributes:
+        steps: number of optimiser steps until the lowest estimate.
+        epochs: number of epochs that these steps lie in; None if they are unknown.
+        temperature: to divide the logits by; 1: none.
+
+    >>> Plan(steps=340, epochs=17, temperature=1.3)
+    Plan(steps=340, epochs=17, temperature=1.3)
+    """
+
+    steps: int
+    epochs: int | None
+    temperature: float
+
+
+class Check(NamedTuple):
+    """A check of a run.
+
+    Attributes:
+        step: number of optimiser steps.
+        value: of what is monitored, the estimated loss or a metric.
+        larger_is_better: whether a larger value is better.
+    """
+
+    step: int
+    value: float
+    larger_is_better: bool
+
+
+def check_outputs(
+    owner: str,
+    metrics: Any,
+    predict: Any,
+    targets: Any,
+    monitor: str,
+    mode: str | None,
+    temperature: bool | str,
+) -> tuple[dict[str, Metric], bool | None, list[str]]:
+    """Check arguments that need outputs of held-out rows.
+
+    Returns:
+        The metrics, whether a larger value of the monitored one is better (None: it is the loss),
+        and the names of those arguments that cannot do without outputs.
+    """
+    if temperature not in (True, False, "auto"):
+        raise HeldinError(
+            f"{owner}: temperature must be True, False or 'auto', got {temperature!r}"
+        )
+    for name, function in (("predict", predict), ("targets", targets)):
+        if function is not None and not callable(function):
+            raise HeldinError(f"{owner}: {name} must be a function, got {function!r}")
+    resolved = resolve_metrics(metrics)
+    larger = check_monitor(resolved, monitor, mode)
+    asked = {
+        "metrics": bool(resolved),
+        "predict": predict is not None,
+        "targets": targets is not None,
+        "temperature": temperature is True,
+    }
+    return resolved, larger, [name for name, given in asked.items() if given]
+
+
+def follow_outputs(
+    inner: Any,
+    metrics: Any,
+    predict: Any,
+    targets: Any,
+    monitor: str,
+    mode: str | None,
+    temperature: bool | str,
+    fallback: Any = None,
+    owner: str = NAME,
+) -> None:
+    """Keep the outputs of held-out rows along a run; see `heldin.EarlyStopping` for the arguments.
+
+    Outputs that cannot be had are an error only where something was asked for that needs them.
+    """
+    resolved, larger, asked = check_outputs(
+        owner, metrics, predict, targets, monitor, mode, temperature
+    )
+    if not isinstance(inner, PathStopping):
+        for argument in asked:
+            raise HeldinError(
+                f"{owner}: {argument} needs models that were trained without some rows, which this "
+                'rule does not have; leave it out, or use rule="auto"'
+            )
+        return
+    outcome = Outcome(resolved, monitor, larger, temperature, inner.memory)
+    try:
+        inner.follow_outputs(OutputRecipe(inner.memory, predict, targets, fallback), outcome)
+    except HeldinError as error:
+        if asked:
+            raise HeldinError(f"{owner}: {error}") from error
+        inner.no_outcome = str(error)
+    check = inner._step_check()
+    if check is not None:
+        check.renew()  # the last layer was scaled to try it, and scaled back
+
+
+class RunResults:
+    """Results of a run, for `heldin.EarlyStopping` and for those of the frameworks."""
+
+    _owner: ClassVar[str] = NAME  # for errors
+    _has_copies: ClassVar[bool] = True  # whether the model can be copied for a committee
+
+    @abstractmethod
+    def _followed(self) -> Any:
+        """Return the object that follows the run; None before it begins."""
+
+    @abstractmethod
+    def _trained(self) -> nn.Module | None:
+        """Return the model of the run, if it is still there."""
+
+    @property
+    @abstractmethod
+    def best_epoch(self) -> int | None:
+        """The epoch, from 0 on, in which the best step lies; None if epochs are not known."""
+
+    @property
+    def estimates(self) -> dict[str, Interval]:
+        """The estimated test loss, by the name "loss", and every metric, with their intervals.
+
+        Intervals of 95 %: of the loss by a bootstrap over rows that allows for long tails, widened
+        because other training rows would change the losses of all rows; of metrics by a bootstrap
+        over rows, or over groups. rule="evidence" estimates no loss.
+        """
+        inner = self._followed()
+        if isinstance(inner, PathStopping):
+            return inner.intervals()
+        if isinstance(inner, ValidationStopping) and inner.best_step is not None:
+            return {"loss": Interval(inner.best_loss, math.nan, math.nan)}
+        return {}
+
+    @property
+    def out_of_fold(self) -> OutOfFold:
+        """Outputs at the chosen check, for each row of a model that was not trained on it.
+
+        What `sklearn.model_selection.cross_val_predict` returns, for a confusion matrix, a ROC
+        curve, wrong labels or conformal prediction.
+        """
+        inner = self._estimating("out_of_fold")
+        return inner.outcome.out_of_fold(inner.best_number)
+
+    def record(self) -> RunRecord:
+        """Return the out-of-fold losses and outputs, as `heldin.compare` takes them."""
+        return self._estimating("record").record()
+
+    def committee(self, model: nn.Module | None = None) -> Committee:
+        """Return a model that averages the restored model and its shadows at the chosen check.
+
+        The members are copies; parameters that are not trained are shared. Classifiers are
+        averaged by their probabilities.
+
+        Args:
+            model: the restored model, if it is no longer the one that was trained.
+        """
+        inner = self._estimating("committee")
+        if not self._has_copies:
+            raise HeldinError(
+                f"{self._owner}.committee: models of this framework cannot be copied with other "
+                "weights; average out_of_fold, or train in a loop of your own"
+            )
+        chosen = self._trained() if model is None else model
+        if chosen is None:
+            raise HeldinError(
+                f"{self._owner}.committee: the model is gone; pass the restored model"
+            )
+        return _committee(inner, unwrapped(chosen), self._owner)
+
+    @property
+    def temperature(self) -> float:
+        """The temperature T >= 1 of the logits at the chosen check; 1: none.
+
+        "Refine, then calibrate": weights are chosen by the out-of-fold log loss after T, which is
+        fitted on the same rows, and the last layer of the restored model is divided by T.
+        Estimates are cross-fitted: each fold at the T of the others.
+        """
+        return self._temperature()
+
+    def _temperature(self) -> float:
+        inner = self._followed()
+        return inner.temperature if isinstance(inner, PathStopping) else 1.0
+
+    @property
+    def best_step(self) -> int | None:
+        """The step whose weights are restored (with averaging: the lowest estimate)."""
+        inner = self._followed()
+        if inner is None:
+            return None
+        if isinstance(inner, EvidenceStopping):
+            return None if inner.stopped_step is None else inner.stopped_step - 1
+        step: int | None = inner.best_step
+        return step
+
+    @property
+    def last_check(self) -> Check:
+        """The last check, for `on_check`."""
+        inner = self._estimating("last_check")
+        return Check(inner.history.last().step, inner.monitored, inner.larger_is_better)
+
+    def _tell_of_checks(self, inner: Any, on_check: Callable[[Any], Any] | None) -> None:
+        """Call a function with this object after every check."""
+        if on_check is None:
+            return
+        if not callable(on_check):
+            raise HeldinError(
+                f"{self._owner}: on_check must be a function of this object, got {on_check!r}"
+            )
+        if not isinstance(inner, PathStopping):
+            raise HeldinError(
+                f"{self._owner}: on_check is for rules that estimate a loss; leave it out, or use "
+                'rule="auto"'
+            )
+        alive = weakref.ref(self)
+
+        def tell() -> None:
+            results = alive()
+            if results is not None:
+                on_check(results)
+
+        inner.on_check = tell
+
+    def plan(self) -> Plan:
+        """Return the length and the temperature of this run, to repeat it without heldin.
+
+        For other seeds, or a final model, at the cost of a plain run. The steps count from the
+        first one; a run with another batch size or learning rate needs another plan.
+        """
+        step, epoch = self.best_step, self.best_epoch
+        if step is None:
+            raise HeldinError(f"{self._owner}.plan: the run has no best step yet; train first")
+        return Plan(step, None if epoch is None else epoch + 1, self._temperature())
+
+    def summary(self) -> dict[str, float]:
+        """Return the results as a flat mapping, for the summary of a run in a tracker.
+
+        Each estimate has three entries: `heldin/loss`, `heldin/loss_low` and `heldin/loss_high`.
+        """
+        values: dict[str, float] = {"heldin/temperature": self._temperature()}
+        if self.best_step is not None:
+            values["heldin/best_step"] = float(self.best_step)
+        for name, interval in self.estimates.items():
+            values[f"heldin/{name}"] = interval.value
+            values |= {f"heldin/{name}_low": interval.low, f"heldin/{name}_high": interval.high}
+        return {name: value for name, value in values.items() if not math.isnan(value)}
+
+    @property
+    def conclusion(self) -> str:
+        """What was chosen, why training stopped and what to expect, in one sentence."""
+        inner = self._followed()
+        if inner is None:
+            return "no run yet"
+        stopped = f"stopped at step {inner.stopped_step}" if inner.should_stop else "not stopped"
+        words = [f"{stopped} ({inner.reason})"]
+        if self.best_step is not None:
+            words.append(f"the best weights are those of step {self.best_step}")
+        if self._temperature() != 1:
+            words.append(f"temperature {self._temperature():.3g}")
+        expected = ", ".join(f"{name} {interval}" for name, interval in self.estimates.items())
+        return "; ".join([*words, f"expect {expected}"] if expected else words)
+
+    def report(
+        self, path: str | Path | None = None, *, beside: Mapping[str, Any] | None = None
+    ) -> Report:
+        """Return a page about the run: estimates, curves, out-of-fold predictions, settings.
+
+        The page is one file that needs no network; the numbers behind its charts are in it as CSV.
+        Works during a run and after it. Notebooks show the page.
+
+        Args:
+            path: a file that the page is written to as well.
+            beside: other runs by name, to show beside this one.
+        """
+        others = {
+            name: other._started("report") if isinstance(other, RunResults) else other
+            for name, other in (beside or {}).items()
+        }
+        page: Report = self._started("report").report(path, beside=others)
+        return page
+
+    def model_card(self) -> str:
+        """Return the run as Markdown: a section of the model card of a hub."""
+        return str(self._started("model_card").model_card())
+
+    def _started(self, what: str) -> Any:
+        inner = self._followed()
+        if inner is None:
+            raise HeldinError(f"{self._owner}.{what}: there was no run yet; train first")
+        return inner
+
+    def _estimating(self, what: str) -> PathStopping:
+        inner = self._started(what)
+        if not isinstance(inner, PathStopping):
+            raise HeldinError(
+                f"{self._owner}.{what}: {type(inner).__name__} has no models that were trained "
+                'without some rows; use rule="auto"'
+            )
+        return inner
+
+
+def _committee(inner: PathStopping, model: nn.Module, owner: str) -> Committee:
+    """Return the average of a restored model and its shadows at the chosen check."""
+    outcome = inner.outcome
+    if not outcome.members:
+        raise HeldinError(
+            f"{owner}.committee: the weights of the shadows at the chosen check were not kept: "
+            "leave-one-out has no shadows, and those of folds must fit into snapshot_memory "
+            f"({inner.memory:,} bytes)"
+        )
+    members = [_copy(model)]
+    names = set() if inner.calibration is None else set(inner.calibration.names)
+    for state in outcome.members:
+        member = _copy(model)
+        places = dict(member.named_parameters()) | dict(member.named_buffers())
+        with torch.no_grad():
+            for name, value in state.items():
+                places[name].copy_(value)
+                if name in names:
+                    places[name].div_(inner.temperature)
+        members.append(member)
+    average = {None: "outputs", False: "softmax", True: "sigmoid"}[outcome.binary]
+    return Committee(members, average, dim=1).eval()
+
+
+def _copy(model: nn.Module) -> nn.Module:
+    """Return a copy without hooks that shares the parameters which are not trained."""
+    bare = copy_without_hooks(model)  # shares all parameters
+    memo: dict[int, Any] = {id(p): p for p in bare.parameters() if not p.requires_grad}
+    return copy.deepcopy(bare, memo)

@@ -1,0 +1,92 @@
+"""Rules of other packages, by the names of their entry points."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import heldin
+from heldin.rules import options
+from heldin.rules.base import StoppingRule
+from heldin.state import History
+
+
+@dataclass(frozen=True, kw_only=True)
+class Three(heldin.rules.Rule):
+    """Stop after three steps."""
+
+    steps: int = 3
+
+    def follow(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+        return StopAfter(self.steps)
+
+
+class StopAfter(StoppingRule):
+    _state_schema: dict[str, Any] = {}  # noqa: RUF012
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.steps, self.history, self.best_step = steps, History(), None
+
+    def step(self) -> bool:
+        self._step += 1
+        self.best_step = self._step
+        self.should_stop = self._step >= self.steps
+        return self.should_stop
+
+    def restore(self) -> None: ...
+    def close(self) -> None: ...
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    _settings = _own_state = metrics
+
+    def _take_own_state(self, state: Any) -> None: ...
+
+
+def nothing() -> None: ...
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pretend that a package with three entry points is installed."""
+    points = [
+        EntryPoint("three", f"{__name__}:Three", "heldin.rules"),
+        EntryPoint("broken", f"{__name__}:nothing", "heldin.rules"),
+        EntryPoint("folds", f"{__name__}:Three", "heldin.rules"),
+    ]
+
+    def entry_points(group: str) -> list[EntryPoint]:
+        return [point for point in points if point.group == group]
+
+    monkeypatch.setattr(options, "entry_points", entry_points)
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_rule_of_another_package_is_known_by_its_name() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    stopping = heldin.EarlyStopping(model, optimizer, rule="three")
+    assert stopping.rule == Three()
+    for _ in stopping.epochs(9):
+        model(torch.ones(4, 2)).mean().backward()
+        optimizer.step()
+    assert stopping.best_epoch == 2
+    assert stopping.should_stop
+    page = stopping.report()
+    assert "<h1>StopAfter: stopped</h1>" in page
+    assert stopping.estimates == {}
+
+
+@pytest.mark.usefixtures("installed")
+def test_names_of_other_packages() -> None:
+    assert isinstance(options.resolve("folds"), heldin.rules.Folds)  # ours come first
+    with pytest.raises(heldin.HeldinError, match="did you mean 'three'"):
+        options.resolve("threes")
+    with pytest.raises(heldin.HeldinError, match=r"'broken' of heldin\.rules names, makes a None"):
+        options.resolve("broken")
