@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import heldin
 from heldin import rules
+from tests.support import runs
 
 N, D = 60, 12
 
@@ -77,11 +78,11 @@ def test_no_call_in_the_loop_gives_the_run_of_the_rule_itself(name: str) -> None
     optimizer = sgd(twin)
     rule: Any
     if name == "leave-one-out":
-        rule = heldin.LeaveOneOutStopping(twin, optimizer, nn.MSELoss(), batches)
+        rule = runs.LeaveOneOutStopping(twin, optimizer, nn.MSELoss(), batches)
     elif name == "folds":
-        rule = heldin.FoldStopping(twin, optimizer, nn.MSELoss(), batches, 4)
+        rule = runs.FoldStopping(twin, optimizer, nn.MSELoss(), batches, 4)
     else:
-        rule = heldin.FoldStopping(twin, optimizer, data=batches, batch_loss=batch_loss)
+        rule = runs.FoldStopping(twin, optimizer, data=batches, batch_loss=batch_loss)
     while not rule.should_stop:
         for batch in batches:
             optimizer.zero_grad()
@@ -258,3 +259,59 @@ def test_close_releases_the_model(name: str) -> None:
     assert alive() is None
     assert weight() is None
     assert stopping.reason
+
+
+def test_a_step_that_is_refused_leaves_the_weights_of_the_loop() -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(40, 3), torch.randn(40, 1)
+    model = nn.Linear(3, 1)
+    optimizer, loss_fn = torch.optim.SGD(model.parameters(), 0.1), nn.MSELoss()
+    stopping = heldin.EarlyStopping(model, optimizer, loss_fn, (x, y))
+
+    def train() -> None:
+        for _ in stopping.epochs(3):
+            optimizer.zero_grad()
+            (0.5 * loss_fn(model(x), y)).backward()
+            optimizer.step()
+
+    start = model.weight.detach().clone()
+    with pytest.raises(heldin.HeldinError, match="another gradient"):
+        train()
+    gc.collect()  # ends epochs(), which would warn that untrained weights are restored
+    assert not torch.equal(model.weight, start)
+    assert not model._forward_hooks
+
+
+def test_a_method_of_the_model_in_place_of_its_forward_pass() -> None:
+    """With evidence, samples are counted by the arguments; with other rules it is a plain call."""
+
+    class Density(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 1).double()
+
+        def loss(self, x: Tensor, y: Tensor) -> Tensor:
+            return (self.layer(x) - y).square().mean()
+
+    x, y = rows()
+    values = []
+    for through_call in (True, False):
+        torch.manual_seed(0)
+        model: Any = Density()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        rule = rules.Evidence(estimator="exact")
+        stopping = heldin.EarlyStopping(model, optimizer, rule=rule)
+        if not through_call:
+            model.forward = model.loss
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = stopping.call(model.loss, x[:, :3], y) if through_call else model(x[:, :3], y)
+            loss.backward()
+            optimizer.step()
+        values.append(stopping.history[-1].criterion)
+        stopping.close()
+    assert values[0] == pytest.approx(values[1])
+    model, optimizer = network(), None
+    stopping = made("folds", model, sgd(model), loader())
+    assert stopping.call(lambda a, b: a + b, 1, b=2) == 3
+    stopping.close()

@@ -126,3 +126,22 @@ def test_what_names_one_is_found(text: str) -> None:
 @pytest.mark.parametrize("text", ["https://a.org/work/x", "~/work/x", "out/tmp/x", "a.io/pypi/v"])
 def test_what_names_none_is_not(text: str) -> None:
     assert FOREIGN.search(text) is None
+
+
+def test_the_recipe_has_what_the_package_has() -> None:
+    """Compare the conda-forge recipe with pyproject.toml; conda calls torch pytorch."""
+    text, recipe = (ROOT / "pyproject.toml").read_text(), read(ROOT / "recipe" / "recipe.yaml")
+    needed = dict(re.findall(r'"([\w-]+)(>=[\d.]+)"', text.partition("[tool.")[0]))
+    requires = re.search(r"^requires = \[(.*)\]$", text, re.M)
+    assert requires is not None
+    builders = re.findall(r'"([\w-]+)(>=[\d.]+)"', requires[1])
+    host, run = (recipe["requirements"][part] for part in ("host", "run"))
+    assert [each for each in host if each.startswith("hatch")] == [" ".join(b) for b in builders]
+    assert run[1:] == [f"pytorch {needed['torch']}"]
+    (script,) = recipe["build"]["python"]["entry_points"]
+    name, _, target = script.partition(" = ")
+    assert f'{name} = "{target}"' in text
+    for part in ("homepage", "documentation"):
+        assert f'{part.capitalize()} = "{recipe["about"][part]}"' in text
+    assert f'description = "{recipe["about"]["summary"]}"' in text
+    assert heldin.__version__.startswith(recipe["context"]["version"])

@@ -26,7 +26,7 @@ def test_every_public_name_has_a_home() -> None:
     assert heldin.__all__ == sorted(heldin.__all__)
     homes = {name for name in vars(_api) if name[0] != "_"}
     assert homes == set(heldin.__all__)
-    assert heldin.stopping is _api.stopping
+    assert heldin.EarlyStopping is _api.EarlyStopping
     assert set(dir(heldin)) >= {*heldin.__all__, "state", "__version__"}
     with pytest.raises(AttributeError, match="no attribute 'LateStopping'"):
         heldin.LateStopping  # noqa: B018
@@ -50,7 +50,7 @@ def test_help_is_quick() -> None:
     code = (
         "import sys, heldin.cli.main as cli\n"
         "try: cli.main(['--help'])\n"
-        "finally: assert not {'torch', 'numpy', 'rich'} & set(sys.modules)"
+        "finally: assert not {'torch', 'numpy', 'tqdm'} & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert all(f"\n    {name}" in done.stdout for name in _cli.COMMANDS)
@@ -64,6 +64,21 @@ def test_commands_say_how_they_are_called(name: str, capsys: pytest.CaptureFixtu
     said = " ".join(capsys.readouterr().out.split())
     assert said.startswith(f"usage: heldin {name} ")
     assert _cli.COMMANDS[name][1] in said
+
+
+def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _cli.main([]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("usage: heldin ")
+    assert all(f"\n    {name}" in said for name in _cli.COMMANDS)
+
+
+def test_a_wrong_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _cli.main(["Fits", "data.csv"]) == 2
+    said = "heldin: there is no command 'Fits'; did you mean 'fit'?\n"
+    assert capsys.readouterr().err == said
+    assert _cli.main(["xyz"]) == 2
+    assert "'xyz'; commands are demo, fit, predict" in capsys.readouterr().err
 
 
 def test_all_commands_at_once() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import heldin
 
 # Each commit may lower the budget, none may raise it.
-BUDGET = 403
+BUDGET = 60
 # Phrases that name no thing, or whose subject is a person; a reader has to guess what is meant.
 MARKERS = [
     r"look(s|ed|ing)? at", r"looked (into|for|up)", r"tells?", r"told", r"telling", r"together",

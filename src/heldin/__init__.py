@@ -19,21 +19,16 @@ __version__ = "0.2.0.dev0"  # the one place; pyproject.toml reads it
 __all__ = [
     "EarlyStopping",
     "ElementwiseStopping",
-    "EvidenceStopping",
-    "FoldStopping",
     "HeldinError",
     "HeldinWarning",
     "Interval",
-    "LeaveOneOutStopping",
     "Moments",
     "NotObservable",
     "Observation",
     "Patience",
-    "ShadowStopping",
-    "ValidationStopping",
+    "compare",
     "evidence",
     "observe",
-    "stopping",
     "verify",
 ]
 

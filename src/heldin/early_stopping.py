@@ -5,60 +5,41 @@ from __future__ import annotations
 import bisect
 import math
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
 
+from heldin._private_torch import is_inner_step
 from heldin.capture.sharding import unwrapped
 from heldin.errors import HeldinError
-from heldin.rules.estimated.base import PathStopping
-from heldin.rules.estimated.batches import tensors_in, to_device
-from heldin.rules.estimated.choose import stopping as choose
-from heldin.rules.estimated.curves import Patience
-from heldin.rules.estimated.folds import FoldStopping
-from heldin.rules.estimated.leave_one_out import LeaveOneOutStopping
-from heldin.rules.estimated.shadows import PATIENCE, ShadowModels
-from heldin.rules.estimated.stacked import StackedShadows
+from heldin.loop.batches import tensors_in, to_device
+from heldin.loop.hooks import call_at_steps
+from heldin.rules.arguments import evidence_arguments
+from heldin.rules.auto import follow
 from heldin.rules.evidence import EvidenceStopping
+from heldin.rules.folds import FoldStopping
+from heldin.rules.inputs import RunInputs
 from heldin.rules.options import Auto, Evidence, Folds, LeaveOneOut, Rule, Validation, resolve
+from heldin.rules.path import PathStopping, check_patience
+from heldin.rules.policy import PATIENCE, Patience
+from heldin.rules.progress import RunProgress
+from heldin.rules.reporting import RunFacts
+from heldin.rules.results import RunResults, follow_outputs
 from heldin.rules.validation import ValidationStopping
-from heldin.state.estimates import COVERAGE
+from heldin.shadows.stacked import StackedShadows
 from heldin.state.schema import check_int
 
-__all__ = ["EarlyStopping", "Interval"]
+__all__ = ["EarlyStopping"]
 
 NAME = "heldin.EarlyStopping"
-CHECKS = 3  # fewest checks after the best one before patience in epochs may end the run
 
 
-@dataclass(frozen=True)
-class Interval:
-    """A number with an interval around it.
-
-    Attributes:
-        value: the estimate.
-        low, high: the ends of the interval; nan if there is none.
-        coverage: share of the runs of our study in which such an interval held the truth; None: not
-            measured for this configuration.
-
-    >>> Interval(0.5, 0.4, 0.6)
-    Interval(value=0.5, low=0.4, high=0.6, coverage=None)
-    """
-
-    value: float
-    low: float
-    high: float
-    coverage: float | None = None
-
-
-class EarlyStopping:
+class EarlyStopping(RunResults):
     """Says when to stop training and estimates the test loss, without a validation set.
 
     The object observes the optimiser: no call inside the loop is needed. The model trains on every
@@ -77,11 +58,40 @@ class EarlyStopping:
         clip: how the loop clips gradients: the largest norm, or a function of the parameters.
         groups: (n,) names or numbers; rows with the same one are held out jointly.
         stratify: (n,) classes; each fold gets its share of every class.
+        time: (n,) numbers or dates: each shadow sees the rows before one of them and is tested on
+            the block after it, as with scikit-learn's TimeSeriesSplit.
         sample_weight: (n,) weights of the rows in the loop's loss.
-        patience: number of epochs after the best one, or a `heldin.Patience`; None: never stop.
+        patience: number of epochs after the best check, or a `heldin.Patience`; None: never stop.
+            An epoch is one of `epochs()`, else as many rows as `data` has. `reason` says when the
+            run ends at the latest.
+        finish: whether to train to the end of the loop, for learning-rate schedules with a fixed
+            end: the last weights are kept, `estimates` are theirs, and `best_step` is advice for
+            the length of the next run. None: stop early, and warn of such a schedule.
         budget, memory: shorthand for `heldin.rules.Auto(budget=, memory=)`.
+        metrics: names of scikit-learn's scorers, torchmetrics objects, or a mapping of names to
+            functions (outputs, targets) -> number; computed on the out-of-fold outputs.
+        predict: (model, batch) -> outputs, where they are not what the loss's call of the model
+            returned (or its `.logits`).
+        targets: (batch) -> targets, where they are neither the last element nor the "labels".
+        monitor: "loss", or the name of a metric: what the weights are chosen by.
+        mode: "max" or "min", for a metric whose name does not say which is better.
+        temperature: whether to divide the logits of a classifier by a temperature, see
+            `temperature`. "auto": if the loss is the cross-entropy of the model's outputs and the
+            model's last layer can be scaled exactly.
+        on_check: a function of this object, called after every check of the loop; see
+            `last_check` and `heldin.optuna.pruning`.
         seed: of the folds, the draws and the shadows' random numbers.
-        process_group: the processes that train the model jointly, see `heldin.FoldStopping`.
+        process_group: the processes that train the model jointly: "auto" takes those of
+            DistributedDataParallel, None says that there are none.
+        train_step: a function of a batch that takes one step of the training, whatever that is:
+            clipping, penalties, several passes. Call `stopping.train(batch)` in its place.
+        state: further objects that `train_step` changes, each a module or an object with
+            `state_dict` and `load_state_dict`: a gradient scaler, a second optimiser.
+        averaged_model: an average of the weights that `train_step` updates, such as
+            `torch.optim.swa_utils.AveragedModel`. Estimates are those of the average, and its
+            weights are restored, into the average and into the model.
+        verify: whether to check every step of the loop, not only steps 1, 2, 4, 8, ...; see
+            `heldin.verify`.
 
     >>> import heldin, torch
     >>> _ = torch.manual_seed(0)
@@ -120,35 +130,75 @@ class EarlyStopping:
         clip: Any = None,
         groups: Any = None,
         stratify: Any = None,
+        time: Any = None,
         sample_weight: Tensor | None = None,
         patience: int | Patience | str | None = "default",
+        finish: bool | None = None,
         budget: float | None = None,
         memory: int | None = None,
+        metrics: Any = None,
+        predict: Any = None,
+        targets: Any = None,
+        monitor: str = "loss",
+        mode: str | None = None,
+        temperature: bool | str = "auto",
+        on_check: Callable[[Any], Any] | None = None,
         seed: int = 0,
         process_group: Any = "auto",
+        train_step: Callable[[Any], Any] | None = None,
+        state: Sequence[Any] = (),
+        averaged_model: nn.Module | None = None,
+        verify: bool = False,
     ) -> None:
         self.rule = resolve(rule, budget, memory)
         self.seed = check_int(NAME, "seed", seed, 0)
         self._optimizer: Optimizer | None = _check_optimizer(optimizer)
         _check_model(model)
-        self._patience = _check_patience(patience)
-        self._epoch_ends: list[int] = []  # the step at the end of every epoch
+        patience = check_patience(NAME, patience, finish)
+        self._patience: Any = PATIENCE if patience == "default" else patience
+        self._default_patience = patience == "default"
         self._step = 0
+        self._failed = False  # whether the latest step could not be followed
         self._batches: list[tuple[Any, Any]] = []  # announced by note_batch
         self._stopped_weights: dict[str, Tensor] | None = None
         self._model: nn.Module | None = unwrapped(model)
+        self._trained_model = weakref.ref(self._model)
         self._loader = data if isinstance(data, DataLoader) else None
+        self._data, self._loss = data, _as_batch_loss(loss_fn, batch_loss)
+        self._train_step, self._training = _check_train_step(train_step, state), False
+        _check_average(averaged_model, train_step)
         described = {
             "eval_loss": eval_loss,
             "eval_data": eval_data,
             "clip": clip,
             "groups": groups,
             "stratify": stratify,
+            "time": time,
             "sample_weight": sample_weight,
+            "train_step": train_step,
+            "state": tuple(state) or None,
+            "averaged_model": averaged_model,
         }
         options = {name: value for name, value in described.items() if value is not None}
+        if finish is not None and not isinstance(self.rule, (Auto, Folds, LeaveOneOut)):
+            self._refuse(type(self.rule).__name__, {"finish": finish})
+        self._progress: RunProgress | None = None
         self._inner = self._make(model, loss_fn, batch_loss, data, options, process_group)
+        if isinstance(self._inner, PathStopping):
+            self._inner.finish = finish
+        self._facts: RunFacts = getattr(self._inner, "run", RunFacts())
+        self._facts.describe(self._model, self._optimizer)
+        follow_outputs(self._inner, metrics, predict, targets, monitor, mode, temperature)
+        self._tell_of_checks(self._inner, on_check)
+        if verify:
+            self._verify_every_step()
         self._follow(self._optimizer)
+
+    def _verify_every_step(self) -> None:
+        check = self._inner._step_check() if isinstance(self._inner, PathStopping) else None
+        if check is None:
+            raise HeldinError(f"{NAME}: verify has no effect with this rule; leave it out")
+        check.every_step = True
 
     # -- making the rule
 
@@ -170,55 +220,27 @@ class EarlyStopping:
         if isinstance(rule, Validation):
             self._refuse("validation", options)
             return self._make_validation(model, rule, loss_fn, batch_loss)
-        if data is None:
-            raise HeldinError(
-                f"{NAME}: data is missing: the tensors (x, y), the Dataset or the DataLoader that "
-                "the model is trained on"
-            )
-        options |= {
-            "patience": self._in_steps(len(self._loader) if self._loader else None),
-            "seed": self.seed,
-            "process_group": process_group,
-        }
+        if type(rule).follow is not Rule.follow:  # a rule from elsewhere
+            self._refuse(type(rule).__name__, options)
+            return rule.follow(model, self._opened_optimizer())
         if isinstance(rule, LeaveOneOut):
             if batch_loss is not None:
                 raise HeldinError(f"{NAME}: leave-one-out needs loss_fn and tensors, no batch_loss")
-            extra = ("eval_loss", "eval_data", "clip", "groups", "stratify")
-            self._refuse("leave-one-out", {k: v for k, v in options.items() if k in extra})
-            return LeaveOneOutStopping(
-                model,
-                self._opened_optimizer(),
-                loss_fn,
-                data,
-                rule.probes,
-                **options,
-                **_path_options(rule),
-            )
-        if batch_loss is not None:
-            options["batch_loss"] = batch_loss
-        if isinstance(rule, Folds):
-            return FoldStopping(
-                model,
-                self._opened_optimizer(),
-                loss_fn,
-                data,
-                rule.folds,
-                shadows=rule.shadows,
-                engine=rule.engine,
-                **options,
-                **_path_options(rule),
-            )
-        assert isinstance(rule, Auto)
-        return choose(
-            "auto",
+            unused = {k: v for k, v in options.items() if k != "sample_weight"}
+            self._refuse("leave-one-out", unused)
+        inputs = RunInputs(
             model,
             self._opened_optimizer(),
             loss_fn,
             data,
-            budget=rule.budget,
-            memory=rule.memory,
+            batch_loss=batch_loss,
+            patience=self._patience,
+            seed=self.seed,
+            process_group=process_group,
             **options,
         )
+        assert isinstance(rule, (Auto, Folds, LeaveOneOut))
+        return follow(inputs, rule)
 
     def _make_evidence(self, model: nn.Module, rule: Evidence, data: Any, group: Any) -> Any:
         window = 1
@@ -235,42 +257,28 @@ class EarlyStopping:
                 raise HeldinError(
                     f"{NAME}: rule='evidence' uses no data, except for window='epoch'; leave it out"
                 )
-        if self._patience != "default":
+        if not self._default_patience:
             raise HeldinError(f"{NAME}: rule='evidence' has checks= in place of patience=")
-        more = {} if rule.coordinates is None else {"budget": rule.coordinates}
-        return EvidenceStopping(
-            model,
-            rule.parameter_groups,
-            smoothing=rule.smoothing,
-            window=window,
-            patience=rule.checks,
-            warmup=rule.warmup,
-            every=rule.check_every,
-            arming=rule.arm_threshold,
-            across=rule.group_reduction,
-            weighted=rule.weight_by_batch_size,
-            start=rule.initial_average,
-            correction=rule.correction,
-            dead="out" if rule.dead_coordinates == "exclude" else "zero",
-            reduction=rule.loss_reduction,
-            estimator=rule.estimator,
-            seed=self.seed,
-            batch_dim=rule.batch_dim,
-            parameters=rule.parameters,
-            process_group=group,
-            **more,
-        )
+        arguments = evidence_arguments(rule, window)
+        return EvidenceStopping(model, seed=self.seed, process_group=group, **arguments)
 
     def _make_validation(
         self, model: nn.Module, rule: Validation, loss_fn: Any, batch_loss: Any
     ) -> Any:
         if (loss_fn is None) == (batch_loss is None):
             raise HeldinError(f"{NAME}: give either loss_fn or batch_loss")
-        patience = 5 if self._patience == "default" else self._patience
+        patience = 5 if self._default_patience else self._patience
         if not isinstance(patience, int):
             raise HeldinError(
-                f"{NAME}: with rules.Validation, patience is a number of checks, got {patience!r}"
+                f"{NAME}: with rules.Validation, patience is a number of epochs, got {patience!r}"
             )
+        if rule.check_every is not None and not self._default_patience:  # it counts checks
+            if self._loader is None:
+                raise HeldinError(
+                    f"{NAME}: rules.Validation(check_every=...) needs the DataLoader of the loop "
+                    "as data, to know how many checks the epochs of patience have"
+                )
+            patience = math.ceil(patience * len(self._loader) / rule.check_every)
         device = next(model.parameters()).device
 
         def loss() -> float:
@@ -295,45 +303,28 @@ class EarlyStopping:
         """Refuse arguments that would be ignored."""
         if options:
             name = next(iter(options))
-            raise HeldinError(f"{NAME}: {name} has no effect with rule {rule!r}; leave it out")
-
-    def _in_steps(self, epoch_steps: int | None) -> Patience | None:
-        """Return the patience of the rule, as far as the number of steps in an epoch is known."""
-        if self._patience == "default":
-            return PATIENCE
-        if isinstance(self._patience, int):
-            if epoch_steps is None:
-                return None
-            return Patience(1.0, self._patience * epoch_steps, CHECKS)
-        assert self._patience is None or isinstance(self._patience, Patience)
-        return self._patience
+            raise HeldinError(
+                f"{NAME}: {name} has no effect with rule {rule!r}; leave it out, or use "
+                "rule='folds'"
+            )
 
     # -- following the optimiser
 
     def _follow(self, optimizer: Optimizer) -> None:
-        alive = weakref.ref(self)  # hooks keep no lost object alive
-
-        def before(optimizer: Any, args: Any, kwargs: Any) -> None:
-            stopping = alive()
-            if stopping is not None:
-                stopping._before_step(_has_closure(args, kwargs))
-
-        def after(optimizer: Any, args: Any, kwargs: Any) -> None:
-            stopping = alive()
-            if stopping is not None:
-                stopping._after_step()
-
-        handles = [
-            optimizer.register_step_pre_hook(before),
-            optimizer.register_step_post_hook(after),
+        self._removals = [
+            call_at_steps(self._before_step, optimizer),
+            call_at_steps(self._after_step, optimizer, after=True),
         ]
-        self._release = weakref.finalize(self, _remove, handles)
 
-    def _before_step(self, with_closure: bool) -> None:
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Form the value of evidence, whose weights are those before the step."""
+        if not is_inner_step(optimizer):
+            self._facts.note_step()
         if not isinstance(self._inner, EvidenceStopping) or self._inner.should_stop:
             return
-        if with_closure:
+        if is_inner_step(optimizer):
+            return
+        if _has_closure(args, kwargs):
             raise HeldinError(
                 f"{NAME}: with rule='evidence' the gradients must be there before "
                 "optimizer.step(); call backward() before it, not in a closure"
@@ -342,8 +333,18 @@ class EarlyStopping:
         if stops and self._model is not None:
             self._stopped_weights = _weights(self._model)
 
-    def _after_step(self) -> None:
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if is_inner_step(optimizer):
+            return
         self._step += 1
+        self._failed = True  # until the step was followed
+        self._follow_step()
+        self._failed = False
+        self._facts.note_step()
+        if self._progress is not None:
+            self._progress.show(self._step)
+
+    def _follow_step(self) -> None:
         inner = self._inner
         if isinstance(inner, EvidenceStopping):
             return
@@ -353,10 +354,17 @@ class EarlyStopping:
             if every is not None and self._step % every == 0 and not inner.should_stop:
                 inner.step()
             return
+        if self._train_step is not None:
+            if not self._training:
+                raise HeldinError(
+                    f"{NAME}: the optimiser stepped outside of train_step, and shadows would not "
+                    "follow; call stopping.train(batch) in place of your own step"
+                )
+            return
         batches, self._batches = self._batches, []
         if not batches:
             inner.step()
-        elif isinstance(inner, ShadowModels) and not isinstance(inner._team, StackedShadows):
+        elif isinstance(inner, FoldStopping) and not isinstance(inner._backend, StackedShadows):
             for batch, indices in batches:
                 inner.add_batch(batch, indices)
             inner.step()
@@ -375,44 +383,96 @@ class EarlyStopping:
         """
         self._batches.append((batch, indices))
 
+    def train(self, batch: Any) -> Any:
+        """Call `train_step(batch)` for the model and then for its shadows.
+
+        Args:
+            batch: as the loader given as data returned it.
+
+        Returns:
+            What `train_step` returned for the model.
+        """
+        self._opened("train")
+        if self._train_step is None:
+            raise HeldinError(
+                f"{NAME}.train: it calls the function given as train_step, and there is none; pass "
+                "heldin.EarlyStopping(..., train_step=function)"
+            )
+        announced, self._batches = self._batches, []
+        self._training = True
+        try:
+            if not isinstance(self._inner, FoldStopping):
+                return self._train_step(batch)
+            indices = announced[-1][1] if announced else None
+            return self._inner.train_on(batch, indices)
+        finally:
+            self._training = False
+
+    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a function in place of the model's forward pass, and return its result.
+
+        For rule="evidence" and training steps that do not call the model itself but a method of it:
+        `loss = stopping.call(flow.loss, inputs, condition).mean()`. Samples are counted by the
+        arguments. With other rules it is a plain call.
+
+        Args:
+            function: uses the parameters of the model.
+            args, kwargs: of the function.
+        """
+        if isinstance(self._inner, EvidenceStopping):
+            return self._inner.call(function, *args, **kwargs)
+        return function(*args, **kwargs)
+
     def step(self) -> bool:
         """Return `should_stop`, for loops that ask after every step."""
         return self.should_stop
 
     # -- loops
 
-    def epochs(self, max_epochs: int) -> Iterator[int]:
+    def epochs(self, max_epochs: int, *, progress: bool = False) -> Iterator[int]:
         """Yield epoch numbers until the rule stops; then restore the best weights and close.
 
         Args:
             max_epochs: largest number of epochs.
+            progress: whether to show losses and the latest stop: as a bar on a terminal and in
+                notebooks, if tqdm is installed, else as lines.
         """
         check_int(NAME, "max_epochs", max_epochs, 1)
         self._opened("epochs")
+        self._show(progress, max_epochs)
         try:
-            for epoch in range(len(self._epoch_ends), max_epochs):
+            for epoch in range(len(self._facts.epoch_ends), max_epochs):
                 yield epoch
                 self._end_epoch()
                 if self.should_stop:
                     break
-        except GeneratorExit:  # the loop was left by break
-            self._end_epoch()
-            self._finish()
+        except GeneratorExit:  # the loop was left by break, or by an error
+            if self._failed:
+                self.close()
+            else:
+                self._end_epoch()
+                self._finish()
             raise
         self._finish()
 
+    def _show(self, progress: bool, max_epochs: int) -> None:
+        if progress:
+            self._progress = RunProgress(self._inner, self._facts, max_epochs)
+
     def _end_epoch(self) -> None:
-        first = self._epoch_ends[-1] if self._epoch_ends else 0
+        first = self._facts.epoch_ends[-1] if self._facts.epoch_ends else 0
         if self._step > first:
-            self._epoch_ends.append(self._step)
-            if isinstance(self._inner, PathStopping) and isinstance(self._patience, int):
-                self._inner.patience = self._in_steps(self._step - first)
+            self._facts.epoch_ends.append(self._step)
+            if isinstance(self._inner, PathStopping):
+                self._inner.epoch_steps = self._step - first
         if isinstance(self._inner, ValidationStopping) and not self._inner.should_stop:
             assert isinstance(self.rule, Validation)
             if self.rule.check_every is None:
                 self._inner.step()
 
     def _finish(self) -> None:
+        if self._model is None:  # closed on the way, after an error for instance
+            return
         if self._step:
             self.restore()
         self.close()
@@ -423,16 +483,24 @@ class EarlyStopping:
         max_epochs: int = 1000,
         *,
         generator: torch.Generator | None = None,
+        progress: bool = False,
+        shuffle: bool = True,
+        on_epoch: Callable[[EarlyStopping], Any] | None = None,
     ) -> EarlyStopping:
         """Train the model until the rule stops, and restore the best weights.
 
-        Small networks on tensors train in one stack with their shadows. For models that need more
-        than a loss and a step, write the loop.
+        Small networks on tensors train in one stack with their shadows. Every other model takes
+        `train_step`, or plain steps: loss, backward, step. On tensors its shadows (light ones
+        aside) train first, and the model as far as its weights are wanted: the result is the same.
 
         Args:
             batch_size: rows in a minibatch (default: all rows; a DataLoader has its own).
             max_epochs: largest number of epochs.
             generator: of the order of the rows.
+            progress: see `epochs`.
+            shuffle: whether each epoch has a new random order (a DataLoader has its own).
+            on_epoch: a function of this object, called after every epoch, for models that train in
+                one stack with their shadows; the model has the weights of that moment.
 
         >>> import heldin, torch
         >>> _ = torch.manual_seed(0)
@@ -447,23 +515,114 @@ class EarlyStopping:
         self._opened("fit")
         check_int(NAME, "max_epochs", max_epochs, 1)
         inner = self._inner
-        if not isinstance(inner, ShadowModels) or not isinstance(inner._team, StackedShadows):
-            raise HeldinError(
-                f"{NAME}.fit: it trains networks on tensors with loss_fn by folds, and this run "
-                "has another engine; write the loop: for epoch in stopping.epochs(...)"
-            )
+        if not isinstance(inner, FoldStopping) or not isinstance(inner._backend, StackedShadows):
+            if on_epoch is not None or not shuffle:
+                raise HeldinError(
+                    f"{NAME}.fit: on_epoch and shuffle=False are for models that train in one "
+                    "stack with their shadows; write the loop: for epoch in stopping.epochs(...)"
+                )
+            self._fit_plainly(batch_size, max_epochs, generator, progress)
+            return self
         rows = inner._count
         if self._loader is not None:
             steps = len(self._loader)
         else:
             steps = -(-rows // (batch_size or rows))
-        if isinstance(self._patience, int):
-            inner.patience = self._in_steps(steps)
-        inner.train(batch_size, max_steps=max_epochs * steps, generator=generator)
+        inner.epoch_steps = steps
+        self._show(progress, max_epochs)
+
+        def after_epoch() -> None:
+            self._step = inner._step
+            self._facts.epoch_ends.append(self._step)
+            if self._progress is not None:
+                self._progress.show(self._step)
+            if on_epoch is not None:
+                inner._give_back()
+                on_epoch(self)
+
+        self._facts.note_step()
+        inner.train(
+            batch_size,
+            max_steps=max_epochs * steps,
+            shuffle=shuffle,
+            generator=generator,
+            after_epoch=after_epoch,
+        )
         self._step = inner._step
-        self._epoch_ends = [*range(steps, self._step + 1, steps)]
+        self._facts.note_step()
         self._finish()
         return self
+
+    def _start_shadows(self, weights: Sequence[Mapping[str, Tensor]]) -> None:
+        """Let stacked shadows start with weights of their own, and repeat the check at step 0.
+
+        For the estimators, whose networks start at a constant: that of a shadow must not contain
+        the targets of rows that it does not see.
+        """
+        self._inner._stacked("fit").start_at(weights)
+        follow_outputs(self._inner, None, None, None, "loss", None, "auto")
+
+    def _fit_plainly(
+        self,
+        batch_size: int | None,
+        max_epochs: int,
+        generator: torch.Generator | None,
+        progress: bool,
+    ) -> None:
+        """Train in a plain loop."""
+        if self._data is None or (self._loss is None and self._train_step is None):
+            raise HeldinError(
+                f"{NAME}.fit: it needs data, and loss_fn, batch_loss or train_step; or write the "
+                "loop: for epoch in stopping.epochs(...)"
+            )
+        model, optimizer = self._opened("fit"), self._opened_optimizer()
+        loader = self._loader
+        if loader is None:
+            rows = self._data if isinstance(self._data, Dataset) else TensorDataset(*self._data)
+            size = batch_size or len(rows)  # type: ignore[arg-type]
+            if generator is None:  # a stream that draws of the model do not move
+                seed = int(torch.empty((), dtype=torch.int64).random_())
+                generator = torch.Generator().manual_seed(seed)
+            order = RandomSampler(rows, generator=generator)  # type: ignore[arg-type]
+            loader = DataLoader(rows, size, sampler=order)
+        elif batch_size is not None or generator is not None:
+            raise HeldinError(
+                f"{NAME}.fit: data is a DataLoader, which has its own batch size and order; leave "
+                "batch_size and generator out"
+            )
+        device, inner = next(model.parameters()).device, self._inner
+        ahead: list[Tensor] = []  # rows of the steps that shadows have taken before the model
+
+        def take_step(batch: Any) -> None:
+            assert self._loss is not None
+            optimizer.zero_grad()
+            self._loss(model, to_device(batch, device)).backward()
+            optimizer.step()
+
+        fixed = isinstance(loader.dataset, TensorDataset)
+        self._show(progress, max_epochs)
+        for _ in range(len(self._facts.epoch_ends), max_epochs):
+            for batch, index in _numbered_batches(loader, self._loader is None):
+                leads = fixed and isinstance(inner, FoldStopping) and inner.may_lead
+                if leads and index is not None:
+                    inner.lead(batch, index)
+                    self._step += 1
+                    self._facts.note_step()
+                    if self._progress is not None:
+                        self._progress.show(self._step)
+                    ahead.append(index)
+                else:
+                    if index is not None:
+                        self.note_batch(batch, index)
+                    (take_step if self._train_step is None else self.train)(batch)
+                if self.should_stop:
+                    break
+            self._end_epoch()
+            if self.should_stop:
+                break
+        if ahead:
+            inner.catch_up(lambda index: take_step(_rows_of(loader, index.tolist())), ahead)
+        self._finish()
 
     def __enter__(self) -> EarlyStopping:
         return self
@@ -482,6 +641,12 @@ class EarlyStopping:
             self.close()
 
     # -- results
+
+    def _followed(self) -> Any:
+        return self._inner
+
+    def _trained(self) -> nn.Module | None:
+        return self._trained_model()
 
     @property
     def should_stop(self) -> bool:
@@ -510,34 +675,11 @@ class EarlyStopping:
         return self._inner.history
 
     @property
-    def best_step(self) -> int | None:
-        """The step whose weights are restored (with averaging: the lowest estimate)."""
-        if isinstance(self._inner, EvidenceStopping):
-            return None if self.stopped_step is None else self.stopped_step - 1
-        step: int | None = self._inner.best_step
-        return step
-
-    @property
     def best_epoch(self) -> int | None:
         """The epoch, from 0 on, in which the best step lies; None if epochs are not known."""
-        if self.best_step is None or not self._epoch_ends:
+        if self.best_step is None or not self._facts.epoch_ends:
             return None
-        return bisect.bisect_left(self._epoch_ends, self.best_step)
-
-    @property
-    def estimates(self) -> dict[str, Interval]:
-        """The estimated test loss, by the name "loss", with its interval.
-
-        The interval is two standard errors wide to each side. rule="evidence" estimates no loss.
-        """
-        inner = self._inner
-        if isinstance(inner, PathStopping):
-            value, error = inner.estimate, 2 * inner.standard_error
-            coverage = COVERAGE.get(inner.history.rule, {}).get(2)
-            return {"loss": Interval(value, value - error, value + error, coverage)}
-        if isinstance(inner, ValidationStopping) and inner.best_step is not None:
-            return {"loss": Interval(inner.best_loss, math.nan, math.nan)}
-        return {}
+        return bisect.bisect_left(self._facts.epoch_ends, self.best_step)
 
     def metrics(self) -> dict[str, float]:
         """Return the state as a flat mapping for any tracker."""
@@ -557,15 +699,15 @@ class EarlyStopping:
                 for name, value in _state(model):
                     value.copy_(weights[name])
 
-    def report(self, path: str | Path) -> Path:
-        """Write a page about the run: curves, decision, settings, cost, and what to try."""
-        written: Path = self._inner.report(path)
-        return written
+    def _repr_html_(self) -> str:
+        return self.report()._repr_html_()
 
     def __repr__(self) -> str:
-        estimate = self.estimates.get("loss")
-        loss = "" if estimate is None else f", test loss {estimate.value:.4g}"
-        return f"<heldin.EarlyStopping({self.rule!r}): {self.reason}{loss}>"
+        inner, values = self._inner, ""
+        if isinstance(inner, PathStopping):
+            numbers = {"test loss": inner.estimate, **inner.metric_values()}
+            values = "".join(f", {name} {value:.4g}" for name, value in numbers.items())
+        return f"<heldin.EarlyStopping({self.rule!r}): {self.reason}{values}>"
 
     # -- saving and closing
 
@@ -575,7 +717,7 @@ class EarlyStopping:
             "heldin": "EarlyStopping",
             "rule": self._inner.state_dict(),
             "step": self._step,
-            "epoch_ends": list(self._epoch_ends),
+            "epoch_ends": list(self._facts.epoch_ends),
             "stopped_weights": dict(self._stopped_weights or {}),
         }
 
@@ -588,12 +730,18 @@ class EarlyStopping:
                 "state_dict() returned"
             )
         self._inner.load_state_dict(state["rule"])
-        self._step, self._epoch_ends = int(state["step"]), list(state["epoch_ends"])
+        self._step, self._facts.epoch_ends = int(state["step"]), list(state["epoch_ends"])
         self._stopped_weights = dict(state["stopped_weights"]) or None
 
     def close(self) -> None:
         """Remove all hooks and release the model. Results remain available."""
-        self._release()
+        for remove in self._removals:
+            remove()
+        if self._optimizer is not None:
+            self._facts.note_rates(self._optimizer)
+        if self._progress is not None:
+            self._progress.close()
+            self._progress = None
         self._inner.close()
         self._model = self._optimizer = self._loader = None
 
@@ -615,6 +763,68 @@ def _check_model(model: Any) -> None:
         )
 
 
+def _as_batch_loss(loss_fn: Any, batch_loss: Any) -> Callable[[nn.Module, Any], Tensor] | None:
+    """Return the loss as a function of model and batch."""
+    if batch_loss is not None or loss_fn is None:
+        function: Callable[[nn.Module, Any], Tensor] | None = batch_loss
+        return function
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        *inputs, targets = batch
+        value: Tensor = loss_fn(model(*inputs), targets)
+        return value
+
+    return loss
+
+
+def _check_train_step(train_step: Any, state: Sequence[Any]) -> Callable[[Any], Any] | None:
+    if train_step is not None and not callable(train_step):
+        raise HeldinError(f"{NAME}: train_step must be a function of a batch, got {train_step!r}")
+    if state and train_step is None:
+        raise HeldinError(f"{NAME}: state has no effect without train_step; leave it out")
+    if not isinstance(state, (list, tuple)):
+        raise HeldinError(f"{NAME}: state must be a list of objects, got {type(state).__name__}")
+    for each in state:
+        if not isinstance(each, nn.Module) and not hasattr(each, "load_state_dict"):
+            raise HeldinError(
+                f"{NAME}: state must hold modules, or objects with state_dict and load_state_dict, "
+                f"got a {type(each).__name__}"
+            )
+    result: Callable[[Any], Any] | None = train_step
+    return result
+
+
+def _check_average(average: Any, train_step: Any) -> None:
+    if average is None:
+        return
+    if not isinstance(average, nn.Module):
+        raise HeldinError(
+            f"{NAME}: averaged_model must be a module, such as "
+            f"torch.optim.swa_utils.AveragedModel, got a {type(average).__name__}"
+        )
+    if train_step is None:
+        raise HeldinError(
+            f"{NAME}: averaged_model needs train_step, a function of a batch that takes the step "
+            "and updates the average, so that each shadow has an average of its own"
+        )
+
+
+def _numbered_batches(
+    loader: DataLoader[Any], numbered: bool
+) -> Iterator[tuple[Any, Tensor | None]]:
+    """Yield the batches of an epoch, with the numbers of their rows if the loader is ours."""
+    if not numbered:
+        yield from ((batch, None) for batch in loader)
+        return
+    assert loader.batch_sampler is not None
+    for index in loader.batch_sampler:
+        yield _rows_of(loader, index), torch.tensor(index)
+
+
+def _rows_of(loader: DataLoader[Any], index: Sequence[int]) -> Any:
+    return loader.collate_fn([loader.dataset[i] for i in index])
+
+
 def _check_optimizer(optimizer: Any) -> Optimizer:
     inner = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps the real one
     if isinstance(inner, (list, tuple)):
@@ -628,26 +838,6 @@ def _check_optimizer(optimizer: Any) -> Optimizer:
             "order is EarlyStopping(model, optimizer, loss_fn, data)"
         )
     return inner
-
-
-def _check_patience(patience: Any) -> Any:
-    if patience == "default" or patience is None or isinstance(patience, Patience):
-        return patience
-    if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
-        raise HeldinError(
-            f"{NAME}: patience must be a number of epochs >= 1, a heldin.Patience, or None to "
-            f"never stop, got {patience!r}"
-        )
-    return patience
-
-
-def _path_options(rule: Folds | LeaveOneOut) -> dict[str, Any]:
-    return {
-        "average": rule.average,
-        "grid": rule.check_spacing,
-        "memory": rule.snapshot_memory,
-        "resamples": rule.resamples,
-    }
 
 
 def _batches(data: Any) -> Any:
@@ -668,8 +858,3 @@ def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in _state(model)}
-
-
-def _remove(handles: list[Any]) -> None:
-    for handle in handles:
-        handle.remove()
