@@ -1,138 +1,211 @@
-"""heldin in plain loops with an `Accelerator`: `AutoStopping`, or `EvidenceStopping`."""
+"""heldin in plain loops with an `Accelerator`: `EarlyStopping`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import TracebackType
-from typing import Any, Literal
+import weakref
+from collections.abc import Mapping
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from heldin.capture.arguments import BatchDim
-from heldin.capture.collector import BUDGET, Estimator
-from heldin.criterion.evidence import Across, Correction, Dead, Groups
-from heldin.rules.evidence import EvidenceStopping as Stopping
-
-from .adapters.session import StoppingSession, flat_metrics, missing_framework
-from .adapters.settings import chosen, refuse_stranger, spelled_out
-from .rules.ranks import ProcessGroup
+from .adapters.arguments import check_type, missing_framework, strict_kwargs
+from .adapters.stopping import FrameworkStopping
+from .errors import HeldinError
+from .rules.options import Rule
+from .shadows.held_out import BatchLoss
+from .shadows.replayed import Clip
 
 try:
     from accelerate import Accelerator
-
-    from .adapters.auto_accelerate import AutoStopping, Registered
+    from accelerate.utils import DistributedType
 except ImportError as error:
     raise missing_framework("Accelerate", "accelerate", error) from error
 
-__all__ = ["AutoStopping", "EvidenceStopping"]
+__all__ = ["EarlyStopping"]
 
-NAME = "heldin.accelerate.EvidenceStopping"
+NAME = "heldin.accelerate.EarlyStopping"
+# Every process has all weights.
+WHOLE = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 
-class EvidenceStopping:
-    """Stops a loop by evidence, all its processes in the same step.
+class EarlyStopping(FrameworkStopping):
+    """Stops a loop with an `Accelerator`, all its processes in the same step.
 
-    Call `step()` after `accelerator.backward(loss)` and before `optimizer.step()`. While gradients
-    are accumulated it returns False. The state is in the accelerator's checkpoints
-    (`save_state`, `load_state`).
+    Rules by an estimated test loss: call `step(batch)` for every batch, after `optimizer.step()`.
+    At the end of the `with` block the best weights are put into the model.
+
+    Evidence: call `step()` after `accelerator.backward(loss)` and before `optimizer.step()`; of the
+    arguments below, `optimizer`, `batch_loss` and `clip` are left out, and `loader` too, unless the
+    window is an epoch.
+
+    While gradients are accumulated, `step` returns False. The state is in the accelerator's
+    checkpoints (`save_state`, `load_state`).
 
     Args:
         accelerator: the accelerator of the loop.
-        model: the model, prepared or not.
-        patience: number of consecutive checks that must ask for a stop.
-        groups, smoothing and the others: see `heldin.EvidenceStopping`.
+        model, optimizer, loader: as `accelerator.prepare` gave them.
+        batch_loss: (model, batch) -> loss, as the loop has it, before it is divided by the number
+            of accumulated batches.
+        rule: "auto", "folds", "shadow", "evidence", or one of `heldin.rules`.
+        clip: how the loop clips gradients: the largest norm, or a function of the parameters.
+        restore: put the weights of the best estimate into the model at the end.
+        log_groups: `metrics()` also has the value of each group of parameters, for evidence.
+        others: see `heldin.EarlyStopping`.
 
     Attributes:
-        stopping: the `heldin.EvidenceStopping` behind it, with its history.
+        stopping: the rule behind it, with its history and estimate.
+        estimates, out_of_fold, temperature: results, see `heldin.EarlyStopping`.
 
     >>> import torch
     >>> from accelerate import Accelerator
-    >>> from heldin.accelerate import EvidenceStopping
+    >>> from heldin.accelerate import EarlyStopping
     >>> accelerator = Accelerator(cpu=True)
-    >>> model = torch.nn.Linear(4, 1)
-    >>> model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     >>> x = torch.randn(20, 4)
-    >>> with EvidenceStopping(accelerator, model) as stopping:
-    ...     for step in range(100):
-    ...         with accelerator.accumulate(model):
-    ...             accelerator.backward((model(x) - 1 - torch.randn(20, 1)).square().mean())
-    ...             if stopping.step():
-    ...                 break
-    ...             optimizer.step()
-    ...             optimizer.zero_grad()
-    >>> sorted(stopping.metrics())
-    ['heldin/armed', 'heldin/count', 'heldin/criterion', 'heldin/raw', 'heldin/should_stop']
+    >>> rows = torch.utils.data.TensorDataset(x, x[:, :1])
+    >>> model = torch.nn.Linear(4, 1)
+    >>> model, optimizer, loader = accelerator.prepare(
+    ...     model,
+    ...     torch.optim.SGD(model.parameters(), lr=0.1),
+    ...     torch.utils.data.DataLoader(rows, batch_size=5),
+    ... )
+    >>> def batch_loss(model, batch):
+    ...     return (model(batch[0]) - batch[1]).square().mean()
+    >>> with EarlyStopping(accelerator, model, optimizer, loader, batch_loss) as stopping:
+    ...     for batch in loader:
+    ...         accelerator.backward(batch_loss(model, batch))
+    ...         optimizer.step()
+    ...         optimizer.zero_grad()
+    ...         if stopping.step(batch):
+    ...             break
+    >>> 0 < stopping.metrics()["heldin/estimate"] < 3
+    True
     """
 
-    @spelled_out
+    name = NAME
+
+    @strict_kwargs(extends=FrameworkStopping.__init__)
     def __init__(
         self,
         accelerator: Accelerator,
         model: nn.Module,
-        patience: int = 1,
+        optimizer: Any = None,
+        loader: Any = None,
+        batch_loss: BatchLoss | None = None,
+        rule: str | Rule = "auto",
         *,
-        groups: Groups = "tensor",
-        smoothing: float = 0.9,
-        window: int = 1,
-        warmup: int = 0,
-        every: int = 1,
-        arming: float | None = 0.5,
-        across: Across = "median",
-        weighted: bool = True,
-        start: float | None = None,
-        correction: Correction = None,
-        dead: Dead = "out",
-        reduction: Literal["mean", "sum"] = "mean",
-        estimator: Estimator = "sampled",
-        budget: int = BUDGET,
-        seed: int = 0,
-        batch_dim: BatchDim = 0,
-        parameters: Callable[[str], bool] | None = None,
-        process_group: ProcessGroup = "auto",
-        history: int = 4096,
+        clip: Clip | None = None,
+        **options: Any,
     ) -> None:
-        refuse_stranger(NAME, "accelerator", accelerator, Accelerator, "the Accelerator")
-        refuse_stranger(NAME, "model", model, nn.Module, "the model that is trained")
-        self._run = StoppingSession(NAME, chosen(locals()))
+        check_type(NAME, "accelerator", accelerator, Accelerator, "the Accelerator")
+        check_type(NAME, "model", model, nn.Module, "the model that is trained")
+        super().__init__(rule, **options)
         self._accelerator = accelerator
-        self.stopping: Stopping = self._run.begin(accelerator.unwrap_model(model))
+        loss = None if batch_loss is None else DividedLoss(batch_loss, accelerator)
+        if self.by_evidence:
+            self._refuse_unused(batch_loss=batch_loss, clip=clip)
+        else:
+            if optimizer is None or loader is None or batch_loss is None:
+                raise HeldinError(
+                    f"{NAME}: optimizer, loader and batch_loss are needed, except for "
+                    "rule='evidence'"
+                )
+            _check_accelerator(accelerator)
+        self._run.follow(loader)
+        self._run.begin(
+            accelerator.unwrap_model(model),
+            optimizer,
+            loss,
+            loader,
+            clip=clip,
+            pools_ranks=True,
+            accumulated=accelerator.gradient_accumulation_steps,
+        )
         accelerator.register_for_checkpointing(Registered(self))
 
-    def step(self) -> bool:
-        """Close a training step; True if training should stop, in all processes alike."""
-        if not self._accelerator.sync_gradients:
-            return False
-        asked = torch.tensor(int(self.stopping.step()), device=self._accelerator.device)
-        return bool(self._accelerator.reduce(asked, reduction="sum").item() > 0)
+    def follow(self, loader: Any) -> None:
+        """Follow another loader over the same rows, as `accelerate.skip_first_batches` makes."""
+        self._run.follow(loader)
 
-    def metrics(self, groups: bool = False) -> dict[str, float]:
-        """For `accelerator.log`.
+    def step(self, batch: Any = None) -> bool:
+        """Follow a step of the loop; return True if training should stop, in all processes alike.
 
         Args:
-            groups: also the value of each group of parameters.
+            batch: the batch of the optimiser step just taken, as the loader gave it; not for
+                evidence.
         """
-        return flat_metrics(self.stopping, groups)
+        accelerator = self._accelerator
+        if self.by_evidence:
+            if not accelerator.sync_gradients:
+                return False
+            stops = torch.tensor(int(self.stopping.step()), device=accelerator.device)
+            return bool(accelerator.reduce(stops, reduction="sum").item() > 0)
+        if batch is None:
+            raise HeldinError(f"{NAME}.step: pass the batch, as the loader gave it: step(batch)")
+        self._run.add(batch)
+        return bool(self._run.step()) if accelerator.sync_gradients else False
 
-    def state_dict(self) -> dict[str, Any]:
-        """For the accelerator's checkpoints."""
-        return self._run.state_dict()
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on where the checkpoint was made."""
-        self._run.load_state_dict(state_dict)
+    def metrics(self) -> dict[str, float]:
+        """Return the values for `accelerator.log`."""
+        values: dict[str, float] = self._run.metrics()
+        return values
 
     def close(self) -> None:
-        """Watch no more. What was found stays readable."""
-        self._run.end()
+        """Put the best weights into the model, if the user wants it, and follow no more."""
+        self._conclude()
 
-    def __enter__(self) -> EvidenceStopping:
+    def __enter__(self) -> EarlyStopping:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._run.end()
+
+
+def _check_accelerator(accelerator: Accelerator) -> None:
+    """Refuse weights and losses that shadows do not follow."""
+    if accelerator.distributed_type not in WHOLE:
+        raise HeldinError(
+            f"{NAME}: {accelerator.distributed_type.value} divides the weights among the "
+            "processes, and shadows have them whole; use DistributedDataParallel, or "
+            "rule='evidence'"
+        )
+    if accelerator.scaler is not None:
+        raise HeldinError(
+            f"{NAME}: shadows do not scale their loss, as mixed_precision='fp16' needs; use 'bf16'"
+        )
+
+
+class DividedLoss:
+    """The loss of a batch, which `accelerator.backward` divides by the batches of a full step."""
+
+    def __init__(self, batch_loss: BatchLoss, accelerator: Accelerator) -> None:
+        self._loss, self._accelerator = batch_loss, accelerator
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        """Return the loss before it is divided."""
+        return self._loss(model, batch)
+
+    def shares(self, batches: list[Any]) -> list[float]:
+        """Return the factors of the losses, also where an epoch ends before a step is full."""
+        return [1.0 / self._accelerator.gradient_accumulation_steps] * len(batches)
+
+
+class Registered:
+    """A weak reference to the rule, which the accelerator would keep alive otherwise."""
+
+    def __init__(self, stopping: EarlyStopping) -> None:
+        self._stopping = weakref.ref(stopping)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state; nothing if the rule is gone."""
+        stopping = self._stopping()
+        return {} if stopping is None else stopping.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load the state, if the rule is still there."""
+        stopping = self._stopping()
+        if stopping is not None:
+            stopping.load_state_dict(state_dict)

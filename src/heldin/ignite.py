@@ -1,186 +1,167 @@
-"""heldin in PyTorch-Ignite: `AutoStopping(model, optimizer, loss_fn).attach(trainer)`."""
+"""heldin in PyTorch-Ignite: `EarlyStopping(model, optimizer, loss_fn).attach(trainer)`."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
-from heldin.capture.arguments import BatchDim
-from heldin.capture.collector import BUDGET, Estimator
-from heldin.criterion.evidence import Across, Correction, Dead, Groups
-from heldin.rules.evidence import EvidenceStopping as Stopping
+from heldin.shadows.losses import LossFunction
 
-from .adapters.epochs import Epochs
-from .adapters.session import (
-    BeforeStep,
-    MethodWrapper,
-    StoppingSession,
-    flat_metrics,
-    forget_gradients,
-    missing_framework,
-)
-from .adapters.settings import chosen, refuse_stranger, spelled_out
-from .rules.ranks import ProcessGroup
+from .adapters.arguments import check_type, missing_framework, strict_kwargs
+from .adapters.patches import MethodWrapper
+from .adapters.stopping import FrameworkStopping
+from .errors import HeldinError
+from .rules.options import Rule
+from .shadows.held_out import BatchLoss
+from .shadows.replayed import Clip
 
 try:
     from ignite.engine import Engine, Events
-
-    from .adapters.auto_ignite import AutoStopping
 except ImportError as error:
     raise missing_framework("PyTorch-Ignite", "ignite", error) from error
 
-__all__ = ["AutoStopping", "EvidenceStopping"]
+__all__ = ["EarlyStopping"]
 
-logger = logging.getLogger(__name__)
-NAME = "heldin.ignite.EvidenceStopping"
+NAME = "heldin.ignite.EarlyStopping"
 
 
-class EvidenceStopping:
-    """Terminates a trainer by evidence, in the middle of an epoch if need be; no evaluator.
+class EarlyStopping(FrameworkStopping):
+    """Terminates a trainer without an evaluator, in the middle of an epoch if need be.
 
-    The evidence is weighed right before the optimiser steps, however many iterations its gradients
+    Rules by an estimated test loss: the model trains on all rows. Shadows of it train beside it,
+    each without some of the rows, and their loss on these is the estimate. It is in
+    `trainer.state.metrics` as `heldin/estimate` and `heldin/standard_error`. The trainer runs over
+    a DataLoader; its optimiser may step once in several iterations. The best weights are put into
+    the model at the end.
+
+    Evidence: it is formed right before the optimiser steps, however many iterations its gradients
     were accumulated over, and the step that asks for the stop leaves the weights as they are.
-    Values are in `trainer.state.metrics` as `heldin/criterion` and others, for Ignite's loggers.
+    Values are in `trainer.state.metrics` as `heldin/criterion` and others.
+
     The state goes into a `Checkpoint` like that of a model: `Checkpoint({"stopping": stopping})`.
+    `trainer.interrupt()` is a pause, after which the rule continues.
 
     Args:
         model: the model that the trainer trains.
-        patience: number of consecutive checks that must ask for a stop.
-        log_groups: also give the value of each group of parameters.
-        window: number of steps whose sums add up before a value is formed; "epoch": those of an
-            epoch, by the number of its batches, which is better on few data.
-        groups, smoothing and the others: see `heldin.EvidenceStopping`.
+        optimizer: the optimiser that trains it.
+        loss_fn: (outputs, targets) -> loss, of batches (inputs ..., targets).
+        rule: "auto", "folds", "shadow", "evidence", or one of `heldin.rules`.
+        batch_loss: (model, batch) -> loss, in place of loss_fn, for any batch.
+        clip: how the trainer clips gradients: the largest norm, or a function of the parameters.
+        restore: put the weights of the best estimate into the model at the end.
+        log_groups: also give the value of each group of parameters, for evidence.
+        others: see `heldin.EarlyStopping`.
 
     Attributes:
-        stopping: the `heldin.EvidenceStopping` of the last run, with its history.
+        stopping: the rule of the last run, with its history and estimate.
+        estimates, out_of_fold, temperature: results, see `heldin.EarlyStopping`.
 
     >>> import torch
     >>> from ignite.engine import create_supervised_trainer
-    >>> from heldin.ignite import EvidenceStopping
-    >>> model = torch.nn.Linear(4, 2)
+    >>> from heldin.ignite import EarlyStopping
+    >>> model, loss_fn = torch.nn.Linear(4, 2), torch.nn.functional.cross_entropy
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    >>> trainer = create_supervised_trainer(model, optimizer, torch.nn.functional.cross_entropy)
-    >>> stopping = EvidenceStopping(model, patience=3).attach(trainer)
+    >>> trainer = create_supervised_trainer(model, optimizer, loss_fn)
+    >>> stopping = EarlyStopping(model, optimizer, loss_fn, budget=4).attach(trainer)
     """
 
-    @spelled_out
+    name = NAME
+    _logger = logging.getLogger("heldin.ignite")
+    _paused = False
+
+    @strict_kwargs(extends=FrameworkStopping.__init__)
     def __init__(
         self,
         model: nn.Module,
-        patience: int = 1,
-        log_groups: bool = False,
+        optimizer: Optimizer | None = None,
+        loss_fn: LossFunction | None = None,
+        rule: str | Rule = "auto",
         *,
-        groups: Groups = "tensor",
-        smoothing: float = 0.9,
-        window: int | Literal["epoch"] = 1,
-        warmup: int = 0,
-        every: int = 1,
-        arming: float | None = 0.5,
-        across: Across = "median",
-        weighted: bool = True,
-        start: float | None = None,
-        correction: Correction = None,
-        dead: Dead = "out",
-        reduction: Literal["mean", "sum"] = "mean",
-        estimator: Estimator = "sampled",
-        budget: int = BUDGET,
-        seed: int = 0,
-        batch_dim: BatchDim = 0,
-        parameters: Callable[[str], bool] | None = None,
-        process_group: ProcessGroup = "auto",
-        history: int = 4096,
+        batch_loss: BatchLoss | None = None,
+        clip: Clip | None = None,
+        **options: Any,
     ) -> None:
-        refuse_stranger(NAME, "model", model, nn.Module, "the model that is trained")
-        self._run = StoppingSession(NAME, chosen(locals()))
-        self.log_groups = log_groups
-        self._model = model
-        self._before: BeforeStep | None = None
-        self._epochs = Epochs(NAME)
-        self._interrupted = False
+        check_type(NAME, "model", model, nn.Module, "the model that is trained")
+        super().__init__(rule, **options)
+        self._model, self._optimizer, self._clip = model, optimizer, clip
+        self._loss = batch_loss or partial(_batch_loss, loss_fn)
+        if self.by_evidence:
+            self._refuse_unused(loss_fn=loss_fn, batch_loss=batch_loss, clip=clip)
+            return
+        check_type(NAME, "optimizer", optimizer, Optimizer, "the one that trains the model")
+        if (loss_fn is None) == (batch_loss is None):
+            raise HeldinError(
+                f"{NAME}: give either loss_fn, a function of (outputs, targets), or batch_loss, a "
+                "function of (model, batch)"
+            )
 
-    @property
-    def stopping(self) -> Stopping | None:
-        """The `heldin.EvidenceStopping` of the last run, with its history."""
-        return self._run.stopping
-
-    def attach(self, trainer: Engine) -> EvidenceStopping:
-        """Watch the runs of a trainer."""
-        refuse_stranger(f"{NAME}.attach", "trainer", trainer, Engine, "the trainer, an Engine")
-        trainer.add_event_handler(Events.STARTED, self._begin)
-        trainer.add_event_handler(Events.INTERRUPT, self._interrupt)
-        trainer.add_event_handler(Events.ITERATION_STARTED, self._iterating)
-        trainer.add_event_handler(Events.ITERATION_COMPLETED, self._iterated)
-        trainer.add_event_handler(Events.EPOCH_STARTED, self._begin_epoch)
-        trainer.add_event_handler(Events.EPOCH_COMPLETED, self._end_epoch)
-        for event in (Events.COMPLETED, Events.TERMINATE):
-            trainer.add_event_handler(event, self._end)
-        MethodWrapper(trainer, "run", partial(self._around, trainer))
+    def attach(self, trainer: Engine) -> EarlyStopping:
+        """Follow the runs of a trainer."""
+        check_type(f"{NAME}.attach", "trainer", trainer, Engine, "the trainer, an Engine")
+        trainer.add_event_handler(Events.STARTED, self._start)
+        trainer.add_event_handler(Events.INTERRUPT, self._pause)
+        trainer.add_event_handler(Events.EPOCH_COMPLETED, self._run.end_epoch)
+        MethodWrapper(trainer, "_process_function", self._iterate)
+        MethodWrapper(trainer, "run", partial(self._run_trainer, trainer))
         return self
 
-    def _around(self, trainer: Engine, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A run of the trainer, whichever way it ends."""
-        if self._interrupted:  # it goes on where it was, without an event
-            self._begin(trainer)
+    def _run_trainer(
+        self, trainer: Engine, run: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run the trainer, and end the session whichever way the run ends."""
+        if self._paused and self.by_evidence:  # a continued run has no event
+            self._start(trainer)
+        self._paused = False
         try:
-            return run(*args, **kwargs)
+            state = run(*args, **kwargs)
+            if not self._paused:
+                self._conclude()
         finally:
-            self._end(trainer)
+            if self.by_evidence or not self._paused:  # shadows follow the loader's iterator
+                self._run.end()
+        return state
 
-    def _interrupt(self, trainer: Engine) -> None:
-        self._interrupted = True
+    def _pause(self, trainer: Engine) -> None:
+        self._paused = True
 
-    def _begin(self, trainer: Engine) -> None:
-        if trainer.state.iteration:  # the run before goes on
-            self._run.load_state_dict(self._run.state_dict())
-        self._end(trainer)
-        self._interrupted = False
-        self._epochs.reset()
-        self._run.begin(self._model, trainer.state.epoch_length)
-        self._before = BeforeStep(self._model, lambda: self._weigh(trainer))
-
-    def _begin_epoch(self, trainer: Engine) -> None:
-        self._epochs.begin(self.stopping)
-
-    def _end_epoch(self, trainer: Engine) -> None:
-        self._epochs.end(self.stopping)
-
-    def _iterating(self, trainer: Engine) -> None:
-        self._epochs.batch()
-        if self._before is not None:
-            self._before.next_iteration()
-
-    def _weigh(self, trainer: Engine) -> bool:
-        stopping = self.stopping
-        if stopping is None or not stopping.watching:
-            return False
-        known = stopping.should_stop
-        if stopping.step():
-            forget_gradients(self._model.parameters())
-            trainer.terminate()
-            if not known:
-                logger.info(f"EvidenceStopping: Stop training ({stopping.reason})")
-        trainer.state.metrics.update(flat_metrics(stopping, self.log_groups))
-        return stopping.should_stop
-
-    def _iterated(self, trainer: Engine) -> None:
-        if self._before is not None and self._before.missed:  # it stepped with a closure
-            self._weigh(trainer)
-            self._before.missed = False
-
-    def _end(self, trainer: Engine) -> None:
+    def _start(self, trainer: Engine) -> None:
+        resumed = bool(trainer.state.iteration)
+        if resumed:
+            self._run.carry_over()
         self._run.end()
-        if self._before is not None:
-            self._before.close()
-        self._before = None
+        self._run.follow(trainer.state.dataloader)
+        self._begin(
+            self._model,
+            self._optimizer,
+            self._loss,
+            trainer.state.dataloader,
+            clip=self._clip,
+            resumed=resumed,
+            hook=True,
+            epoch_steps=trainer.state.epoch_length,
+        )
 
-    def state_dict(self) -> dict[str, Any]:
-        """For Ignite's `Checkpoint`."""
-        return self._run.state_dict()
+    def _iterate(self, process: Callable[..., Any], trainer: Engine, batch: Any) -> Any:
+        """Run an iteration, before all handlers that may save what it has changed."""
+        run = self._run
+        run.begin_batch()
+        output = process(trainer, batch)
+        if run.running:
+            run.add(batch)
+            stop = run.step()
+            trainer.state.metrics.update(run.metrics())
+            if stop:
+                trainer.terminate()
+                if run.just_stopped:
+                    self._announce(f"Stop training ({run.stopping.reason})")
+        return output
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on where the checkpoint was made."""
-        self._run.load_state_dict(state_dict)
+
+def _batch_loss(loss_fn: Any, model: nn.Module, batch: Any) -> Any:
+    *inputs, targets = batch
+    return loss_fn(model(*inputs), targets)

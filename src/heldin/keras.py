@@ -1,35 +1,33 @@
-"""heldin in Keras 3 on PyTorch: `model.fit(x, y, callbacks=[AutoStopping()])`."""
+"""heldin in Keras 3 on PyTorch: `model.fit(x, y, callbacks=[EarlyStopping()])`."""
 
 from __future__ import annotations
 
-import json
+import io
 import re
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
-from types import FrameType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
-from heldin.capture.arguments import BatchDim
-from heldin.capture.collector import BUDGET, Estimator
-from heldin.criterion.evidence import Across, Correction, Dead, Groups
-from heldin.rules.evidence import EvidenceStopping as Stopping
-
-from .adapters.epochs import Epochs
-from .adapters.session import Guard, MethodWrapper, StoppingSession, flat_metrics
-from .adapters.settings import chosen, spelled_out
+from ._private_torch import own_buffers, own_parameters
+from .adapters.arguments import strict_kwargs
+from .adapters.patches import OptimizerBridge, Patches, callers, local_variable
+from .adapters.session import BATCH_SIZE, unwrap_loader
+from .adapters.stopping import FrameworkStopping
 from .errors import HeldinError
-from .rules.ranks import ProcessGroup
-from .state.packed import packed, unpacked
+from .rules.options import Rule
 
 try:
     import keras
     import numpy as np
+    from keras.src.losses.losses import LossFunctionWrapper
     from keras.src.saving.keras_saveable import KerasSaveable
+    from keras.src.trainers.data_adapters.data_adapter_utils import unpack_x_y_sample_weight
 except ImportError as error:
     raise ImportError(
         f"heldin.keras needs Keras 3 on PyTorch ({error}): pip install 'heldin[keras]' and set "
@@ -42,240 +40,437 @@ if keras.backend.backend() != "torch":
         "KERAS_BACKEND=torch in the environment, before keras is imported"
     )
 
-from .adapters.auto_keras import AutoStopping, Watched
+__all__ = ["EarlyStopping"]
 
-__all__ = ["AutoStopping", "EvidenceStopping"]
-
-IN_TORCH = re.compile(r"/[\w.]*_torch_params\.")  # where PyTorch has the variables of a Keras model
+TORCH_PREFIX = re.compile(r"/[\w.]*_torch_params\.")  # of the variables of a Keras model
 
 
-class EvidenceStopping(keras.callbacks.Callback):
-    """Stops `fit` by evidence, in the middle of an epoch if need be; no validation data.
+class EarlyStopping(FrameworkStopping, keras.callbacks.Callback):
+    """Stops `fit` without validation data, in the middle of an epoch if need be.
 
-    The step that asks for the stop leaves the weights as they are. The criterion is in the logs of
-    batches and epochs, as `heldin/criterion`, for Keras' History and the callbacks that come later
-    in the list. Weights that are saved during training, by BackupAndRestore or ModelCheckpoint,
-    hold the state as well.
+    Rules by an estimated test loss: the model trains on all rows. Shadows of it train beside it by
+    the compiled loss and optimiser, each without some of the rows, and their loss on these is the
+    estimate, in the logs of batches and epochs as `heldin/estimate` and `heldin/standard_error`.
+    The best weights are put into the model at the end. Data are arrays, or a PyTorch DataLoader
+    over a map-style dataset. Clipping, schedules, weight decay, EMA and accumulated gradients of
+    the optimiser are followed.
+
+    Evidence: the step that asks for the stop leaves the weights as they are, and the criterion is
+    in the logs as `heldin/criterion`.
+
+    Weights that are saved during training, by BackupAndRestore or ModelCheckpoint, hold the state
+    as well.
 
     Args:
-        patience: number of consecutive checks that must ask for a stop.
-        verbose: 1: tell of the stop.
-        start_from_epoch: number of first epochs in which training is never stopped.
-        log_groups: also log the value of each group of parameters.
-        window: number of steps whose sums add up before a value is formed; "epoch": those of an
-            epoch, by the number of its batches, which is better on few data.
-        groups, smoothing and the others: see `heldin.EvidenceStopping`.
+        rule: "auto", "folds", "shadow", "evidence", or one of `heldin.rules`.
+        verbose: 1: print the chosen rule, and the reason of the stop.
+        start_from_epoch: number of first epochs in which evidence never stops training.
+        restore: put the weights of the best estimate into the model at the end.
+        log_groups: also log the value of each group of parameters, for evidence.
+        others: see `heldin.EarlyStopping`; predict is a function of the Keras model and a batch.
+            There are no eval_data, eval_loss and temperature.
 
     Attributes:
-        stopping: the `heldin.EvidenceStopping` of the last fit, with its history.
+        stopping: the rule of the last fit, with its history and estimate.
+        estimates, out_of_fold: results, see `heldin.EarlyStopping`.
         stopped_epoch: the epoch in which training was stopped, 0 if it was not.
 
-    >>> from heldin.keras import EvidenceStopping
-    >>> callback = EvidenceStopping(patience=3, start_from_epoch=2)
+    >>> from heldin.keras import EarlyStopping
+    >>> callback = EarlyStopping(budget=4)
     """
 
-    @spelled_out
+    _has_copies = False
+
+    @strict_kwargs(extends=FrameworkStopping.__init__)
     def __init__(
         self,
-        patience: int = 1,
+        rule: str | Rule = "auto",
+        *,
         verbose: int = 0,
         start_from_epoch: int = 0,
-        log_groups: bool = False,
-        *,
-        groups: Groups = "tensor",
-        smoothing: float = 0.9,
-        window: int | Literal["epoch"] = 1,
-        warmup: int = 0,
-        every: int = 1,
-        arming: float | None = 0.5,
-        across: Across = "median",
-        weighted: bool = True,
-        start: float | None = None,
-        correction: Correction = None,
-        dead: Dead = "out",
-        reduction: Literal["mean", "sum"] = "mean",
-        estimator: Estimator = "sampled",
-        budget: int = BUDGET,
-        seed: int = 0,
-        batch_dim: BatchDim = 0,
-        parameters: Callable[[str], bool] | None = None,
-        process_group: ProcessGroup = "auto",
-        history: int = 4096,
+        **options: Any,
     ) -> None:
-        options = chosen(locals())
-        super().__init__()
-        self._run = StoppingSession("EvidenceStopping", options)
-        self.verbose, self.start_from_epoch, self.log_groups = verbose, start_from_epoch, log_groups
-        self.stopped_epoch = 0
-        self._epoch = 0
-        self._detours: list[MethodWrapper] = []
-        self._epochs = Epochs("heldin.keras.EvidenceStopping")
-        self._guard = Guard(self._end)
-        self._due = False  # the fit that begins with the next epoch
+        super().__init__(rule, **options)
+        self.verbose, self.start_from_epoch = verbose, start_from_epoch
+        refused = {
+            "eval_data has no effect": self.eval_data is not None,
+            "eval_loss has no effect": self.eval_loss is not None,
+            "temperature=True would scale the last layer": options["temperature"] is True,
+        }
+        for reason in (reason for reason, is_set in refused.items() if is_set):
+            raise HeldinError(
+                f"{self.name}: {reason} in Keras, where the compiled loss is estimated on the rows "
+                "that fit was given; leave it out"
+            )
+        if start_from_epoch and not self.by_evidence:
+            raise HeldinError(
+                f"{self.name}: start_from_epoch is for rule='evidence'; other rules put the best "
+                "weights into the model, whenever they stop"
+            )
+        self.stopped_epoch = self._epoch = 0
+        self._patches = Patches(self._end)
+        self._starts = False  # whether the run begins with the next epoch
+        self._bridge: OptimizerBridge | None = None
+        self._data: Any = None  # Keras' data adapter
+        self._in_batches = False  # whether the dataset makes whole batches, and no rows
 
     @property
-    def stopping(self) -> Stopping | None:
-        """The `heldin.EvidenceStopping` of the last fit, with its history."""
-        return self._run.stopping
-
-    # -- the fit
+    def _place(self) -> str:
+        """The attribute of a model that holds the state."""
+        return "_heldin_state" if self.by_evidence else "_heldin_shadows"
 
     def set_model(self, model: Any) -> None:
         """Join the model, so that its weights are saved and restored with the state."""
         super().set_model(model)
-        left = getattr(model, "_heldin_state", None)
-        if left is not None:
-            left.callback._end()  # that of a fit that ended in an error
-        model._heldin_state = SavedWithWeights(self)
+        leftover = getattr(model, self._place, None)
+        if leftover is not None:
+            leftover.callback._end()  # of a fit that ended in an error
+        setattr(model, self._place, SavedWithWeights(self))
+
+    # -- the run
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Look out for errors."""
-        if self.model._heldin_state.callback is not self:
-            raise HeldinError("EvidenceStopping: there are two in this fit, but one state is saved")
-        if self.model.jit_compile:
+        """Follow the data of this fit, and watch for errors."""
+        model, optimizer = self.model, self.model.optimizer
+        if getattr(model, self._place).callback is not self:
+            raise HeldinError(f"{self.name}: there are two in this fit, but one state is saved")
+        if model.jit_compile:
             raise HeldinError(
-                "EvidenceStopping: gradients of single samples cannot be seen in a compiled model; "
-                "call model.compile with jit_compile=False"
+                f"{self.name}: steps of a compiled model cannot be followed; call model.compile "
+                "with jit_compile=False"
             )
-        self.stopped_epoch = 0
-        self._due = True
-        self._watch_fit()
+        scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+        if scales and not self.by_evidence:
+            raise HeldinError(
+                f"{self.name}: shadows do not scale their loss, as mixed_float16 needs; use "
+                "mixed_bfloat16"
+            )
+        self.stopped_epoch, self._starts = 0, True
+        self._data = self._watch_fit().data_adapter
 
-    def _begin(self) -> None:
-        self._due = False
-        self._epochs.reset()
-        self._guard.over(self.model, "train_function", "evaluate", "reset_metrics")
-        steps = (self.params or {}).get("steps")
-        inner = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
-        together = inner.gradient_accumulation_steps or 1
-        stopping = self._run.begin(self.model, steps / together if steps else None)
-        stopping._collector.keeps_all_passes = True  # the optimiser adds gradients up by itself
-        # Keras calls its layers past the hooks of PyTorch, and makes whole steps of its own
-        self._detours += [
-            MethodWrapper(self.model, "call", stopping.call),
-            MethodWrapper(self.model.optimizer, "apply", self._apply),
-        ]
-        for layer in self.model._flatten_layers():
-            if isinstance(layer, keras.layers.BatchNormalization):
-                self._detours.append(MethodWrapper(layer, "call", partial(in_one_piece, layer)))
-
-    def _watch_fit(self) -> None:
-        """Watch all that `fit` consists of, as nobody tells of an error in it."""
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:  # fit and the list of callbacks are known to the stack only
-            owner = frame.f_locals.get("self")
-            if isinstance(owner, keras.callbacks.CallbackList):
-                self._guard.over(owner, *(name for name in dir(owner) if name.startswith("on_")))
-            batches = frame.f_locals.get("epoch_iterator") if owner is self.model else None
-            if hasattr(batches, "_enumerate_iterator"):
-                self._detours.append(MethodWrapper(batches, "_enumerate_iterator", self._batches))
-                break
-            frame = frame.f_back
+    def _watch_fit(self) -> Any:
+        """Return the iterator of `fit`, and watch for errors, which callbacks do not get."""
+        batches = local_variable("epoch_iterator", "fit")
+        if not hasattr(batches, "_enumerate_iterator"):
+            raise HeldinError(f"{self.name}: it follows model.fit, and nothing else")
+        for owner in callers((keras.callbacks.CallbackList,)):
+            events = (name for name in dir(owner) if name.startswith("on_"))
+            self._patches.watch_methods(owner, *events)
+        self._patches.wrap(batches, "_enumerate_iterator", self._batches)
+        return batches
 
     def _batches(self, steps: Callable[[], Any]) -> Any:
-        watched = self._guard.watched
-        for first, last, data in Watched(steps(), watched):
-            yield first, last, Watched(data, watched)
+        for first, last, data in self._patches.items(steps()):
+            yield first, last, self._patches.items(data)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Watch the model: not before all callbacks have begun, which may fail."""
+        """Follow batches and steps: not before all callbacks have begun, which may fail."""
         self._epoch = epoch
-        if self._due:
-            self._begin()
-        self._epochs.begin(self.stopping)
+        if not self._starts:
+            return
+        self._starts = False  # Keras does not call the hooks of PyTorch
+        self._patches.watch_methods(self.model, "train_function", "evaluate", "reset_metrics")
+        self._patches.wrap(self.model, "train_step", self._train)
+        self._patches.wrap(self.model.optimizer, "apply", self._apply)
+        if self.by_evidence:
+            self._begin_evidence()
+        else:
+            follow = partial(self._patches.call, self._follow)
+            self._patches.wrap(self._data, "get_torch_dataloader", follow)
+
+    def _follow(self, load: Callable[[], Any]) -> Any:
+        """Follow the loader of an epoch, and begin the run if it is the first."""
+        loader = unwrap_loader(self.name, load())
+        self._run.follow(loader)
+        if self._run.running:
+            return loader
+        model, predict = self.model, self._output_options()["predict"]
+        view = Variables(model)
+        self._bridge = bridge_to(model.optimizer, view)
+        count, size = (getattr(self._data, name, None) for name in ("_num_samples", "batch_size"))
+        rows = in_rows(loader, count, size)
+        self._in_batches = rows is not loader
+        self._begin(
+            view,
+            self._bridge,
+            view.loss,
+            rows,
+            eval_loss=view.row_losses if view.has_row_losses else None,
+            predict=None if predict is None else partial(view.predict, predict),
+            targets=lambda batch: unpack_x_y_sample_weight(batch)[1],
+            resumed=int(model.optimizer.iterations) > 0,
+            in_grad=False,  # Keras sums them up in variables
+            epoch_steps=self._epoch_steps(),
+        )
+        return loader
+
+    def _begin_evidence(self) -> None:
+        stopping = self._begin(self.model, in_grad=False, epoch_steps=self._epoch_steps())
+        self._patches.wrap(self.model, "call", stopping.call)
+        for layer in self.model._flatten_layers():
+            if isinstance(layer, keras.layers.BatchNormalization):
+                self._patches.wrap(layer, "call", partial(fused_batch_norm, layer))
+
+    def _epoch_steps(self) -> float | None:
+        """Return the number of optimiser steps in an epoch, if it is known."""
+        steps = (self.params or {}).get("steps")
+        return steps / _accumulated(self.model.optimizer) if steps else None
+
+    def _train(self, step: Callable[..., Any], data: Any) -> Any:
+        """Train on a batch, and follow the step."""
+        self._run.begin_batch()
+        logs = step(data)
+        self._run.add(data, in_batches=self._in_batches)
+        if not self.by_evidence and self._run.step():
+            self._stop()
+        return logs
+
+    def _stop(self) -> None:
+        self.model.stop_training = True
+        self.stopped_epoch = self._epoch
 
     def _apply(self, apply: Callable[..., Any], gradients: Any, *args: Any, **kwargs: Any) -> Any:
-        """Weigh the evidence before gradients are applied, if they are and not accumulated."""
-        stopping, optimizer = self.stopping, self.model.optimizer
+        """Step, unless gradients are accumulated or evidence asks for the stop."""
+        optimizer, bridge = self.model.optimizer, self._bridge
         inner = getattr(optimizer, "inner_optimizer", optimizer)  # of one that scales the loss
-        together = inner.gradient_accumulation_steps or 1
-        due = (int(inner._iterations) + 1) % together == 0  # `iterations` counts the updates
-        if due and stopping is not None and stopping.watching:
-            stop = stopping.step()
-            if stop and self._epoch >= self.start_from_epoch:
-                self.stopped_epoch = self._epoch
-                self.model.stop_training = True
-                return None
-        return apply(gradients, *args, **kwargs)
+        # `iterations` counts the updates
+        due = (int(inner._iterations) + 1) % _accumulated(optimizer) == 0
+        if due and self._run.before_step() and self._epoch >= self.start_from_epoch:
+            self._stop()
+            return None
+        if bridge is not None:
+            bridge.param_groups[0]["lr"] = float(optimizer.learning_rate)
+        if not due or bridge is None:
+            return apply(gradients, *args, **kwargs)
+        weights = bridge.param_groups[0]["params"]
+        before = [w.grad for w in weights]
+        for weight, gradient in zip(weights, _step_gradients(optimizer, gradients), strict=True):
+            weight.grad = gradient
+        try:
+            return bridge.run(lambda: apply(gradients, *args, **kwargs))
+        finally:
+            for weight, gradient in zip(weights, before, strict=True):
+                weight.grad = gradient
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Log."""
-        self._epochs.batch()
-        self._log(logs)
+        """Add the values to the logs."""
+        self._add_to_logs(logs)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Log, and say so if nothing was seen."""
-        self._epochs.end(self.stopping)
-        self._log(logs)
+        """Add the values to the logs, and warn of an epoch in which nothing was observed."""
+        self._run.end_epoch()
+        self._add_to_logs(logs)
 
-    def _log(self, logs: Any) -> None:
-        if logs is not None and self.stopping is not None:
-            few = ("heldin/criterion", "heldin/group/")  # the rest would crowd the progress bar
-            for name, value in flat_metrics(self.stopping, self.log_groups).items():
-                if name.startswith(few):
-                    logs[IN_TORCH.sub("/", name)] = value
+    def _add_to_logs(self, logs: Any) -> None:
+        if logs is not None:
+            values = self._run.shown()  # others would crowd the progress bar
+            logs.update({TORCH_PREFIX.sub("/", name): value for name, value in values.items()})
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Watch no more."""
+        """Put the best weights into the model."""
+        self._conclude()
         self._end()
-        if self.verbose and self.stopping is not None and self.stopping.should_stop:
+        if self.verbose and self._run.should_stop:
             print(f"Epoch {self.stopped_epoch + 1}: early stopping ({self.stopping.reason})")
 
     def _end(self) -> None:
         self._run.end()
-        self._guard.close()
-        for detour in self._detours:
-            detour.close()
-        self._detours = []
-        if getattr(self.model, "_heldin_state", None) is not None:
-            del self.model._heldin_state
-
-    # -- saving
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state, to be kept by other means than the model's weights."""
-        return self._run.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there in the next fit."""
-        self._run.load_state_dict(state)
+        self._patches.close()
+        self._bridge = self._data = None
+        if getattr(self.model, self._place, None) is not None:
+            delattr(self.model, self._place)
 
 
-def in_one_piece(
+class SavedWithWeights(KerasSaveable):
+    """The state of a callback, saved and loaded with the weights of the model that it lies on."""
+
+    def __init__(self, callback: EarlyStopping) -> None:
+        self.callback = callback
+
+    def _obj_type(self) -> str:
+        return "Loss"  # one of Keras' types; it asks in order to skip attributes
+
+    def save_own_variables(self, store: Any) -> None:
+        """Save the state; called by Keras."""
+        file = io.BytesIO()
+        torch.save(self.callback.state_dict(), file)
+        store["state"] = np.frombuffer(file.getvalue(), dtype=np.uint8)
+
+    def load_own_variables(self, store: Any) -> None:
+        """Load the state; called by Keras."""
+        if "state" in store.keys():  # noqa: SIM118  (a store is no mapping)
+            raw = bytes(np.asarray(store["state"], dtype=np.uint8))
+            self.callback.load_state_dict(torch.load(io.BytesIO(raw), weights_only=True))
+
+
+# -- the model, its data and its optimiser as shadows need them
+
+
+class Variables(nn.Module):
+    """The variables of a Keras model by number, in place of which those of a shadow can be put."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        vars(self)["_keras"] = model  # not a child, or its modules would be, too
+        trained = {id(v) for v in model.trainable_variables}
+        self._places: list[tuple[Any, dict[str, Any], str]] = []
+        for number, variable in enumerate(model.variables):
+            if id(variable) in trained:
+                self.register_parameter(f"v{number}", variable._value)
+                self._places.append((variable, own_parameters(self), f"v{number}"))
+            else:
+                self.register_buffer(f"v{number}", variable._value.detach())
+                self._places.append((variable, own_buffers(self), f"v{number}"))
+
+    @property
+    def trained(self) -> list[Any]:
+        """The Keras variables that are parameters here."""
+        return [v for v, table, _ in self._places if table is own_parameters(self)]
+
+    def loss(self, view: nn.Module, batch: Any) -> Tensor:
+        """Return the loss of `train_step`, with the variables that are in place now."""
+        return self._losses(view, batch)[0]
+
+    @property
+    def has_row_losses(self) -> bool:
+        """Whether the loss of a batch is the mean of one compiled loss over its rows."""
+        loss = vars(self)["_keras"].loss
+        if isinstance(loss, keras.losses.Loss):
+            return loss.reduction in ("sum_over_batch_size", "mean")
+        return isinstance(loss, str)
+
+    def row_losses(self, view: nn.Module, batch: Any) -> Tensor:
+        """Return the loss of each row, with its share of penalties, which are added to the mean."""
+        total, outputs, y, weight = self._losses(view, batch)
+        if weight is not None or not isinstance(outputs, Tensor):
+            return total
+        loss = keras.losses.get(vars(self)["_keras"].loss)
+        if not isinstance(loss, keras.losses.Loss):
+            loss = LossFunctionWrapper(loss)
+        losses: Tensor = loss.call(y, outputs).reshape(len(outputs), -1).mean(1)  # (rows,)
+        return losses + (total - losses.mean())
+
+    def _losses(self, view: nn.Module, batch: Any) -> tuple[Tensor, Any, Any, Any]:
+        model = vars(self)["_keras"]
+        x, y, weight = unpack_x_y_sample_weight(batch)
+        training = view.training
+        with self._bound(training):
+            outputs = view(x)
+            loss: Tensor = model._compute_loss(
+                x=x, y=y, y_pred=outputs, sample_weight=weight, training=training
+            )
+        return loss, outputs, y, weight
+
+    def forward(self, x: Any) -> Any:
+        """Return the outputs of the Keras model, whose variables are in place."""
+        model = vars(self)["_keras"]
+        if not model._call_has_training_arg:
+            return model(x)
+        return model(x, training=self.training)
+
+    def predict(self, function: Any, view: nn.Module, batch: Any) -> Any:
+        """Return the prediction of a function of Keras model and batch."""
+        with self._bound(training=False):
+            return function(vars(self)["_keras"], batch)
+
+    @contextmanager
+    def _bound(self, training: bool) -> Iterator[None]:
+        model = vars(self)["_keras"]
+        before, mode = [v._value for v, _, _ in self._places], model.training
+        try:
+            for variable, table, name in self._places:
+                variable._value = table[name]
+            model.train(training)
+            yield
+        finally:
+            for (variable, _, _), value in zip(self._places, before, strict=True):
+                variable._value = value
+            model.train(mode)
+
+
+def bridge_to(optimizer: Any, view: Variables) -> OptimizerBridge:
+    """Return a Keras optimiser in the shape of PyTorch's.
+
+    Shadows step by another one with the same settings, whose variables are exchanged: that of the
+    model may follow a schedule by its own number of steps, and adds gradients up.
+    """
+    config = optimizer.get_config()
+    config |= {"learning_rate": 0.0, "gradient_accumulation_steps": None, "loss_scale_factor": None}
+    inner = type(optimizer).from_config(config)
+    weights = [v._value for v in view.trained]
+    variables = [keras.Variable(w, trainable=True, dtype=str(w.dtype)[6:]) for w in weights]
+    for variable, trained in zip(variables, view.trained, strict=True):
+        variable.constraint = trained.constraint
+    inner.build(variables)
+    slots = _slots(inner)
+
+    def replay() -> None:
+        for slot, value in zip(slots, bridge.state[weights[0]].values(), strict=True):
+            slot._value.data = value  # changed in place by the step
+        inner.learning_rate.assign(bridge.param_groups[0]["lr"])
+        with torch.no_grad():
+            inner.apply([w.grad for w in weights], variables)
+
+    groups = [{"params": weights, "lr": float(optimizer.learning_rate)}]
+    bridge = OptimizerBridge(groups, replay)
+    names = ["step", *map(str, range(1, len(slots)))]
+    values = [v._value.detach().clone() for v in _slots(optimizer)]
+    bridge.state[weights[0]] = dict(zip(names, values, strict=True))
+    return bridge
+
+
+def _slots(optimizer: Any) -> list[Any]:
+    """Return the variables of an optimiser, the number of its steps first.
+
+    The learning rate is a variable only where there is no schedule, and a shadow does not
+    accumulate gradients.
+    """
+    others = [optimizer._learning_rate, *(getattr(optimizer, "_accumulated_gradients", None) or [])]
+    return [v for v in optimizer.variables if not any(v is other for other in others)]
+
+
+def _accumulated(optimizer: Any) -> int:
+    """Return the number of batches in a step of an optimiser."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)  # of one that scales the loss
+    return inner.gradient_accumulation_steps or 1
+
+
+def _step_gradients(optimizer: Any, gradients: Any) -> list[Any]:
+    """Return the gradients by which an optimiser is about to step."""
+    scale, number = optimizer.loss_scale_factor or 1.0, optimizer.gradient_accumulation_steps
+    unscaled = [None if g is None else g / scale for g in gradients]
+    if not number:
+        return unscaled
+    earlier = [v._value.detach() for v in optimizer._accumulated_gradients]
+    return [None if g is None else (g + e) / number for g, e in zip(unscaled, earlier, strict=True)]
+
+
+def in_rows(loader: DataLoader[Any], count: int | None, size: int | None) -> DataLoader[Any]:
+    """Return a loader whose dataset has rows: that of Keras' arrays has only batches."""
+    dataset: Any = loader.dataset
+    if not hasattr(dataset, "__getitems__") or type(dataset).__getitem__ is not Dataset.__getitem__:
+        return loader
+    return DataLoader(
+        range(count if count is not None else len(dataset)),  # type: ignore[arg-type]
+        batch_size=size or BATCH_SIZE,
+        collate_fn=lambda numbers: loader.collate_fn(dataset.__getitems__(numbers)),
+    )
+
+
+def fused_batch_norm(
     layer: Any, call: Callable[..., Any], inputs: Tensor, training: Any = None, mask: Any = None
 ) -> Any:
-    """Batch normalisation as one operation of PyTorch, in which samples can be told apart.
+    """Return batch normalisation as one operation of PyTorch, in which samples can be separated.
 
-    Keras puts it together from means and products, after which every row depends on all others.
+    Keras computes it from means and products, after which every row depends on all others.
     """
     common = training and layer.trainable and mask is None and not getattr(layer, "renorm", False)
     if not common or len(inputs) == 1:
         return call(inputs, training=training, mask=mask)
     with torch.no_grad():
-        dtype = call(inputs, training=True).dtype  # the moving averages are Keras' affair
+        dtype = call(inputs, training=True).dtype  # Keras updates its moving averages
     scale = layer.gamma.value if layer.scale else None
     shift = layer.beta.value if layer.center else None
     x = inputs.float().movedim(layer.axis, 1)
     out = F.batch_norm(x, None, None, scale, shift, training=True, eps=layer.epsilon)
     return out.movedim(1, layer.axis).to(dtype)
-
-
-class SavedWithWeights(KerasSaveable):
-    """Lies on a model while it is trained, and is saved and loaded with its weights."""
-
-    def __init__(self, callback: EvidenceStopping) -> None:
-        self.callback = callback
-
-    def _obj_type(self) -> str:
-        return "Loss"  # one of the kinds that Keras knows; it asks in order to skip attributes
-
-    def save_own_variables(self, store: Any) -> None:
-        """Called by Keras."""
-        text = json.dumps(packed(self.callback.state_dict()))
-        store["state"] = np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
-
-    def load_own_variables(self, store: Any) -> None:
-        """Called by Keras."""
-        if "state" in store.keys():  # noqa: SIM118  (a store is no mapping)
-            text = bytes(np.asarray(store["state"], dtype=np.uint8)).decode("utf-8")
-            self.callback.load_state_dict(unpacked(json.loads(text)))

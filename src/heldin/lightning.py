@@ -1,207 +1,255 @@
-"""heldin in Lightning: `Trainer(callbacks=[AutoStopping()])`, or `EvidenceStopping()`."""
+"""heldin in Lightning: `Trainer(callbacks=[EarlyStopping()])`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
-from heldin.capture.arguments import BatchDim
-from heldin.capture.collector import BUDGET, Estimator
-from heldin.criterion.evidence import Across, Correction, Dead, Groups
-from heldin.rules.evidence import EvidenceStopping as Stopping
+import torch
+from torch import Tensor, nn
 
-from .adapters.epochs import Epochs
-from .adapters.session import (
-    MethodWrapper,
-    StoppingSession,
-    flat_metrics,
-    forget_gradients,
-    forget_passes,
-    missing_framework,
-)
-from .adapters.settings import check_elementwise, chosen, spelled_out
+from .adapters.arguments import check_elementwise, missing_framework, strict_kwargs
+from .adapters.patches import Patches
+from .adapters.session import flat_metrics
+from .adapters.stopping import FrameworkStopping
+from .errors import HeldinError
 from .rules.elementwise import ElementwiseStopping as Elementwise
-from .rules.ranks import ProcessGroup
+from .rules.options import Rule
+from .shadows.replayed import Clip
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
-    from lightning.pytorch.utilities.rank_zero import rank_prefixed_message, rank_zero_info
-
-    from .adapters.auto_lightning import AutoStopping
+    from lightning.pytorch.loggers.logger import DummyLogger
+    from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+    from lightning.pytorch.utilities.model_helpers import is_overridden
+    from lightning.pytorch.utilities.rank_zero import rank_zero_info
 except ImportError as error:
     raise missing_framework("Lightning", "lightning", error) from error
 
-__all__ = ["AutoStopping", "ElementwiseStopping", "EvidenceStopping"]
+__all__ = ["EarlyStopping", "ElementwiseStopping"]
+
+NO_LOSS = (
+    "EarlyStopping: training_step gave no loss to self.manual_backward, from which shadows get it; "
+    "call that instead of loss.backward()"
+)
 
 
-class EvidenceStopping(Callback):
-    """Stops a `Trainer` by evidence, in the middle of an epoch if need be; no validation loop.
+class EarlyStopping(FrameworkStopping, Callback):
+    """Stops a `Trainer` without a validation loop, in the middle of an epoch if need be.
 
-    `min_epochs` and `min_steps` of the Trainer are respected. The step that asks for the stop
-    leaves the weights as they are. State is kept in the Trainer's checkpoints, values are logged
-    to its loggers as `heldin/criterion` and others.
+    Rules by an estimated test loss: the module trains on all rows. Shadows of it train beside it by
+    its own `training_step`, each without some of the rows, and their loss on these is the estimate,
+    logged as `heldin/estimate` and `heldin/standard_error` and shown in the progress bar. The best
+    weights are put into the module at the end. For automatic or manual optimisation, one
+    optimiser, a DataLoader over a map-style dataset, in one process or in several
+    (strategy="ddp"). In manual optimisation, losses are given to `self.manual_backward`, one batch
+    has at most one step, and the loss that the step returns, if any, is the one that is estimated.
+
+    Evidence: the step that asks for the stop leaves the weights as they are; values are logged as
+    `heldin/criterion` and others. `min_epochs` and `min_steps` of the Trainer are respected.
+
+    State is in the Trainer's checkpoints.
 
     Args:
-        patience: number of consecutive checks that must ask for a stop.
-        verbose: tell of the stop.
-        log_groups: also log the value of each group of parameters.
-        log_rank_zero_only: tell on one process only.
-        window: number of steps whose sums add up before a value is formed; "epoch": those of an
-            epoch, by the number of its batches, which is better on few data.
-        groups, smoothing and the others: see `heldin.EvidenceStopping`.
+        rule: "auto", "folds", "shadow", "evidence", or one of `heldin.rules`.
+        verbose: print the chosen rule, and the reason of the stop.
+        restore: put the weights of the best estimate into the module at the end.
+        log_groups: also log the value of each group of parameters, for evidence.
+        others: see `heldin.EarlyStopping`; eval_loss and predict are functions of module and batch.
+            Outputs are what the module, or a single child of it, returned in `training_step`, else
+            what `predict_step` returns.
 
     Attributes:
-        stopping: the `heldin.EvidenceStopping` of the last run, with its history.
+        stopping: the rule of the last run, with its history and estimate.
+        estimates, out_of_fold, temperature: results, see `heldin.EarlyStopping`.
         stopped_epoch: the epoch in which training was stopped, 0 if it was not.
         stopping_reason_message: why.
 
     >>> import lightning
-    >>> from heldin.lightning import EvidenceStopping
+    >>> from heldin.lightning import EarlyStopping
     >>> trainer = lightning.Trainer(
-    ...     callbacks=[EvidenceStopping(patience=3)], barebones=True, max_epochs=100
+    ...     callbacks=[EarlyStopping(budget=4)], barebones=True, max_epochs=100
     ... )
     """
 
-    @spelled_out
-    def __init__(
-        self,
-        patience: int = 1,
-        verbose: bool = False,
-        log_groups: bool = False,
-        log_rank_zero_only: bool = False,
-        *,
-        groups: Groups = "tensor",
-        smoothing: float = 0.9,
-        window: int | Literal["epoch"] = 1,
-        warmup: int = 0,
-        every: int = 1,
-        arming: float | None = 0.5,
-        across: Across = "median",
-        weighted: bool = True,
-        start: float | None = None,
-        correction: Correction = None,
-        dead: Dead = "out",
-        reduction: Literal["mean", "sum"] = "mean",
-        estimator: Estimator = "sampled",
-        budget: int = BUDGET,
-        seed: int = 0,
-        batch_dim: BatchDim = 0,
-        parameters: Callable[[str], bool] | None = None,
-        process_group: ProcessGroup = "auto",
-        history: int = 4096,
-    ) -> None:
-        self._run = StoppingSession("EvidenceStopping", chosen(locals()))
-        self.verbose, self.log_groups = verbose, log_groups
-        self.log_rank_zero_only = log_rank_zero_only
+    @strict_kwargs(extends=FrameworkStopping.__init__)
+    def __init__(self, rule: str | Rule = "auto", *, verbose: bool = False, **options: Any) -> None:
+        super().__init__(rule, **options)
+        self.verbose = verbose
         self.stopped_epoch = 0
         self.stopping_reason_message: str | None = None
-        self._detour: MethodWrapper | None = None
-        self._closed = False  # the step of this batch
-        self._epochs = Epochs("heldin.lightning.EvidenceStopping")
+        self._patches = Patches()
+        self._loss: ShadowTrainingStep | None = None
+        self._delivered: Any = None  # the coming batch, as the loader returned it
 
-    @property
-    def stopping(self) -> Stopping | None:
-        """The `heldin.EvidenceStopping` of the last run, with its history."""
-        return self._run.stopping
+    def _show(self, message: str) -> None:
+        rank_zero_info(f"EarlyStopping: {message}")
 
     # -- the run
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Watch the module."""
-        if trainer.global_step:  # fit() goes on with the run before
-            self._run.load_state_dict(self._run.state_dict())
-        self._epochs.reset()
-        if not self._run.by_epoch:
-            self._detour = watched_step(pl_module, self._run.begin(pl_module).call)
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Follow the loaders from their beginning.
+
+        `trainer.estimated_stepping_batches` reads them in `configure_optimizers`, before
+        `on_fit_start`.
+        """
+        if stage != "fit":
+            return
+        self._end()
+        if trainer.global_step:  # fit() continues the last run
+            self._run.carry_over()
+        if self.by_evidence:
+            return
+        _check_trainer(trainer)
+
+        def process(processed: Callable[[Any], Any], loader: Any) -> Any:
+            loader = processed(loader)
+            if trainer.training:
+                self._run.follow(loader)
+            return loader
+
+        def convert(converted: Callable[[Any], Any], batch: Any) -> Any:
+            self._delivered = batch
+            return converted(batch)
+
+        self._patches.wrap(trainer.strategy, "training_step", self._train)
+        self._patches.wrap(trainer.strategy, "process_dataloader", process)
+        self._patches.wrap(trainer.precision_plugin, "convert_input", convert)
+
+    def _train(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._run.begin_batch()
+        return step(*args, **kwargs)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Watch the module, if the window is an epoch: now its length is known."""
-        if self._run.by_epoch:
-            steps = trainer.num_training_batches / trainer.accumulate_grad_batches
-            self._detour = watched_step(pl_module, self._run.begin(pl_module, steps).call)
+        """Begin the run, once module and optimiser are as the checkpoint has them."""
+        epoch_steps = trainer.num_training_batches / trainer.accumulate_grad_batches
+        if self.by_evidence:
+            stopping = self._begin(pl_module, epoch_steps=epoch_steps)
+            watch_step(self._patches, pl_module, stopping.call)
+            return
+        if len(trainer.optimizers) != 1:
+            raise HeldinError(
+                f"EarlyStopping: the model is trained by {len(trainer.optimizers)} optimisers, and "
+                "shadows follow one. Put the parameters into groups of one optimiser, or use "
+                "rule='evidence'"
+            )
+        loss = self._loss = ShadowTrainingStep(trainer, pl_module, DummyLogger())
+        plugin, strategy = trainer.precision_plugin, trainer.strategy
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Look out for passes."""
-        self._epochs.begin(self.stopping)
+        def prepare(batch: Any) -> Any:
+            batch = type(plugin).convert_input(plugin, batch)
+            batch = pl_module._on_before_batch_transfer(batch, dataloader_idx=0)
+            return strategy.batch_to_device(batch, dataloader_idx=0)
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """The next step of an optimiser is a new one."""
-        self._closed = False
-        self._epochs.batch()
+        def predict_step(_: Any, batch: Any) -> Any:
+            return pl_module.predict_step(batch, 0)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Drop what a line search has tried after the step was weighed."""
-        if self._closed and pl_module.automatic_optimization and self.stopping is not None:
-            forget_passes(self.stopping)
+        self._begin(
+            pl_module,
+            trainer.optimizers[0],
+            loss,
+            trainer.train_dataloader,
+            prepare=prepare,
+            eval_loss=loss.evaluated(self._run.settings.eval_loss),
+            predict=loss.evaluated(self._output_options()["predict"]),
+            fallback=loss.evaluated(
+                predict_step if is_overridden("predict_step", pl_module) else None
+            ),
+            clip=_clip(trainer, pl_module, loss),
+            resumed=trainer.global_step > 0,
+            pools_ranks=True,
+            epoch_steps=epoch_steps,
+        )
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Say so if nothing was seen."""
-        self._epochs.end(self.stopping)
+    def on_train_batch_start(self, *_: Any) -> None:
+        """Prepare for the next batch."""
+        if self.by_evidence:
+            self._run.begin_batch()
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Any
     ) -> None:
-        """Weigh the evidence since the last step, once for all optimisers of a batch."""
-        stopping = self.stopping
-        if stopping is None or not stopping.watching:
+        """Form the evidence since the last step, once for all optimisers of a batch."""
+        run = self._run
+        if not self.by_evidence or not run.running:
             return
-        if self._closed:
-            if stopping.should_stop:
-                self._keep_weights(trainer, pl_module)
-            return
-        self._closed = True
-        known = stopping.should_stop
-        stop = trainer.strategy.reduce_boolean_decision(stopping.step(), all=False)
-        values = flat_metrics(stopping, self.log_groups)
-        pl_module.log_dict(values, on_step=True, on_epoch=False)
-        if not stop:
-            return
+        weighed, stop = run.weighed, run.before_step()
+        if not weighed:
+            stop = trainer.strategy.reduce_boolean_decision(stop, all=False)
+            pl_module.log_dict(run.metrics(), on_step=True, on_epoch=False)
+            if stop:
+                self._stop(trainer)
+        scales = getattr(trainer.precision_plugin, "scaler", None) is not None
+        if stop and _may_stop(trainer) and not scales:  # a scaler needs gradients to step
+            run.keep_weights()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Follow the step of the optimiser, log, and ask for the stop."""
+        if self.by_evidence:
+            if pl_module.automatic_optimization:
+                self._run.drop_passes()
+        elif self._loss is not None:
+            self._loss.batch_idx = batch_idx
+            self._run.add(batch, self._delivered)
+            stop = self._run.step()
+            values, shown = self._run.metrics(), self._run.shown()
+            others = {name: value for name, value in values.items() if name not in shown}
+            pl_module.log_dict(shown, on_step=True, on_epoch=False, prog_bar=True)
+            pl_module.log_dict(others, on_step=True, on_epoch=False)
+            if stop:
+                self._stop(trainer)
+
+    def _stop(self, trainer: Trainer) -> None:
+        """Ask for the stop, and report it once."""
         trainer.should_stop = True
-        if not known:
+        if self._run.just_stopped:
             self.stopped_epoch = trainer.current_epoch
-            self.stopping_reason_message = f"{stopping.reason}. Signaling Trainer to stop."
-            self._tell(trainer, self.stopping_reason_message)
-        self._keep_weights(trainer, pl_module)
+            self.stopping_reason_message = f"{self.stopping.reason}. Signaling Trainer to stop."
+            self._announce(self.stopping_reason_message)
 
-    def _keep_weights(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if _may_stop(trainer) and _scaler(trainer) is None:
-            forget_gradients(pl_module.parameters())
+    def on_train_epoch_end(self, *_: Any) -> None:
+        """Warn of an epoch in which nothing was observed."""
+        self._run.end_epoch()
 
-    def _tell(self, trainer: Trainer, message: str) -> None:
-        if self.verbose:
-            rank = trainer.global_rank if trainer.world_size > 1 else None
-            if rank is None or not self.log_rank_zero_only or rank == 0:
-                rank_zero_info(rank_prefixed_message(f"Evidence: {message}", rank))
-
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Watch no more."""
+    def on_train_end(self, *_: Any) -> None:
+        """Put the best weights into the module."""
+        self._conclude()
         self._end()
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: Any) -> None:
-        """Watch no more."""
+    def on_fit_end(self, *_: Any) -> None:
+        """Release the module."""
+        self._end()
+
+    def on_exception(self, *_: Any) -> None:
+        """Release the module."""
         self._end()
 
     def _end(self) -> None:
         self._run.end()
-        if self._detour is not None:
-            self._detour.close()
+        self._patches.close()
+        self._loss = self._delivered = None
 
     # -- checkpoints
 
+    @property
+    def state_key(self) -> str:
+        """The name of the state in a checkpoint."""
+        return "heldin.lightning.EarlyStopping" + (".evidence" if self.by_evidence else "")
+
     def state_dict(self) -> dict[str, Any]:
-        """Kept in the checkpoint."""
+        """Return the state for the checkpoint."""
         return {
             "run": self._run.state_dict(),
             "stopped_epoch": self.stopped_epoch,
             "stopping_reason_message": self.stopping_reason_message,
         }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where the checkpoint was made."""
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue where the checkpoint was made."""
         self._run.load_state_dict(state_dict["run"])
         self.stopped_epoch = state_dict["stopped_epoch"]
         self.stopping_reason_message = state_dict["stopping_reason_message"]
@@ -226,33 +274,19 @@ class ElementwiseStopping(Callback):
     >>> trainer = lightning.Trainer(callbacks=[callback], barebones=True, max_epochs=100)
     """
 
-    @spelled_out
-    def __init__(
-        self,
-        log_groups: bool = False,
-        *,
-        greedy: bool = True,
-        smoothing: float = 0.999,
-        start: float = 10.0,
-        every: int = 1,
-        correction: Correction = None,
-        dead: Dead = "out",
-        batch_dim: BatchDim = 0,
-        parameters: Callable[[str], bool] | None = None,
-        reduction: Literal["mean", "sum"] = "mean",
-        process_group: ProcessGroup = "auto",
-    ) -> None:
-        self._options = chosen(locals(), Elementwise)
-        check_elementwise("ElementwiseStopping", self._options)
-        self.log_groups = log_groups
+    @strict_kwargs(extends=Elementwise.__init__, without=("optimizer", "model"))
+    def __init__(self, log_groups: bool = False, **options: Any) -> None:
+        check_elementwise(options)
+        self._options, self.log_groups = options, log_groups
         self.optimizers: list[Elementwise] = []
-        self._detours: list[MethodWrapper | None] = []
+        self._patches = Patches()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Wrap the optimisers; their state is restored after this."""
         self.optimizers = [Elementwise(o, pl_module, **self._options) for o in trainer.optimizers]
         trainer.strategy.optimizers = list(self.optimizers)
-        self._detours = [watched_step(pl_module, each.call) for each in self.optimizers]
+        for optimizer in self.optimizers:
+            watch_step(self._patches, pl_module, optimizer.call)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -263,42 +297,227 @@ class ElementwiseStopping(Callback):
             values = flat_metrics(self.optimizers[0], self.log_groups)
             pl_module.log_dict(values, on_step=True, on_epoch=False)
 
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Watch no more."""
+    def on_fit_end(self, *_: Any) -> None:
+        """Release the module."""
         self._end()
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: Any) -> None:
-        """Watch no more."""
+    def on_exception(self, *_: Any) -> None:
+        """Release the module."""
         self._end()
 
     def _end(self) -> None:
         for optimizer in self.optimizers:
             optimizer.close()
-        for detour in self._detours:
-            if detour is not None:
-                detour.close()
+        self._patches.close()
 
 
-def watched_step(module: LightningModule, call: Callable[..., Any]) -> MethodWrapper | None:
+def watch_step(patches: Patches, module: LightningModule, call: Callable[..., Any]) -> None:
     """Let a module's `training_step`, which need not call its `forward`, count the samples.
 
     With manual optimisation the backward pass lies inside of it, so `forward` has to be called.
     """
-    if not module.automatic_optimization:
-        return None
 
     def around(step: Callable[..., Any], batch: Any, *rest: Any, **named: Any) -> Any:
         return call(lambda batch: step(batch, *rest, **named), batch)  # no numbers of batches
 
-    return MethodWrapper(module, "training_step", around)
+    if module.automatic_optimization:
+        patches.wrap(module, "training_step", around)
 
 
 def _may_stop(trainer: Trainer) -> bool:
-    """Whether a request to stop after this step will be met."""
+    """Return whether the Trainer meets a request to stop after this step."""
     epoch, step = trainer.current_epoch, trainer.global_step + 1
     return bool(epoch >= (trainer.min_epochs or 0) and step >= (trainer.min_steps or 0))
 
 
-def _scaler(trainer: Trainer) -> Any:
-    """The gradient scaler of 16-bit precision, which does not take a step without gradients."""
-    return getattr(trainer.precision_plugin, "scaler", None)
+def _check_trainer(trainer: Trainer) -> None:
+    """Refuse weights and losses that shadows do not follow."""
+    if not isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy)):
+        raise HeldinError(
+            f"EarlyStopping: {type(trainer.strategy).__name__} divides the weights among the "
+            "processes, and shadows have them whole; use strategy='ddp', or rule='evidence'"
+        )
+    if getattr(trainer.precision_plugin, "scaler", None) is not None:
+        raise HeldinError(
+            "EarlyStopping: shadows do not scale their loss, as precision='16-mixed' needs; use "
+            "'bf16-mixed'"
+        )
+
+
+def _clip(trainer: Trainer, module: LightningModule, loss: ShadowTrainingStep) -> Clip | None:
+    """Return how gradients are clipped in this run."""
+    if not module.automatic_optimization:
+        return loss.clip
+    value, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
+    if is_overridden("configure_gradient_clipping", module):
+        return lambda parameters: module.configure_gradient_clipping(
+            torch.optim.SGD(parameters, lr=0.0), value, algorithm
+        )
+    return clip_by(value, algorithm) if value else None
+
+
+def clip_by(value: float, algorithm: str | None) -> Callable[[list[nn.Parameter]], Any]:
+    """Return a function that clips gradients as Lightning does.
+
+    >>> weight = nn.Parameter(Tensor([0.0, 0.0]))
+    >>> weight.grad = Tensor([3.0, 4.0])
+    >>> clip_by(2.0, "value")([weight])
+    >>> weight.grad
+    tensor([2., 2.])
+    """
+    if algorithm in (None, "norm"):
+        return lambda parameters: nn.utils.clip_grad_norm_(parameters, value)
+    return lambda parameters: nn.utils.clip_grad_value_(parameters, value)
+
+
+class ShadowTrainingStep:
+    """The loss of a batch by a module's `training_step`, without its logs and steps.
+
+    With manual optimisation the loss is the sum of what is given to `manual_backward` (of held-out
+    rows: what the step returns, if it does), and `clip_gradients` is noted for `clip`.
+
+    Args:
+        trainer: the Trainer that the module asks for epochs, steps and so on.
+        module: the module that is trained.
+        logger: in place of the Trainer's loggers in the shadow's step.
+
+    Attributes:
+        batch_idx: the number of the batch of the coming step.
+        divided: whether the module divides its losses by the accumulated batches.
+    """
+
+    def __init__(self, trainer: Any, module: Any, logger: Any) -> None:
+        self._trainer = _Proxy(trainer, logger=logger, loggers=[logger])
+        self._module = module
+        self._manual = self.divided = not module.automatic_optimization
+        self.batch_idx = 0
+        names = inspect.signature(module.training_step).parameters
+        if "dataloader_iter" in names:
+            raise HeldinError(
+                "EarlyStopping: a training_step that takes dataloader_iter draws its batches "
+                "itself; let it take batch, or use rule='evidence'"
+            )
+        self._takes_index = len(names) > 1
+        self._clipping: tuple[Any, Any] | None = None
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        """Return the loss."""
+        losses: list[Tensor] = []
+        arguments = (batch, self.batch_idx) if self._takes_index else (batch,)
+        context = self._trainer.precision_plugin.train_step_context()
+        with self._muted(model, losses), context:
+            try:
+                out = model.training_step(*arguments)  # type: ignore[operator]
+            except RuntimeError as error:
+                if self._manual and "does not require grad" in str(error):
+                    raise HeldinError(NO_LOSS) from error  # a backward pass in an evaluation
+                raise
+        loss = out.get("loss") if isinstance(out, Mapping) else out
+        if self._manual:
+            if not losses:
+                raise HeldinError(NO_LOSS)
+            if isinstance(loss, Tensor) and not torch.is_grad_enabled():
+                return loss  # an evaluation: not divided by a number of accumulated batches
+            return sum(losses[1:], losses[0])
+        if not isinstance(loss, Tensor):
+            raise HeldinError(
+                "EarlyStopping: training_step returned no loss for the rows that a shadow may see; "
+                "let it return one for every batch"
+            )
+        return loss
+
+    def evaluated(self, function: Callable[[Any, Any], Any] | None) -> Any:
+        """Return another loss or prediction of held-out rows, under the same conditions."""
+
+        def evaluate(model: nn.Module, batch: Any) -> Any:
+            assert function is not None
+            with self._muted(model, []), self._trainer.precision_plugin.val_step_context():
+                return function(model, batch)
+
+        return None if function is None else evaluate
+
+    def clip(self, parameters: list[nn.Parameter]) -> None:
+        """Clip gradients as the manual step has done, if it has."""
+        if self._clipping is not None:
+            clip_by(*self._clipping)(parameters)
+
+    def shares(self, batches: list[Any]) -> list[float]:
+        """Return the factors of the losses of accumulated batches.
+
+        Lightning divides by the batches of a full step, also where an epoch ends before; a module
+        with manual optimisation divides its losses itself.
+        """
+        number = 1 if self._manual else self._trainer.accumulate_grad_batches
+        return [1.0 / number] * len(batches)
+
+    @contextmanager
+    def _muted(self, model: nn.Module, losses: list[Tensor]) -> Iterator[None]:
+        """Replace what logs, steps and clips; collect the losses given to `manual_backward`."""
+        module, kind = self._module, type(self._module)
+        quiet: dict[str, Any] = {"log": _nothing, "log_dict": _nothing}
+        if self._manual:
+            quiet |= {
+                "manual_backward": lambda loss, *_, **__: losses.append(loss),
+                "optimizers": lambda *args, **kw: _passive(kind.optimizers(module, *args, **kw)),
+                "lr_schedulers": lambda: _passive(kind.lr_schedulers(module)),
+                "clip_gradients": self._note_clipping,
+                "toggle_optimizer": _nothing,
+                "untoggle_optimizer": _nothing,
+            }
+        places = [(model, name, value) for name, value in quiet.items()]
+        places += [(m, "_trainer", self._trainer) for m in model.modules() if "_trainer" in vars(m)]
+        before = [(m, name, vars(m).get(name, _nothing)) for m, name, _ in places]
+        try:
+            for owner, name, value in places:
+                vars(owner)[name] = value
+            yield
+        finally:
+            for owner, name, value in before:
+                if value is _nothing:
+                    del vars(owner)[name]
+                else:
+                    vars(owner)[name] = value
+
+    def _note_clipping(
+        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
+        if gradient_clip_val is not None:
+            self._clipping = gradient_clip_val, gradient_clip_algorithm
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+class _Proxy:
+    """An object in which some attributes are replaced; what is set stays here."""
+
+    def __init__(self, inner: Any, **replaced: Any) -> None:
+        vars(self).update(replaced, _heldin_inner=inner)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_heldin_inner"], name)
+
+
+def _passive(inner: Any) -> Any:
+    """Return optimisers or schedulers that do not step."""
+    if isinstance(inner, list):
+        return [_Passive(item) for item in inner]
+    return None if inner is None else _Passive(inner)
+
+
+class _Passive(_Proxy):
+    """An optimiser or scheduler that does not step."""
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate the closure, if there is one."""
+        closure = next((a for a in (*args, kwargs.get("closure")) if callable(a)), None)
+        return closure() if closure is not None else None
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Keep the gradients, which the shadow resets."""
+
+    @contextmanager
+    def toggle_model(self, *args: Any, **kwargs: Any) -> Iterator[None]:
+        """Toggle nothing: gradients are asked for by parameter."""
+        yield

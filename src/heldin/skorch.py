@@ -1,266 +1,317 @@
-"""heldin in skorch: `NeuralNet(..., train_split=None, callbacks=[AutoStopping()])`."""
+"""heldin in skorch: `NeuralNet(..., train_split=None, callbacks=[EarlyStopping()])`."""
 
 from __future__ import annotations
 
+import math
 import warnings
+import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
-from heldin.capture.arguments import BatchDim
-from heldin.capture.collector import BUDGET, Estimator
-from heldin.criterion.evidence import Across, Correction, Dead, Groups
-from heldin.rules.evidence import EvidenceStopping as Stopping
+from torch import Tensor, nn
 
-from .adapters.epochs import Epochs
-from .adapters.session import (
-    EPOCH,
-    BeforeStep,
-    MethodWrapper,
-    StoppingSession,
-    forget_gradients,
-    forget_passes,
-    length,
-    missing_framework,
-)
-from .adapters.settings import DEFAULTS, check_elementwise, chosen, spelled_out
+from .adapters.arguments import check_elementwise, missing_framework, strict_kwargs
+from .adapters.patches import Patches
+from .adapters.session import Session
+from .adapters.stopping import OUTPUTS, FrameworkStopping
 from .errors import HeldinWarning, more
+from .loop.hooks import add_to_state
 from .rules.elementwise import ElementwiseStopping as Elementwise
 from .rules.optimizer_state import GROUP_KEY
-from .rules.ranks import ProcessGroup
+from .rules.options import Rule
+from .shadows.replayed import Clip
 
 try:
     from skorch import NeuralNet
-    from skorch.callbacks import Callback
-
-    from .adapters.auto_skorch import AutoStopping
-    from .adapters.skorch_hooks import in_optimizer, stop_epoch, taken_up
+    from skorch.callbacks import Callback, GradientNormClipping
+    from skorch.dataset import unpack_data
 except ImportError as error:
     raise missing_framework("skorch", "skorch", error) from error
 
-__all__ = ["AutoStopping", "ElementwiseStopping", "EvidenceStopping"]
+__all__ = ["EarlyStopping", "ElementwiseStopping"]
 
-KEY = "heldin/criterion"
-NAME = "heldin.skorch.EvidenceStopping"
-IN_OPTIMIZER = "heldin_stopping"  # where its state is in that of the optimiser
+CRITERION = "heldin/criterion"
 
 
-class EvidenceStopping(Callback):
-    """Stops a net by evidence, in the middle of an epoch if need be; no validation data.
+class EarlyStopping(FrameworkStopping, Callback):
+    """Stops a net without validation data, in the middle of an epoch if need be.
 
-    The step that asks for the stop leaves the weights as they are, and the epoch is ended, so that
-    the other callbacks see it. The criterion is in the net's history, of batches and epochs, as
-    `heldin/criterion`: it is printed in the table and logged by skorch's loggers. A pickled net
-    goes on with `partial_fit` where it was; `fit` starts anew, unless `LoadInitState` brings a
-    checkpoint with the optimiser's state, in which that of the rule is kept.
+    Rules by an estimated test loss: the module trains on all rows. Shadows of it train beside it by
+    the net's own `infer` and `get_loss`, each without some of the rows, and their loss on these is
+    the estimate, in the net's history, of batches and epochs, as `heldin/estimate` and
+    `heldin/standard_error`. `GradientNormClipping` is followed. The best weights are left in the
+    module.
+
+    Evidence: the step that asks for the stop leaves the weights as they are, and the criterion is
+    in the net's history as `heldin/criterion`.
+
+    The epoch of the stop is ended, so that the other callbacks see it. A pickled net continues with
+    `partial_fit` where it was; `fit` starts again, unless `LoadInitState` brings a checkpoint with
+    the optimiser's state, in which that of the rule is kept.
 
     Args:
-        patience: number of consecutive checks that must ask for a stop.
-        sink: where to tell of the stop, if the net is verbose.
-        log_groups: also put the value of each group of parameters into the history.
-        window: number of steps whose sums add up before a value is formed; "epoch": those of an
-            epoch, by the number of its batches, which is better on few data.
-        groups, smoothing and the others: see `heldin.EvidenceStopping`. All can be searched over,
-            as `callbacks__evidence__smoothing` for instance.
+        rule: "auto", "folds", "shadow", "evidence", or one of `heldin.rules`.
+        sink: where to report choice and stop, if the net is verbose.
+        restore: put the weights of the best estimate into the module at the end.
+        log_groups: also put the value of each group of parameters into the history, for evidence.
+        others: see `heldin.EarlyStopping`; eval_loss and predict are functions of module and batch.
+            All can be searched over, as `callbacks__early__budget` for instance.
 
     Attributes:
-        stopping_: the `heldin.EvidenceStopping` of the last run, with its history.
+        stopping_: the rule of the last run, with its history and estimate.
+        estimates, out_of_fold: results, see `heldin.EarlyStopping`.
+        temperature_: the temperature of the logits; `temperature` is the argument.
 
     >>> from torch import nn
     >>> from skorch import NeuralNetClassifier
-    >>> from heldin.skorch import EvidenceStopping
+    >>> from heldin.skorch import EarlyStopping
     >>> net = NeuralNetClassifier(
     ...     nn.Linear, module__in_features=4, module__out_features=2, criterion=nn.CrossEntropyLoss,
-    ...     train_split=None, callbacks=[("evidence", EvidenceStopping(patience=3))],
+    ...     train_split=None, callbacks=[("early", EarlyStopping())],
     ... )
-    >>> _ = net.set_params(callbacks__evidence__smoothing=0.8)
+    >>> _ = net.set_params(callbacks__early__budget=4)
     """
 
-    @spelled_out
+    temperature: Any = "auto"  # the argument, as scikit-learn wants it; the result is temperature_
+    verbose_ = False  # of the net
+
+    @strict_kwargs(extends=FrameworkStopping.__init__)
     def __init__(
-        self,
-        patience: int = 1,
-        sink: Callable[[str], Any] = print,
-        log_groups: bool = False,
-        *,
-        groups: Groups = "tensor",
-        smoothing: float = 0.9,
-        window: int | Literal["epoch"] = 1,
-        warmup: int = 0,
-        every: int = 1,
-        arming: float | None = 0.5,
-        across: Across = "median",
-        weighted: bool = True,
-        start: float | None = None,
-        correction: Correction = None,
-        dead: Dead = "out",
-        reduction: Literal["mean", "sum"] = "mean",
-        estimator: Estimator = "sampled",
-        budget: int = BUDGET,
-        seed: int = 0,
-        batch_dim: BatchDim = 0,
-        parameters: Callable[[str], bool] | None = None,
-        process_group: ProcessGroup = "auto",
-        history: int = 4096,
+        self, rule: str | Rule = "auto", *, sink: Callable[[str], Any] = print, **options: Any
     ) -> None:
-        options = chosen(locals())
-        StoppingSession(type(self).__name__, options)  # refuses wrong values
-        self.sink, self.log_groups = sink, log_groups
-        self.__dict__.update(options)
+        super().__init__(rule, **options)
+        self.sink = sink
         self.initialize()
 
-    def initialize(self) -> EvidenceStopping:
+    @classmethod
+    def _get_param_names(cls) -> list[str]:
+        """Return the names of all arguments, for scikit-learn."""
+        return sorted({*EarlyStopping.__init__.__signature__.parameters} - {"self"})  # type: ignore[attr-defined]
+
+    def initialize(self) -> EarlyStopping:
         """Forget earlier runs; the net calls this when it is initialised."""
-        self.run_: StoppingSession | None = None
-        self.before_: BeforeStep | None = None
-        self.loop_: MethodWrapper | None = None
-        self.epochs_ = Epochs(NAME)
-        self.kept_: Any = None
-        self.state_: dict[str, Any] = {}
-        self.epoch_: dict[str, Any] = {}
+        self._run: Session | None = None  # of the last fit
+        self.state_: dict[str, Any] = {}  # from a pickled net
+        self.epoch_: dict[str, Any] = {}  # the arguments of on_epoch_begin
+        self.hook_: Any = None  # on the optimiser's state
+        self.patches_ = Patches()
         return self
 
+    def _set_outputs(self, options: dict[str, Any]) -> None:
+        self.__dict__.update(options)
+
+    def _output_options(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in OUTPUTS}
+
     @property
-    def stopping_(self) -> Stopping | None:
-        """The `heldin.EvidenceStopping` of the last run, with its history."""
-        return self.run_.stopping if self.run_ is not None else None
+    def temperature_(self) -> float:
+        """The temperature T >= 1 of the logits at the chosen check; 1: none."""
+        return self._temperature()
+
+    @property
+    def stopping_(self) -> Any:
+        """The rule of the last run, with its history."""
+        return self._followed()
+
+    # -- saving
+
+    def run_state(self) -> dict[str, Any]:
+        """Return the state of the run, which the optimiser's state holds as well."""
+        return self._run.state_dict() if self._run is not None else self.state_
 
     def __getstate__(self) -> dict[str, Any]:
-        state = self.run_.state_dict() if self.run_ is not None else self.state_
-        live = dict.fromkeys(("run_", "before_", "loop_", "kept_"))
-        return {**vars(self), **live, "state_": state, "epoch_": {}}
+        state = {**vars(self), "state_": self.run_state(), "epoch_": {}, "patches_": Patches()}
+        return {**state, "_run": None, "hook_": None}
+
+    @property
+    def _key(self) -> str:
+        """The name of the state in that of the optimiser."""
+        return "heldin_stopping" if self.by_evidence else "heldin_shadows"
+
+    def _add_to_optimizer(self, net: NeuralNet) -> None:
+        """Let the optimiser's state, which skorch's checkpoints hold, hold that of the run."""
+        reference, key = weakref.ref(self), self._key
+
+        def add(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
+            callback = reference()
+            if callback is None or not (run_state := callback.run_state()):
+                return state
+            first, *others = state["param_groups"]
+            return {**state, "param_groups": [{**first, key: run_state}, *others]}
+
+        if self.hook_ is not None:
+            self.hook_.remove()
+        self.hook_ = add_to_state(net.optimizer_, add)
+
+    def _restored_state(self, net: NeuralNet) -> dict[str, Any]:
+        """Return the state that a checkpoint brought with the optimiser's, else the present one."""
+        states = [group.pop(self._key, None) for group in net.optimizer_.param_groups]
+        saved: dict[str, Any] = next((state for state in states if state), {}) or self.run_state()
+        if not saved and len(net.history) and CRITERION in net.history[-1] and self.by_evidence:
+            warnings.warn(
+                f"heldin.skorch.EarlyStopping: the net goes on after {len(net.history)} epochs, "
+                "but what the rule had seen in them is lost, and it starts anew. Checkpoints hold "
+                "its state if they hold that of the optimiser (f_optimizer of skorch's "
+                "Checkpoint), and so does a pickled net " + more("a-state-that-was-lost"),
+                HeldinWarning,
+                stacklevel=2,
+            )
+        return saved
 
     # -- the run
 
     def on_train_begin(self, net: NeuralNet, X: Any = None, y: Any = None, **_: Any) -> None:
-        """Watch the loop that comes next; other callbacks may load a checkpoint before it."""
+        """Follow the loop that comes next; other callbacks may load a checkpoint before it."""
         self._end()
-        self.loop_ = MethodWrapper(net, "fit_loop", partial(self._around, net))
+        self.verbose_ = bool(net.verbose)
+        self.patches_.wrap(net, "fit_loop", partial(self._fit, net))
 
-    def _around(self, net: NeuralNet, loop: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The net's loop, whichever way it ends."""
-        made = MethodWrapper(net, "get_iterator", partial(self._iterator, net))
-        if self.window != EPOCH:
-            self._begin(net)
+    def _fit(self, net: NeuralNet, loop: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the net's loop, and end the run whichever way the loop ends."""
+        state = self._restored_state(net)
+        self._run = self.make_session()
+        self._run.load_state_dict(state)
+        of_loop = ("X", "y", "epochs", "_routing_method")
+        loss = NetLoss(net, {k: v for k, v in kwargs.items() if k not in of_loop})
+        self.patches_.wrap(net, "get_iterator", partial(self._make_iterator, net, loss))
+        self.patches_.wrap(net, "train_step", partial(self._train, net))
         try:
-            return loop(*args, **kwargs)
+            result = loop(*args, **kwargs)
+            self._conclude()
+            return result
+        except KeyboardInterrupt:  # the usual way to end it
+            self._conclude()
+            raise
         finally:
-            made.close()
             self._end()
 
-    def _iterator(self, net: NeuralNet, get: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The iterator of all epochs is made: it knows how many steps an epoch has."""
-        batches = get(*args, **kwargs)
-        training = kwargs.get("training", args[1] if len(args) > 1 else False)
-        if training and self.before_ is None:
-            self._begin(net, length(batches))
-        return batches
+    def _make_iterator(
+        self, net: NeuralNet, loss: NetLoss, get: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Begin the run when the iterator of all epochs is made: its rows are followed."""
+        loader = get(*args, **kwargs)
+        if kwargs.get("training", args[1] if len(args) > 1 else False):
+            self._begin_once(net, loss, loader)
+        return loader
 
-    def _begin(self, net: NeuralNet, epoch_steps: int | None = None) -> None:
-        state = self.run_.state_dict() if self.run_ is not None else self.state_
-        state = restored(net, state)
-        self.run_ = StoppingSession(
-            type(self).__name__, {name: getattr(self, name) for name in DEFAULTS}
+    def _begin_once(self, net: NeuralNet, loss: Any = None, loader: Any = None) -> None:
+        if self._run is None or self._run.running:
+            return
+        self._run.follow(loader)
+        self._begin(
+            net.module_,
+            net.optimizer_,
+            loss,
+            loader,
+            clip=_clip(net),
+            resumed=len(net.history) > 0,
+            hook=True,
         )
-        self.run_.load_state_dict(state)
-        self.run_.begin(net.module_, epoch_steps)
-        self.epochs_.reset()
-        self.before_ = BeforeStep(net.module_, lambda: self._weigh(net))
-        self._keep(net)
-
-    def _keep(self, net: NeuralNet) -> None:
-        """Let the optimiser's state, which skorch's checkpoints hold, hold ours as well."""
-        if self.kept_ is not None:
-            self.kept_.remove()
-        self.kept_ = in_optimizer(net, IN_OPTIMIZER, self)
-
-    def run_state(self) -> dict[str, Any]:
-        """What the optimiser's state holds of the rule."""
-        return self.run_.state_dict() if self.run_ is not None else {}
+        self._add_to_optimizer(net)
 
     def on_epoch_begin(self, net: NeuralNet, **datasets: Any) -> None:
-        """Remember what the end of the epoch is told with."""
+        """Store the arguments of the end of the epoch."""
         self.epoch_ = datasets
-        if self.loop_ is not None and self.before_ is None:  # of a net that makes its own iterator
-            self._begin(net)
-        self.epochs_.begin(self.stopping_)
+        if self.by_evidence:  # a net may make its own iterator
+            self._begin_once(net)
 
-    def on_batch_begin(self, net: NeuralNet, training: bool | None = None, **_: Any) -> None:
-        """The next step of an optimiser is a new one."""
-        if training and self.before_ is not None:
-            self.before_.next_iteration()
-            self.epochs_.batch()
-
-    def on_epoch_end(self, net: NeuralNet, **_: Any) -> None:
-        """Say so if nothing was seen."""
-        self.epochs_.end(self.stopping_)
-
-    def on_grad_computed(self, net: NeuralNet, named_parameters: Any, **_: Any) -> None:
-        """Weigh the evidence. A net that does not tell is asked before its optimiser steps."""
-        if self.before_ is not None:
-            self.before_.weigh()
-            if self.before_.stop:  # a line search asks more than once
-                forget_gradients(net.module_.parameters())
-
-    def _weigh(self, net: NeuralNet) -> bool:
-        stopping = self.stopping_
-        if stopping is None or not stopping.watching or not net.module_.training:
-            return False
-        if stopping.step():
-            forget_gradients(net.module_.parameters())
-        values = {KEY: stopping.criterion}
-        if self.log_groups:
-            values |= {f"heldin/group/{n}": v for n, v in stopping.evidence.groups.items()}
-        for name, value in values.items():
+    def _train(self, net: NeuralNet, step: Callable[..., Any], batch: Any, **kwargs: Any) -> Any:
+        """Train on a batch, and follow the step."""
+        run = self._run
+        if run is None or not run.running:
+            return step(batch, **kwargs)
+        run.begin_batch()
+        result = step(batch, **kwargs)
+        run.add(batch)
+        run.step()
+        missing = {CRITERION: math.nan} if self.by_evidence else {}
+        for name, value in (missing | run.shown()).items():
             net.history.record_batch(name, value)
             net.history.record(name, value)  # of the epoch: its last value
-        return stopping.should_stop
+        return result
+
+    def on_grad_computed(self, net: NeuralNet, named_parameters: Any, **_: Any) -> None:
+        """Form the evidence; a line search asks more than once."""
+        if self._run is not None and self._run.before_step():
+            self._run.keep_weights()
 
     def on_batch_end(self, net: NeuralNet, training: bool | None = None, **_: Any) -> None:
         """End the epoch and the training if the rule has asked for it."""
-        stopping, before = self.stopping_, self.before_
-        if stopping is not None and before is not None and before.done and before.missed:
-            forget_passes(stopping)
-        if not training or stopping is None or not stopping.should_stop:
+        run = self._run
+        if not training or run is None or not run.running or not run.should_stop:
             return
-        if net.verbose or self.sink is not print:
-            self.sink(f"Stopping since there is no more evidence ({stopping.reason}).")
-        stop_epoch(net, self.epoch_)
+        why = "there is no more evidence" if self.by_evidence else "the estimated loss rises"
+        self._announce(f"Stopping since {why} ({run.stopping.reason}).")
+        net.history.record("train_batch_count", len(net.history[-1, "batches"]))
+        net.notify("on_epoch_end", **self.epoch_)  # so that the other callbacks see it
+        raise KeyboardInterrupt
+
+    def on_epoch_end(self, net: NeuralNet, **_: Any) -> None:
+        """Warn of an epoch in which nothing was observed."""
+        if self._run is not None:
+            self._run.end_epoch()
 
     def on_train_end(self, net: NeuralNet, X: Any = None, y: Any = None, **_: Any) -> None:
-        """Watch no more."""
+        """Release the module."""
         self._end()
 
     def _end(self) -> None:
-        if self.run_ is not None:
-            self.run_.end()
-        if self.before_ is not None:
-            self.before_.close()
-        if self.loop_ is not None:
-            self.loop_.close()
-        self.before_ = self.loop_ = None
+        if self._run is not None:
+            self._run.end()
+        self.patches_.close()
+
+    @property
+    def verbose(self) -> bool:
+        """Whether to show messages."""
+        return self.verbose_ or self.sink is not print
+
+    def _show(self, message: str) -> None:
+        self.sink(message)
 
 
-def restored(net: NeuralNet, state: dict[str, Any]) -> dict[str, Any]:
-    """The state that a checkpoint has brought with the optimiser's, else the one that there is."""
-    found = taken_up(net, IN_OPTIMIZER)
-    if found is None and not state and len(net.history) and KEY in net.history[-1]:
-        warnings.warn(
-            f"{NAME}: the net goes on after {len(net.history)} epochs, but what the rule had seen "
-            "in them is lost, and it starts anew. Checkpoints hold its state if they hold that of "
-            "the optimiser (f_optimizer of skorch's Checkpoint), and so does a pickled net "
-            + more("a-state-that-was-lost"),
-            HeldinWarning,
-            stacklevel=2,
-        )
-    return found or state
+class NetLoss:
+    """The loss of a batch by the net's own `infer` and `get_loss`."""
+
+    divided = True  # a net that accumulates gradients divides its loss
+
+    def __init__(self, net: NeuralNet, fit_params: dict[str, Any]) -> None:
+        self._net, self._fit_params = net, fit_params
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        """Return the loss of a model in place of the net's module."""
+        net, module = self._net, self._net.module_
+        inputs, targets = unpack_data(batch)
+        vars(net)["module_"] = model
+        try:
+            outputs = net.infer(inputs, **self._fit_params)
+            loss: Tensor = net.get_loss(outputs, targets, X=inputs, training=model.training)
+        finally:
+            vars(net)["module_"] = module
+        return loss
+
+    def shares(self, batches: list[Any]) -> list[float]:
+        """Return the factors of the losses of accumulated batches."""
+        return [1.0] * len(batches)
+
+
+def _clip(net: NeuralNet) -> Clip | None:
+    """Return how the net's callbacks clip gradients."""
+    callbacks = [c for _, c in net.callbacks_ if isinstance(c, GradientNormClipping)]
+    callbacks = [c for c in callbacks if c.gradient_clip_value is not None]
+
+    def clip(parameters: list[nn.Parameter]) -> None:
+        for callback in callbacks:
+            callback.on_grad_computed(None, [("", p) for p in parameters])
+
+    return clip if callbacks else None
 
 
 class ElementwiseStopping(Callback):
     """Stops single weights by evidence: wraps the net's optimiser while it trains.
 
-    The fraction of stopped weights is in the net's history as `heldin/stopped`. A pickled net goes
-    on with `partial_fit` where it was, stopped weights included; `fit` starts anew.
+    The fraction of stopped weights is in the net's history as `heldin/stopped`. A pickled net
+    continues with `partial_fit` where it was, stopped weights included; `fit` starts again.
 
     Args:
         greedy, smoothing and the others: see `heldin.ElementwiseStopping`.
@@ -272,48 +323,34 @@ class ElementwiseStopping(Callback):
     >>> callback = ElementwiseStopping(smoothing=0.99)
     """
 
-    @spelled_out
-    def __init__(
-        self,
-        *,
-        greedy: bool = True,
-        smoothing: float = 0.999,
-        start: float = 10.0,
-        every: int = 1,
-        correction: Correction = None,
-        dead: Dead = "out",
-        batch_dim: BatchDim = 0,
-        parameters: Callable[[str], bool] | None = None,
-        reduction: Literal["mean", "sum"] = "mean",
-        process_group: ProcessGroup = "auto",
-    ) -> None:
-        options = chosen(locals(), Elementwise)
-        check_elementwise(type(self).__name__, options)
+    @strict_kwargs(extends=Elementwise.__init__, without=("optimizer", "model"))
+    def __init__(self, **options: Any) -> None:
+        check_elementwise(options)
         self.__dict__.update(options)
         self.initialize()
 
     def initialize(self) -> ElementwiseStopping:
         """Forget earlier runs; the net calls this when it is initialised."""
         self.optimizer_: Elementwise | None = None
-        self.loop_: MethodWrapper | None = None
+        self.patches_ = Patches()
         self.state_: dict[str, Any] | None = None
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "optimizer_": None, "loop_": None, "state_": self._state()}
+        nothing = {"optimizer_": None, "patches_": Patches()}
+        return {**vars(self), **nothing, "state_": self._state()}
 
     def _state(self) -> dict[str, Any] | None:
-        return (
-            self.optimizer_.state_dict()["heldin"] if self.optimizer_ is not None else self.state_
-        )
+        optimizer = self.optimizer_
+        return self.state_ if optimizer is None else optimizer.state_dict()["heldin"]
 
     def on_train_begin(self, net: NeuralNet, X: Any = None, y: Any = None, **_: Any) -> None:
-        """Watch the loop that comes next; other callbacks may load a checkpoint before it."""
+        """Follow the loop that comes next; other callbacks may load a checkpoint before it."""
         self._unwrap(net)
-        self.loop_ = MethodWrapper(net, "fit_loop", partial(self._around, net))
+        self.patches_.wrap(net, "fit_loop", partial(self._fit, net))
 
-    def _around(self, net: NeuralNet, loop: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The net's loop; an error unwraps the optimiser as well as its end does."""
+    def _fit(self, net: NeuralNet, loop: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the net's loop; an error unwraps the optimiser as well as its end does."""
         self._wrap(net)
         try:
             return loop(*args, **kwargs)
@@ -326,7 +363,8 @@ class ElementwiseStopping(Callback):
     def _wrap(self, net: NeuralNet) -> None:
         state, inner = self._state(), net.optimizer_
         loaded = any(GROUP_KEY in group for group in inner.param_groups)  # with a checkpoint
-        self.optimizer_ = Elementwise(inner, net.module_, **chosen(vars(self), Elementwise))
+        options = {name: value for name, value in vars(self).items() if not name.endswith("_")}
+        self.optimizer_ = Elementwise(inner, net.module_, **options)
         if loaded:
             self.optimizer_.load_state_dict(inner.state_dict())
         elif state is not None:
@@ -334,7 +372,7 @@ class ElementwiseStopping(Callback):
         net.optimizer_ = self.optimizer_
 
     def on_epoch_end(self, net: NeuralNet, **_: Any) -> None:
-        """Note the stopped fraction."""
+        """Record the stopped fraction."""
         if self.optimizer_ is not None:
             net.history.record("heldin/stopped", self.optimizer_.stopped_fraction())
 
@@ -343,9 +381,7 @@ class ElementwiseStopping(Callback):
         self._unwrap(net)
 
     def _unwrap(self, net: NeuralNet) -> None:
-        if self.loop_ is not None:
-            self.loop_.close()
-            self.loop_ = None
+        self.patches_.close()
         if isinstance(net.optimizer_, Elementwise):
             net.optimizer_.close()
             net.optimizer_ = net.optimizer_.optimizer

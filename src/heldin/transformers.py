@@ -1,221 +1,311 @@
-"""heldin in the Hugging Face Trainer: `Trainer(..., callbacks=[AutoStoppingCallback()])`."""
+"""heldin in the Hugging Face Trainer: `Trainer(..., callbacks=[EarlyStoppingCallback()])`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from heldin.capture.arguments import BatchDim
-from heldin.capture.collector import BUDGET, Estimator
-from heldin.criterion.evidence import Across, Correction, Dead, Groups
-from heldin.rules.evidence import EvidenceStopping
-
-from .adapters.epochs import Epochs
-from .adapters.session import (
-    Guard,
-    StoppingSession,
-    flat_metrics,
-    forget_gradients,
-    length,
-    missing_framework,
-)
-from .adapters.settings import DEFAULTS, check_elementwise, chosen, spelled_out
+from ._private_torch import DisableTorchFunction
+from .adapters.arguments import check_elementwise, missing_framework, strict_kwargs
+from .adapters.patches import MethodWrapper, Patches, callers, local_variable
+from .adapters.session import flat_metrics
+from .adapters.stopping import FrameworkStopping
 from .errors import HeldinError
+from .loop.batches import repack
 from .rules.elementwise import ElementwiseStopping
-from .rules.ranks import ProcessGroup
-from .state.packed import packed, unpacked
+from .rules.options import Rule
+from .state.checkpoint import load, save
 
 try:
     import accelerate  # noqa: F401  (without it there is a Trainer, which fails when it is made)
+    import transformers.trainer as trainer_module
     from transformers import Trainer, TrainerCallback, TrainingArguments
-    from transformers.trainer_callback import CallbackHandler, ExportableState
+    from transformers.trainer_callback import CallbackHandler
     from transformers.utils import logging
-
-    from .adapters.auto_transformers import AutoStoppingCallback
-    from .adapters.trainer_hooks import LOOP, add_to_logs, callers, put_before_loggers
 except ImportError as error:
     raise missing_framework("transformers and accelerate", "transformers", error) from error
 
-__all__ = [
-    "AutoStoppingCallback",
-    "ElementwiseLoggingCallback",
-    "EvidenceStoppingCallback",
-    "elementwise",
-]
+__all__ = ["EarlyStoppingCallback", "ElementwiseLoggingCallback", "elementwise"]
 
-logger = logging.get_logger(__name__)
+NAME = "EarlyStoppingCallback"
+# The methods of Trainer and CallbackHandler that a run consists of once it has begun.
+LOOP = (
+    "_run_epoch", "_evaluate", "_finalize_training", "call_event",
+    "get_batch_samples", "training_step", "_maybe_log_save_evaluate",
+)  # fmt: skip
 
 
-class EvidenceStoppingCallback(TrainerCallback, ExportableState):
-    """Stops a Hugging Face `Trainer` by evidence; needs no evaluation set and no best metric.
+class EarlyStoppingCallback(FrameworkStopping, TrainerCallback):
+    """Stops a Hugging Face `Trainer`; needs no `eval_dataset` and no `metric_for_best_model`.
 
-    Training stops at the step that asks for it, with its weights; if checkpoints are saved by
-    steps, one is saved there. Values are in the Trainer's logs as `heldin/criterion` and others, so
-    that its log history and all `report_to` integrations have them.
+    Rules by an estimated test loss: the model trains on all rows. Shadows of its trainable
+    parameters (of the adapters alone, with LoRA) train beside it by the Trainer's own
+    `compute_loss`, each without some of the rows, and their loss on these is the estimate, in the
+    logs as `heldin/estimate` and `heldin/standard_error`. The best weights are put into the model
+    at the end. Batches may be padded, grouped by length and accumulated; bf16, label smoothing,
+    clipping and schedulers are followed, in one process or in several (torchrun). The dataset is a
+    map-style one.
 
-    The state is in `trainer_state.json` of every checkpoint, and a resumed run takes it up by
-    itself. With `restore_callback_states_from_checkpoint=True` the Trainer also builds a new
-    callback from the saved arguments and drops the one it was given: look for the new one in
-    `trainer.callback_handler.callbacks` then.
+    Evidence: training stops at the step that asks for it, with its weights; values are in the logs
+    as `heldin/criterion` and others.
+
+    If checkpoints are saved by steps, one is saved at the stop. The state is in the file
+    `heldin.ckpt` of every checkpoint (evidence: `heldin_evidence.ckpt`), and a resumed run loads
+    it.
 
     Args:
-        early_stopping_patience: number of consecutive checks that must ask for a stop.
-        log_groups: also log the value of each group of parameters.
-        window: number of steps whose sums add up before a value is formed; "epoch": those of an
-            epoch, by the number of its batches, which is better on few data.
-        groups, smoothing and the others: see `heldin.EvidenceStopping`.
-        not_in_json: set by the Trainer alone, when it builds the callback anew.
+        rule: "auto", "folds", "shadow", "evidence", or one of `heldin.rules`.
+        restore: put the weights of the best estimate into the model at the end.
+        log_groups: also log the value of each group of parameters, for evidence.
+        others: see `heldin.EarlyStopping`; eval_loss and predict are functions of model and inputs.
+            Outputs are the model's `logits`, targets the `labels`.
 
     Attributes:
-        stopping: the `heldin.EvidenceStopping` of the last run, with its history.
+        stopping: the rule of the last run, with its history and estimate.
+        estimates, out_of_fold, temperature: results, see `heldin.EarlyStopping`.
 
-    >>> from heldin.transformers import EvidenceStoppingCallback
-    >>> callback = EvidenceStoppingCallback(early_stopping_patience=3)
-    >>> callback.state()["args"]
-    {'early_stopping_patience': 3, 'log_groups': False}
+    >>> from heldin.transformers import EarlyStoppingCallback
+    >>> callback = EarlyStoppingCallback(budget=4)
     """
 
-    @spelled_out
-    def __init__(
-        self,
-        early_stopping_patience: int = 1,
-        log_groups: bool = False,
-        *,
-        groups: Groups = "tensor",
-        smoothing: float = 0.9,
-        window: int | Literal["epoch"] = 1,
-        warmup: int = 0,
-        every: int = 1,
-        arming: float | None = 0.5,
-        across: Across = "median",
-        weighted: bool = True,
-        start: float | None = None,
-        correction: Correction = None,
-        dead: Dead = "out",
-        reduction: Literal["mean", "sum"] = "mean",
-        estimator: Estimator = "sampled",
-        budget: int = BUDGET,
-        seed: int = 0,
-        batch_dim: BatchDim = 0,
-        parameters: Callable[[str], bool] | None = None,
-        process_group: ProcessGroup = "auto",
-        history: int = 4096,
-        not_in_json: Sequence[str] = (),
-    ) -> None:
-        options = chosen(locals())
-        if not_in_json:
-            raise HeldinError(
-                f"EvidenceStoppingCallback: the Trainer builds this callback anew from JSON, which "
-                f"cannot hold {' and '.join(not_in_json)}. Set "
-                "restore_callback_states_from_checkpoint=False: the state is taken up without it"
-            )
-        self.early_stopping_patience, self.log_groups = early_stopping_patience, log_groups
-        self.saved: dict[str, Any] | None = None  # set by the Trainer that builds a callback anew
-        self._epochs = Epochs("EvidenceStoppingCallback")
-        self._guard = Guard(self._end)
-        self._due = False  # the run that begins with the next epoch
-        options["patience"] = early_stopping_patience
-        self._run = StoppingSession("EvidenceStoppingCallback", options)
+    name = NAME
+    _logger = logging.get_logger("heldin.transformers")
+
+    @strict_kwargs(extends=FrameworkStopping.__init__)
+    def __init__(self, rule: str | Rule = "auto", **options: Any) -> None:
+        super().__init__(rule, **options)
+        self._patches = Patches(self._end)
+        self._trainer: Any = None
 
     @property
-    def stopping(self) -> EvidenceStopping | None:
-        """The `heldin.EvidenceStopping` of the last run, with its history."""
-        return self._run.stopping
+    def file(self) -> str:
+        """The file in the folder of a checkpoint."""
+        return "heldin_evidence.ckpt" if self.by_evidence else "heldin.ckpt"
 
-    # -- the run
-
-    def on_train_begin(
-        self, args: Any, state: Any, control: Any, *, model: nn.Module, **_: Any
-    ) -> None:
-        """Take the state of the checkpoint, if there is one, and look out for errors."""
-        name = type(self).__name__
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Load the state of the checkpoint, if there is one, and watch for errors."""
         self._end()
-        self._due = True
+        owners = callers((Trainer, CallbackHandler))
+        trainer = next((owner for owner in owners if isinstance(owner, Trainer)), None)
+        if trainer is None:
+            raise HeldinError(f"{NAME}: it is for transformers.Trainer and its subclasses")
+        if not self.by_evidence:
+            _check_trainer(trainer, self._run.settings.restore)
+        self._run.load_state_dict({})
         if state.global_step:
-            self.saved = self.saved or _stored(state.stateful_callbacks.get(name), self.state())
-            self._run.load_state_dict(unpacked(self.saved or {}))
-        # a checkpoint made without this callback would make the next save fail
-        state.stateful_callbacks.setdefault(name, self.state())
-        self.saved = None
-        put_before_loggers(self)
-        for owner in callers((Trainer, CallbackHandler)):
-            self._guard.over(owner, *LOOP)
+            folder = local_variable("resume_from_checkpoint", "_inner_training_loop")
+            path = Path(str(folder), self.file)
+            if path.is_file():
+                self._run.load_state_dict(load(path)["run"])
+        _put_before_loggers(self)
+        self._trainer = trainer
+        self._patches.wrap(trainer, "_save_rng_state", self._save)
+        for owner in owners:
+            self._patches.watch_methods(owner, *LOOP)
 
     def on_epoch_begin(
-        self,
-        args: Any,
-        state: Any,
-        control: Any,
-        *,
-        model: nn.Module,
-        train_dataloader: Any = None,
-        **_: Any,
+        self, args: Any, state: Any, control: Any, *, train_dataloader: Any, **_: Any
     ) -> None:
-        """Watch the model: not before all callbacks have begun, which may fail."""
-        if self._due:
-            self._due = False
-            self._run.begin(model, _epoch_steps(args, train_dataloader))
-            self._epochs.reset()
-        self._epochs.begin(self.stopping)
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Count."""
-        self._epochs.batch()
-
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Say so if nothing was seen."""
-        self._epochs.end(self.stopping)
-
-    def on_pre_optimizer_step(
-        self, args: Any, state: Any, control: Any, *, model: nn.Module, optimizer: Any, **_: Any
-    ) -> None:
-        """Weigh the evidence of all batches since the last step."""
-        stopping = self.stopping
-        if stopping is None or not stopping.watching:
+        """Begin the run: not before all callbacks have begun, which may fail."""
+        trainer = self._trainer
+        if trainer is None or self._run.running:
             return
-        if stopping.step():
-            logger.info(f"{stopping.reason}. Stopping training.")
-            control.should_training_stop = True
-            if getattr(optimizer, "scaler", None) is None:  # a scaler needs gradients to step
-                forget_gradients(model.parameters())
+        self._patches.wrap(trainer, "training_step", self._train)
+        self._patches.wrap(trainer_module, "skip_first_batches", self._skip)
+        self._run.follow(train_dataloader)
+        self._begin(
+            trainer.model,
+            trainer.optimizer,
+            TrainerLoss(trainer),
+            train_dataloader,
+            clip=args.max_grad_norm if args.max_grad_norm > 0 else None,
+            resumed=state.global_step > 0,
+            pools_ranks=True,
+            accumulated=args.gradient_accumulation_steps,
+        )
+
+    def _train(self, step: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Train on a batch, one of those of an optimiser step."""
+        self._run.begin_batch()
+        loss = step(model, inputs, *args, **kwargs)
+        self._run.add(inputs)
+        return loss
+
+    def _skip(self, skip: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Follow the loader of an epoch that continues in its middle."""
+        loader = skip(*args, **kwargs)
+        if self._run.running:
+            self._run.follow(loader)
+        return loader
+
+    def on_pre_optimizer_step(self, *_: Any, optimizer: Any, **__: Any) -> None:
+        """Form the evidence of all batches since the last step."""
+        if self._run.before_step() and getattr(optimizer, "scaler", None) is None:
+            self._run.keep_weights()  # a scaler needs gradients to step
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Log and save the last step, as the Trainer does at the end."""
-        if self.stopping is not None and self.stopping.should_stop:
-            control.should_log = True
+        """Follow the step of the optimiser; log and save the last one, as the Trainer does."""
+        if self._run.step():
+            self._logger.info(f"{self.stopping.reason}. Stopping training.")
+            control.should_training_stop = control.should_log = True
             if args.save_strategy == "steps":
                 control.should_save = True
+
+    def on_epoch_end(self, *_: Any, **__: Any) -> None:
+        """Warn of an epoch in which nothing was observed."""
+        self._run.end_epoch()
 
     def on_log(self, args: Any, state: Any, control: Any, *, logs: Any, **_: Any) -> None:
         """Add the values to those that the Trainer logs while it trains."""
         if "loss" in logs:
-            add_to_logs(state, logs, flat_metrics(self.stopping, self.log_groups))
+            _add_to_logs(state, logs, self._run.metrics())
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Watch no more."""
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        """Put the best weights into the model."""
+        self._conclude()
         self._end()
+
+    def _save(self, save_rng_state: Callable[..., Any], output_dir: Any) -> Any:
+        """Save the state with a checkpoint of the Trainer."""
+        if self._trainer.args.should_save:  # one process for all
+            save(Path(output_dir, self.file), run=self._run.state_dict())
+        return save_rng_state(output_dir)
 
     def _end(self) -> None:
         self._run.end()
-        self._guard.close()
+        self._patches.close()
+        self._trainer = None
 
-    # -- checkpoints
 
-    def state(self) -> dict[str, Any]:
-        """The arguments and the state, as JSON."""
-        args: dict[str, Any] = {
-            "early_stopping_patience": self.early_stopping_patience,
-            "log_groups": self.log_groups,
-        }
-        usual = {**DEFAULTS, "patience": self.early_stopping_patience}
-        given = {k: v for k, v in self._run.options.items() if v != usual[k]}
-        args |= {name: value for name, value in given.items() if not callable(value)}
-        lost = [name for name, value in given.items() if callable(value)]
-        if lost:
-            args["not_in_json"] = lost
-        return {"args": args, "attributes": {"saved": packed(self._run.state_dict())}}
+class TrainerLoss:
+    """The mean loss of a batch by a Trainer's own `compute_loss`, which leaves no trace there."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._counts = False  # whether the model gets the number of items
+        self._divides: bool | None = None  # whether its loss is divided by that
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        """Return the mean over tokens or samples."""
+        items = self._items(batch)
+        loss = self._compute(model, batch, items)
+        if self._divides is None:  # in an evaluation, where nothing is random
+            self._divides = items is not None and self._is_halved(loss, model, batch, items)
+        return loss
+
+    def _is_halved(self, loss: Tensor, model: nn.Module, batch: Any, items: Any) -> bool:
+        """Return whether twice the number of items makes half the loss."""
+        with DisableTorchFunction(), torch.no_grad():  # the rows' losses are not recorded here
+            twice = float(self._compute(model, batch, 2 * items))
+        return abs(2 * twice - float(loss)) < abs(twice - float(loss))
+
+    def _compute(self, model: nn.Module, batch: Any, items: Any) -> Tensor:
+        trainer = self._trainer
+        inputs = trainer._prepare_inputs(repack(batch))
+        with _untouched(trainer), trainer.compute_loss_context_manager():
+            loss: Tensor = trainer.compute_loss(model, inputs, num_items_in_batch=items)
+        return loss
+
+    def _items(self, batch: Any) -> Any:
+        trainer = self._trainer
+        with _untouched(trainer):
+            items = trainer._get_num_items_in_batch([batch], trainer.args.device)
+        self._counts = trainer.model_accepts_loss_kwargs and items is not None
+        return items
+
+    def shares(self, batches: list[Any]) -> list[float]:
+        """Return the factors of the losses of the batches of a step.
+
+        The Trainer divides them by the number of batches, or assumes that the model has divided
+        them by the number of items in all of them. Some models have not: their losses are added up.
+        """
+        trainer, number = self._trainer, len(batches)
+        items = [self._items(batch) for batch in batches]
+        scaled = trainer.loss_is_scaled_for_ga
+        if scaled is None:
+            scaled = trainer.compute_loss_func is not None or self._counts
+        factor = 1.0 if scaled else 1.0 / number
+        if not self._divides:
+            return [factor] * number
+        total = float(sum(items))
+        return [factor * float(count) / total if total else 0.0 for count in items]
+
+    def count(self, batches: list[Any]) -> float | None:
+        """Return the number of tokens, by which this process counts among others."""
+        items = [self._items(batch) for batch in batches]
+        return None if any(count is None for count in items) else float(sum(items))
+
+
+@contextmanager
+def _untouched(trainer: Any) -> Iterator[None]:
+    """Put back counts and metrics that `compute_loss` collects, and log nothing.
+
+    Nor does a process ask the others for their tokens: they may be at another place.
+    """
+    args, across = trainer.args, trainer.args.average_tokens_across_devices
+    before = {k: v for k, v in vars(trainer).items() if isinstance(v, (bool, int, float, str))}
+    if "_metrics" in vars(trainer):  # of the trainers of TRL
+        before["_metrics"] = copy.deepcopy(trainer._metrics)
+    muted = MethodWrapper(trainer, "log", lambda log, *args, **kwargs: None)
+    try:
+        args.average_tokens_across_devices = False
+        yield
+    finally:
+        args.average_tokens_across_devices = across
+        muted.close()
+        vars(trainer).update(before)
+
+
+def _check_trainer(trainer: Any, restore: bool) -> None:
+    """Refuse weights and losses that shadows do not follow."""
+    args = trainer.args
+    if args.n_gpu > 1:
+        raise HeldinError(
+            f"{NAME}: DataParallel divides each batch among {args.n_gpu} GPUs, which shadows do "
+            "not; launch a process for each of them (torchrun), or train on one "
+            "(CUDA_VISIBLE_DEVICES=0)"
+        )
+    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+        raise HeldinError(
+            f"{NAME}: DeepSpeed and FSDP divide the parameters, and shadows have them whole; leave "
+            "them out, or use rule='evidence' (with FSDP)"
+        )
+    if trainer.accelerator.scaler is not None:
+        raise HeldinError(
+            f"{NAME}: shadows do not scale their loss, as fp16=True needs; use bf16=True"
+        )
+    if restore and args.load_best_model_at_end:
+        raise HeldinError(
+            f"{NAME}: load_best_model_at_end=True and restore=True would both put weights into the "
+            "model at the end; set one of them to False"
+        )
+
+
+def _put_before_loggers(callback: TrainerCallback) -> None:
+    """Let a callback's `on_log` come before those of the Trainer's integrations.
+
+    Otherwise its values are printed and in the log history alone.
+    """
+    for handler in callers((CallbackHandler,)):
+        if callback in handler.callbacks:
+            handler.callbacks.remove(callback)
+            handler.callbacks.insert(0, callback)
+
+
+def _add_to_logs(state: Any, logs: dict[str, Any], values: Mapping[str, float]) -> None:
+    """Add values to the logs and to the entry of the log history that was made from them."""
+    logs.update(values)
+    if state.log_history and state.log_history[-1].get("step") == state.global_step:
+        state.log_history[-1].update(values)
+
+
+# -- single weights
 
 
 class ElementwiseLoggingCallback(TrainerCallback):
@@ -232,8 +322,8 @@ class ElementwiseLoggingCallback(TrainerCallback):
         self.log_groups = log_groups
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Come before the loggers."""
-        put_before_loggers(self)
+        """Move this callback before the loggers."""
+        _put_before_loggers(self)
 
     def on_log(
         self, args: Any, state: Any, control: Any, *, logs: Any, optimizer: Any, **_: Any
@@ -241,26 +331,14 @@ class ElementwiseLoggingCallback(TrainerCallback):
         """Add the values to those that the Trainer logs while it trains."""
         inner = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
         if "loss" in logs and isinstance(inner, ElementwiseStopping):
-            add_to_logs(state, logs, flat_metrics(inner, self.log_groups))
+            _add_to_logs(state, logs, flat_metrics(inner, self.log_groups))
 
 
-@spelled_out
+@strict_kwargs(extends=ElementwiseStopping.__init__, without=("optimizer",))
 def elementwise(
-    model: nn.Module,
-    args: TrainingArguments,
-    *,
-    greedy: bool = True,
-    smoothing: float = 0.999,
-    start: float = 10.0,
-    every: int = 1,
-    correction: Correction = None,
-    dead: Dead = "out",
-    batch_dim: BatchDim = 0,
-    parameters: Callable[[str], bool] | None = None,
-    reduction: Literal["mean", "sum"] = "mean",
-    process_group: ProcessGroup = "auto",
+    model: nn.Module, args: TrainingArguments, **options: Any
 ) -> tuple[type[ElementwiseStopping], dict[str, Any]]:
-    """The Trainer's own optimiser, around which single weights stop by evidence.
+    """Return the Trainer's own optimiser, around which single weights stop by evidence.
 
     For `Trainer(model, args, optimizer_cls_and_kwargs=elementwise(model, args))`. The averages are
     kept with the optimiser's state in the Trainer's checkpoints.
@@ -278,8 +356,7 @@ def elementwise(
     >>> kwargs
     {'lr': 0.1}
     """
-    options = chosen(locals(), ElementwiseStopping)
-    check_elementwise("elementwise", options)
+    check_elementwise(options)
     inner, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)
 
     class Elementwise(ElementwiseStopping):
@@ -287,16 +364,3 @@ def elementwise(
             super().__init__(inner(params, **settings), model, **options)
 
     return Elementwise, kwargs
-
-
-def _epoch_steps(args: Any, loader: Any) -> float | None:
-    """How many steps the optimiser makes in an epoch; None: the loader does not tell."""
-    batches = length(loader)
-    return None if batches is None else batches / args.gradient_accumulation_steps
-
-
-def _stored(states: Any, own: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The state that a callback with the same arguments has saved last."""
-    every = states if isinstance(states, list) else [states] if states else []
-    same = [s for s in every if s["args"] == own["args"]] or every
-    return same[-1]["attributes"]["saved"] if same else None

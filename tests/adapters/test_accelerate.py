@@ -23,7 +23,7 @@ accelerate = pytest.importorskip("accelerate")
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
-from heldin.accelerate import EvidenceStopping
+from heldin.accelerate import EarlyStopping
 
 pytestmark = plain.foreign
 
@@ -43,7 +43,7 @@ def run(
     folder: Path | None = None,
     resume: int = 0,
     tracker: Any = None,
-) -> tuple[EvidenceStopping, nn.Module]:
+) -> tuple[EarlyStopping, nn.Module]:
     accelerator = Accelerator(
         cpu=True,
         mixed_precision="bf16" if case.bf16 else "no",
@@ -56,7 +56,9 @@ def run(
     model = plain.net(case.dtype)
     loader: Any = DataLoader(TensorDataset(*plain.data(case.dtype)), batch_size=case.batch)
     model, optimizer, loader = accelerator.prepare(model, plain.sgd(model), loader)
-    with EvidenceStopping(accelerator, model, **case.options) as stopping:
+    with EarlyStopping(
+        accelerator, model, loader=loader, rule=case.rule, log_groups=tracker is not None
+    ) as stopping:
         done = 0
         if resume and folder is not None:
             accelerator.load_state(str(folder))
@@ -71,7 +73,7 @@ def run(
                     accelerator.backward(loss)
                     if stopping.step():
                         if tracker is not None:
-                            accelerator.log(stopping.metrics(groups=True), step=done)
+                            accelerator.log(stopping.metrics(), step=done)
                             accelerator.end_training()
                         return stopping, model
                     if tracker is not None:
@@ -103,8 +105,8 @@ def test_exact_resume(case: plain.Case, step: int, tmp_path: Path) -> None:
 
 
 def test_wrong_settings_are_refused_at_once() -> None:
-    with pytest.raises(heldin.HeldinError, match=r"EvidenceStopping: .*'smoothness'"):
-        EvidenceStopping(Accelerator(cpu=True), nn.Linear(1, 1), smoothness=0.5)
+    with pytest.raises(heldin.HeldinError, match=r"EarlyStopping: .*'smoothness'"):
+        EarlyStopping(Accelerator(cpu=True), nn.Linear(1, 1), smoothness=0.5)
 
 
 def test_tensorboard(tmp_path: Path) -> None:
@@ -149,7 +151,7 @@ def _process(rank: int, port: int, folder: str) -> None:
     model = accelerator.prepare(plain.net(torch.float32))
     optimizer = plain.sgd(model)
     x, y = plain.data(torch.float32)
-    stopping = EvidenceStopping(accelerator, model, warmup=10**6)
+    stopping = EarlyStopping(accelerator, model, rule=heldin.rules.Evidence(warmup=10**6))
     steps = 0
     while steps < 20:
         steps += 1
@@ -178,7 +180,7 @@ def test_errors_and_interrupts_leave_no_trace(error: type[BaseException]) -> Non
     accelerator, model = Accelerator(cpu=True), plain.net()
 
     def loop() -> None:
-        stopping = EvidenceStopping(accelerator, model)
+        stopping = EarlyStopping(accelerator, model, rule="evidence")
         x, y = plain.data()
         while True:
             fuse()
@@ -195,6 +197,6 @@ def test_errors_and_interrupts_leave_no_trace(error: type[BaseException]) -> Non
 def test_objects_in_the_wrong_place_are_named() -> None:
     accelerator, model = Accelerator(cpu=True), plain.net()
     with pytest.raises(heldin.HeldinError, match=r"accelerator must be .* of type Sequential"):
-        EvidenceStopping(model, accelerator)
+        EarlyStopping(model, accelerator)
     with pytest.raises(heldin.HeldinError, match=r"model must be .* of type SGD"):
-        EvidenceStopping(accelerator, plain.sgd(model))
+        EarlyStopping(accelerator, plain.sgd(model))

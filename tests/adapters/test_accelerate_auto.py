@@ -1,4 +1,4 @@
-"""heldin.accelerate.AutoStopping against the plain loop."""
+"""heldin.accelerate.EarlyStopping against the plain loop."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ accelerate = pytest.importorskip("accelerate")
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
-from heldin.accelerate import AutoStopping
+from heldin.accelerate import EarlyStopping
 from tests.adapters.test_accelerate import _fresh  # noqa: F401  (a fixture)
 
 pytestmark = plain.foreign
@@ -25,7 +25,7 @@ PLAIN = estimated.CASES[0]
 
 def run(
     case: plain.Case, stop: int | None = None, folder: Any = None, resume: int = 0, **options: Any
-) -> tuple[AutoStopping, nn.Module, Any]:
+) -> tuple[EarlyStopping, nn.Module, Any]:
     accelerator = Accelerator(
         cpu=True,
         mixed_precision="bf16" if case.bf16 else "no",
@@ -35,9 +35,9 @@ def run(
     batches: Any = estimated.loader(case, shuffle=False)
     model, optimizer, batches = accelerator.prepare(model, plain.sgd(model), batches)
     loss_of = options.pop("batch_loss", estimated.batch_loss)
-    settings = estimated.settings(clip=case.clip, **options)
+    settings = estimated.arguments(clip=case.clip, **options)
     done = 0
-    with AutoStopping(accelerator, model, optimizer, batches, loss_of, **settings) as stopping:
+    with EarlyStopping(accelerator, model, optimizer, batches, loss_of, **settings) as stopping:
         skipped = batches
         if resume:
             accelerator.load_state(str(folder))
@@ -100,6 +100,6 @@ def test_divided_weights_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator, model = Accelerator(cpu=True), plain.net()
     batches = accelerator.prepare(estimated.loader(PLAIN))
     monkeypatch.setattr(Accelerator, "distributed_type", DistributedType.FSDP)
-    with pytest.raises(heldin.HeldinError, match=r"FSDP divides the weights.*EvidenceStopping"):
-        AutoStopping(accelerator, model, plain.sgd(model), batches, estimated.batch_loss)
+    with pytest.raises(heldin.HeldinError, match=r"FSDP divides the weights.*rule='evidence'"):
+        EarlyStopping(accelerator, model, plain.sgd(model), batches, estimated.batch_loss)
     plain.expect_no_trace(model)

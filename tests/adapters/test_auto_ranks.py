@@ -1,4 +1,4 @@
-"""`AutoStopping` of frameworks that train in several processes: the numbers of one."""
+"""`EarlyStopping` of frameworks that train in several processes: the numbers of one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the adapters' `AutoStopping` have in common; no framework is needed for this."""
+"""What the adapters' `EarlyStopping` have in common; no framework is needed for this."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import heldin
-from heldin.adapters.estimating import EstimatingSession
-from heldin.rules.estimated.order import RowOrder
+from heldin.adapters.session import Session, Settings
+from heldin.loop.loaders import LoaderRecorder
+from heldin.pause import is_paused
+from tests.support import runs
 
 ROWS = 24
+SETTINGS = Settings(heldin.rules.Folds(average="best"))
 
 
 def rows() -> TensorDataset:
@@ -29,12 +32,12 @@ def mse(model: nn.Module, batch: Any) -> Tensor:
 def test_loaders_over_the_same_rows_are_followed_together() -> None:
     first: Any = DataLoader(rows(), batch_size=4)
     second: Any = DataLoader(rows(), batch_size=4, sampler=range(8, ROWS))
-    order = RowOrder(first)
-    order.follow(second)
-    order.follow(second)
-    assert order.rows_of(next(iter(first))).tolist() == [0, 1, 2, 3]
-    assert order.rows_of(next(iter(second))).tolist() == [8, 9, 10, 11]
-    order.close()
+    recorder = LoaderRecorder(first)
+    recorder.follow(second)
+    recorder.follow(second)
+    assert recorder.find(next(iter(first))).rows.tolist() == [0, 1, 2, 3]
+    assert recorder.find(next(iter(second))).rows.tolist() == [8, 9, 10, 11]
+    recorder.close()
     assert "_get_iterator" not in vars(first)
     assert "_get_iterator" not in vars(second)
 
@@ -54,10 +57,9 @@ def test_a_loss_says_how_accumulated_batches_count() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = DataLoader(rows(), batch_size=6)
     label = torch.arange(ROWS) == 7  # one row, of the second batch, is hidden
-    stopping = heldin.ShadowStopping(
-        model, optimizer, data=loader, batch_loss=ByWeight(), fraction=label
+    stopping = runs.ShadowStopping(
+        model, optimizer, data=loader, batch_loss=ByWeight(), hidden=label
     )
-    shadow = stopping._team.shadows[0].weights["weight"]  # type: ignore[union-attr]
     twin = nn.Linear(3, 1).double()
     twin.load_state_dict(model.state_dict())
     x, y = rows().tensors
@@ -74,7 +76,7 @@ def test_a_loss_says_how_accumulated_batches_count() -> None:
     stopping.step()
     assert not stopping.pending
     expected = twin.weight.detach() - 0.1 * twin.weight.grad  # type: ignore[operator]
-    torch.testing.assert_close(shadow.detach(), expected)
+    torch.testing.assert_close(stopping._backend.weights_of(0)["weight"], expected)  # type: ignore[union-attr]
 
 
 class Tempered(nn.Module):
@@ -98,24 +100,23 @@ def test_shadows_follow_the_attributes_of_the_model() -> None:
 
     def loss(shadow: Any, batch: Any) -> Tensor:
         found = mse(shadow, batch)
-        if shadow is not model and torch.is_grad_enabled():
+        if is_paused() and torch.is_grad_enabled():
             used.append((shadow.temperature, len(shadow.seen)))
         return found
 
     loader = DataLoader(rows(), batch_size=8)
-    stopping = heldin.FoldStopping(model, optimizer, data=loader, batch_loss=loss, shadows=1)
+    stopping = runs.FoldStopping(model, optimizer, data=loader, batch_loss=loss, shadows=1)
     for number, batch in enumerate(loader):
         model.temperature = 1.0 + number
         mse(model, batch).backward()
         optimizer.step()
         optimizer.zero_grad()
         stopping.step()
-    assert {temperature for temperature, _ in used} == {1.0, 2.0, 3.0}
-    assert {length for _, length in used} == {1}
+    assert set(used) == {(1.0, 1), (2.0, 2), (3.0, 3)}
     assert model.seen == [1.0, 2.0, 3.0]
 
 
-def begun(session: EstimatingSession, model: nn.Module, **options: Any) -> Any:
+def begun(session: Session, model: nn.Module, **options: Any) -> Any:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batches = DataLoader(rows(), batch_size=6)
     session.follow(batches)
@@ -126,12 +127,12 @@ def begun(session: EstimatingSession, model: nn.Module, **options: Any) -> Any:
 def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    with pytest.raises(heldin.HeldinError, match=r"several processes.*EvidenceStopping"):
-        begun(EstimatingSession("Callback", {}), nn.Linear(3, 1).double())
+    with pytest.raises(heldin.HeldinError, match=r"several processes.*rule='evidence'"):
+        begun(Session("Callback", SETTINGS), nn.Linear(3, 1).double())
 
 
 def test_a_session_goes_on_from_the_last_weights_and_not_from_the_restored_ones() -> None:
-    model, session = nn.Linear(3, 1).double(), EstimatingSession("Callback", {"average": "best"})
+    model, session = nn.Linear(3, 1).double(), Session("Callback", SETTINGS)
     optimizer, batches = begun(session, model)
     for batch in batches:
         mse(model, batch).backward()
@@ -146,7 +147,7 @@ def test_a_session_goes_on_from_the_last_weights_and_not_from_the_restored_ones(
     state = session.state_dict()
     with torch.no_grad():
         model.weight.zero_()  # as if it had been loaded from elsewhere
-    second = EstimatingSession("Callback", {"average": "best"})
+    second = Session("Callback", SETTINGS)
     with pytest.raises(heldin.HeldinError, match="state of its shadows is not there"):
         begun(second, model, resumed=True)
     second.load_state_dict(state)

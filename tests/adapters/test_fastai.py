@@ -26,8 +26,8 @@ from fastai.data.load import DataLoader
 from fastai.learner import Learner
 from fastai.optimizer import SGD, OptimWrapper
 
-from heldin.adapters.session import MethodWrapper
-from heldin.fastai import EvidenceStopping
+from heldin.adapters.patches import MethodWrapper
+from heldin.fastai import EarlyStopping
 
 pytestmark = plain.foreign
 
@@ -81,8 +81,8 @@ def fit(learn: Any, epochs: int) -> None:
         learn.fit(epochs, plain.RATE)
 
 
-def rule(case: plain.Case, **options: Any) -> EvidenceStopping:
-    return EvidenceStopping(**case.callback_options, **options)
+def rule(case: plain.Case, **options: Any) -> EarlyStopping:
+    return EarlyStopping(case.rule, **options)
 
 
 @plain.cases
@@ -171,8 +171,8 @@ def test_a_search_for_a_learning_rate_is_not_watched(tmp_path: Path) -> None:
 
 
 def test_wrong_settings_are_refused_at_once() -> None:
-    with pytest.raises(heldin.HeldinError, match=r"EvidenceStopping: .*'smoothness'"):
-        EvidenceStopping(smoothness=0.5)
+    with pytest.raises(heldin.HeldinError, match=r"EarlyStopping: .*'smoothness'"):
+        EarlyStopping(smoothness=0.5)
 
 
 def test_tensorboard(tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ def test_errors_and_interrupts_leave_no_trace(place: str, error: type[BaseExcept
             if place == "last":
                 fuse()
 
-    learn = learner(case, EvidenceStopping(warmup=100), Single(), Burning())
+    learn = learner(case, EarlyStopping(heldin.rules.Evidence(warmup=100)), Single(), Burning())
     with pytest.raises(error, match="broken"):
         learn.fit(9)
     plain.expect_no_trace(learn.model)

@@ -1,9 +1,10 @@
-"""heldin.fastai.AutoStopping against the plain loop."""
+"""heldin.fastai.EarlyStopping against the plain loop."""
 
 from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,16 +20,16 @@ from fastai.callback.schedule import lr_find  # noqa: F401  (a patch of Learner)
 from fastai.callback.training import GradientAccumulation
 from fastai.optimizer import SGD, Adam
 
-from heldin.adapters.session import MethodWrapper
-from heldin.fastai import AutoStopping
+from heldin.adapters.patches import MethodWrapper
+from heldin.fastai import EarlyStopping
 from tests.adapters.test_fastai import learner
 
 pytestmark = plain.foreign
 PLAIN = estimated.CASES[0]
 
 
-def rule(**options: Any) -> AutoStopping:
-    return AutoStopping(**estimated.settings(**options))
+def rule(**options: Any) -> EarlyStopping:
+    return EarlyStopping(**estimated.arguments(**options))
 
 
 def fit(learn: Any, epochs: int) -> None:
@@ -118,7 +119,8 @@ def test_fits_go_on(pickled: bool) -> None:
     callback = rule(reset_on_fit=False, restore=False)
     learn = learner(PLAIN, callback)
     fit(learn, 5)
-    callback._session.options["restore"] = True
+    callback.restore = True
+    callback._run.settings = replace(callback._run.settings, restore=True)
     if pickled:
         learn.remove_cb(callback)
         callback = pickle.loads(pickle.dumps(callback))
@@ -132,8 +134,18 @@ def test_fits_go_on(pickled: bool) -> None:
 def test_a_second_fit_that_starts_anew_is_warned_about() -> None:
     learn = learner(PLAIN, rule())
     fit(learn, 1)
+    learn.create_opt()
     with pytest.warns(heldin.HeldinWarning, match="perhaps on the rows they hold out"):
         fit(learn, 1)
+
+
+def test_a_second_fit_with_the_same_optimiser_is_refused() -> None:
+    learn = learner(PLAIN, rule())
+    fit(learn, 1)
+    message = "the optimiser has already taken steps"
+    with pytest.warns(heldin.HeldinWarning), pytest.raises(heldin.HeldinError, match=message):
+        fit(learn, 1)
+    expect_no_trace(learn)
 
 
 def test_searching_a_rate_is_not_followed() -> None:

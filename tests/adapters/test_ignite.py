@@ -21,7 +21,8 @@ ignite = pytest.importorskip("ignite")
 from ignite.engine import Engine, Events, create_supervised_trainer
 from ignite.handlers import Checkpoint, DiskSaver
 
-from heldin.ignite import EvidenceStopping
+from heldin.ignite import EarlyStopping
+from tests.support import runs
 
 pytestmark = plain.foreign
 
@@ -30,7 +31,7 @@ def loader(case: plain.Case) -> DataLoader[Any]:
     return DataLoader(TensorDataset(*plain.data(case.dtype)), batch_size=case.batch)
 
 
-def made(case: plain.Case, **options: Any) -> tuple[Any, nn.Module, Any, EvidenceStopping]:
+def made(case: plain.Case, **options: Any) -> tuple[Any, nn.Module, Any, EarlyStopping]:
     model = plain.net(case.dtype)
     optimizer = plain.sgd(model)
 
@@ -51,7 +52,7 @@ def made(case: plain.Case, **options: Any) -> tuple[Any, nn.Module, Any, Evidenc
     trainer = create_supervised_trainer(
         model, optimizer, loss, gradient_accumulation_steps=case.accumulate, model_fn=forward
     )
-    return trainer, model, optimizer, EvidenceStopping(model, **case.callback_options, **options)
+    return trainer, model, optimizer, EarlyStopping(model, rule=case.rule, **options)
 
 
 @plain.cases
@@ -125,14 +126,12 @@ def test_tells(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "heldin.ignite"):
         trainer.run(loader(case), max_epochs=case.epochs)
     told = [r.message for r in caplog.records if r.name.startswith("heldin")]
-    assert told == [
-        "EvidenceStopping: Stop training (step 42: criterion 0.03595 > 0, check 1 of 1)"
-    ]
+    assert told == ["EarlyStopping: Stop training (step 42: criterion 0.03595 > 0, check 1 of 1)"]
 
 
 def test_wrong_settings_are_refused_at_once() -> None:
-    with pytest.raises(heldin.HeldinError, match=r"EvidenceStopping: .*'smoothness'"):
-        EvidenceStopping(nn.Linear(1, 1), smoothness=0.5)
+    with pytest.raises(heldin.HeldinError, match=r"EarlyStopping: .*'smoothness'"):
+        EarlyStopping(nn.Linear(1, 1), smoothness=0.5)
 
 
 def test_tensorboard(tmp_path: Path) -> None:
@@ -243,7 +242,7 @@ def test_several_optimisers_make_one_step() -> None:
 def test_a_model_that_nobody_trains_is_noticed() -> None:
     case = plain.CASES[0]
     trainer, _, _, _ = made(case)
-    stopping = EvidenceStopping(plain.net(), **case.options).attach(trainer)
+    stopping = EarlyStopping(plain.net(), rule=case.rule).attach(trainer)
     with pytest.warns(heldin.HeldinWarning, match=r"no backward pass .* whole epoch of 4 batches"):
         trainer.run(loader(case), max_epochs=2)
     assert stopping.stopping is not None
@@ -261,13 +260,13 @@ def test_a_model_that_nobody_trains_is_noticed() -> None:
 def test_objects_in_the_wrong_place_are_named() -> None:
     trainer, model, _, stopping = made(plain.CASES[0])
     with pytest.raises(heldin.HeldinError, match=r"model must be the model .* type Engine"):
-        EvidenceStopping(trainer)
+        EarlyStopping(trainer)
     with pytest.raises(heldin.HeldinError, match=r"trainer must be the trainer.* type Sequential"):
         stopping.attach(model)
     with (
-        heldin.EvidenceStopping(model) as core,
-        pytest.raises(heldin.HeldinError, match=r"use heldin\.ignite\.EvidenceStopping"),
+        runs.EvidenceStopping(model) as core,
+        pytest.raises(heldin.HeldinError, match=r"use heldin\.ignite\.EarlyStopping"),
     ):
         core.attach(trainer)
-    with pytest.raises(heldin.HeldinError, match="the rule for plain loops"):
-        EvidenceStopping(core)  # type: ignore[arg-type]
+    with pytest.raises(heldin.HeldinError, match="the class for plain loops"):
+        EarlyStopping(core)  # type: ignore[arg-type]

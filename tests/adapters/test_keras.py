@@ -16,8 +16,9 @@ keras = pytest.importorskip("keras")
 if keras.backend.backend() != "torch":
     pytest.skip("Keras runs on another backend", allow_module_level=True)
 
-from heldin.adapters.session import MethodWrapper
-from heldin.keras import EvidenceStopping
+from heldin.adapters.patches import MethodWrapper
+from heldin.keras import EarlyStopping
+from tests.support import runs
 
 pytestmark = plain.foreign
 
@@ -55,11 +56,11 @@ def fit(model: Any, case: plain.Case, *callbacks: Any, **options: Any) -> Any:
     return model.fit(x, y, callbacks=list(callbacks), **{**settings, **options})
 
 
-def by_hand(case: plain.Case) -> tuple[heldin.EvidenceStopping, Any]:
+def by_hand(case: plain.Case) -> tuple[runs.EvidenceStopping, Any]:
     """A plain loop with the same Keras model and optimiser."""
     model, (x, y) = made(case), plain.data(torch.float32)
     waiting = 0
-    with heldin.EvidenceStopping(model, **case.options) as stopping:
+    with runs.EvidenceStopping(model, **case.options) as stopping:
         stopping._collector.keeps_all_passes = True  # as in the adapter: Keras adds them up
         for _ in range(case.epochs):
             for start in range(0, plain.ROWS, case.batch):
@@ -76,8 +77,8 @@ def by_hand(case: plain.Case) -> tuple[heldin.EvidenceStopping, Any]:
     raise AssertionError("it did not stop")
 
 
-def rule(case: plain.Case, **options: Any) -> EvidenceStopping:
-    return EvidenceStopping(**case.callback_options, **options)
+def rule(case: plain.Case, **options: Any) -> EarlyStopping:
+    return EarlyStopping(case.rule, **options)
 
 
 def as_torch(model: Any) -> nn.Module:
@@ -129,7 +130,7 @@ def test_batch_normalisation(kind: str) -> None:
         return model
 
     callback, model, alone = (
-        EvidenceStopping(warmup=1000, estimator="exact"),
+        EarlyStopping(heldin.rules.Evidence(warmup=1000, estimator="exact")),
         build(),
         build(),
     )
@@ -159,7 +160,7 @@ def test_batch_normalisation(kind: str) -> None:
 
     twin = Twin()
     optimizer = torch.optim.SGD(twin.parameters(), lr=plain.RATE)
-    expected = heldin.EvidenceStopping(twin, warmup=1000, estimator="exact")
+    expected = runs.EvidenceStopping(twin, warmup=1000, estimator="exact")
     with pytest.warns(heldin.errors.MixedSamplesWarning):
         twin(x)
     for start in [*range(0, plain.ROWS, 16)] * 3:
@@ -225,7 +226,7 @@ def test_exact_resume_with_backup_and_restore(
 ) -> None:
     """In whatever order the callbacks are listed."""
 
-    def callbacks() -> tuple[EvidenceStopping, list[Any]]:
+    def callbacks() -> tuple[EarlyStopping, list[Any]]:
         backup = keras.callbacks.BackupAndRestore(str(tmp_path), delete_checkpoint=False)
         callback = rule(case)
         return callback, [callback, backup] if first else [backup, callback]
@@ -329,8 +330,8 @@ def test_state_by_other_means() -> None:
 
 
 def test_wrong_settings_are_refused_at_once() -> None:
-    with pytest.raises(heldin.HeldinError, match=r"EvidenceStopping: .*'smoothness'"):
-        EvidenceStopping(smoothness=0.5)
+    with pytest.raises(heldin.HeldinError, match=r"EarlyStopping: .*'smoothness'"):
+        EarlyStopping(smoothness=0.5)
 
 
 def test_mlflow(mlflow_uri: str) -> None:
@@ -417,7 +418,7 @@ def test_errors_and_interrupts_leave_no_trace(place: str, error: type[BaseExcept
         batch_size=16,
     )
     with pytest.raises(error, match="broken"):
-        model.fit(data, epochs=9, verbose=0, callbacks=[EvidenceStopping(), Burning()])
+        model.fit(data, epochs=9, verbose=0, callbacks=[EarlyStopping("evidence"), Burning()])
     plain.expect_no_trace(model)
     assert hasattr(model, "_heldin_state") == (place == "begin")  # does nothing by itself
     for owner in (model, model.optimizer, *model.layers):
@@ -429,4 +430,4 @@ def test_a_model_that_nobody_trains_is_noticed() -> None:
     model = made(case)
     model.train_step = lambda data: {"loss": 0.0}
     with pytest.warns(heldin.HeldinWarning, match=r"no backward pass .* whole epoch of 4 batches"):
-        fit(model, case, EvidenceStopping(**case.options), epochs=2)
+        fit(model, case, EarlyStopping(case.rule), epochs=2)

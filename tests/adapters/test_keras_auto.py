@@ -1,4 +1,4 @@
-"""heldin.keras.AutoStopping against the plain loop."""
+"""heldin.keras.EarlyStopping against the plain loop."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ keras = pytest.importorskip("keras")
 if keras.backend.backend() != "torch":
     pytest.skip("Keras runs on another backend", allow_module_level=True)
 
-from heldin.adapters.keras_variables import Variables
-from heldin.adapters.session import MethodWrapper
-from heldin.keras import AutoStopping
+from heldin.adapters.patches import MethodWrapper
+from heldin.keras import EarlyStopping, Variables
 from tests.adapters.test_keras import SINGLE, as_torch, fit, made
 
 pytestmark = plain.foreign
 PLAIN = estimated.CASES[0]
 
 
-def rule(**options: Any) -> AutoStopping:
-    return AutoStopping(**estimated.settings(**options))
+def rule(**options: Any) -> EarlyStopping:
+    return EarlyStopping(**estimated.arguments(**options))
 
 
 def expect_no_trace(model: Any) -> None:
@@ -157,11 +156,12 @@ def test_exact_resume(tmp_path: Path) -> None:
         assert (a == b).all()
 
 
-def test_a_second_fit_is_warned_about() -> None:
+def test_a_second_fit_is_refused() -> None:
     model = made(PLAIN)
     fit(model, PLAIN, rule(patience=None, average="best"), epochs=1)
-    with pytest.warns(heldin.HeldinWarning, match="perhaps on the rows they hold out"):
+    with pytest.raises(heldin.HeldinError, match="state of its shadows is not there"):
         fit(model, PLAIN, rule(patience=None, average="best"), epochs=1)
+    expect_no_trace(model)
 
 
 def test_what_cannot_be_followed_is_refused() -> None:

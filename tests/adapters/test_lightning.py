@@ -18,7 +18,7 @@ from tests.support import plain
 
 lightning = pytest.importorskip("lightning")
 
-from heldin.lightning import ElementwiseStopping, EvidenceStopping
+from heldin.lightning import EarlyStopping, ElementwiseStopping
 
 pytestmark = plain.foreign
 
@@ -75,8 +75,8 @@ def trainer(case: plain.Case, *callbacks: Any, **options: Any) -> Any:
     return lightning.Trainer(**{**settings, **options})
 
 
-def rule(case: plain.Case, **options: Any) -> EvidenceStopping:
-    return EvidenceStopping(**case.callback_options, **options)
+def rule(case: plain.Case, **options: Any) -> EarlyStopping:
+    return EarlyStopping(case.rule, **options)
 
 
 @plain.cases
@@ -117,7 +117,7 @@ def test_familiar_after_a_few_batches() -> None:
     callback, module = rule(case), Module()
     trainer(case, callback).fit(module, loader(case))
     assert callback.stopping is not None
-    assert len(callback.stopping._collector.knowledge) == 2  # full batches, and the last ones
+    assert len(callback.stopping._collector.plan_cache) == 2  # full batches, and the last ones
 
 
 def test_minimal_epochs_and_steps_are_respected() -> None:
@@ -152,7 +152,7 @@ def test_tells_if_asked(caplog: pytest.LogCaptureFixture) -> None:
         told = [r.message for r in caplog.records if "criterion" in r.message]
         assert bool(told) is verbose
     assert told == [
-        "Evidence: step 42: criterion 0.03595 > 0, check 1 of 1. Signaling Trainer to stop."
+        "EarlyStopping: step 42: criterion 0.03595 > 0, check 1 of 1. Signaling Trainer to stop."
     ]
 
 
@@ -167,7 +167,8 @@ def test_exact_resume(case: plain.Case, steps: int, tmp_path: Path) -> None:
     first.fit(Module(), loader(case))
     path = tmp_path / "run.ckpt"
     first.save_checkpoint(path)
-    state = torch.load(path, weights_only=True)["callbacks"]["EvidenceStopping"]
+    states = torch.load(path, weights_only=True)["callbacks"]
+    state = states["heldin.lightning.EarlyStopping.evidence"]
     assert state["run"]["step"] == steps
 
     callback, module = rule(case), Module()
@@ -200,7 +201,7 @@ def test_other_settings_are_refused_on_resume(tmp_path: Path) -> None:
     first = trainer(case, rule(case), max_steps=8)
     first.fit(Module(), loader(case))
     first.save_checkpoint(tmp_path / "run.ckpt")
-    second = trainer(case, EvidenceStopping(smoothing=0.5))
+    second = trainer(case, EarlyStopping(heldin.rules.Evidence(smoothing=0.5)))
     module = Module()
     with pytest.raises(heldin.HeldinError, match=r"smoothing=0\.7"):
         second.fit(module, loader(case), ckpt_path=tmp_path / "run.ckpt", weights_only=True)
@@ -237,12 +238,14 @@ def test_an_error_in_training_leaves_no_trace() -> None:
 
 
 def test_wrong_settings_are_refused_at_once() -> None:
-    with pytest.raises(heldin.HeldinError, match=r"EvidenceStopping: .*'smoothness'"):
-        EvidenceStopping(smoothness=0.5)
-    with pytest.raises(heldin.HeldinError, match="patience must be a whole number"):
-        EvidenceStopping(patience=0)
+    with pytest.raises(heldin.HeldinError, match=r"EarlyStopping: .*'smoothness'"):
+        EarlyStopping(smoothness=0.5)
+    with pytest.raises(heldin.HeldinError, match="'warmup'; it is an option of the rule: rule="):
+        EarlyStopping(warmup=3)
+    with pytest.raises(heldin.HeldinError, match="patience must be a number of epochs"):
+        EarlyStopping(patience=0)
     with pytest.raises(heldin.HeldinError, match="the one that the framework trains"):
-        EvidenceStopping(model=nn.Linear(1, 1))
+        EarlyStopping(model=nn.Linear(1, 1))
 
 
 # -- logging
@@ -398,12 +401,12 @@ def test_settings_in_a_configuration_file(tmp_path: Path) -> None:
     pytest.importorskip("jsonargparse")
     from lightning.pytorch.cli import LightningCLI
 
-    callback = {"class_path": "heldin.lightning.EvidenceStopping", "init_args": {"smoothing": 0.8}}
+    callback = {"class_path": "heldin.lightning.EarlyStopping", "init_args": {"rule": "evidence"}}
     cli = LightningCLI(
         Module,
         args={"trainer": {"callbacks": [callback], "logger": False}, "model": {}},
         run=False,
         save_config_callback=None,
     )
-    found = [c for c in cli.trainer.callbacks if isinstance(c, EvidenceStopping)]
-    assert found[0]._run.options["smoothing"] == 0.8
+    found = [c for c in cli.trainer.callbacks if isinstance(c, EarlyStopping)]
+    assert found[0].by_evidence

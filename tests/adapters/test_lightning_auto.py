@@ -1,4 +1,4 @@
-"""heldin.lightning.AutoStopping against the plain loop."""
+"""heldin.lightning.EarlyStopping against the plain loop."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ lightning = pytest.importorskip("lightning")
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
-from heldin.lightning import AutoStopping
+from heldin.lightning import EarlyStopping
 
 pytestmark = plain.foreign
 PLAIN = estimated.CASES[0]
@@ -84,8 +84,8 @@ def trainer(case: plain.Case, *callbacks: Any, **options: Any) -> Any:
     return lightning.Trainer(**{**settings, **options})
 
 
-def rule(**options: Any) -> AutoStopping:
-    return AutoStopping(**estimated.settings(**options))
+def rule(**options: Any) -> EarlyStopping:
+    return EarlyStopping(**estimated.arguments(**options))
 
 
 @estimated.cases
@@ -110,19 +110,37 @@ def test_manual_optimisation(case: plain.Case) -> None:
     trainer(case, callback, gradient_clip_val=None, accumulate_grad_batches=1).fit(
         module, estimated.loader(case)
     )
-    estimated.expect_same(case, callback.stopping, module.net, even=True)
+    divided = case.accumulate > 1
+    estimated.expect_same(case, callback.stopping, module.net, divided=divided)
     estimated.expect_no_trace(module)
 
 
-@pytest.mark.parametrize("engine", ["copies", "swap"])
-def test_engines(engine: Any) -> None:
-    callback, module = rule(rule="folds", engine=engine), Module()
+def test_rows_in_time() -> None:
+    order = [7 * i % plain.ROWS for i in range(plain.ROWS)]
+    callback, module = rule(rule="folds", time=order), Module()
+    trainer(PLAIN, callback).fit(module, estimated.loader(PLAIN))
+    estimated.expect_same(PLAIN, callback.stopping, module.net, rule="folds", time=order)
+    stopping: Any = callback.stopping
+    last = [row for row, label in enumerate(stopping._label.tolist()) if label == 4]
+    assert {order[row] for row in last} == {*range(plain.ROWS - len(last), plain.ROWS)}
+
+
+def test_light_shadows() -> None:
+    light = heldin.rules.Folds(shadows=2, rows=0.5)
+    callback, module = EarlyStopping(light, patience=None), Module()
+    trainer(PLAIN, callback, max_epochs=2).fit(module, estimated.loader(PLAIN))
+    stopping: Any = callback.stopping
+    assert stopping._backend.draw.share == 0.5
+
+
+def test_folds() -> None:
+    callback, module = rule(rule="folds"), Module()
     trainer(PLAIN, callback).fit(module, estimated.loader(PLAIN))
     stopping = callback.stopping
     assert stopping is not None
-    assert stopping.engine == engine  # type: ignore[attr-defined]
+    assert stopping.engine == "replay"  # type: ignore[attr-defined]
     estimated.expect_same(PLAIN, stopping, module.net, rule="folds")
-    assert len(module.losses) == stopping.stopped_step or engine == "swap"
+    assert len(module.losses) == stopping.stopped_step
 
 
 def test_validation_on_the_same_loader_does_not_count() -> None:
@@ -135,6 +153,17 @@ def test_validation_on_the_same_loader_does_not_count() -> None:
     fit.fit(module, batches, batches)
     assert "val_loss" in fit.callback_metrics
     estimated.expect_same(PLAIN, callback.stopping, module.net, shuffle=False)
+
+
+def test_the_number_of_steps_may_be_asked_for_before_the_run() -> None:
+    class Scheduled(Module):
+        def configure_optimizers(self) -> Any:
+            assert self.trainer.estimated_stepping_batches > 1  # which sets the loaders up
+            return super().configure_optimizers()
+
+    callback, module = rule(), Scheduled()
+    trainer(PLAIN, callback).fit(module, estimated.loader(PLAIN))
+    estimated.expect_same(PLAIN, callback.stopping, module.net)
 
 
 def test_batches_may_change_on_their_way_to_the_module() -> None:
@@ -187,6 +216,13 @@ def test_without_restoring_the_last_weights_stay() -> None:
     assert not torch.equal(found[True], found[False])
 
 
+def test_patience_in_epochs() -> None:
+    """Of four steps each, after the best step."""
+    callback = rule(patience=3)
+    trainer(PLAIN, callback).fit(Module(), estimated.loader(PLAIN))
+    assert callback.stopping.stopped_step == callback.stopping.best_step + 12 < 160
+
+
 # -- checkpoints
 
 
@@ -198,7 +234,7 @@ def test_exact_resume(steps: int, tmp_path: Path) -> None:
     first = trainer(PLAIN, rule(), saver, **options)
     first.fit(Module(), estimated.loader(PLAIN, shuffle=False))
     (path,) = tmp_path.glob("*.ckpt")
-    state = torch.load(path, weights_only=True)["callbacks"]["AutoStopping"]
+    state = torch.load(path, weights_only=True)["callbacks"]["heldin.lightning.EarlyStopping"]
     assert state["run"]["rule"]["step"] == steps
 
     callback, module = rule(), Module()
@@ -270,8 +306,8 @@ def test_logged_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> No
         fit.fit(Module(), estimated.loader(PLAIN))
     stopping = callback.stopping
     assert stopping is not None
-    told = [r.message for r in caplog.records if r.message.startswith("AutoStopping: ")]
-    assert told[0] == f"AutoStopping: {stopping.reason_chosen}"
+    told = [r.message for r in caplog.records if r.message.startswith("EarlyStopping: ")]
+    assert told[0] == f"EarlyStopping: {stopping.reason_chosen}"
     assert "of five folds, for about" in told[0]
     assert f"step {stopping.stopped_step}: estimated loss" in told[1]
     assert {"heldin/estimate", "heldin/standard_error"} <= {*fit.progress_bar_metrics}
@@ -324,20 +360,24 @@ def test_what_cannot_be_followed_is_refused(module: Any, data: Any, message: str
 
 def test_wrong_settings_are_refused_at_once() -> None:
     for options, message in (
-        ({"rule": "leave-one-out"}, "'auto', 'folds' or 'shadow'"),
+        ({"rule": "leave-one-out"}, "LeaveOneOut needs the tensors of all rows"),
+        ({"rule": heldin.rules.Validation(data=[])}, "Validation is what the framework's own"),
+        ({"rule": "fold"}, "did you mean 'folds'"),
         ({"budget": 0}, "budget must be a number above 0"),
-        ({"rule": "folds", "budget": 2}, "budget is for rule='auto'"),
-        ({"rule": "shadow", "memory": 2**20}, "memory is for rule='auto'"),
-        ({"patience": 3}, "AutoStopping: patience must be a heldin.Patience"),
-        ({"engine": "vmap"}, "'copies' or 'swap'"),
-        ({"grid": 1.0}, "grid must be"),
+        ({"rule": "folds", "budget": 2}, "budget: it is an option of rule='auto'"),
+        ({"rule": "shadow", "memory": 2**20}, "memory: it is an option of rule='auto'"),
+        ({"patience": 0}, "EarlyStopping: patience must be a number of epochs >= 1"),
+        ({"seed": -1}, "seed must be"),
         ({"restore": 1}, "restore must be True or False"),
         ({"eval_loss": 1}, "eval_loss must be a function"),
-        ({"rule": "shadow", "stratify": [1]}, "stratify is for"),
-        ({"fold": 3}, "unknown argument 'fold'"),
+        ({"log_groups": True}, "log_groups is for rule='evidence'"),
+        ({"rule": "evidence", "groups": [1]}, "groups has no effect with rule='evidence'"),
+        ({"rule": "evidence", "patience": 3}, "Evidence\\(checks=3\\)"),
+        ({"rule": "evidence", "restore": False}, "restore has no effect"),
+        ({"budge": 3}, "unknown argument 'budge'; is it 'budget'"),
     ):
         with pytest.raises(heldin.HeldinError, match=message):
-            AutoStopping(**options)  # type: ignore[arg-type]
+            EarlyStopping(**options)
 
 
 @plain.broken

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,8 @@ skorch = pytest.importorskip("skorch")
 
 from skorch.callbacks import Checkpoint, GradientNormClipping, LoadInitState, TensorBoard
 
-from heldin.skorch import ElementwiseStopping, EvidenceStopping
+from heldin.skorch import EarlyStopping, ElementwiseStopping
+from tests.support import runs
 
 pytestmark = plain.foreign
 
@@ -89,11 +92,11 @@ def fitted(case: plain.Case, *callbacks: Any, **options: Any) -> Net:
     return net(case, *callbacks, **options).fit(x.numpy(), y.numpy())  # type: ignore[no-any-return]
 
 
-def rule(case: plain.Case, **options: Any) -> EvidenceStopping:
-    return EvidenceStopping(**case.callback_options, **options)
+def rule(case: plain.Case, **options: Any) -> EarlyStopping:
+    return EarlyStopping(case.rule, **options)
 
 
-def used(model: Net, kind: type = EvidenceStopping) -> Any:
+def used(model: Net, kind: type = EarlyStopping) -> Any:
     return next(callback for _, callback in model.callbacks_ if isinstance(callback, kind))
 
 
@@ -161,16 +164,25 @@ def test_cloned_and_searched() -> None:
     case = plain.CASES[0]
     x, y = (a.numpy() for a in plain.data())
     model = net(case, ("evidence", rule(case)), max_epochs=3)
-    grid = {"callbacks__evidence__smoothing": [0.5, 0.9]}
-    search = GridSearchCV(clone(model), grid, cv=2).fit(x, y)
-    assert used(search.best_estimator_).smoothing in (0.5, 0.9)
+    rules = [heldin.rules.Evidence(smoothing=s) for s in (0.5, 0.9)]
+    search = GridSearchCV(clone(model), {"callbacks__evidence__rule": rules}, cv=2).fit(x, y)
     stopping = used(search.best_estimator_).stopping_
-    assert stopping.smoothing == search.best_params_["callbacks__evidence__smoothing"]
+    assert stopping.smoothing == search.best_params_["callbacks__evidence__rule"].smoothing
+
+
+def test_another_kind_of_rule_may_be_set() -> None:
+    case = plain.CASES[0]
+    x, y = (a.numpy() for a in plain.data())
+    model = net(case, ("early", rule(case)), max_epochs=2)
+    model.set_params(callbacks__early__rule="folds").fit(x, y)
+    assert isinstance(used(model).stopping_, runs.FoldFollower)
+    model.set_params(callbacks__early__rule="evidence").fit(x, y)
+    assert isinstance(used(model).stopping_, runs.EvidenceStopping)
 
 
 def test_wrong_settings_are_refused_at_once() -> None:
-    with pytest.raises(heldin.HeldinError, match=r"EvidenceStopping: .*'smoothness'"):
-        EvidenceStopping(smoothness=0.5)
+    with pytest.raises(heldin.HeldinError, match=r"EarlyStopping: .*'smoothness'"):
+        EarlyStopping(smoothness=0.5)
 
 
 def test_prediction_during_training_does_not_count() -> None:
@@ -254,9 +266,9 @@ def test_elementwise_beside_evidence() -> None:
 
 @plain.broken
 @pytest.mark.parametrize("place", ["step", "data", "callback"])
-@pytest.mark.parametrize("kind", [EvidenceStopping, ElementwiseStopping])
+@pytest.mark.parametrize("kind", [partial(EarlyStopping, "evidence"), ElementwiseStopping])
 def test_errors_and_interrupts_leave_no_trace(
-    kind: type, place: str, error: type[BaseException]
+    kind: Callable[[], Any], place: str, error: type[BaseException]
 ) -> None:
     case, fuse = plain.CASES[0], plain.Fuse(error)
 

@@ -1,4 +1,4 @@
-"""heldin.skorch.AutoStopping against the plain loop."""
+"""heldin.skorch.EarlyStopping against the plain loop."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ skorch = pytest.importorskip("skorch")
 
 from skorch.callbacks import Checkpoint, LoadInitState
 
-from heldin.adapters.session import MethodWrapper
-from heldin.skorch import AutoStopping
+from heldin.adapters.patches import MethodWrapper
+from heldin.skorch import EarlyStopping
 from tests.adapters.test_skorch import Net, net
 
 pytestmark = plain.foreign
 PLAIN = estimated.CASES[0]
 
 
-def rule(**options: Any) -> AutoStopping:
-    return AutoStopping(**estimated.settings(**options))
+def rule(**options: Any) -> EarlyStopping:
+    return EarlyStopping(**estimated.arguments(**options))
 
 
 def fit(case: plain.Case, callback: Any, *others: Any, **options: Any) -> Net:
@@ -34,8 +34,8 @@ def fit(case: plain.Case, callback: Any, *others: Any, **options: Any) -> Net:
     return made
 
 
-def used(made: Net) -> AutoStopping:
-    (callback,) = (c for _, c in made.callbacks_ if isinstance(c, AutoStopping))
+def used(made: Net) -> EarlyStopping:
+    (callback,) = (c for _, c in made.callbacks_ if isinstance(c, EarlyStopping))
     return callback
 
 
@@ -51,7 +51,7 @@ def test_same_as_plain(case: plain.Case) -> None:
     stopping = used(made).stopping_
     near = 2e-3 if case.bf16 else None
     estimated.expect_same(
-        case, stopping, made.module_, near, same_loss=not own, shuffle=False, even=True
+        case, stopping, made.module_, near, same_loss=not own, divided=bool(own), shuffle=False
     )
     assert stopping is not None
     expect_no_trace(made)
@@ -64,8 +64,14 @@ def test_shuffled_rows_are_known() -> None:
     torch.manual_seed(0)
     made = fit(PLAIN, rule(patience=None), iterator_train__shuffle=True, max_epochs=3)
     stopping: Any = used(made).stopping_
-    assert stopping._team._steps == 12
+    assert stopping._backend._steps == 12
     assert stopping._seen == 3 * plain.ROWS
+
+
+def test_rows_in_time() -> None:
+    order = [7 * i % plain.ROWS for i in range(plain.ROWS)]
+    made = fit(PLAIN, rule(time=order))
+    estimated.expect_same(PLAIN, used(made).stopping_, made.module_, shuffle=False, time=order)
 
 
 def test_settings_are_the_estimators() -> None:
@@ -74,8 +80,8 @@ def test_settings_are_the_estimators() -> None:
     made.fit(*(t.numpy() for t in plain.data()))
     stopping: Any = used(made).stopping_
     assert "budget 3.5" in stopping.reason_chosen
-    with pytest.raises(heldin.HeldinError, match="'auto', 'folds' or 'shadow'"):
-        AutoStopping(rule="leave-one-out")  # type: ignore[arg-type]
+    with pytest.raises(heldin.HeldinError, match="LeaveOneOut needs the tensors"):
+        EarlyStopping(rule="leave-one-out")
 
 
 def test_a_pickled_net_goes_on() -> None:
@@ -130,3 +136,16 @@ def test_what_has_no_row_numbers_is_refused() -> None:
     with pytest.raises(heldin.HeldinError, match="IterableDataset has no row numbers"):
         made.fit(Stream(), y=None)
     expect_no_trace(made)
+
+
+def test_report_and_model_card() -> None:
+    pytest.importorskip("jinja2")
+    before = rule()
+    with pytest.raises(heldin.HeldinError, match=r"report: there was no run yet; train first"):
+        before.report()
+    callback = used(fit(PLAIN, rule()))
+    page = callback.report(beside={"again": used(fit(PLAIN, rule()))})
+    assert f"<h1>Test loss {callback.estimates['loss']}</h1>" in page
+    assert "<h2>Confusion matrix</h2>" in page
+    assert "<td>+0 [+0, +0]</td>" in page
+    assert f"| test loss | {callback.estimates['loss']} |" in callback.model_card()

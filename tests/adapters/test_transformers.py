@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,10 @@ from tests.support import plain
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from heldin.adapters.session import MethodWrapper
+from heldin.adapters.patches import MethodWrapper
 from heldin.transformers import (
+    EarlyStoppingCallback,
     ElementwiseLoggingCallback,
-    EvidenceStoppingCallback,
     elementwise,
 )
 
@@ -76,10 +76,8 @@ def trainer(case: plain.Case, folder: Path, *callbacks: Any, **options: Any) -> 
 OPTIMISER = {"lr": plain.RATE, "momentum": plain.MOMENTUM}
 
 
-def rule(case: plain.Case, **options: Any) -> EvidenceStoppingCallback:
-    settings = dict(case.callback_options)
-    patience = settings.pop("patience", 1)
-    return EvidenceStoppingCallback(early_stopping_patience=patience, **settings, **options)
+def rule(case: plain.Case, **options: Any) -> EarlyStoppingCallback:
+    return EarlyStoppingCallback(case.rule, **options)
 
 
 @plain.cases
@@ -118,47 +116,34 @@ def test_a_second_run_starts_anew(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", [plain.CASES[0], plain.CASES[4]], ids=lambda case: case.name)
-@pytest.mark.parametrize("rebuild", [False, True])
 @pytest.mark.parametrize("step", [20, 22])
-def test_exact_resume(case: plain.Case, rebuild: bool, step: int, tmp_path: Path) -> None:
+def test_exact_resume(case: plain.Case, step: int, tmp_path: Path) -> None:
     saving = {"save_strategy": "steps", "save_steps": step}
     trainer(case, tmp_path, rule(case), max_steps=step, **saving).train()
-    text = (tmp_path / f"checkpoint-{step}" / "trainer_state.json").read_text()
-    saved = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-    assert (
-        saved["stateful_callbacks"]["EvidenceStoppingCallback"]["args"]["smoothing"]
-        == (case.options["smoothing"])
-    )
-    given = rule(case)
-    run = trainer(case, tmp_path, given, restore_callback_states_from_checkpoint=rebuild, **saving)
+    assert (tmp_path / f"checkpoint-{step}" / "heldin_evidence.ckpt").is_file()
+    callback = rule(case)
+    run = trainer(case, tmp_path, callback, **saving)
     run.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
-    (used,) = (c for c in run.callback_handler.callbacks if isinstance(c, type(given)))
-    assert (used is given) is not rebuild
-    plain.expect_same(case, used.stopping, run.model, rtol=plain.EXACT)
-    last = tmp_path / f"checkpoint-{used.stopping.stopped_step}"  # the stop is saved as well
+    plain.expect_same(case, callback.stopping, run.model, rtol=plain.EXACT)
+    last = tmp_path / f"checkpoint-{callback.stopping.stopped_step}"  # the stop is saved as well
     assert last.is_dir()
 
 
-def test_functions_are_not_lost_in_silence(tmp_path: Path) -> None:
-    """JSON holds no functions: taken up as given, or refused where the Trainer builds anew."""
+def test_groups_by_a_function_are_taken_up(tmp_path: Path) -> None:
     case = plain.CASES[0]
     saving = {"save_strategy": "steps", "save_steps": 8}
-    options = {"groups": lambda name: name.split(".")[-1]}
-    trainer(case, tmp_path, rule(case, **options), max_steps=8, **saving).train()
-    for rebuild in (False, True):
-        callback = rule(case, **options)
-        run = trainer(
-            case, tmp_path, callback, restore_callback_states_from_checkpoint=rebuild, **saving
-        )
-        if rebuild:
-            with pytest.raises(heldin.HeldinError, match="cannot hold groups"):
-                run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
-        else:
-            run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
-            assert callback.stopping is not None
-            assert set(callback.stopping.evidence.groups) == {"weight", "bias"}
-            steps = [r.step for r in callback.stopping.history]
-            assert steps == list(range(1, len(steps) + 1))
+
+    def made() -> EarlyStoppingCallback:
+        groups = replace(case.rule, parameter_groups=lambda name: name.split(".")[-1])
+        return EarlyStoppingCallback(groups)
+
+    trainer(case, tmp_path, made(), max_steps=8, **saving).train()
+    callback = made()
+    run = trainer(case, tmp_path, callback, **saving)
+    run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
+    assert set(callback.stopping.evidence.groups) == {"weight", "bias"}
+    steps = [r.step for r in callback.stopping.history]
+    assert steps == list(range(1, len(steps) + 1))
 
 
 def test_resume_of_a_run_without_heldin(tmp_path: Path) -> None:
@@ -176,16 +161,16 @@ def test_resume_of_a_run_without_heldin(tmp_path: Path) -> None:
 def test_other_settings_are_refused_on_resume(tmp_path: Path) -> None:
     case = plain.CASES[0]
     trainer(case, tmp_path, rule(case), max_steps=8, save_strategy="steps", save_steps=8).train()
-    run = trainer(case, tmp_path, EvidenceStoppingCallback(smoothing=0.5))
+    run = trainer(case, tmp_path, EarlyStoppingCallback(heldin.rules.Evidence(smoothing=0.5)))
     with pytest.raises(heldin.HeldinError, match=r"smoothing=0\.7"):
         run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
 
 
 def test_wrong_settings_are_refused_at_once() -> None:
-    with pytest.raises(heldin.HeldinError, match=r"EvidenceStoppingCallback: .*'smoothness'"):
-        EvidenceStoppingCallback(smoothness=0.5)
-    with pytest.raises(heldin.HeldinError, match="patience must be a whole number"):
-        EvidenceStoppingCallback(early_stopping_patience=0)
+    with pytest.raises(heldin.HeldinError, match=r"EarlyStoppingCallback: .*'smoothness'"):
+        EarlyStoppingCallback(smoothness=0.5)
+    with pytest.raises(heldin.HeldinError, match="patience must be a number of epochs"):
+        EarlyStoppingCallback(patience=0)
 
 
 # -- logging
@@ -302,7 +287,7 @@ def test_a_real_model_learns_its_loss_inside(tmp_path: Path) -> None:
         {"input_ids": i, "attention_mask": (i > 3).long(), "labels": (i[0] > 15).long()}
         for i in ids
     ]
-    callback = EvidenceStoppingCallback(smoothing=0.0, estimator="exact")
+    callback = EarlyStoppingCallback(heldin.rules.Evidence(smoothing=0.0, estimator="exact"))
     args = transformers.TrainingArguments(
         str(tmp_path),
         per_device_train_batch_size=8,
@@ -373,7 +358,7 @@ def test_errors_and_interrupts_leave_no_trace(
 
 
 def test_arguments_by_other_names_are_refused() -> None:
-    with pytest.raises(heldin.HeldinError, match="'patience'; is it 'early_stopping_patience'"):
-        EvidenceStoppingCallback(patience=5)  # type: ignore[call-arg]
+    with pytest.raises(heldin.HeldinError, match="'early_stopping_patience'; is it 'patience'"):
+        EarlyStoppingCallback(early_stopping_patience=5)
     with pytest.raises(heldin.HeldinError, match="elementwise: unknown argument 'smooth'"):
         elementwise(nn.Linear(1, 1), None, smooth=0.5)  # type: ignore[call-arg]

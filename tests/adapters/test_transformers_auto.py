@@ -1,4 +1,4 @@
-"""heldin.transformers.AutoStoppingCallback against the plain loop."""
+"""heldin.transformers.EarlyStoppingCallback against the plain loop."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.support import estimated, plain
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from heldin.adapters.session import MethodWrapper
-from heldin.transformers import AutoStoppingCallback
+from heldin.adapters.patches import MethodWrapper
+from heldin.transformers import EarlyStoppingCallback
 
 pytestmark = plain.foreign
 PLAIN = estimated.CASES[0]
@@ -71,8 +71,24 @@ def trainer(case: plain.Case, folder: Path, callback: Any, **options: Any) -> An
     )
 
 
-def rule(**options: Any) -> AutoStoppingCallback:
-    return AutoStoppingCallback(**estimated.settings(**options))
+def rule(**options: Any) -> EarlyStoppingCallback:
+    return EarlyStoppingCallback(**estimated.arguments(**options))
+
+
+def test_the_default_schedule_has_an_end(tmp_path: Path) -> None:
+    case = plain.Case("plain", epochs=6)
+    run = trainer(case, tmp_path, rule(), lr_scheduler_type="linear")
+    with pytest.warns(heldin.HeldinWarning, match="num_training_steps=24.*finish=True"):
+        run.train()
+    callback = EarlyStoppingCallback("folds", finish=True)
+    run = trainer(case, tmp_path, callback, lr_scheduler_type="linear")
+    run.train()
+    alone = trainer(case, tmp_path, transformers.TrainerCallback(), lr_scheduler_type="linear")
+    alone.train()
+    assert callback.stopping is not None
+    assert callback.stopping.history.last().step == run.state.global_step == 24
+    for mine, theirs in zip(run.model.parameters(), alone.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
 
 
 def expect_no_trace(run: Any) -> None:
@@ -246,15 +262,17 @@ def test_losses_that_the_trainer_adds_up(tmp_path: Path) -> None:
 def test_length_grouped_batches_keep_their_rows(tmp_path: Path) -> None:
     seen: list[Any] = []
 
-    class Listening(AutoStoppingCallback):
+    class Listening(EarlyStoppingCallback):
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             seen.extend(self._run.stopping._given)  # type: ignore[union-attr]
             super().on_step_end(*args, **kwargs)
 
     callback = Listening(rule="shadow", patience=None)
     tune(language_model(), tmp_path, callback, train_sampling_strategy="group_by_length")
-    assert sorted(i for _, index, _ in seen for i in index.tolist()) == list(range(24))
-    for batch, index, _ in seen:
+    records = [record for record, _, _ in seen]
+    assert sorted(i for record in records for i in record.rows.tolist()) == list(range(24))
+    for record in records:
+        batch, index = record.prepared, record.rows
         for row, number in zip(batch["input_ids"], index.tolist(), strict=True):
             ids = texts()[number]["input_ids"]
             assert row.tolist() == ids + [0] * (len(row) - len(ids))
@@ -264,7 +282,7 @@ def test_noise_on_embeddings_reaches_the_shadows(tmp_path: Path) -> None:
     callback = rule(rule="shadow")
     tune(language_model(), tmp_path, callback, neftune_noise_alpha=5.0)
     assert callback.stopping is not None
-    assert callback.stopping.engine == "swap"  # type: ignore[attr-defined]
+    assert callback.stopping.engine == "replay"  # type: ignore[attr-defined]
 
 
 def test_adapters_alone_have_shadows(tmp_path: Path) -> None:

@@ -1,37 +1,49 @@
-"""What the adapters to training frameworks have in common."""
+"""The run of a rule that a framework begins, feeds and ends."""
 
 from __future__ import annotations
 
 import math
+import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
-from heldin.errors import HeldinError
+from heldin.crossval import resolve_metrics
+from heldin.errors import HeldinError, HeldinWarning, more
+from heldin.loop.events import LoaderBatch
+from heldin.loop.hooks import call_at_steps
+from heldin.loop.loaders import LoaderRecorder, inner_loader
+from heldin.loop.randomness import RandomState
+from heldin.loop.rows import TrainingRows, has_same_rows
+from heldin.rules.arguments import evidence_arguments
+from heldin.rules.auto import follow
 from heldin.rules.elementwise import ElementwiseStopping
 from heldin.rules.evidence import EvidenceStopping
+from heldin.rules.folds import FoldStopping
+from heldin.rules.inputs import RunInputs
+from heldin.rules.options import Auto, Evidence, Folds, Rule
+from heldin.rules.outlook import INSTEAD
+from heldin.rules.path import PathStopping, check_patience
+from heldin.rules.results import check_outputs, follow_outputs
+from heldin.shadows.held_out import BatchLoss
+from heldin.shadows.replayed import Clip
+from heldin.state.schema import check_int
 
-__all__ = [
-    "BeforeStep",
-    "Guard",
-    "MethodWrapper",
-    "StoppingSession",
-    "flat_metrics",
-    "forget_gradients",
-    "forget_passes",
-    "length",
-    "missing_framework",
-]
+__all__ = ["BATCH_SIZE", "Session", "Settings", "flat_metrics", "length", "unwrap_loader"]
 
-EPOCH = "epoch"  # a window as long as an epoch
+BATCH_SIZE = 32  # rows per evaluation, where the loader has no batch size
+MANY_EPOCHS = 200  # epochs after which the criterion will hardly stop the run
+ESTIMATED_ONLY = ("groups", "stratify", "time", "eval_data", "eval_loss", "on_check", "finish")
 
 
 def length(loader: Any) -> int | None:
-    """Number of batches of a loader; None if it has none, or does not tell.
+    """Return the number of batches of a loader; None if it is unknown.
 
     >>> length([1, 2, 3]), length(iter([1, 2, 3]))
     (3, None)
@@ -43,296 +55,517 @@ def length(loader: Any) -> int | None:
         return None
 
 
-def missing_framework(framework: str, extra: str, error: ImportError) -> ImportError:
-    """The error of an adapter whose framework cannot be imported."""
-    return ImportError(
-        f"heldin.{extra} needs {framework} ({error}): pip install 'heldin[{extra}]'",
-        name=error.name,
-    )
+def flat_metrics(source: Any, groups: bool) -> dict[str, float]:
+    """Return the values to log of a rule; those of single parameters only if `groups` is true."""
+    values = {} if source is None else source.metrics()
+    single = ("heldin/group/", "heldin/stopped/")
+    return {k: v for k, v in values.items() if groups or not k.startswith(single)}
 
 
-class StoppingSession:
-    """The `EvidenceStopping` of a training run that a framework begins, feeds and ends.
+@dataclass(frozen=True)
+class Settings:
+    """The arguments of a `FrameworkStopping`, checked by `check`."""
 
-    Settings are checked at once, though the model comes later; a state may be loaded before.
+    rule: Rule
+    groups: Any = None
+    stratify: Any = None
+    time: Any = None
+    eval_data: Any = None
+    eval_loss: BatchLoss | None = None
+    patience: Any = "default"
+    finish: bool | None = None
+    on_check: Callable[[Any], Any] | None = None
+    seed: int = 0
+    restore: bool = True
+    log_groups: bool = False
+    outputs: Mapping[str, Any] = field(default_factory=dict)  # metrics, predict and so on
+    on_begin: Callable[[PathStopping], None] = lambda rule: None  # called when a run begins
 
-    >>> session = StoppingSession("Callback", {"smoothing": 0.5})
+    def check(self, owner: str) -> None:
+        """Refuse wrong values, and arguments without effect."""
+        check_int(owner, "seed", self.seed, 0)
+        if not isinstance(self.restore, bool):
+            raise HeldinError(f"{owner}: restore must be True or False, got {self.restore!r}")
+        if self.eval_loss is not None and not callable(self.eval_loss):
+            raise HeldinError(
+                f"{owner}: eval_loss must be a function of model and batch, got {self.eval_loss!r}"
+            )
+        check_patience(owner, self.patience, self.finish)
+        _, _, outputs = check_outputs(owner, **self.outputs)
+        if not isinstance(self.rule, Evidence):
+            if self.log_groups:
+                raise HeldinError(f"{owner}: log_groups is for rule='evidence'; leave it out")
+            return
+        for name in (*(n for n in ESTIMATED_ONLY if getattr(self, n) is not None), *outputs):
+            raise HeldinError(f"{owner}: {name} has no effect with rule='evidence'; leave it out")
+        if self.patience != "default":
+            raise HeldinError(
+                f"{owner}: for evidence, patience is an option of the rule: "
+                "rule=heldin.rules.Evidence(checks=3)"
+            )
+        if not self.restore:
+            raise HeldinError(
+                f"{owner}: restore has no effect with rule='evidence', which stops at the weights "
+                "that are kept; leave it out"
+            )
+
+
+class Session:
+    """The object that follows a training run, whatever the rule.
+
+    A framework's adapter calls `begin`; `begin_batch`, `before_step`, `add` and `step` for every
+    batch; `end_epoch`; and `finish` or `end`. Calls that do not belong to the rule do nothing. A
+    state may be loaded before the run begins.
+
+    Args:
+        owner: the framework's class, for messages.
+        settings: the user's arguments.
+
+    Attributes:
+        stopping: the object that follows the last run, with its history.
+        epoch_steps: number of optimiser steps in an epoch of it; None if it is unknown.
+        trained_model: a weak reference to its model.
+        next_state: the state that the next run begins with.
+        weighed: whether the evidence of the present batch was formed.
+        just_stopped: whether the present batch is the first with a request to stop.
+
+    >>> session = Session("Callback", Settings(Evidence(smoothing=0.5)))
     >>> session.begin(nn.Linear(2, 1)).smoothing
     0.5
     >>> session.end()
-    >>> try:
-    ...     StoppingSession("Callback", {"smoothness": 0.5})
-    ... except HeldinError as error:
-    ...     print(error)
-    Callback: ...got an unexpected keyword argument 'smoothness'...
     """
 
-    def __init__(self, owner: str, options: Mapping[str, Any]) -> None:
-        self._owner, self.options = owner, dict(options)
-        self.stopping: EvidenceStopping | None = None
-        self._state: Mapping[str, Any] | None = None
-        self._check()
-
-    def _check(self) -> None:
-        """Refuse what EvidenceStopping would refuse, names of parameters aside."""
-        owner = self._owner
-        if "model" in self.options:
-            raise HeldinError(f"{owner}: the model is the one that the framework trains")
-        if isinstance(self.options.get("patience"), nn.Module):
-            raise HeldinError(
-                f"{owner}: patience is a model; leave it out, the framework hands over the model "
-                "that it trains (in a plain loop: heldin.EvidenceStopping)"
-            )
-        anything = nn.ParameterList([nn.Parameter(torch.zeros(1))])
-        groups = self.options.get("groups", "tensor")
-        known = groups if isinstance(groups, str) else "tensor"
-        options = {**self.options, "groups": known, "parameters": None}
-        if self.by_epoch:
-            options["window"] = 1  # known when the run begins
-        try:
-            EvidenceStopping(anything, **options).close()
-        except TypeError as error:
-            raise HeldinError(f"{owner}: {error}; see heldin.EvidenceStopping") from None
-
-    def begin(self, model: nn.Module, epoch_steps: float | None = None) -> EvidenceStopping:
-        """Watch a model from now on, from the state that was loaded last.
-
-        Args:
-            model: the model.
-            epoch_steps: how many steps of the optimiser an epoch has, where the framework knows.
-        """
-        self.end()
-        options = dict(self.options)
-        if self.by_epoch:
-            options["window"] = self._window(epoch_steps)
-        self.stopping = EvidenceStopping(model, **options)
-        if self._state:
-            try:
-                self.stopping.load_state_dict(self._state)
-            except HeldinError:
-                self.end()
-                raise
-        self._state = None
-        return self.stopping
+    def __init__(self, owner: str, settings: Settings) -> None:
+        self.owner, self.settings = owner, settings
+        self.stopping: Any = None
+        self.epoch_steps: float | None = None
+        self.trained_model: Callable[[], nn.Module | None] = lambda: None
+        self.weighed = self.just_stopped = self._has_closure = False
+        self._model: nn.Module | None = None
+        self._order: LoaderRecorder | None = None
+        self._first: DataLoader[Any] | None = None  # the loader that was followed first
+        self.next_state: Mapping[str, Any] = {}  # for the next run
+        self._last: dict[str, Tensor] = {}  # weights before `finish` put the best ones in place
+        self._final: dict[str, Any] = {}  # state of the rule when its run ended
+        self._random_state: RandomState | None = None  # when the present batch began
+        self._remove_hook: Callable[[], Any] = lambda: None
+        self._batches = self._epochs = 0
+        self._counts = (0, 0, 0)  # of the rule when the epoch began
+        self._warned = False
 
     @property
-    def by_epoch(self) -> bool:
-        """Whether the window is as long as an epoch."""
-        return bool(self.options.get("window") == EPOCH)
+    def by_evidence(self) -> bool:
+        """Whether the rule is evidence, which needs neither data nor optimiser."""
+        return isinstance(self.settings.rule, Evidence)
 
-    def _window(self, epoch_steps: float | None) -> int:
-        """Number of observed steps in an epoch; in a run that goes on, what it was."""
-        if self._state and isinstance(known := self._state["settings"]["window"], int):
-            return known
-        if epoch_steps is None or not math.isfinite(epoch_steps):
+    @property
+    def running(self) -> bool:
+        """Whether a run is under way."""
+        return self._model is not None
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether the rule of the last run asks to stop."""
+        return self.stopping is not None and bool(self.stopping.should_stop)
+
+    # -- the run
+
+    def follow(self, loader: Any) -> None:
+        """Record the row numbers of a loader's batches."""
+        if self.by_evidence:
+            return
+        inner = unwrap_loader(self.owner, loader)
+        if self._first is not None and not has_same_rows(self._first, inner):
             raise HeldinError(
-                f"{self._owner}: window='epoch' needs to know how many steps an epoch has, and "
-                "these data do not tell; pass their number, window=100 for instance"
+                f"{self.owner}: the loader was replaced by one over other rows, and shadows hold "
+                "out those of the first. Keep one dataset in a run (a sampler may choose among its "
+                "rows), or use rule='evidence'"
             )
-        return max(1, math.ceil(epoch_steps) // int(self.options.get("every", 1)))
-
-    def end(self) -> None:
-        """Watch no more. What was found stays readable."""
-        if self.stopping is not None:
-            self.stopping.close()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state of the run, or the one it will begin with."""
-        if self._state is None and self.stopping is not None:
-            return self.stopping.state_dict()
-        return dict(self._state or {})
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state: now if a run is under way, else when the next one begins."""
-        if self.stopping is not None and self.stopping.watching:
-            self.stopping.load_state_dict(state)
+        if self._order is None:
+            self._order, self._first = LoaderRecorder(inner), inner
         else:
-            self._state = dict(state)
+            self._order.follow(inner)
 
+    def begin(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        loss: BatchLoss | None = None,
+        rows: Any = None,
+        *,
+        prepare: Callable[[Any], Any] | None = None,
+        eval_loss: BatchLoss | None = None,
+        predict: Callable[[nn.Module, Any], Any] | None = None,
+        fallback: Callable[[nn.Module, Any], Any] | None = None,
+        targets: Callable[[Any], Any] | None = None,
+        clip: Clip | None = None,
+        resumed: bool = False,
+        pools_ranks: bool = False,
+        in_grad: bool = True,
+        hook: bool = False,
+        accumulated: int = 1,
+        epoch_steps: float | None = None,
+    ) -> Any:
+        """Make the object that follows the run, from the state that was loaded last.
 
-class HasMetrics(Protocol):
-    """EvidenceStopping or ElementwiseStopping."""
+        Evidence uses model, in_grad, hook and the last two alone.
+
+        Args:
+            model: the model that is trained.
+            optimizer: the optimiser that trains it.
+            loss: (model, batch) -> loss, of a prepared batch.
+            rows: the loader, for its dataset and collate function. It is not iterated over.
+            prepare: the framework's changes of a batch before the model sees it.
+            eval_loss: in place of loss, for rows that are held out.
+            predict: in place of the user's argument.
+            fallback: (model, batch) -> outputs, where a call of the model does not show them.
+            targets: (batch) -> targets, where the user's argument is None.
+            clip: how the framework clips gradients.
+            resumed: whether the model was trained before, in the same run.
+            pools_ranks: whether the framework may train the model in several processes.
+            in_grad: whether the framework accumulates gradients in `.grad`.
+            hook: form the evidence in a hook before the steps of all optimisers of the model.
+            accumulated: number of batches in an optimiser step.
+            epoch_steps: number of optimiser steps in an epoch (default: by the length of rows).
+        """
+        self.close()
+        batches = length(rows)
+        if epoch_steps is None and batches is not None:
+            epoch_steps = batches / accumulated
+        try:
+            if self.by_evidence:
+                stopping: Any = self._make_evidence(model, epoch_steps)
+                stopping._collector.keeps_all_passes = not in_grad
+            else:
+                self._check_run(resumed, pools_ranks)
+                options = {
+                    "batch_loss": loss,
+                    "eval_loss": eval_loss or self.settings.eval_loss,
+                    "clip": clip,
+                }
+                stopping = self._make_estimated(model, optimizer, rows, prepare, options)
+            self.stopping, self.epoch_steps = stopping, epoch_steps
+            if isinstance(stopping, PathStopping):
+                stopping.epoch_steps, stopping.finish = epoch_steps, self.settings.finish
+                outputs = dict(self.settings.outputs)
+                if outputs:
+                    outputs["predict"] = predict or outputs["predict"]
+                    outputs["targets"] = outputs["targets"] or targets
+                    follow_outputs(stopping, **outputs, fallback=fallback, owner=self.owner)
+                self.settings.on_begin(stopping)
+            if isinstance(stopping, FoldStopping):
+                stopping.count_passes(in_grad)
+            self._model, self.trained_model = model, weakref.ref(model)
+            state, self.next_state, self._last = self.next_state, {}, {}
+            if state:
+                self._load(state)
+            if hook and self.by_evidence:
+                self._remove_hook = call_at_steps(self._before_any_step)
+            self._batches = self._epochs = 0
+            self._warned = False
+            self._counts = stopping.counts if self.by_evidence else self._counts
+        except BaseException:
+            self.end()
+            raise
+        return stopping
+
+    def _check_run(self, resumed: bool, pools_ranks: bool) -> None:
+        """Refuse runs in which shadows would estimate a wrong loss."""
+        if several_processes() and not pools_ranks:
+            raise HeldinError(
+                f"{self.owner}: several processes train this model, and each would estimate by its "
+                "own rows. Train in one process, or use rule='evidence', whose processes decide "
+                "together"
+            )
+        if resumed and not self.next_state:
+            raise HeldinError(
+                f"{self.owner}: the run goes on, but the state of its shadows is not there. New "
+                "ones would start from a model that has seen the rows they hold out, and estimate "
+                f"too low a loss. Resume from a checkpoint of a run with {self.owner}, train from "
+                "the beginning with a new optimiser, or use rule='evidence'"
+            )
+
+    def _make_evidence(self, model: nn.Module, epoch_steps: float | None) -> EvidenceStopping:
+        rule = self.settings.rule
+        assert isinstance(rule, Evidence)
+        window: Any = rule.window
+        if window == "epoch":
+            if self.next_state:  # a resumed run keeps its number of steps
+                window = self.next_state["settings"]["window"]
+            elif epoch_steps is not None and math.isfinite(epoch_steps):
+                window = max(1, math.ceil(epoch_steps) // rule.check_every)
+            else:
+                raise HeldinError(
+                    f"{self.owner}: window='epoch' needs the number of steps in an epoch, and "
+                    "these data have no length; pass their number, window=100 for instance"
+                )
+        arguments = evidence_arguments(rule, window)
+        return EvidenceStopping(model, seed=self.settings.seed, **arguments)
+
+    def _make_estimated(
+        self, model: nn.Module, optimizer: Any, rows: Any, prepare: Any, options: dict[str, Any]
+    ) -> PathStopping:
+        settings, loader = self.settings, unwrap_loader(self.owner, rows)
+        options |= {"data": TrainingRows(_row_loader(loader, loader), self._order, prepare)}
+        if settings.eval_data is not None:
+            eval_loader = _row_loader(settings.eval_data, loader)
+            options["eval_data"] = TrainingRows(eval_loader, None, prepare)
+        patience = check_patience(self.owner, settings.patience, settings.finish)
+        if patience != "default":
+            options["patience"] = patience
+        for name in ("stratify", "groups", "time", "seed"):
+            if getattr(settings, name) is not None:
+                options[name] = getattr(settings, name)
+        assert isinstance(settings.rule, (Auto, Folds))
+        return follow(RunInputs(model, optimizer, **options), settings.rule)
+
+    def begin_batch(self) -> None:
+        """Prepare for a batch, which is trained on next."""
+        self._batches += 1
+        self.weighed = self.just_stopped = self._has_closure = False
+        if isinstance(self.stopping, FoldStopping) and self.running:
+            self._random_state = self.stopping.begin_batch()
+
+    def before_step(self) -> bool:
+        """Form the evidence before a step of the optimiser; return True if training should stop.
+
+        Several optimisers that step in one batch have one value.
+        """
+        if self.by_evidence and self.running and not self.weighed:
+            self.weighed = True
+            self._advance()
+        return self.by_evidence and self.running and self.should_stop
+
+    def keep_weights(self, others: Sequence[Tensor] = ()) -> None:
+        """Make the coming step of the optimiser an empty one, for model and other parameters.
+
+        Optimisers skip parameters without a gradient, momentum and weight decay included. So the
+        weights at the stop are kept where a framework steps all the same.
+        """
+        model = self._model
+        for parameter in (*others, *(model.parameters() if model is not None else ())):
+            parameter.grad = None
+
+    def _before_any_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Form the evidence, and keep the weights if training should stop."""
+        if isinstance(optimizer, ElementwiseStopping) or self._model is None:
+            return  # the optimiser inside of it will step as well
+        trained = {id(p) for p in self._model.parameters()}
+        stepping = [p for group in optimizer.param_groups for p in group["params"]]
+        if not any(id(p) in trained for p in stepping):
+            return
+        if any(value is not None for value in (*args[1:], kwargs.get("closure"))):
+            self._has_closure = True  # the backward passes lie inside of the step
+        elif self.before_step():
+            self.keep_weights(stepping)
+
+    def add(
+        self,
+        batch: Any,
+        delivered: Any = None,
+        rows: Sequence[int] | None = None,
+        in_batches: bool = False,
+    ) -> None:
+        """Record a batch that was trained on, whether or not the optimiser has stepped.
+
+        Args:
+            batch: as the model saw it.
+            delivered: as the followed loader returned it (default: batch).
+            rows: its row numbers, where no loader is followed.
+            in_batches: whether the dataset makes whole batches, and no rows.
+        """
+        if not isinstance(self.stopping, FoldStopping) or not self.running:
+            return
+        if not self.stopping.trained_on():  # the loop skipped it, because of a nan say
+            return
+        if rows is not None:
+            record = LoaderBatch(torch.tensor(rows), None, prepared=batch)
+        else:
+            assert self._order is not None
+            record = self._order.find(batch if delivered is None else delivered)
+            record = replace(record, prepared=batch)
+            if in_batches:
+                record = replace(record, batch=None, items=None)
+        self.stopping.add_batch(replace(record, random_state=self._random_state))
+        self._random_state = None
+
+    def step(self) -> bool:
+        """Follow the optimiser's step, if it has taken one; return True if training should stop."""
+        if not self.running:
+            return False
+        if not self.by_evidence:
+            if self.stopping.pending:
+                self._advance()
+        elif self._has_closure:
+            if self.weighed:
+                self.drop_passes()
+            else:
+                self.before_step()
+        return self.should_stop
+
+    def _advance(self) -> None:
+        before = self.should_stop
+        self.stopping.step()
+        self.just_stopped = self.should_stop and not before
+
+    def drop_passes(self) -> None:
+        """Ignore backward passes after the evidence was formed, as a line search makes them."""
+        if self.by_evidence and self.weighed and self.running and self.stopping.counts[2]:
+            self.stopping.discard()
+
+    def end_epoch(self) -> None:
+        """Warn of an epoch without a backward pass, and of many epochs without a stop."""
+        batches, self._batches = self._batches, 0
+        if not self.by_evidence or not self.running or not batches:
+            return
+        stopping, before = self.stopping, self._counts
+        self._counts = stopping.counts
+        self._epochs += 1
+        many = self._epochs == MANY_EPOCHS and stopping.counts[0] >= 10 * MANY_EPOCHS
+        if many and not stopping.should_stop:
+            warnings.warn(
+                f"{self.owner}: {MANY_EPOCHS} epochs have passed and the criterion is "
+                f"{stopping.criterion:.3g}. If the training loss does not fall any more, evidence "
+                "will hardly stop this run, as on tables with rare classes or many columns. "
+                f"{INSTEAD} {more('evidence-will-hardly-stop')}",
+                HeldinWarning,
+                stacklevel=2,
+            )
+        unobserved = before[0] < stopping.counts[0] < before[0] + stopping.every
+        if stopping.counts[1:] != before[1:] or unobserved or self._warned:
+            return
+        self._warned = True
+        warnings.warn(
+            f"{self.owner}: no backward pass through the model was seen in a whole epoch of "
+            f"{batches} batches, so the rule cannot stop training. Is the model that it was "
+            "given the one that is trained, and are its parameters those of the optimiser? A step "
+            "that does not call the model's forward goes through stopping.call(...) "
+            + more("no-backward-pass-seen"),
+            HeldinWarning,
+            stacklevel=2,
+        )
+
+    # -- values
 
     def metrics(self) -> dict[str, float]:
-        """The state as a flat mapping."""
+        """Return the values to log."""
+        return flat_metrics(self.stopping, self.settings.log_groups)
 
+    @property
+    def shown_names(self) -> list[str]:
+        """The names of the values for a progress bar or a table, those of groups aside."""
+        if self.by_evidence:
+            return ["heldin/criterion"]
+        names = resolve_metrics(self.settings.outputs.get("metrics"))
+        return ["heldin/estimate", "heldin/standard_error", *(f"heldin/{name}" for name in names)]
 
-def flat_metrics(source: HasMetrics | None, groups: bool) -> dict[str, float]:
-    """What to log: a few numbers, and on request one for each group or tensor."""
-    if source is None:
-        return {}
-    single = ("heldin/group/", "heldin/stopped/")
-    return {k: v for k, v in source.metrics().items() if groups or not k.startswith(single)}
+    def shown(self) -> dict[str, float]:
+        """Return the values for a progress bar or a table."""
+        values, names = self.metrics(), self.shown_names
+        shown = {name: values[name] for name in names if name in values}
+        return shown | {k: v for k, v in values.items() if k.startswith("heldin/group/")}
 
+    # -- the end
 
-def forget_gradients(parameters: Iterable[Tensor]) -> None:
-    """Make the coming step of the optimiser an empty one.
+    def finish(self) -> None:
+        """End the run: put the chosen weights into the model, if the user wants it."""
+        stopping, model = self.stopping, self._model
+        if model is not None and isinstance(stopping, PathStopping):
+            if self.settings.restore and len(stopping.history):
+                self._last = {name: value.detach().clone() for name, value in _weights(model)}
+                stopping.restore()
+        self.end()
 
-    Optimisers leave parameters without a gradient alone, momentum and weight decay included. So
-    the weights that asked for the stop are kept where a framework goes on to step.
-    """
-    for parameter in parameters:
-        parameter.grad = None
-
-
-def forget_passes(stopping: EvidenceStopping) -> None:
-    """Drop backward passes after the one that closed a step, as a line search makes them."""
-    if stopping.watching and stopping.counts[2]:
-        stopping.discard()
-
-
-class BeforeStep:
-    """Calls a function right before a step of optimisers with parameters of a model.
-
-    Once in each iteration of the framework, however many optimisers step in it. If the function
-    returns True, for stop, the steps of that iteration are empty ones. It is not called if they
-    step with a closure: the batch has not been seen then, and `missed` is set.
-
-    >>> model = nn.Linear(2, 1)
-    >>> before = BeforeStep(model, lambda: print("a step"))
-    >>> torch.optim.SGD([model.weight], lr=0.1).step()
-    a step
-    >>> torch.optim.SGD([model.bias], lr=0.1).step()
-    >>> before.next_iteration()
-    >>> torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1).step()
-    >>> before.close()
-    """
-
-    def __init__(self, model: nn.Module, function: Callable[[], bool | None]) -> None:
-        self.done = self.missed = self.stop = False
-        self._own = {id(p) for p in model.parameters()}
-        self._function = function
-        respond = weakref.WeakMethod(self._stepping)  # the hook must not keep a lost run alive
-
-        def stepping(optimizer: Any, args: Any, kwargs: Any) -> None:
-            alive = respond()
-            if alive is not None:
-                alive(optimizer, args, kwargs)
-
-        self.close = weakref.finalize(self, register_optimizer_step_pre_hook(stepping).remove)
-
-    def next_iteration(self) -> None:
-        """The framework begins an iteration: the next step of an optimiser is a new one."""
-        self.done = self.missed = self.stop = False
-
-    def weigh(self) -> None:
-        """Call the function, unless that was done in this iteration."""
-        if not self.done:
-            self.done = True
-            self.stop = bool(self._function())
-
-    def _stepping(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if isinstance(optimizer, ElementwiseStopping):
-            return  # the one inside will step as well
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        if not any(id(p) in self._own for p in params):
-            return
-        closure = next((c for c in (*args[1:], kwargs.get("closure")) if c is not None), None)
-        if closure is not None:
-            self.missed = not self.done
-            return
-        self.weigh()
-        if self.stop:
-            forget_gradients(params)
-
-
-class MethodWrapper:
-    """A method of one object that goes through another function until the wrapper is closed.
-
-    >>> class Greeter:
-    ...     def greet(self, name):
-    ...         return "hello " + name
-    >>> greeter = Greeter()
-    >>> loud = MethodWrapper(greeter, "greet", lambda greet, name: greet(name).upper())
-    >>> twice = MethodWrapper(greeter, "greet", lambda greet, name: 2 * greet(name))
-    >>> greeter.greet("you")
-    'HELLO YOUHELLO YOU'
-    >>> loud.close()                                         # in any order
-    >>> greeter.greet("you")
-    'hello youhello you'
-    >>> twice.close()
-    >>> vars(greeter)
-    {}
-    """
-
-    def __init__(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
-        self._owner, self._name, self._around = owner, name, around
-        self._inner = getattr(owner, name)
-        self._own = name in vars(owner)  # or the class's
-        self._open = True
-        self.__wrapped__ = getattr(self._inner, "__wrapped__", self._inner)  # for its signature
-        setattr(owner, name, self)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the wrapper while it is in place, the method itself afterwards."""
-        if self._open:
-            return self._around(self._inner, *args, **kwargs)
-        return self._inner(*args, **kwargs)
+    def end(self) -> None:
+        """End the run, also after an error. Results remain available."""
+        self.close()
+        if self._order is not None:
+            self._order.close()
+        self._order = self._first = None
 
     def close(self) -> None:
-        """Put the method back, once the wrappers made later are closed as well."""
-        self._open = False
-        top = vars(self._owner).get(self._name)
-        while isinstance(top, MethodWrapper) and not top._open:
-            if top._own:
-                setattr(self._owner, self._name, top._inner)
-            else:
-                delattr(self._owner, self._name)
-            top = vars(self._owner).get(self._name)
+        """Release model and optimiser; loaders are still followed."""
+        self._remove_hook()
+        if self.stopping is not None:
+            if self._model is not None:
+                self._final = self.stopping.state_dict()  # a later run may continue from here
+            self.stopping.close()
+        self._model = None
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A copy of the owner has its own method, without the detour."""
-        return getattr, (self._owner, self._name)
+    # -- saving
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the run, or the one that the next begins with."""
+        if self.stopping is None or self.next_state:
+            return dict(self.next_state)
+        rule: dict[str, Any] = self.stopping.state_dict() if self.running else self._final
+        return rule if self.by_evidence else {"rule": rule, "last": self._last}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state: now in a run, else when the next one begins."""
+        if state and not self.by_evidence and {*state} != {"rule", "last"}:
+            raise HeldinError(
+                f"{self.owner}.load_state_dict: this is not a state of {self.owner}; pass what its "
+                "state_dict() returned"
+            )
+        if self.running and state:
+            self._load(state)
+        else:
+            self.next_state = dict(state)
+
+    def carry_over(self) -> None:
+        """Let the next run continue where the last one ended."""
+        self.close()
+        self.next_state = self.state_dict()
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        """Load a state into the rule and the weights at which training ended into the model."""
+        if self.by_evidence:
+            self.stopping.load_state_dict(state)
+            return
+        self.stopping.load_state_dict(state["rule"])
+        assert self._model is not None
+        with torch.no_grad():
+            for name, value in _weights(self._model):
+                if name in state["last"]:
+                    value.copy_(state["last"][name])
 
 
-class Guard:
-    """Ends a run if an error leaves one of the methods through which a framework's loop goes.
+def several_processes() -> bool:
+    """Return whether this is one of several processes."""
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return distributed and torch.distributed.get_world_size() > 1
 
-    For frameworks that do not tell callbacks of errors and interrupts. Errors pass on as they are.
 
-    Args:
-        end: closes all, this guard as well.
-        harmless: errors by which the framework steers itself.
+def unwrap_loader(owner: str, loader: Any) -> DataLoader[Any]:
+    """Return the DataLoader inside of Accelerate's wrapper; refuse one without row numbers."""
+    if type(loader).__name__ == "DataLoaderDispatcher" and several_processes():
+        raise HeldinError(
+            f"{owner}: with dispatch_batches=True one process draws the rows of all, and the "
+            "others do not see their numbers; use dispatch_batches=False"
+        )
+    if not isinstance(getattr(loader, "base_dataloader", loader), DataLoader):
+        raise HeldinError(
+            f"{owner}: the training data must be a torch.utils.data.DataLoader, whose sampler "
+            f"gives the numbers of the rows, got {type(loader).__name__}; or use rule='evidence', "
+            "which needs none"
+        )
+    try:
+        return inner_loader(loader)
+    except HeldinError as error:
+        raise HeldinError(f"{owner}: {error}") from None
 
-    >>> class Loop:
-    ...     def train(self):
-    ...         raise KeyboardInterrupt
-    >>> loop = Loop()
-    >>> guard = Guard(lambda: print("the run is over")).over(loop, "train")
-    >>> try:
-    ...     loop.train()
-    ... except KeyboardInterrupt:
-    ...     guard.close()
-    the run is over
-    >>> vars(loop)
-    {}
-    """
 
-    def __init__(
-        self, end: Callable[[], None], harmless: tuple[type[BaseException], ...] = ()
-    ) -> None:
-        self._end, self._harmless = end, harmless
-        self._detours: list[MethodWrapper] = []
+def _row_loader(data: Any, rows: DataLoader[Any]) -> DataLoader[Any]:
+    """Return a loader that only holds a dataset and a collate function."""
+    inner = getattr(data, "base_dataloader", data)
+    loader = inner if isinstance(inner, DataLoader) else rows
+    dataset = loader.dataset if loader is inner else data
+    size = getattr(rows.batch_sampler, "batch_size", None)
+    return DataLoader(dataset, batch_size=size or BATCH_SIZE, collate_fn=loader.collate_fn)
 
-    def over(self, owner: Any, *names: str) -> Guard:
-        """Watch those methods of an object that it has."""
-        for name in names:
-            if callable(getattr(owner, name, None)):
-                self._detours.append(MethodWrapper(owner, name, self.watched))
-        return self
 
-    def watched(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a method, and end the run if that fails."""
-        try:
-            return method(*args, **kwargs)
-        except self._harmless:
-            raise
-        except BaseException:
-            self._end()
-            raise
-
-    def close(self) -> None:
-        """Leave the methods as they were."""
-        for detour in self._detours:
-            detour.close()
-        self._detours = []
+def _weights(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return the tensors that training changes, by name."""
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    return [*trained, *model.named_buffers()]

@@ -1,0 +1,168 @@
+"""The base class of the `EarlyStopping` of all frameworks."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from torch import nn
+
+from heldin.early_stopping import EarlyStopping
+from heldin.errors import HeldinError
+from heldin.rules.options import Auto, Evidence, Folds, Rule, resolve
+from heldin.rules.results import RunResults
+
+from .arguments import strict_kwargs
+from .session import Session, Settings
+
+__all__ = ["OUTPUTS", "FrameworkStopping"]
+
+OUTPUTS = ("metrics", "predict", "targets", "monitor", "mode", "temperature")
+PLAIN_ONLY = (  # arguments of loops without a framework
+    "model", "optimizer", "loss_fn", "data", "batch_loss", "clip", "sample_weight",
+    "process_group", "train_step", "state", "averaged_model", "verify",
+)  # fmt: skip
+REFUSED = {
+    "LeaveOneOut": "needs the tensors of all rows and a loss of (outputs, targets)",
+    "Validation": "is what the framework's own early stopping does",
+}
+
+
+class FrameworkStopping(RunResults):
+    """Base of the `EarlyStopping` of a framework.
+
+    Args:
+        rule: "auto", "folds", "shadow", "evidence", or one of `heldin.rules` (Auto, Folds,
+            Evidence).
+        restore: put the weights of the best estimate into the model at the end.
+        log_groups: also log the value of each group of parameters, for evidence.
+        options: see `heldin.EarlyStopping`; on_check is called with this callback.
+    """
+
+    name: ClassVar[str] = "EarlyStopping"  # for messages
+    verbose: Any = False  # whether to show messages, not to log them
+    _logger: ClassVar[Any] = logging.getLogger("heldin")
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls._owner = cls.name
+
+    @strict_kwargs(extends=EarlyStopping.__init__, without=PLAIN_ONLY)
+    def __init__(
+        self,
+        rule: str | Rule = "auto",
+        *,
+        restore: bool = True,
+        log_groups: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        self._set_outputs({name: options.pop(name) for name in OUTPUTS})
+        vars(self).update(options, rule=rule, restore=restore, log_groups=log_groups)
+        self._run: Any = self.make_session()
+
+    def _set_outputs(self, options: dict[str, Any]) -> None:
+        """Store the arguments about outputs; some have the name of a result."""
+        self._options = options
+
+    def _output_options(self) -> dict[str, Any]:
+        """Return the arguments about outputs."""
+        return self._options
+
+    @property
+    def by_evidence(self) -> bool:
+        """Whether the rule is evidence."""
+        rule = vars(self)["rule"]
+        return rule == "evidence" or isinstance(rule, Evidence)
+
+    def make_session(self) -> Session:
+        """Return the session that follows a run by the rule; refuse wrong arguments."""
+        values = vars(self)
+        rule = resolve(values["rule"], values["budget"], values["memory"])
+        if not isinstance(rule, (Auto, Folds, Evidence)):
+            name = type(rule).__name__
+            raise HeldinError(
+                f"{self.name}: heldin.rules.{name} {REFUSED.get(name, 'is not known')}; use "
+                "'auto', 'folds', 'shadow' or 'evidence' here, or heldin.EarlyStopping in a loop "
+                "of your own"
+            )
+        names = {*Settings.__dataclass_fields__} - {"rule", "outputs", "on_begin"}
+        settings = Settings(
+            rule=rule,
+            outputs=self._output_options(),
+            on_begin=self._on_begin,
+            **{name: values[name] for name in names},
+        )
+        settings.check(self.name)
+        return Session(self.name, settings)
+
+    def _on_begin(self, rule: Any) -> None:
+        self._tell_of_checks(rule, vars(self)["on_check"])
+
+    def _refuse_unused(self, **arguments: Any) -> None:
+        """Refuse a framework's own arguments that evidence does not use."""
+        for name in (name for name, value in arguments.items() if value is not None):
+            raise HeldinError(
+                f"{self.name}: {name} has no effect with rule='evidence'; leave it out"
+            )
+
+    # -- the run
+
+    def _begin(self, *args: Any, **kwargs: Any) -> Any:
+        """Begin a run, see `Session.begin`, and say which rule was chosen."""
+        stopping = self._run.begin(*args, **kwargs)
+        if not self.by_evidence:
+            self._announce(stopping.reason_chosen)
+        return stopping
+
+    def _conclude(self) -> None:
+        """Put the best weights into the model and say how the run ended."""
+        running = self._run.running
+        self._run.finish()
+        if running and not self.by_evidence and self._announces():
+            self._announce(self.conclusion)
+
+    def _announces(self) -> bool:
+        """Return whether messages are shown: the intervals of metrics take time."""
+        return bool(self.verbose) or self._logger.isEnabledFor(logging.INFO)
+
+    def _announce(self, message: str) -> None:
+        if self.verbose:
+            self._show(message)
+        else:
+            self._logger.info(f"{self.name.rpartition('.')[2]}: {message}")
+
+    def _show(self, message: str) -> None:
+        print(f"EarlyStopping: {message}")
+
+    # -- results
+
+    @property
+    def stopping(self) -> Any:
+        """The rule of the last run, with its history."""
+        return self._followed()
+
+    def _followed(self) -> Any:
+        return None if self._run is None else self._run.stopping
+
+    def _trained(self) -> nn.Module | None:
+        model: nn.Module | None = self._run.trained_model()
+        return model
+
+    @property
+    def best_epoch(self) -> int | None:
+        """The epoch, from 0 on, in which the best step lies; None if epochs are not known."""
+        best = self.best_step
+        steps = None if best is None else self._run.epoch_steps
+        return None if best is None or not steps else max(0, math.ceil(best / steps) - 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the run, to be saved with that of the model."""
+        state: dict[str, Any] = self._run.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue where the state was taken: now, or when the next run begins."""
+        self._run.load_state_dict(state_dict)
