@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-for needed in ("sklearn", "pandas", "matplotlib", "safetensors", "rich"):
+for needed in ("sklearn", "pandas", "safetensors"):
     pytest.importorskip(needed)
 
 import numpy as np
@@ -17,8 +17,8 @@ import pandas
 from heldin.cli.main import main
 from heldin.errors import HeldinError
 from heldin.tables.columns import Columns
-from heldin.tables.reading import found_separator, read_table
-from heldin.tables.written import Unusable, decimal_mark, parse_numbers, with_numbers
+from heldin.tables.number_formats import Unusable, decimal_mark, parse_number, with_numbers
+from heldin.tables.reading import find_separator, read_table
 
 FAST = ["--target", "y", "--hidden", "4", "--max-epochs", "8"]
 
@@ -117,7 +117,7 @@ def test_a_point_that_means_thousands_in_training_does_so_later(
     ],
 )
 def test_separators_are_found(text: str, mark: str) -> None:
-    assert found_separator(text.splitlines(keepends=True)) == mark
+    assert find_separator(text.splitlines(keepends=True)) == mark
 
 
 # -- numbers as people write them
@@ -142,7 +142,7 @@ def test_numbers(texts: list[str], mark: str | None, numbers: list[float] | None
     assert decimal_mark(texts) == mark
     if numbers is not None:
         assert mark in (".", ",")
-        assert parse_numbers(texts, mark) == numbers  # type: ignore[arg-type]
+        assert [parse_number(text, mark) for text in texts] == numbers
 
 
 def test_a_column_keeps_its_way_of_writing() -> None:
@@ -232,7 +232,11 @@ def test_all_unusable_columns_are_named_at_once(capsys: pytest.CaptureFixture[st
 
 def test_ids_are_kept_and_not_learnt_from(capsys: pytest.CaptureFixture[str]) -> None:
     n = 30
-    table = {"id": [f"{i:03}" for i in range(n)], "a": [i % 7 for i in range(n)], "y": classes(n)}
+    table: dict[str, list[Any]] = {
+        "id": [f"{i:03}" for i in range(n)],
+        "a": [i % 7 for i in range(n)],
+        "y": classes(n),
+    }
     write(table)
     code, _, err = fit(capsys, "t.csv", "--out", "looks")
     assert code == 0
@@ -251,7 +255,11 @@ def test_ids_are_kept_and_not_learnt_from(capsys: pytest.CaptureFixture[str]) ->
 
 def test_several_ids_and_ids_that_are_texts(capsys: pytest.CaptureFixture[str]) -> None:
     n = 30
-    table = {"code": [f"BK-{i:03}" for i in range(n)], "nr": list(range(n)), "a": [0, 1, 2] * 10}
+    table: dict[str, list[Any]] = {
+        "code": [f"BK-{i:03}" for i in range(n)],
+        "nr": list(range(n)),
+        "a": [0, 1, 2] * 10,
+    }
     write({**table, "y": classes(n)})
     code, _, err = fit(capsys, "t.csv", "--out", "m")
     assert code == 2
@@ -305,6 +313,49 @@ def test_groups_are_not_torn_apart(
     assert "columns:         1, as 1 inputs" in out
 
 
+def test_rows_in_time(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from heldin.sklearn import MLPClassifier
+
+    seen: list[Any] = []
+    plain = MLPClassifier.fit
+
+    def fit_and_note(self: Any, X: Any, y: Any, **options: Any) -> Any:
+        seen.append(options["time"])
+        return plain(self, X, y, **options)
+
+    monkeypatch.setattr(MLPClassifier, "fit", fit_and_note)
+    n = 48
+    days = [f"{1 + 5 * i % 28:02}.{1 + i // 28:02}.2024" for i in range(n)]
+    write({"a": [i % 7 for i in range(n)], "day": days, "y": classes(n)})
+    code, out, _ = fit(capsys, "t.csv", "--time", "day", "--out", "m")
+    assert code == 0
+    dates = pandas.to_datetime(pandas.Series(days), format="%d.%m.%Y")
+    assert [*pandas.Series(seen[0]).rank()] == [*dates.rank()]
+    assert "48, all of them trained on; tested in the order of 'day'" in out
+    assert "one network, beside shadows; 11 trained" in out
+    assert "columns:         2," in out  # it stays an input
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--time", "z"], "is not there"),
+        (["--time", "y"], "--time: 'y' is the target"),
+        (["--time", "name"], "must hold a number or a date in every row"),
+        (["--time", "gap"], "must hold a number or a date in every row"),
+        (["--time", "a", "--groups", "gap"], "leave --groups out"),
+        (["--time", "a", "--rule", "evidence"], "time needs folds"),
+    ],
+)
+def test_wrong_times(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    n = 30
+    columns = {"a": list(range(n)), "gap": [None, *range(1, n)], "name": ["x", "z"] * (n // 2)}
+    write({**columns, "y": classes(n)})
+    code, _, err = fit(capsys, "t.csv", *options, "--out", "m")
+    assert code == 2
+    assert message in err
+
+
 @pytest.mark.parametrize("option", ["--id", "--groups"])
 def test_named_columns_have_to_be_there(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     write({"a": [1, 2, 3, 4], "g": [1, None, 2, 2], "y": classes(4)})
@@ -342,4 +393,4 @@ def test_large_tables_are_kept_in_single_precision(
     assert main(["predict", "m", "t.csv"]) == 0
     few = capsys.readouterr().out
     numbers = [[float(line.split(",")[1]) for line in t.splitlines()[1:]] for t in (many, few)]
-    np.testing.assert_allclose(*numbers, rtol=1e-5)
+    np.testing.assert_allclose(numbers[0], numbers[1], rtol=1e-5)

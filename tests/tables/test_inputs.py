@@ -14,8 +14,8 @@ import numpy as np
 from sklearn.base import clone
 
 import heldin
-from heldin.sklearn import LinearRegression, LogisticRegression, MLPClassifier, MLPRegressor
-from heldin.sklearn.inputs import Scaler, as_rows, largest_input, sorted_rows
+from heldin.sklearn import MLPClassifier, MLPRegressor
+from heldin.sklearn.inputs import Scaler, as_rows, largest_input
 
 pytestmark = pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
 QUICK: dict[str, Any] = {"max_iter": 40, "learning_rate_init": 0.02, "random_state": 0}
@@ -63,14 +63,14 @@ def test_inputs_far_out_are_cut_off() -> None:
     np.testing.assert_array_equal(model.predict(far), model.predict(farther))
 
 
-@pytest.mark.parametrize("kind", [MLPClassifier, LogisticRegression])
-def test_wide_tables_and_constant_columns(kind: Any) -> None:
+@pytest.mark.parametrize("hidden", [(100,), ()])
+def test_wide_tables_and_constant_columns(hidden: tuple[int, ...]) -> None:
     rng = np.random.default_rng(0)
     X = rng.normal(size=(60, 300))
     X[:, 25] = 3.0
     y = X[:, :20].sum(1) > 0
     X[:, :20] += 0.8 * (2 * y[:, None] - 1)
-    model = kind(**QUICK).fit(X[:40], y[:40])
+    model = MLPClassifier(hidden, **QUICK).fit(X[:40], y[:40])
     assert model.score(X[40:], y[40:]) > 0.7
     moved = X.copy()
     moved[:, 25] = 3.0 + 1e-9
@@ -137,25 +137,6 @@ def test_columns_that_are_no_categories_are_refused() -> None:
         model.predict(frame[["age", "member"]])
 
 
-def sorted_whole(*parts: Any) -> Any:
-    """The slow twin of `sorted_rows`: whole rows are compared."""
-    rows = np.column_stack([np.asarray(part, np.float64) for part in parts]) + 0.0
-    keys = np.ascontiguousarray(rows).view(np.dtype((np.void, rows.shape[1] * 8))).ravel()
-    return np.argsort(keys, kind="stable")
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_rows_are_sorted_a_few_columns_at_a_time(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    n, d = rng.integers(1, 60), rng.integers(1, 25)
-    X = rng.normal(size=(n, d))
-    if seed % 2:  # with many equal ones, and -0
-        X = rng.integers(-1, 2, (n, d)) * np.array(-1.0, [np.float32, np.float64][seed % 4 == 1])
-    X = np.asfortranarray(X) if seed % 3 else X
-    y, weights = rng.integers(0, 2, n), np.ones(n)
-    np.testing.assert_array_equal(sorted_rows(X, y, weights), sorted_whole(X, y, weights))
-
-
 def test_scales_are_learnt_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
     X, weights = rng.normal(3, 2, size=(100, 4)), rng.uniform(1, 2, 100)
@@ -168,11 +149,12 @@ def test_scales_are_learnt_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_rows_are_not_copied_and_read_only_ones_are() -> None:
     X = np.ones((3, 2))
-    assert as_rows(X).data_ptr() == X.ctypes.data  # type: ignore[union-attr]
+    assert as_rows(X).data_ptr() == X.ctypes.data  # type: ignore[attr-defined]
     X.flags.writeable = False
-    assert as_rows(X).data_ptr() != X.ctypes.data  # type: ignore[union-attr]
+    assert as_rows(X).data_ptr() != X.ctypes.data  # type: ignore[attr-defined]
 
 
+@pytest.mark.filterwarnings("ignore:.*no better than a constant:heldin.HeldinWarning")  # noise
 @pytest.mark.parametrize("standardize", [True, False])
 def test_what_was_given_is_left_alone(standardize: bool) -> None:
     rng = np.random.default_rng(0)
@@ -203,14 +185,11 @@ def test_scaling_is_recommended_where_it_is_missing() -> None:
         assert "not scaled (numbers of about 5e+03 in column 1): standardize=True" in said
     assert "scaled" not in told(MLPClassifier((5,), **short), X, y)
     assert "scaled" not in told(MLPClassifier((5,), standardize=False, **short), X - X.mean(0), y)
-    assert "scaled" not in told(LogisticRegression(**short), X, y)
     sparse = pytest.importorskip("scipy.sparse").csr_matrix(X)
     assert largest_input(sparse) == pytest.approx(largest_input(X))
 
 
-@pytest.mark.parametrize(
-    "kind", [MLPClassifier, MLPRegressor, LogisticRegression, LinearRegression]
-)
+@pytest.mark.parametrize("kind", [MLPClassifier, MLPRegressor])
 def test_all_fitted_attributes_are_documented(kind: Any) -> None:
     frame, label = table(60)
     model = kind(max_iter=3, random_state=0).fit(frame[["age"]], label)

@@ -1,4 +1,4 @@
-"""One table, many splits, four ways to stop: the runs and the figure of `heldin demo`.
+"""One table, many splits, four ways to train: the runs and the figure of `heldin demo`.
 
 The breast-cancer table of scikit-learn: 569 biopsies, thirty measurements, benign or malignant. 100
 rows are trained on; 469 only measure the test loss. The network and its settings are scikit-learn's
@@ -8,8 +8,9 @@ defaults, with minibatches of 32.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,23 +18,21 @@ from torch import Tensor, nn
 
 import heldin
 
-__all__ = ["RULES", "Problem", "Run", "draw", "figure", "interval", "load", "train"]
+__all__ = ["RULES", "Problem", "Run", "figure", "interval", "load", "train"]
 
-TRAINED_ON, HELD_OUT, EPOCHS, BATCH, HIDDEN = 100, 20, 300, 32, 100
+TRAINED_ON, HELD_OUT, FOLDS, EPOCHS, PATIENCE, BATCH, HIDDEN = 100, 20, 5, 300, 10, 32, 100
 RULES = {
-    "auto": 'heldin.stopping("auto")',
-    "validation": "20 % held out, patience 10",
-    "evidence": "heldin.EvidenceStopping",
-    "none": f"no stop, {EPOCHS} epochs",
+    "heldin": "heldin.EarlyStopping",
+    "split": "20 % held out",
+    "folds": "five folds, then a refit",
+    "none": "no stopping",
 }
-COLOURS = {"auto": "tab:green", "validation": "tab:red", "evidence": "tab:purple"}
-
-Tell = Callable[[int, str], None]  # epoch, what the rule says
+COLOURS = {"heldin": "tab:green", "split": "tab:red", "folds": "tab:blue", "none": "0.5"}
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Rows to train on and rows to test with; inputs have mean 0 and spread 1."""
+    """Rows to train on and rows to test with; inputs have mean 0 and standard deviation 1."""
 
     x: Tensor
     y: Tensor
@@ -41,24 +40,30 @@ class Problem:
     test_y: Tensor
 
 
-@dataclass
+@dataclass(frozen=True)
 class Run:
-    """How one training run went; lists have a value before the first epoch and after each."""
+    """The result of one training run.
+
+    Attributes:
+        rows: trained on, by the final model.
+        epochs: of the final model's weights.
+        loss: on the test rows.
+        said: the loss that the rule itself expected; nan: none.
+        low, high: the interval that it gave.
+        seconds: of the processor, for everything.
+    """
 
     rows: int
-    steps_of_epoch: int
-    training: list[float] = field(default_factory=list)
-    test: list[float] = field(default_factory=list)
-    epochs: int = 0  # until the rule asked to stop
-    kept: float = math.nan  # the epoch whose weights were kept
-    loss: float = math.nan  # test loss of the weights that were kept
-    estimate: float | None = None
-    standard_error: float | None = None
-    history: Any = None
+    epochs: float
+    loss: float
+    said: float
+    low: float
+    high: float
+    seconds: float
 
 
 def load(seed: int) -> Problem:
-    """A split of the table."""
+    """Return a split of the table."""
     from sklearn.datasets import load_breast_cancer
     from sklearn.model_selection import train_test_split
 
@@ -74,72 +79,84 @@ def load(seed: int) -> Problem:
     return Problem(*tensors(x, y), *tensors(test_x, test_y))
 
 
-def train(rule: str, seed: int, epochs: int = EPOCHS, tell: Tell | None = None) -> Run:
-    """Train until the rule asks to stop. The test loss is watched, but decides nothing."""
+def train(rule: str, seed: int, epochs: int = EPOCHS) -> Run:
+    """Train in one of the ways of `RULES`. The test rows decide nothing."""
     problem, loss_fn = load(seed), nn.CrossEntropyLoss()
     x, y = problem.x, problem.y
-    held = slice(len(x) - HELD_OUT, len(x))
-    if rule == "validation":
-        x, y = x[: held.start], y[: held.start]
+    said, low, high = math.nan, math.nan, math.nan
+    start = time.process_time()
+    if rule == "heldin":
+        model, optimizer = _network(seed)
+        stopping = heldin.EarlyStopping(model, optimizer, loss_fn, (x, y))
+        stopping.fit(BATCH, epochs, generator=torch.Generator().manual_seed(seed))
+        estimate = stopping.estimates["loss"]
+        said, low, high = estimate.value, estimate.low, estimate.high
+        best = (stopping.best_epoch or 0) + 1.0
+    elif rule == "split":
+        held = torch.arange(len(x)) >= len(x) - HELD_OUT
+        model, best, said = _stopped(x, y, held, seed, epochs)
+        x = x[~held]
+    elif rule == "folds":
+        parts = torch.arange(len(x)) % FOLDS
+        folds = [_stopped(x, y, parts == fold, seed, epochs) for fold in range(FOLDS)]
+        best = sum(epoch for _, epoch, _ in folds) / FOLDS
+        said = sum(loss for *_, loss in folds) / FOLDS
+        model = _plain(x, y, seed, round(best))
+    else:
+        model, best = _plain(x, y, seed, epochs), float(epochs)
+    seconds = time.process_time() - start
+    with torch.no_grad():
+        loss = float(loss_fn(model(problem.test_x), problem.test_y))
+    return Run(len(x), best, loss, said, low, high, seconds)
+
+
+def _network(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(x.shape[1], HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 2))
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    run = Run(len(x), -(-len(x) // BATCH))
+    model = nn.Sequential(nn.Linear(30, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 2))
+    return model, torch.optim.Adam(model.parameters(), lr=1e-3)
 
-    def loss_on(x: Tensor, y: Tensor) -> float:
-        with torch.no_grad():
-            return float(loss_fn(model(x), y))
 
-    def note() -> None:
-        run.training.append(loss_on(x, y))
-        run.test.append(loss_on(problem.test_x, problem.test_y))
-
-    stopping: Any = None
-    if rule == "auto":
-        stopping = heldin.stopping("auto", model, optimizer, loss_fn, (x, y))
-    elif rule == "evidence":
-        stopping = heldin.EvidenceStopping(model, window=run.steps_of_epoch)
-    elif rule == "validation":
-        stopping = heldin.ValidationStopping(
-            model, lambda: loss_on(problem.x[held], problem.y[held]), patience=10
-        )
-    generator = torch.Generator().manual_seed(seed)
-    note()
-    stop = False
-    while run.epochs < epochs and not stop:
+def _plain(
+    x: Tensor, y: Tensor, seed: int, epochs: int, stop: Callable[[nn.Module], bool] | None = None
+) -> nn.Module:
+    """Train in a plain loop."""
+    model, optimizer = _network(seed)
+    generator, loss_fn = torch.Generator().manual_seed(seed), nn.CrossEntropyLoss()
+    for _ in range(epochs):
         for index in torch.randperm(len(x), generator=generator).split(BATCH):
             optimizer.zero_grad()
             loss_fn(model(x[index]), y[index]).backward()
-            if rule == "evidence" and stopping.step():
-                stop = True
-                break
             optimizer.step()
-            if rule == "auto" and stopping.step(indices=index):
-                stop = True
-                break
-        run.epochs += 1
-        note()
-        stop = stop or (rule == "validation" and stopping.step())
-        if tell is not None:
-            now = f"test loss {run.test[-1]:.3f}"
-            tell(run.epochs, f"no rule: {now}" if stopping is None else stopping.reason)
-    run.kept = run.epochs
-    if rule in ("auto", "validation"):
-        stopping.restore()
-        run.kept = stopping.best_step / (run.steps_of_epoch if rule == "auto" else 1)
-    if rule == "auto":
-        run.estimate, run.standard_error = stopping.estimate, stopping.standard_error
-    elif rule == "validation":
-        run.estimate = stopping.best_loss
-    if stopping is not None:
-        run.history = stopping.history
-        stopping.close()
-    run.loss = loss_on(problem.test_x, problem.test_y)
-    return run
+        if stop is not None and stop(model):
+            break
+    return model
+
+
+def _stopped(
+    x: Tensor, y: Tensor, held: Tensor, seed: int, epochs: int
+) -> tuple[nn.Module, float, float]:
+    """Train on the other rows until the held-out loss has not fallen for a while.
+
+    Returns:
+        The model with its best weights, the best epoch, and its held-out loss.
+    """
+    losses: list[float] = []
+    weights: dict[str, Tensor] = {}
+
+    def stop(model: nn.Module) -> bool:
+        with torch.no_grad():
+            losses.append(float(nn.functional.cross_entropy(model(x[held]), y[held])))
+        if losses[-1] == min(losses):
+            weights.update({name: value.clone() for name, value in model.state_dict().items()})
+        return len(losses) - losses.index(min(losses)) > PATIENCE
+
+    model = _plain(x[~held], y[~held], seed, epochs, stop)
+    model.load_state_dict(weights)
+    return model, losses.index(min(losses)) + 1.0, min(losses)
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Mean, and half of a 95 % interval of it.
+    """Return the mean, and half of a 95 % interval of it.
 
     >>> middle, half = interval([1.0, 2.0, 3.0])
     >>> round(middle, 2), round(half, 2)
@@ -154,73 +171,36 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return float(numbers.mean()), float(t.ppf(0.975, len(numbers) - 1)) * error
 
 
-# -- the picture
-
-
-def draw(ax: Any, runs: dict[str, Run], upto: float = math.inf, words: bool = True) -> None:
-    """All curves of one split, up to an epoch.
-
-    Args:
-        ax: matplotlib axes.
-        runs: by the names in `RULES`, "none" included: its curves are drawn.
-        upto: the last epoch to draw.
-        words: also label what there is.
-    """
-    full, auto = runs["none"], runs["auto"]
-    epochs = [e for e in range(len(full.test)) if e <= upto]
-    ax.plot(epochs, full.training[: len(epochs)], color="0.55", linestyle="--", linewidth=1.2)
-    ax.plot(epochs, full.test[: len(epochs)], color="black", linewidth=1.8)
-    checks = [r for r in auto.history if r.step / auto.steps_of_epoch <= upto]
-    at = [r.step / auto.steps_of_epoch for r in checks]
-    low = [max(0.0, r.estimate - 2 * r.standard_error) for r in checks]
-    high = [r.estimate + 2 * r.standard_error for r in checks]
-    ax.fill_between(at, low, high, color="tab:green", alpha=0.18, linewidth=0)
-    ax.plot(at, [r.estimate for r in checks], color="tab:green", linewidth=1.8)
-    for rule, colour in COLOURS.items():
-        run = runs[rule]
-        if run.kept <= upto:
-            ax.plot(
-                [run.kept], [run.loss], "o", color=colour, markersize=8, markeredgecolor="white"
-            )
-            ax.axvline(run.kept, color=colour, linewidth=1, alpha=0.5, ymax=0.72)
-    ax.set_xscale("log")
-    ax.set_xlim(3, len(full.test) - 1)
-    ax.set_xticks([3, 5, 10, 20, 50, 100, 200, 300])
-    ax.set_xticklabels(["3", "5", "10", "20", "50", "100", "200", "300"])
-    ax.minorticks_off()
-    ax.set_ylim(0, 0.36)
-    ax.set_xlabel("epoch")
-    ax.set_ylabel("log loss")
-    for side in ("top", "right"):
-        ax.spines[side].set_visible(False)
-    if words:
-        _label(ax, runs)
-
-
-def _label(ax: Any, runs: dict[str, Run]) -> None:
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
-
-    auto, split, evidence = (runs[name] for name in ("auto", "validation", "evidence"))
-    handles: list[Any] = [
-        Line2D([], [], color="0.55", linestyle="--", label="training loss"),
-        Line2D([], [], color="black", label="test loss (469 rows nobody trained on)"),
-        Line2D([], [], color="tab:green", label="heldin's estimate of it"),
-        Patch(color="tab:green", alpha=0.18, label="± 2 standard errors"),
-    ]
-    for rule, text in (
-        ("auto", f"auto, all {auto.rows} rows: test loss {auto.loss:.3f}"),
-        ("validation", f"20 % split, {split.rows} rows: {split.loss:.3f}"),
-        ("evidence", f"evidence, all {evidence.rows} rows: {evidence.loss:.3f}"),
-    ):
-        handles.append(Line2D([], [], color=COLOURS[rule], marker="o", linewidth=1, label=text))
-    ax.legend(handles=handles, fontsize=8, frameon=False, loc="upper right", ncols=2)
-
-
-def figure(runs: dict[str, Run]) -> Any:
-    """The picture as a matplotlib figure."""
+def figure(runs: dict[str, list[Run]]) -> Any:
+    """Draw the test losses of all runs, and what was expected against what came."""
     from matplotlib.figure import Figure
 
-    page = Figure(figsize=(8, 4.2), layout="constrained")
-    draw(page.add_subplot(), runs)
+    page = Figure(figsize=(8, 3.8), layout="constrained")
+    left, right = page.subplots(1, 2)
+    for place, (rule, name) in enumerate(RULES.items()):
+        losses = [run.loss for run in runs[rule]]
+        spots = [place + 0.3 * (i / max(1, len(losses) - 1) - 0.5) for i in range(len(losses))]
+        left.plot(spots, losses, "o", color=COLOURS[rule], alpha=0.35, markersize=4)
+        mean = sum(losses) / len(losses)
+        left.plot([place - 0.3, place + 0.3], [mean, mean], color=COLOURS[rule], linewidth=2.5)
+        left.text(place, mean, f"{mean:.3f}", ha="center", va="bottom", fontsize=9)
+        if rule in ("heldin", "split"):
+            said = [run.said for run in runs[rule]]
+            right.plot(said, losses, "o", color=COLOURS[rule], alpha=0.6, markersize=5, label=name)
+    labels = ["heldin", *(name.replace(", ", ",\n") for name in list(RULES.values())[1:])]
+    left.set_xticks(range(len(RULES)), labels, fontsize=8)
+    left.set_ylim(bottom=0)
+    left.set_ylabel("test loss")
+    for run in runs["heldin"]:
+        right.plot([run.low, run.high], [run.loss] * 2, color=COLOURS["heldin"], alpha=0.25)
+    ticks = [0.002, 0.01, 0.05, 0.1, 0.2, 0.5, 1]
+    right.plot(ticks, ticks, color="0.7", linewidth=1)
+    right.set(xscale="log", yscale="log", xlim=(0.0015, 1.5), ylim=(0.05, None))
+    right.set_xticks(ticks, [f"{tick:g}" for tick in ticks], minor=False)
+    right.set_yticks(ticks[2:6], [f"{tick:g}" for tick in ticks[2:6]], minor=False)
+    right.minorticks_off()
+    right.set(xlabel="loss that it expected, with 95 % interval", ylabel="test loss")
+    right.legend(fontsize=8, frameon=False)
+    for ax in (left, right):
+        ax.spines[["top", "right"]].set_visible(False)
     return page

@@ -1,4 +1,4 @@
-"""`heldin fit` and `heldin predict`: tables in, predictions out, no row held out."""
+"""`heldin fit` and `heldin predict`: models of tables, trained on every row."""
 
 from __future__ import annotations
 
@@ -7,103 +7,72 @@ import os
 import shlex
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from heldin.errors import HeldinError, HeldinWarning
-from heldin.tables.trainer import RULE_NAMES
 
 __all__ = ["fit", "predict"]
 
 Options = argparse.Namespace
-READING = ("separator", "encoding", "decimal", "missing")  # how a file is written, if it was said
+RULES = ["auto", "folds", "evidence", "validation", "none"]
+READING = ("separator", "encoding", "decimal", "missing")  # options that describe a file
+LINEAR = {"hidden_layer_sizes": (), "learning_rate_init": 0.01, "weight_decay": 0.0}
 
 
 def fit(parser: argparse.ArgumentParser) -> None:
-    """Train a model on all rows of a table; nothing is held out to know when to stop."""
-    parser.add_argument("data", help="CSV or Parquet file: one row per example, with a header")
-    parser.add_argument("--target", required=True, help="the column to predict")
-    parser.add_argument("--out", required=True, help="folder for the model and its report")
-    parser.add_argument(
-        "--model", choices=["mlp", "linear"], default="mlp", help="a network (default) or no layers"
-    )
-    parser.add_argument(
-        "--task",
-        choices=["auto", "classification", "regression"],
-        default="auto",
-        help="by default found out from the target",
-    )
-    parser.add_argument(
-        "--test", metavar="FILE", help="other rows, to measure the loss on new data"
-    )
-    parser.add_argument(
-        "--rule", choices=[*RULE_NAMES, "none"], default="auto", help="what stops training"
-    )
-    parser.add_argument(
-        "--committee",
-        type=int,
-        help="networks that predict together (default: 6, up to 100 rows 11; 1: one alone)",
-    )
-    parser.add_argument("--hidden", default="100", help="sizes of hidden layers (default 100)")
-    parser.add_argument(
-        "--drop", action="append", default=[], metavar="COLUMN", help="leave it out"
-    )
-    parser.add_argument(
-        "--drop-unusable", action="store_true", help="leave out all columns that cannot be used"
-    )
-    parser.add_argument(
-        "--id",
-        action="append",
-        default=[],
-        metavar="COLUMN",
-        help="no input; it is written beside the predictions",
-    )
-    parser.add_argument(
-        "--groups", metavar="COLUMN", help="no input; rows with the same value belong together"
-    )
-    parser.add_argument(
-        "--dates",
-        choices=["auto", "dmy", "mdy"],
-        default="auto",
-        help="day or month first, where the dates do not tell",
-    )
-    parser.add_argument(
-        "--max-epochs", type=int, default=2000, help="a limit that the rule should not reach"
-    )
-    parser.add_argument(
-        "--seed", type=int, default=0, help="of first weights and orders (default 0)"
-    )
-    parser.add_argument(
-        "--force", action="store_true", help="write into a folder that is not empty"
-    )
-    _reading(parser)
+    """Add the arguments of `heldin fit`."""
+    add = parser.add_argument
+    add("data", help="CSV or Parquet file: one row per example, with a header")
+    add("--target", required=True, help="the column to predict")
+    add("--out", required=True, help="folder for the model and its report")
+    models = ["mlp", "linear"]
+    add("--model", choices=models, default="mlp", help="a network (default) or no layers")
+    tasks = ["auto", "classification", "regression"]
+    add("--task", choices=tasks, default="auto", help="default: by the target")
+    add("--test", metavar="FILE", help="other rows, to measure the loss on new data")
+    add("--rule", choices=RULES, default="auto", help="what stops training (default auto)")
+    add("--hidden", default="100", help="sizes of hidden layers, as 100 or 64,64 (default 100)")
+    several: dict[str, Any] = {"action": "append", "default": [], "metavar": "COLUMN"}
+    add("--drop", **several, help="leave it out; may be repeated")
+    add("--drop-unusable", action="store_true", help="leave out all columns that cannot be used")
+    add("--id", **several, help="written beside the predictions, no input; may be repeated")
+    add("--groups", metavar="COLUMN", help="no input; rows with the same value belong together")
+    add("--time", metavar="COLUMN", help="order of the rows: shadows are tested on later ones")
+    orders = ["auto", "dmy", "mdy"]
+    first = "day or month first, where the dates do not tell"
+    add("--dates", choices=orders, default="auto", help=first)
+    limit = "a limit that the rule should not reach (default 2000)"
+    add("--max-epochs", type=int, default=2000, help=limit)
+    add("--seed", type=int, default=0, help="of first weights and orders (default 0)")
+    add("--force", action="store_true", help="write into a folder that is not empty")
+    _add_reading(parser)
+    parser.epilog = "Example: heldin fit houses.csv --target price --id address --out model"
     parser.set_defaults(run=run_fit)
 
 
 def predict(parser: argparse.ArgumentParser) -> None:
-    """Predict the rows of a table with a model of `heldin fit`; CSV to stdout."""
-    parser.add_argument("model", help="folder that `heldin fit` wrote")
-    parser.add_argument("data", help="CSV or Parquet file with the same columns")
-    _reading(parser)
+    """Add the arguments of `heldin predict`."""
+    add = parser.add_argument
+    add("model", help="folder that `heldin fit` wrote")
+    add("data", help="CSV or Parquet file with the same columns")
+    escape = "write ' before cells that a spreadsheet would run as a formula"
+    add("--escape-formulas", action="store_true", help=escape)
+    _add_reading(parser)
+    parser.epilog = "Example: heldin predict model new.csv > predictions.csv"
     parser.set_defaults(run=run_predict)
 
 
-def _reading(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--separator", help="between the fields of a CSV file; by default found in it"
-    )
-    parser.add_argument(
-        "--encoding", help="of a CSV file; by default UTF-8, or what its first bytes say"
-    )
-    parser.add_argument(
-        "--decimal", choices=[".", ","], help="before decimals; by default found in each column"
-    )
-    parser.add_argument(
-        "--missing", action="append", default=[], metavar="TEXT", help="means a missing value"
-    )
+def _add_reading(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--separator", help="between the fields of a CSV file; by default found in it")
+    add("--encoding", help="of a CSV file; by default UTF-8, or what its first bytes say")
+    add("--decimal", choices=[".", ","], help="before decimals; by default found in each column")
+    missing = "means a missing value"
+    add("--missing", action="append", default=[], metavar="TEXT", help=missing)
 
 
 @contextmanager
@@ -117,7 +86,7 @@ def _needs_extras() -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """A table, as it is trained on."""
+    """An encoded table, without the table itself."""
 
     inputs: Any
     targets: Any
@@ -125,16 +94,15 @@ class Prepared:
     target: Any
     decimals: Any
     groups: Any
+    time: Any
     without_target: int
 
 
 def run_fit(options: Options) -> int:
-    """The command."""
-    with _needs_extras():
-        import jinja2  # noqa: F401  (missing ones are said before the training, not after)
-        import matplotlib  # noqa: F401
+    """Train a model and write its folder."""
+    with _needs_extras():  # before training, not after it
+        import jinja2  # noqa: F401
         import pandas  # noqa: F401
-        import rich  # noqa: F401
         import safetensors  # noqa: F401
         import sklearn  # noqa: F401
 
@@ -150,11 +118,12 @@ def run_fit(options: Options) -> int:
         "dropped_rows": table.without_target,
         "id": options.id,
         "groups": options.groups,
+        "time": options.time,
         "reading": {name: getattr(options, name) for name in READING},
     }
     if test is not None:
         model.facts["test"] = model.test(test, options.test) | {"data": Path(options.test).name}
-        _say_unknown(table.columns.encode(test, options.test)[1], options.test)
+        _report_unknown(table.columns.encode(test, options.test)[1], options.test)
     lines = summary(model)
     try:
         model.save(out)
@@ -167,12 +136,15 @@ def run_fit(options: Options) -> int:
 
 
 def _check(options: Options) -> tuple[int, ...]:
-    """Options that are wrong whatever is in the table; sizes of the hidden layers."""
-    hidden, members = _hidden(options.hidden), options.committee
-    if members is not None and options.model == "linear":
-        raise HeldinError("--committee: a linear model has none; leave it out, or use --model mlp")
-    if members is not None and members != 1 and members < 3:
-        raise HeldinError(f"--committee: must be 1, or at least 3, got {members}")
+    """Refuse options that are wrong for every table; return the sizes of the hidden layers."""
+    try:
+        hidden = tuple(int(part) for part in options.hidden.split(","))
+    except ValueError:
+        hidden = ()
+    if not hidden or min(hidden) < 1:
+        raise HeldinError(f"--hidden: expected sizes like 100 or 64,64, got {options.hidden!r}")
+    if options.time is not None and options.groups is not None:
+        raise HeldinError("--time: shadows are tested on later rows; leave --groups out")
     if options.max_epochs < 1:
         raise HeldinError(f"--max-epochs: must be at least 1, got {options.max_epochs}")
     if not 0 <= options.seed < 2**32:
@@ -183,142 +155,144 @@ def _check(options: Options) -> tuple[int, ...]:
     return hidden
 
 
+def _read(path: str, options: Options, texts: Sequence[str]) -> Any:
+    """Read a table as the options describe it, and refuse one without the target."""
+    from heldin.tables.reading import read_table, refuse_missing
+
+    frame = read_table(path, **{name: getattr(options, name) for name in READING}, texts=texts)
+    refuse_missing(frame, [options.target], path, "the target column")
+    return frame
+
+
 def _prepare(options: Options) -> Prepared:
-    """Read the table and make numbers of it. The table itself is not kept, for the room."""
+    """Read and encode the table."""
     from heldin.tables.columns import Columns
     from heldin.tables.model import Target
-    from heldin.tables.reading import named, read_table
+    from heldin.tables.number_formats import Unusable, with_numbers
     from heldin.tables.summary import remarks
-    from heldin.tables.written import Unusable, with_numbers
 
-    way = {name: getattr(options, name) for name in READING}
-    frame = read_table(options.data, **way, texts=options.id)
-    said = dict.fromkeys(frame.columns, options.decimal) if options.decimal else {}
-    frame, decimals = with_numbers(frame, options.id, said)
-    there = named(frame, options.target, options.data).notna()
+    path, name = options.data, options.target
+    frame = _read(path, options, options.id)
+    marks = dict.fromkeys(frame.columns, options.decimal) if options.decimal else {}
+    frame, decimals = with_numbers(frame, options.id, marks)
     no_inputs = _no_inputs(frame, options)
-    if not there.any():
-        raise HeldinError(f"{options.data}: the target {options.target!r} is missing in all rows")
-    rows = frame if there.all() else frame[there].reset_index(drop=True)
+    present = frame[name].notna()
+    if not present.any():
+        raise HeldinError(f"{path}: the target {name!r} is missing in all rows")
+    rows = frame if present.all() else frame[present].reset_index(drop=True)
     if len(rows) < 2:
-        raise HeldinError(
-            f"{options.data}: one row with a value of {options.target!r} is too few to learn from"
-        )
+        raise HeldinError(f"{path}: one row with a value of {name!r} is too few to learn from")
     try:
-        target = Target.learn(rows[options.target], options.task)
+        target = Target.learn(rows[name], options.task)
         columns = Columns.learn(
-            rows, [options.target, *no_inputs], decimals, options.dates, options.drop_unusable
+            rows, [name, *no_inputs], decimals, options.dates, options.drop_unusable
         )
-    except Unusable as error:
-        mend = ""
-        if len(error.reasons) > 1:
-            mend = f":\n  {shlex.join(['heldin', *options.given, '--drop-unusable'])}"
-        raise HeldinError(f"{options.data}: {error}{mend}") from error
+        time = None if options.time is None else _times(rows, decimals, options)
     except HeldinError as error:
-        raise HeldinError(f"{options.data}: {error}") from error
+        command = ""
+        if isinstance(error, Unusable) and len(error.reasons) > 1:
+            command = f":\n  {shlex.join(['heldin', *options.words, '--drop-unusable'])}"
+        raise HeldinError(f"{path}: {error}{command}") from error
     for remark in remarks(frame, columns, options.groups):
-        print(f"heldin: {options.data}: {remark}", file=sys.stderr)
+        print(f"heldin: {path}: {remark}", file=sys.stderr)
     return Prepared(
-        columns.encode(rows, options.data)[0],
-        target.encode(rows[options.target]),
+        columns.encode(rows, path)[0],
+        target.encode(rows[name]),
         columns,
         target,
         decimals,
         None if options.groups is None else rows[options.groups].to_numpy(),
-        int((~there).sum()),
+        time,
+        int((~present).sum()),
     )
 
 
-def _read_test(table: Prepared, options: Options) -> Any:
-    """Rows to measure on; what is wrong with them should not wait for the training."""
-    from heldin.tables.reading import named, read_table
-    from heldin.tables.written import with_numbers
+def _times(rows: Any, decimals: Any, options: Options) -> Any:
+    """Return the column that --time names, as numbers."""
+    from heldin.tables.columns import Column
+    from heldin.tables.reading import refuse_missing
 
-    way = {name: getattr(options, name) for name in READING}
+    name = options.time
+    if name == options.target:
+        raise HeldinError(f"--time: {name!r} is the target")
+    refuse_missing(rows, [name], options.data, "--time: the column")
+    column = Column.learn(name, rows[name], decimals.get(name, "."), options.dates)
+    if column is None or column.missing or column.kind == "category":
+        raise HeldinError(f"--time: {name!r} must hold a number or a date in every row")
+    return column.measure(rows[name])
+
+
+def _read_test(table: Prepared, options: Options) -> Any:
+    """Read the rows of --test, and refuse wrong ones before training."""
+    from heldin.tables.number_formats import with_numbers
+
     commas = [name for name, mark in table.decimals.items() if mark == ","]
-    frame = read_table(options.test, **way, texts=[*options.id, *commas])
+    frame = _read(options.test, options, [*options.id, *commas])
     frame, _ = with_numbers(frame, options.id, {c: "," for c in commas if c in frame.columns})
-    named(frame, options.target, options.test)
     table.columns.encode(frame, options.test)
     return frame
 
 
 def _no_inputs(frame: Any, options: Options) -> list[str]:
-    """Columns that the options name as no inputs; they have to be there."""
-    from heldin.tables.reading import named
+    """Return the columns that --drop, --id and --groups name."""
+    from heldin.tables.reading import refuse_missing
 
-    named_ones = [("--drop", name) for name in options.drop]
-    named_ones += [("--id", name) for name in options.id]
-    named_ones += [("--groups", options.groups)] if options.groups is not None else []
-    for option, name in named_ones:
-        named(frame, name, options.data, f"{option}: the column")
+    pairs = [("--drop", name) for name in options.drop] + [("--id", name) for name in options.id]
+    pairs += [] if options.groups is None else [("--groups", options.groups)]
+    for option, name in pairs:
+        refuse_missing(frame, [name], options.data, f"{option}: the column")
         if name == options.target:
             raise HeldinError(f"{option}: {name!r} is the target")
     if options.groups is not None and frame[options.groups].isna().any():
         raise HeldinError(
             f"--groups: {options.groups!r} is missing in some rows; which belong together?"
         )
-    return [name for _, name in named_ones]
-
-
-def _hidden(text: str) -> tuple[int, ...]:
-    try:
-        sizes = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        sizes = ()
-    if not sizes or min(sizes) < 1:
-        raise HeldinError(f"--hidden: expected sizes like 100 or 64,64, got {text!r}")
-    return sizes
-
-
-def _network(options: Options, hidden: tuple[int, ...]) -> dict[str, Any]:
-    """What a linear model has not."""
-    members = "auto" if options.committee is None else options.committee
-    return {"hidden_layer_sizes": hidden, "committee": members}
+    return [name for _, name in pairs]
 
 
 def _train(table: Prepared, options: Options, hidden: tuple[int, ...]) -> Any:
-    """With a bar or lines on stderr; Ctrl-C says what is left of it."""
+    """Train with a progress bar, or lines, on stderr."""
     from sklearn.exceptions import ConvergenceWarning
 
-    from heldin import sklearn as estimators
     from heldin.pages.live import Live
+    from heldin.sklearn import MLPClassifier, MLPRegressor
     from heldin.tables.model import TabularModel
 
-    kinds: dict[tuple[str, str], Any] = {
-        ("mlp", "classification"): estimators.MLPClassifier,
-        ("mlp", "regression"): estimators.MLPRegressor,
-        ("linear", "classification"): estimators.LogisticRegression,
-        ("linear", "regression"): estimators.LinearRegression,
-    }
     reached = 0
-    live = Live(options.max_epochs, "epoch", patient=True)
+    live = Live(options.max_epochs, patient=True)
+
+    def report(epoch: int, loss: float, status: str) -> None:
+        nonlocal reached
+        reached = epoch
+        live.show(epoch, f"epoch {epoch} | loss {loss:.4g} | {status}")
+
+    kind = MLPClassifier if table.target.task == "classification" else MLPRegressor
+    estimator = kind(
+        **(LINEAR if options.model == "linear" else {"hidden_layer_sizes": hidden}),
+        early_stopping=False if options.rule == "none" else options.rule,
+        max_iter=options.max_epochs,
+        random_state=options.seed,
+        verbose=report,
+    )
     try:
-        with live, warnings.catch_warnings():
-            warnings.simplefilter("ignore", ConvergenceWarning)  # the summary says it
+        with live, warnings.catch_warnings():  # the summary has what these warn of
+            warnings.simplefilter("ignore", ConvergenceWarning)
             warnings.filterwarnings("ignore", ".*no better than a constant", HeldinWarning)
-
-            def report(epoch: int, loss: float, status: str) -> None:
-                nonlocal reached
-                reached = epoch
-                live.show(epoch, f"loss {loss:.4g}; {status}")
-
-            estimator = kinds[options.model, table.target.task](
-                **(_network(options, hidden) if options.model == "mlp" else {}),
-                early_stopping=False if options.rule == "none" else options.rule,
-                max_iter=options.max_epochs,
-                random_state=options.seed,
-                verbose=report,
-            )
             return TabularModel.fit(
-                table.inputs, table.targets, table.columns, table.target, estimator, table.groups
+                table.inputs,
+                table.targets,
+                table.columns,
+                table.target,
+                estimator,
+                table.groups,
+                table.time,
             )
     except KeyboardInterrupt:
         way_out = f". To end there with a model: --max-epochs {reached}" if reached else ""
         raise KeyboardInterrupt(f"after {reached} epochs; nothing was written{way_out}") from None
 
 
-def _say_unknown(unknown: dict[str, int], path: str) -> None:
+def _report_unknown(unknown: dict[str, int], path: str) -> None:
     for name, count in unknown.items():
         print(
             f"heldin: {path}: column {name!r}: {count} rows have a value that was not there in "
@@ -328,39 +302,68 @@ def _say_unknown(unknown: dict[str, int], path: str) -> None:
 
 
 def run_predict(options: Options) -> int:
-    """The command."""
+    """Write the predictions of a model to stdout."""
     with _needs_extras():
         import pandas  # noqa: F401
         import safetensors  # noqa: F401
 
         from heldin.tables.model import TabularModel
-        from heldin.tables.reading import read_table, refuse_missing
+        from heldin.tables.reading import SEPARATORS, read_table, refuse_missing
     model = TabularModel.load(options.model)
-    ids, way = model.facts["id"], model.facts["reading"]
+    ids, reading = model.facts["id"], model.facts["reading"]
+    separator = reading["separator"]
+    if separator is not None and separator in SEPARATORS:
+        separator = None  # other files may have another of the usual ones
     frame = read_table(
         options.data,
-        separator=options.separator or _unusual(way["separator"]),
+        separator=options.separator or separator,
         encoding=options.encoding,
-        otherwise=way["encoding"],
-        decimal=options.decimal or way["decimal"],
-        missing=[*way["missing"], *options.missing],
+        otherwise=reading["encoding"],
+        decimal=options.decimal or reading["decimal"],
+        missing=[*reading["missing"], *options.missing],
         texts=[*ids, *model.columns.decimal_commas],
     )
     refuse_missing(frame, ids, options.data, "the ID column")
     table, unknown = model.predict(frame, options.data)
     for place, name in enumerate(ids):
         table.insert(place, name, frame[name], allow_duplicates=True)
-    _say_unknown(unknown, options.data)
+    _report_unknown(unknown, options.data)
+    table = _escape_formulas(table, options.escape_formulas)
     try:
         table.to_csv(sys.stdout, index=False, lineterminator="\n", float_format="%.9g")
         sys.stdout.flush()
-    except BrokenPipeError:  # head, for instance, has seen enough
+    except BrokenPipeError:  # the reader has closed the pipe, as head does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
-def _unusual(separator: str | None) -> str | None:
-    """One that cannot be found in the file by itself."""
-    from heldin.tables.reading import SEPARATORS
+def _escape_formulas(table: Any, escape: bool) -> Any:
+    """Warn of cells that spreadsheets run as formulas, or escape them.
 
-    return None if separator is None or separator in SEPARATORS else separator
+    Cells are written as they are by default, as pandas writes them: a changed label or ID would no
+    longer equal the one in the user's own file. Numbers such as -5 are no formulas.
+    """
+    import pandas
+
+    count = 0
+
+    def escaped(values: Any) -> Any:
+        nonlocal count
+        texts = values.astype("string")
+        formulas = texts.str.match(r"[=+\-@\t\r]").fillna(False)
+        formulas &= pandas.to_numeric(texts, errors="coerce").isna()
+        count += int(formulas.sum())
+        return texts.where(~formulas, "'" + texts)
+
+    result = table.copy()
+    for place, (_, values) in enumerate(table.items()):
+        if values.dtype.kind not in "biuf":
+            result.isetitem(place, escaped(values))
+    result.columns = escaped(pandas.Series(table.columns))
+    if count and not escape:
+        print(
+            f"heldin: {count} cells begin with = + - or @, which spreadsheets run as formulas; "
+            "--escape-formulas writes ' before them",
+            file=sys.stderr,
+        )
+    return result if escape else table

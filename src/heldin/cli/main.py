@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from heldin import __version__
-from heldin.errors import HeldinError
+from heldin.errors import HeldinError, did_you_mean
 
 __all__ = ["main"]
 
@@ -29,10 +29,10 @@ COMMANDS = {  # the module that has it, and what it does
 
 
 def parser(only: str | None = None) -> ArgumentParser:
-    """The parser of all commands, of which one or all know their arguments."""
+    """Return the parser; only the command `only`, or each if None, gets its arguments."""
     top = ArgumentParser(prog="heldin", description=OFFER)
     top.add_argument("--version", action="version", version=f"heldin {__version__}")
-    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = top.add_subparsers(dest="command", metavar="COMMAND")
     for name, (module, what) in COMMANDS.items():
         command = commands.add_parser(name, help=what, description=what)
         if only in (name, None):
@@ -42,10 +42,19 @@ def parser(only: str | None = None) -> ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; errors that heldin raises on purpose are one line on stderr."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    command = next((word for word in words if word[:1] != "-"), "")
     try:
-        options = parser(next((word for word in given if word[:1] != "-"), "")).parse_args(given)
-        options.given = given  # for messages that repeat the command
+        if command and command not in COMMANDS:
+            names = ", ".join(COMMANDS)
+            hint = did_you_mean(command, COMMANDS) or f"commands are {names}"
+            raise HeldinError(f"there is no command {command!r}; {hint}")
+        top = parser(command)
+        options = top.parse_args(words)
+        if not command:
+            top.print_help()
+            return 0
+        options.words = words  # for messages that repeat the command
         code: int = options.run(options)
         return code
     except HeldinError as error:

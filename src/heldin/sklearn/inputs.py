@@ -1,44 +1,45 @@
-"""From what users have to what a network takes: rows, gaps, categories, scales."""
+"""Inputs of a network: rows, copies of rows, categories, missing values, scales."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from scipy import sparse
+from scipy.sparse.csgraph import connected_components
 from sklearn.compose import make_column_transformer
-from sklearn.impute import SimpleImputer
 from sklearn.preprocessing import OneHotEncoder, StandardScaler
 from torch import Tensor
 
-from heldin.tables.columns import category
+from heldin.errors import HeldinError
 from heldin.tables.mlp import Inputs
-
-from .parameters import InvalidParameter
 
 __all__ = [
     "Categories",
-    "Gaps",
+    "Copies",
+    "InvalidParameter",
     "Scaler",
     "as_rows",
-    "check_names",
+    "find_copies",
     "has_categories",
+    "join_groups",
     "largest_input",
     "missing_labels",
-    "observations",
-    "sorted_rows",
 ]
 
-MOST_COPIES, MOST_ROWS = 20, 10_000  # up to which a weight is taken for a number of rows
-CLIP = 4.0  # standard deviations beyond which an input is cut off
-FEW = 10  # different texts that a column of categories may have in any case
-AT_ONCE = 8  # columns by which rows are sorted in one go
-ROWS = 2**14  # that are looked at in one go, where the table has more
+BY_CHANCE = 10  # equal pairs of rows per expected pair up to which chance explains them
+FEW_CATEGORIES = 10  # categories that a column of any length may have
+ROWS = 2**14  # rows per call of scikit-learn's scaler, which makes several copies
+
+
+class InvalidParameter(HeldinError, ValueError):
+    """Parameters or data that an estimator cannot be fitted with."""
 
 
 class SparseRows:
-    """Rows of a sparse matrix, made dense when they are asked for."""
+    """Rows of a sparse matrix, made dense on access."""
 
     def __init__(self, matrix: Any) -> None:
         self.matrix = matrix.tocsr()
@@ -52,61 +53,80 @@ class SparseRows:
 
 
 def as_rows(X: Any) -> Inputs:
-    """A tensor, or a sparse matrix that is one row by row."""
+    """Return a tensor, or the rows of a sparse matrix."""
     if sparse.issparse(X):
         return SparseRows(X)
     return torch.from_numpy(X) if X.flags.writeable and X.flags.c_contiguous else torch.tensor(X)
 
 
-def observations(X: Any, y: Any, weights: Any) -> tuple[Any, Any]:
-    """Numbers of the rows, once for each observation, and the weights of these.
+@dataclass(frozen=True, eq=False)
+class Copies:
+    """Rows of a table that equal each other in every input and in the target.
 
-    A row whose weight is a whole number is so many observations, so that a row given twice is the
-    same as a row of weight 2, for every rule. Equal rows stay apart: in a table with few distinct
-    rows a fold would else take every copy of one away. Weights are left as they are if one of them
-    is not a whole number, or if the rows would become too many. The order depends on contents only.
-
-    >>> X, y, w = np.array([[2.0], [1.0]]), np.array([0, 1]), np.array([2.0, 1.0])
-    >>> index, weights = observations(X, y, w)
-    >>> sorted(index.tolist()), weights.tolist()
-    ([0, 0, 1], [1.0, 1.0, 1.0])
+    Attributes:
+        first: (m,) for each different row, the number of the first row that equals it. The order
+            depends on contents only.
+        which: (n,) for each row, the number of its different row.
+        by_chance: whether rows drawn at random would repeat as often, as in a table of few
+            categories. Equal rows are then separate observations.
     """
-    index = np.arange(len(weights))
-    whole = bool((weights == np.floor(weights)).all())
-    if whole and weights.sum() <= max(MOST_COPIES * len(weights), MOST_ROWS):
-        index = np.repeat(index, weights.astype(np.int64))
-        weights = np.ones(len(index))
-    order = sorted_rows(X[index], y[index], weights)
-    return index[order], weights[order]
+
+    first: Any
+    which: Any
+    by_chance: bool
+
+    @property
+    def extra(self) -> int:
+        """Number of rows that repeat another."""
+        return len(self.which) - len(self.first)
 
 
-def sorted_rows(*parts: Any) -> Any:
-    """(n,) numbers of the rows in the order of the bytes of their float64 numbers.
+def find_copies(X: Any, y: Any, splits: Any = None) -> Copies:
+    """Find rows that are equal in every input and in the target (and in the splits they are in).
 
-    The same as a sort of whole rows, in a few columns at a time: most often the first ones settle
-    it, and a second copy of a large table is spared.
+    Rows repeat by chance if their columns have few values. The share of pairs of different rows
+    that agree in a column, multiplied over the columns, estimates how often two rows are equal; if
+    that explains a tenth of the equal pairs, they are put down to chance.
 
-    >>> sorted_rows(np.array([[2.0, 1.0], [2.0, 0.0], [0.0, 5.0]]), np.zeros(3)).tolist()
-    [2, 1, 0]
+    >>> X, y = np.array([[0.5, 7.0], [0.1, 3.0], [0.5, 7.0], [0.2, 7.0]]), np.array([1, 0, 1, 0])
+    >>> copies = find_copies(X, y)
+    >>> copies.extra, copies.by_chance
+    (1, False)
     """
-    columns = [part.reshape(len(part), -1) for part in parts]
-    rank = np.zeros(len(columns[0]), ">i8")  # equal where the columns so far are equal
-    order = np.arange(len(rank))
-    for part in columns:
-        for start in range(0, part.shape[1], AT_ONCE):
-            values = np.ascontiguousarray(part[:, start : start + AT_ONCE], np.float64) + 0.0
-            rows = np.hstack([rank[:, None].view(np.uint8), values.view(np.uint8)])
-            keys = rows.view(np.dtype((np.void, rows.shape[1]))).ravel()
-            order = np.argsort(keys, kind="stable")
-            ordered = keys[order]
-            rank[order[1:]] = np.cumsum(ordered[1:] != ordered[:-1])
-            if len(rank) < 2 or rank[order[-1]] == len(rank) - 1:  # all are different
-                return order
-    return order
+    table = np.column_stack([X, y] if splits is None else [X, y, splits])
+    table = table.astype(np.float64, copy=False) + 0.0  # -0 becomes 0
+    keys = np.ascontiguousarray(table).view(np.dtype((np.void, table.shape[1] * 8))).ravel()
+    _, first, which, counts = np.unique(
+        keys, return_index=True, return_inverse=True, return_counts=True
+    )
+    n, m = len(table), len(first)
+    if m in (1, n):
+        return Copies(first, which, by_chance=m < n)
+    log_agree = 0.0
+    for column in table[first].T:
+        same = np.unique(column, return_counts=True)[1].astype(float)
+        pairs = float((same * (same - 1)).sum())
+        log_agree += np.log(pairs / (m * (m - 1))) if pairs else -np.inf
+    expected = n * (n - 1) * np.exp(log_agree)
+    equal = float((counts * (counts - 1.0)).sum())
+    return Copies(first, which, by_chance=bool(BY_CHANCE * expected >= equal))
+
+
+def join_groups(groups: Any, copies: Any) -> Any:
+    """Return (n,) groups in which rows are linked by a group or as copies of each other.
+
+    >>> join_groups(np.array([0, 0, 1, 2]), np.array([0, 1, 1, 2])).tolist()
+    [0, 0, 0, 1]
+    """
+    size = int(groups.max()) + 1
+    nodes = size + int(copies.max()) + 1
+    links = sparse.coo_matrix((np.ones(len(groups)), (groups, size + copies)), (nodes, nodes))
+    labels = connected_components(links, directed=False)[1][groups]
+    return np.unique(labels, return_inverse=True)[1]
 
 
 class Scaler:
-    """Inputs with mean 0 and standard deviation 1; those far out are cut off, constant ones are 0.
+    """Scaler to mean 0 and standard deviation 1 that cuts off inputs far out.
 
     >>> scaler = Scaler(clip=4.0).fit(np.array([[0.0, 5.0], [2.0, 5.0]]), None)
     >>> scaler(np.array([[1.0, 5.0], [100.0, 5.0]]))
@@ -119,22 +139,28 @@ class Scaler:
         self.standard = StandardScaler(with_mean=with_mean)
 
     def fit(self, X: Any, weights: Any) -> Scaler:
-        """Learn means and spreads."""
-        for start in range(0, X.shape[0], ROWS):  # scikit-learn makes several copies
+        """Learn means and standard deviations."""
+        for start in range(0, X.shape[0], ROWS):
             part = slice(start, start + ROWS)
-            self.standard.partial_fit(X[part], None, None if weights is None else weights[part])
+            with np.errstate(over="ignore", invalid="ignore"):
+                self.standard.partial_fit(X[part], None, None if weights is None else weights[part])
+        columns = np.flatnonzero(~np.isfinite(self.standard.scale_))
+        if len(columns):
+            raise InvalidParameter(
+                f"input column {columns[0]} has numbers whose squares are out of range; divide them"
+            )
         return self
 
     def __call__(self, X: Any) -> Any:
-        """The same for other rows."""
-        found = self.standard.transform(X)
-        if self.clip is None or sparse.issparse(found):
-            return found
-        return np.clip(found, -self.clip, self.clip, out=found)
+        """Scale other rows."""
+        scaled = self.standard.transform(X)
+        if self.clip is None or sparse.issparse(scaled):
+            return scaled
+        return np.clip(scaled, -self.clip, self.clip, out=scaled)
 
 
 def largest_input(X: Any) -> tuple[int, float]:
-    """The column whose numbers are largest, and their root mean square.
+    """Return the column with the largest root mean square, and that.
 
     >>> largest_input(np.array([[1.0, -30.0], [1.0, 40.0]]))
     (1, 35.3...)
@@ -144,33 +170,58 @@ def largest_input(X: Any) -> tuple[int, float]:
     return column, float(np.sqrt(squares[column]))
 
 
-class Gaps:
-    """Missing numbers become means; where some were missing in training, an input says so."""
+def has_categories(X: Any) -> bool:
+    """Return whether X is a DataFrame of pandas with columns that are not numbers."""
+    return hasattr(X, "select_dtypes") and not X.select_dtypes(exclude="number").empty
 
-    def __init__(self) -> None:
-        self.imputer = SimpleImputer(add_indicator=True, keep_empty_features=True)
 
-    def fit(self, X: Any) -> Gaps:
-        """Learn means, and in which columns values are missing."""
-        self.imputer.fit(X)
-        return self
+class Categories:
+    """Encoder of the categories of a DataFrame as inputs of 0 and 1, by scikit-learn.
+
+    The columns that have categories are those of the training frame that are not numbers. Values
+    of a later frame are compared as texts, so that their dtype does not matter.
+
+    Args:
+        X: frame to learn from.
+        owner: name of the estimator, for errors.
+    """
+
+    def __init__(self, X: Any, owner: str) -> None:
+        self.names = list(X.select_dtypes(exclude="number").columns)
+        for name in self.names:
+            categories, count = X[name].nunique(), int(X[name].notna().sum())
+            problem = ""
+            if X[name].dtype.kind in "mM":
+                problem = "dates or times"
+            elif categories > max(FEW_CATEGORIES, count / 2):
+                problem = f"free text or names ({categories} different values in {count} rows)"
+            if problem:
+                raise InvalidParameter(
+                    f"{owner}: column {name!r} holds {problem}, not categories; leave it out, or "
+                    f"encode it before: skrub.tabular_pipeline({owner}())"
+                )
+        encoder = OneHotEncoder(handle_unknown="ignore", sparse_output=False)
+        columns = (encoder, self.names)
+        self.transformer = make_column_transformer(columns, remainder="passthrough")
+        self.transformer.fit(self._texts(X))
 
     def __call__(self, X: Any) -> Any:
-        """The same for other rows."""
-        indicator = self.imputer.indicator_
-        missing = np.flatnonzero(np.isnan(X).any(0))
-        if not len(missing) and not len(indicator.features_):
-            return X
-        # a gap where there was none in training is a mean, and no more
-        unknown = np.setdiff1d(missing, indicator.features_)
-        if len(unknown):
-            X = X.copy()
-            X[:, unknown] = self.imputer.statistics_[unknown]
-        return self.imputer.transform(X)
+        """Return the (n, inputs) numbers of a frame."""
+        return self.transformer.transform(self._texts(X))
+
+    def _texts(self, X: Any) -> Any:
+        """Return a frame of texts and floats without pandas' missing value."""
+        # an import of pandas, which the estimators do not need
+        from heldin.tables.number_formats import category
+
+        columns = {name: X[name].map(category, na_action="ignore") for name in self.names}
+        texts = {n: c.astype(object).where(c.notna(), None) for n, c in columns.items()}
+        numbers = X.drop(columns=self.names).astype(float)
+        return numbers.assign(**texts)[list(X.columns)]
 
 
 def missing_labels(y: Any) -> Any:
-    """Numbers of the rows without a label, among texts or objects; scikit-learn checks numbers.
+    """Return the numbers of the rows without a label, among texts or objects.
 
     >>> missing_labels(np.array(["a", None, "b", float("nan")], object)).tolist()
     [1, 3]
@@ -179,69 +230,3 @@ def missing_labels(y: Any) -> Any:
     if y.dtype != object or y.ndim != 1:
         return np.arange(0)
     return np.flatnonzero([v is None or type(v).__name__ == "NAType" or v != v for v in y])
-
-
-def has_categories(X: Any) -> bool:
-    """Whether it is a DataFrame of pandas with columns that are not numbers."""
-    return hasattr(X, "select_dtypes") and not X.select_dtypes(exclude="number").empty
-
-
-def check_names(X: Any, owner: str) -> None:
-    """Refuse a DataFrame in which a name stands for several columns."""
-    twice = X.columns[X.columns.duplicated()]
-    if len(twice):
-        raise InvalidParameter(
-            f"{owner}: several columns are named {twice[0]!r}; give each a name of its own"
-        )
-
-
-class Categories:
-    """A DataFrame as numbers, by scikit-learn's encoder: one input for each category.
-
-    A category that was not there in training is none of those known. Which columns have
-    categories is settled in training; of later frames only values count, not dtypes.
-
-    Args:
-        X: the frame to learn from.
-        owner: whose columns they are, for errors.
-    """
-
-    def __init__(self, X: Any, owner: str) -> None:
-        self.names = list(X.select_dtypes(exclude="number").columns)
-        for name in self.names:
-            values = X[name].dropna()
-            if X[name].dtype.kind in "mM":
-                raise InvalidParameter(
-                    f"{owner}: column {name!r} holds dates or times; turn them into numbers (days "
-                    "since ..., month), or leave it out"
-                )
-            if values.nunique() > max(FEW, len(values) / 2):
-                raise InvalidParameter(
-                    f"{owner}: column {name!r} holds free text or names ({values.nunique()} "
-                    f"different values in {len(values)} rows), not categories; leave it out"
-                )
-        encoder = OneHotEncoder(handle_unknown="ignore", sparse_output=False)
-        self.transformer = make_column_transformer(
-            (encoder, self.names), remainder="passthrough"
-        ).fit(self._plain(X))
-
-    def __call__(self, X: Any) -> Any:
-        """(n, inputs)."""
-        return self.transformer.transform(self._plain(X))
-
-    def _plain(self, X: Any) -> Any:
-        """Categories are texts, and gaps None or nan.
-
-        The encoder takes neither pandas' own missing value nor numbers beside texts.
-        """
-        import pandas
-
-        columns = {}
-        for name in X.columns:
-            values, gaps = X[name], X[name].isna()
-            if name in self.names:
-                texts = [None if gap else category(v) for v, gap in zip(values, gaps, strict=True)]
-                columns[name] = pandas.Series(texts, values.index, dtype=object)
-            else:
-                columns[name] = pandas.Series(values.to_numpy(float, na_value=np.nan), values.index)
-        return pandas.DataFrame(columns, index=X.index)

@@ -1,63 +1,56 @@
-"""Columns of a table: understood, and turned into numbers.
+"""Columns of a table: how each is encoded as numbers.
 
-What is learnt from the training table (means, spreads, categories) is plain data, so that it can be
-stored as JSON and used on another table.
+Everything learnt from the training table (means, standard deviations, categories) is plain data,
+which is stored as JSON and applied to other tables.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+import pandas
+from pandas.api.types import is_datetime64_any_dtype, is_timedelta64_dtype
+
 from heldin.errors import HeldinError
 
-from .reading import pandas_module, refuse_missing
-from .written import (
+from .number_formats import (
     Decimal,
     Order,
     Unusable,
+    category,
     date_order,
     decimal_mark,
     is_number,
     parse_dates,
-    parsed,
+    parse_numbers,
 )
+from .reading import refuse_missing
 
-__all__ = ["Column", "Columns", "category"]
+__all__ = ["Column", "Columns"]
 
-CATEGORIES = 1000  # different values beyond which a column is no category
+CATEGORIES = 1000  # largest number of categories of a column
 CLOCK = re.compile(r"\s*\d{1,2}:\d{2}(:\d{2}(\.\d+)?)?\s*([aApP][mM])?$")
-SINGLE = 2**22  # numbers beyond which a table is kept in single precision, for the room
+SINGLE = 2**22  # most numbers of a table in double precision
 DAY = 86_400  # seconds
-TURNS = (365.2425 * DAY, 7 * DAY)  # of a year and a week; a day's where there are times of day
-
-
-def category(value: Any) -> str:
-    """How a value is written as a category: 1.0 and 1 are the same.
-
-    >>> category(1.0), category(True), category("a ")
-    ('1', 'True', 'a')
-    """
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    return str(value).strip()
+PERIODS = (365.2425 * DAY, 7 * DAY)  # seconds of a year and a week
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column and what was learnt of it.
+    """A column and its encoding.
 
     Attributes:
         name: in the table.
         kind: "number", "category" or "date".
-        mean, spread: of the numbers that are there; of a date in seconds.
+        mean, spread: mean and standard deviation of the numbers; of dates in seconds.
         categories: the values of a category, sorted.
-        missing: whether values were missing, which then is an input of its own.
-        decimal: what stands before the decimals, in numbers that are written as texts.
+        missing: whether values were missing, which is then one more input.
+        decimal: decimal mark of numbers that are written as texts.
         order: of day, month and year, in dates that are written as texts.
         clock: whether dates have times of day.
     """
@@ -74,9 +67,9 @@ class Column:
 
     @property
     def width(self) -> int:
-        """Number of inputs that the column becomes."""
+        """Number of inputs."""
         if self.kind == "date":
-            return 1 + 2 * (len(TURNS) + self.clock) + self.missing
+            return 1 + 2 * (len(PERIODS) + self.clock) + self.missing
         return (len(self.categories) if self.kind == "category" else 1) + self.missing
 
     @classmethod
@@ -87,112 +80,91 @@ class Column:
         decimal: Decimal = ".",
         order: Literal["auto", "dmy", "mdy"] = "auto",
     ) -> Column | None:
-        """From the training table; None if nothing varies. What cannot be used is `Unusable`."""
-        missing = bool(values.isna().any())
-        there = values.dropna()
+        """Return the encoding of a training column; None if it is constant.
+
+        Raises `Unusable` for columns that cannot become numbers.
+        """
+        present = values.dropna()
+        missing = len(present) < len(values)
         if is_number(values):
-            return cls._number(name, there, missing, decimal)
-        if pandas_module().api.types.is_timedelta64_dtype(values.dtype):
-            raise _unusable(name, f"holds durations ({str(there.iloc[0])!r}): make them numbers")
-        found = _date(name, values, order)
-        if found is not None:
-            return cls._day(name, parse_dates(there, found), missing, found)
-        texts = _texts(name, there)
-        known = tuple(sorted(set(texts)))
-        if len(known) + missing < 2:
+            numbers = present.to_numpy(float)
+            if not np.isfinite(numbers).all():
+                raise _unusable(name, "has infinite values; clean them")
+            return cls._scaled(name, "number", numbers, missing, decimal=decimal)
+        if is_timedelta64_dtype(values.dtype):
+            raise _unusable(name, f"holds durations ({str(present.iloc[0])!r}): make them numbers")
+        dates = _date_order(name, values, present, order)
+        if dates is not None:
+            seconds = _seconds(parse_dates(present, dates))
+            clock = bool((seconds % DAY != 0).any())
+            return cls._scaled(name, "date", seconds, missing, order=dates, clock=clock)
+        texts = _texts(name, present)
+        different = tuple(sorted(set(texts)))
+        if len(different) + missing < 2:
             return None
-        _refuse_text(name, texts, known)
-        return cls(name, "category", 0.0, 1.0, known, missing)
+        _refuse_text(name, texts, different)
+        return cls(name, "category", categories=different, missing=missing)
 
     @classmethod
-    def _number(cls, name: str, there: Any, missing: bool, decimal: Decimal) -> Column | None:
-        import numpy as np
-
-        numbers = there.to_numpy(float)
-        if not np.isfinite(numbers).all():
-            raise _unusable(name, "has infinite values; clean them")
-        if not (len(numbers) and numbers.min() < numbers.max()):
-            gaps = missing and len(numbers)
-            return cls(name, "number", float(numbers[0]), 1.0, (), True) if gaps else None
-        spread = float(numbers.std())
-        if not math.isfinite(spread) or spread == 0.0:
+    def _scaled(
+        cls, name: str, kind: Any, numbers: Any, missing: bool, **more: Any
+    ) -> Column | None:
+        """Return a column with the mean and standard deviation of its numbers."""
+        if not len(numbers):
+            return None
+        if numbers.min() == numbers.max():
+            mean = float(numbers[0])
+            return cls(name, kind, mean, missing=True, **more) if missing else None
+        with np.errstate(over="ignore"):
+            spread = float(numbers.std())
+        if not np.isfinite(spread) or spread == 0.0:
             raise _unusable(name, "has numbers too large or too close to scale")
-        return cls(name, "number", float(numbers.mean()), spread, (), missing, decimal)
-
-    @classmethod
-    def _day(cls, name: str, times: Any, missing: bool, order: Order) -> Column | None:
-        seconds = _seconds(times)
-        if not len(seconds) or (seconds.min() == seconds.max() and not missing):
-            return None
-        clock = bool((seconds % DAY != 0).any())
-        spread = float(seconds.std()) or 1.0
-        return cls(
-            name, "date", float(seconds.mean()), spread, (), missing, order=order, clock=clock
-        )
+        return cls(name, kind, float(numbers.mean()), spread, missing=missing, **more)
 
     def encode(self, values: Any) -> tuple[Any, int]:
-        """(n, width) numbers, and how many rows have a category that was not there in training."""
-        import numpy as np
-
+        """Return (n, width) numbers, and the number of rows with an unknown category."""
         absent = values.isna().to_numpy()
         unknown = 0
-        if self.kind == "number":
-            numbers = self._numbers(values)
-            scaled = np.where(absent, 0.0, (numbers - self.mean) / self.spread)[:, None]
-        elif self.kind == "date":
-            scaled = np.where(absent[:, None], 0.0, self._turns(values))
-        else:
-            codes = self._codes(values, absent)
-            scaled = (codes[:, None] == np.arange(len(self.categories))).astype(float)
+        if self.kind == "category":
+            texts = values.astype(object).map(category, na_action="ignore")
+            codes = pandas.Index(self.categories).get_indexer(texts)
+            inputs = (codes[:, None] == np.arange(len(self.categories))).astype(float)
             unknown = int(((codes < 0) & ~absent).sum())
+        else:
+            numbers = self.measure(values)
+            parts = [(numbers - self.mean) / self.spread]
+            if self.kind == "date":
+                periods = [*PERIODS, DAY] if self.clock else PERIODS
+                angles = [2 * np.pi * numbers / period for period in periods]
+                parts += [f(angle) for angle in angles for f in (np.sin, np.cos)]
+            inputs = np.where(absent[:, None], 0.0, np.column_stack(parts))
         if self.missing:
-            scaled = np.hstack([scaled, absent[:, None].astype(float)])
-        return scaled, unknown
+            inputs = np.hstack([inputs, absent[:, None].astype(float)])
+        return inputs, unknown
 
-    def _codes(self, values: Any, absent: Any) -> Any:
-        """Numbers of the categories, -1 for none of them: one look-up for each different value."""
-        import numpy as np
-
-        place = {text: i for i, text in enumerate(self.categories)}
-        inverse, different = pandas_module().factorize(values)
-        codes = np.array([place.get(category(v), -1) for v in different] + [-1])
-        return codes[np.where(absent, len(different), inverse)]
-
-    def _turns(self, values: Any) -> Any:
-        """How long ago, and the hands of a clock for year and week (and day)."""
-        import numpy as np
-
-        try:
-            seconds = _seconds(parse_dates(values, self.order))
-        except HeldinError as error:
-            raise HeldinError(f"column {self.name!r} held dates, but {error}") from error
-        hands = [*TURNS, DAY] if self.clock else TURNS
-        angles = [2 * np.pi * seconds / turn for turn in hands]
-        parts = [f(angle) for angle in angles for f in (np.sin, np.cos)]
-        return np.column_stack([(seconds - self.mean) / self.spread, *parts])
-
-    def _numbers(self, values: Any) -> Any:
-        import numpy as np
-
+    def measure(self, values: Any) -> Any:
+        """Return the numbers of a column, or its dates as seconds since 1970."""
+        if self.kind == "date":
+            try:
+                return _seconds(parse_dates(values, self.order))
+            except HeldinError as error:
+                raise HeldinError(f"column {self.name!r} held dates, but {error}") from error
         if not is_number(values):
-            found = parsed(values, self.decimal)
-            wrong = values[found.isna() & values.notna()]
-            if len(wrong):
+            texts, values = values, parse_numbers(values, self.decimal)
+            refused = texts[values.isna() & texts.notna()]
+            if len(refused):
                 raise HeldinError(
-                    f"column {self.name!r} held numbers in training, but row {wrong.index[0] + 1} "
-                    f"has {wrong.iloc[0]!r}"
+                    f"column {self.name!r} held numbers in training, but row "
+                    f"{refused.index[0] + 1} has {refused.iloc[0]!r}"
                 )
-            values = found
-        numbers = values.to_numpy(float, na_value=math.nan)
+        numbers = values.to_numpy(float, na_value=np.nan)
         if np.isinf(numbers).any():
             raise HeldinError(f"column {self.name!r} has infinite values")
         return numbers
 
 
 def _seconds(times: Any) -> Any:
-    """Since 1970; nan where a time is missing."""
-    import numpy as np
-
+    """Return seconds since 1970; nan for missing times."""
     raw = times.to_numpy("datetime64[s]")
     return np.where(np.isnat(raw), np.nan, raw.astype("int64"))
 
@@ -201,81 +173,81 @@ def _unusable(name: str, reason: str) -> Unusable:
     return Unusable({name: f"column {name!r} {reason}"})
 
 
-def _date(name: str, values: Any, order: str) -> Order | None:
-    """How dates are written in a column; None if it holds none."""
-    there = values.dropna()
-    if pandas_module().api.types.is_datetime64_any_dtype(values.dtype):
+def _date_order(name: str, values: Any, present: Any, order: str) -> Order | None:
+    """Return the order of day, month and year; None if the column holds no dates."""
+    if is_datetime64_any_dtype(values.dtype):
         return "ymd"
-    if len(there) and all(hasattr(v, "isoformat") and hasattr(v, "year") for v in there):
-        return "ymd"
-    if not len(there) or not all(isinstance(v, str) for v in there):
+    if not len(present):
         return None
-    found = date_order([str(v) for v in there.unique()])
-    if found == "either":
-        if order == "auto":
-            raise _unusable(
-                name,
-                f"holds dates ({there.iloc[0]!r}) in which day and month cannot be told apart; say "
-                "--dates dmy or --dates mdy",
-            )
-        return order  # type: ignore[return-value]
-    return found
+    if all(hasattr(v, "isoformat") and hasattr(v, "year") for v in present):
+        return "ymd"
+    if not all(isinstance(v, str) for v in present):
+        return None
+    written = date_order([str(v) for v in present.unique()])
+    if written != "either":
+        return written
+    if order == "auto":
+        raise _unusable(
+            name,
+            f"holds dates ({present.iloc[0]!r}) in which day and month cannot be told apart; say "
+            "--dates dmy or --dates mdy",
+        )
+    return order  # type: ignore[return-value]
 
 
-def _texts(name: str, there: Any) -> list[str]:
-    for value in there:
+def _texts(name: str, present: Any) -> list[str]:
+    for value in present:
         if not isinstance(value, (str, bool, int, float)) and not hasattr(value, "item"):
             if hasattr(value, "isoformat"):
                 raise _unusable(name, f"holds times ({str(value)!r}): make them numbers")
             raise _unusable(name, f"holds values of type {type(value).__name__}")
-    return [category(value) for value in there]
+    return [category(value) for value in present]
 
 
-def _refuse_text(name: str, texts: Sequence[str], known: Sequence[str]) -> None:
-    """Times, free text and numbers with a blemish are not categories."""
-    clocks = [t for t in known if CLOCK.match(t)]
-    dated = clocks or [t for t in known if date_order([t]) is not None]
-    if len(dated) > len(known) / 2:
+def _refuse_text(name: str, texts: Sequence[str], different: Sequence[str]) -> None:
+    """Refuse times, free text, and numbers among which there is something else."""
+    clocks = [t for t in different if CLOCK.match(t)]
+    dated = clocks or [t for t in different if date_order([t]) is not None]
+    if len(dated) > len(different) / 2:
         what = "times" if clocks else "dates, but not in all rows, or not in one order"
         raise _unusable(name, f"holds dates or times ({dated[0]!r}): {what}; make them numbers")
-    if decimal_mark(known) == "either":
+    if decimal_mark(different) == "either":
         raise _unusable(
             name,
-            f"holds numbers ({known[0]!r}) that may have thousands or decimals; say --decimal , or "
-            "--decimal .",
+            f"holds numbers ({different[0]!r}) that may have thousands or decimals; say --decimal "
+            ", or --decimal .",
         )
-    odd = [t for t in known if decimal_mark([t]) is None]
-    if odd and len(odd) < len(known) / 2 and len(known) > 4:
+    odd = [t for t in different if decimal_mark([t]) is None]
+    if odd and len(odd) < len(different) / 2 and len(different) > 4:
         raise _unusable(
             name,
             f"holds numbers, but also {odd[0]!r}; if that means missing, say --missing {odd[0]!r}, "
             "else clean it",
         )
-    words = sum(len(t.split()) for t in known) / len(known)
-    if len(known) == len(texts) > 10 and words < 2:
+    words = sum(len(t.split()) for t in different) / len(different)
+    if len(different) == len(texts) > 10 and words < 2:
         raise _unusable(
             name,
-            f"is different in every row ({known[0][:30]!r} for instance), as IDs and names are; "
-            f"--id {name!r} keeps it for the predictions",
+            f"is different in every row ({different[0][:30]!r} for instance), as IDs and names "
+            f"are; --id {name!r} keeps it for the predictions",
         )
-    wordy = words >= 4
-    many = len(known) > max(10, len(texts) / 2) or len(known) > CATEGORIES
-    if many or (wordy and len(known) > 10):
+    many = len(different) > max(10, len(texts) / 2) or len(different) > CATEGORIES
+    if many or (words >= 4 and len(different) > 10):
         raise _unusable(
             name,
-            f"holds free text or names ({len(known)} different values in {len(texts)} rows, "
-            f"{known[0][:30]!r} for instance), not categories",
+            f"holds free text or names ({len(different)} different values in {len(texts)} rows, "
+            f"{different[0][:30]!r} for instance), not categories",
         )
 
 
 @dataclass(frozen=True)
 class Columns:
-    """All columns that become inputs, in their order, and those that never vary.
+    """The columns of a table, by their use.
 
     Attributes:
-        used: they become inputs.
-        constant: names of those that are the same in all rows.
-        unusable: names of those that were left out because they cannot become numbers.
+        used: columns that become inputs.
+        constant: names of the columns that are the same in all rows.
+        unusable: names of the columns that were left out because they cannot become numbers.
     """
 
     used: tuple[Column, ...]
@@ -291,77 +263,74 @@ class Columns:
         dates: Literal["auto", "dmy", "mdy"] = "auto",
         drop_unusable: bool = False,
     ) -> Columns:
-        """From the training table; all columns that cannot be used are named in one error.
+        """Return the columns of a training table; one error names all that cannot be used.
 
         Args:
             frame: the table.
             leave_out: names of columns that are no inputs.
-            decimals: what stands before the decimals, by column, where it is not a point.
-            dates: the order of day and month where the dates themselves do not tell.
-            drop_unusable: leave out what cannot be used.
+            decimals: decimal marks by column; the default is a point.
+            dates: order of day and month in ambiguous dates.
+            drop_unusable: leave out the columns that cannot be used.
         """
         names = [name for name in frame.columns if name not in leave_out]
         if not names:
             raise HeldinError("there is no column to predict from, only the target")
         learnt: dict[str, Column | None] = {}
-        wrong: dict[str, str] = {}
+        reasons: dict[str, str] = {}  # why a column cannot be used
         for name in names:
             decimal: Decimal = (decimals or {}).get(name, ".")
             try:
                 learnt[name] = Column.learn(name, frame[name], decimal, dates)
             except Unusable as error:
-                wrong |= error.reasons
-        if wrong and not drop_unusable:
-            raise Unusable(wrong)
+                reasons |= error.reasons
+        if reasons and not drop_unusable:
+            raise Unusable(reasons)
         used = tuple(column for column in learnt.values() if column is not None)
-        constant = tuple(name for name, column in learnt.items() if column is None)
         if not used:
-            why = "cannot be used" if wrong else "has the same value in all rows"
+            why = "cannot be used" if reasons else "has the same value in all rows"
             raise HeldinError(
                 f"every column {why}, so there is nothing to learn from: "
                 + ", ".join(map(repr, names[:8]))
             )
-        return cls(used, constant, tuple(wrong))
+        constant = tuple(name for name, column in learnt.items() if column is None)
+        return cls(used, constant, tuple(reasons))
 
     @property
     def decimal_commas(self) -> list[str]:
-        """Names of those with a comma before decimals: 1.500 is no number like others there."""
+        """Names of the columns with a decimal comma, in which 1.500 means 1500."""
         return [column.name for column in self.used if column.decimal == ","]
 
     def encode(self, frame: Any, path: str | Path) -> tuple[Any, dict[str, int]]:
-        """(n, inputs) numbers, and by column how many rows have an unknown category.
+        """Return (n, inputs) numbers, and by column the number of rows with an unknown category.
 
         Tables with more than four million numbers are in single precision.
         """
-        import numpy as np
-
         refuse_missing(frame, [column.name for column in self.used], path, "the column")
         unknown = {}
         width = sum(column.width for column in self.used)
-        precise = len(frame) * width <= SINGLE
-        inputs = np.empty((len(frame), width), np.float64 if precise else np.float32)
-        at = 0
+        precision = np.float64 if len(frame) * width <= SINGLE else np.float32
+        inputs = np.empty((len(frame), width), precision)
+        start = 0
         for column in self.used:
             try:
-                part, count = column.encode(frame[column.name])
+                inputs[:, start : start + column.width], count = column.encode(frame[column.name])
             except HeldinError as error:
                 raise HeldinError(f"{path}: {error}") from error
-            inputs[:, at : at + column.width] = part
-            at += column.width
+            start += column.width
             if count:
                 unknown[column.name] = count
         return inputs, unknown
 
     def to_json(self) -> dict[str, Any]:
-        """Lists, texts and numbers."""
+        """Return lists, texts and numbers."""
         return {
-            "used": [asdict(c) for c in self.used],
+            "used": [asdict(column) for column in self.used],
             "constant": list(self.constant),
             "unusable": list(self.unusable),
         }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Columns:
-        """What `to_json` gave."""
+        """Return the columns that `to_json` described."""
         used = [Column(**{**c, "categories": tuple(c["categories"])}) for c in data["used"]]
-        return cls(tuple(used), tuple(data["constant"]), tuple(data.get("unusable", ())))
+        return cls(tuple(used), tuple(data["constant"]), tuple(data["unusable"]))

@@ -1,4 +1,4 @@
-"""A model of a table: trained on all of its rows, kept in a folder without pickles."""
+"""A model of a table: trained on all of its rows, stored in a folder without pickles."""
 
 from __future__ import annotations
 
@@ -6,211 +6,206 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+import pandas
 import torch
 
 from heldin.errors import HeldinError
+from heldin.pages.predictions import Predictions
 from heldin.state.estimates import EstimateHistory
+from heldin.state.schema import check_schema
 
-from .columns import Columns, category
-from .mlp import network_of, network_outputs
-from .trainer import in_units
+from .columns import Columns
+from .importance import importances
+from .mlp import ACTIVATIONS, network_of, network_outputs
+from .number_formats import category, is_number
 
 __all__ = ["TabularModel", "Target"]
 
-FEW = 10  # different whole numbers up to which a target is taken for classes
-VERSION = 2
+FEW_CLASSES = 10  # different whole numbers up to which a target is taken for classes
+SMALL, LARGE = 1e-100, 1e100  # numbers whose squares, and sums of these, are in range
+VERSION = 4
+TEXT = (str, None)
+FORM = {  # schema of model.json, see `heldin.state.schema`; other facts are for the report
+    "target": {"name": str, "task": str, "classes": [str], "why": str},
+    "columns": {
+        "used": [
+            {"name": str, "kind": str, "mean": float, "spread": float, "categories": [str]}
+            | {"missing": bool, "decimal": str, "order": str, "clock": bool}
+        ],
+        "constant": [str],
+        "unusable": [str],
+    },
+    "activation": str,
+    "clip": float,
+    "facts": {
+        "id": [str],
+        "reading": {"separator": TEXT, "encoding": TEXT, "decimal": TEXT, "missing": [str]},
+    },
+}
+CHOICES = {
+    "task": ("classification", "regression"),
+    "kind": ("number", "category", "date"),
+    "decimal": (".", ",", None),
+    "order": ("ymd", "dmy", "mdy"),
+    "activation": tuple(ACTIVATIONS),
+}
 
-Task = Literal["classification", "regression"]
 Layers = list[tuple[Any, Any]]
 
 
 @dataclass(frozen=True)
 class Target:
-    """What is predicted.
+    """The column to predict.
 
     Attributes:
         name: of the column.
-        task: what kind.
-        classes: for classification, sorted as they are written.
-        mean, spread: of the numbers, for regression.
-        found: why it is this task.
+        task: kind of the target.
+        classes: of a classification, numbers by size, before texts.
+        why: reason for the task.
     """
 
     name: str
-    task: Task
-    classes: tuple[Any, ...] = ()
-    mean: float = 0.0
-    spread: float = 1.0
-    found: str = ""
+    task: Literal["classification", "regression"]
+    classes: tuple[str, ...] = ()
+    why: str = ""
 
     @classmethod
     def learn(cls, values: Any, task: str = "auto") -> Target:
-        """From a column without missing values."""
-        import pandas
-
-        name = str(values.name)
-        types = pandas.api.types
-        number = types.is_numeric_dtype(values.dtype) and not types.is_bool_dtype(values.dtype)
-        different = values.nunique()
-        found = "as asked for"
+        """Return the target of a column without missing values; "auto" chooses the task."""
+        name, number, different = str(values.name), is_number(values), values.nunique()
+        why = "as asked for"
         if task == "auto":
+            whole = number and bool((values % 1 == 0).all())
+            task = "regression"
+            why = f"it has {different} different numbers"
             if not number:
-                task, found = "classification", "its values are not numbers"
-            elif (values % 1 == 0).all() and different <= FEW:
-                task, found = "classification", f"it has {different} different whole numbers"
-            else:
-                task, found = "regression", f"it has {different} different numbers"
+                task, why = "classification", "its values are not numbers"
+            elif whole and different <= FEW_CLASSES:
+                task, why = "classification", f"it has {different} different whole numbers"
         if task == "regression":
-            if not number:
-                raise HeldinError(
-                    f"target {name!r}: {values.iloc[0]!r} is not a number; use --task "
-                    "classification, or clean the column"
-                )
-            numbers = values.to_numpy(float)
-            if not all(map(math.isfinite, numbers)):
-                raise HeldinError(f"target {name!r} has infinite values; clean them")
-            spread = float(numbers.std())
-            if not spread > 0:
-                raise HeldinError(
-                    f"target {name!r} is {numbers[0]:g} in all rows; nothing to learn"
-                )
-            return cls(name, "regression", (), float(numbers.mean()), spread, found)
-        classes = tuple(sorted({category(value) for value in values}, key=_order))
+            _refuse_numbers(name, values)
+            return cls(name, "regression", (), why)
+        classes = tuple(sorted({category(value) for value in values}, key=_numbers_first))
         if len(classes) < 2:
             raise HeldinError(
                 f"target {name!r} has one class only, {classes[0]!r}; there must be at least two"
             )
-        if len(classes) > max(FEW, len(values) / 2):
+        if len(classes) > max(FEW_CLASSES, len(values) / 2):
             raise HeldinError(
                 f"target {name!r} has {len(classes)} different values in {len(values)} rows, too "
                 "many for classes" + ("; use --task regression" if number else "")
             )
-        return cls(name, "classification", classes, found=found)
+        return cls(name, "classification", classes, why)
 
     def encode(self, values: Any) -> Any:
-        """Class numbers, or scaled numbers; -1 for classes that were not there in training."""
-        import numpy as np
-        import pandas
-
+        """Return class numbers, -1 for classes that were not in training; or the numbers."""
         if self.task == "classification":
-            place = {text: i for i, text in enumerate(self.classes)}
-            return np.array([place.get(category(value), -1) for value in values])
+            texts = [category(value) for value in values]
+            return pandas.Index(self.classes).get_indexer(texts)
         numbers = pandas.to_numeric(values, errors="coerce")
         if numbers.isna().any():
-            wrong = values[numbers.isna()].iloc[0]
-            raise HeldinError(f"target {self.name!r}: {wrong!r} is not a number")
-        return (numbers.to_numpy(float) - self.mean) / self.spread
-
-    @property
-    def unit(self) -> float:
-        """What a loss on scaled numbers is multiplied by to be one on the numbers themselves.
-
-        >>> Target("price", "regression", mean=100.0, spread=3.0).unit
-        9.0
-        """
-        return self.spread**2
+            value = values[numbers.isna()].iloc[0]
+            raise HeldinError(f"target {self.name!r}: {value!r} is not a number")
+        return numbers.to_numpy(float)
 
 
-def _without_nan(value: Any) -> Any:
-    """JSON has no nan: null stands for it."""
-    if isinstance(value, dict):
-        return {name: _without_nan(inner) for name, inner in value.items()}
-    if isinstance(value, list):
-        return [_without_nan(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def _refuse_numbers(name: str, values: Any) -> None:
+    """Refuse the targets of a regression that are no numbers, constant or out of range."""
+    if not is_number(values):
+        raise HeldinError(
+            f"target {name!r}: {values.iloc[0]!r} is not a number; use --task classification, or "
+            "clean the column"
+        )
+    numbers = values.to_numpy(float)
+    if not np.isfinite(numbers).all():
+        raise HeldinError(f"target {name!r} has infinite values; clean them")
+    size = float(abs(numbers).max())
+    if size and not SMALL < size < LARGE:
+        raise HeldinError(
+            f"target {name!r} has numbers of about {size:.3g}, whose squares are out of range; "
+            f"divide them by {size:.0e}"
+        )
+    if not numbers.std() > 0:
+        raise HeldinError(f"target {name!r} is {numbers[0]:g} in all rows; nothing to learn")
 
 
-def _order(text: str) -> tuple[int, float, str]:
-    """Numbers by size, before texts."""
+def _numbers_first(text: str) -> tuple[int, float, str]:
+    """Return a key that sorts numbers by size, before texts."""
     try:
         return 0, float(text), text
     except ValueError:
         return 1, 0.0, text
 
 
-def _members(estimator: Any) -> list[Layers]:
-    """Weights (inputs, outputs) and biases of a fitted estimator, network by network."""
-    import numpy as np
-
-    if hasattr(estimator, "members_"):
-        return [list(layers) for layers in estimator.members_]
-    return [[(np.atleast_2d(estimator.coef_).T, np.atleast_1d(estimator.intercept_))]]
-
-
-def _scores(estimator: Any, target: Target) -> dict[str, list[float]]:
-    """Estimates of scores on new rows: value, low and high end, in the target's own units."""
-    found = getattr(estimator, "estimates_", None) or {}
-    units = {"rmse": target.spread}
-    return {n: [value * units.get(n, 1.0) for value in each] for n, each in found.items()}
+def _without_nan(value: Any) -> Any:
+    """Replace nan and inf, which JSON has not, by None."""
+    if isinstance(value, dict):
+        return {name: _without_nan(inner) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_nan(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _without_inputs(targets: Any, target: Target) -> dict[str, float]:
-    """The loss of the best constant, and the accuracy of the most frequent class.
+def _baseline(targets: Any, target: Target) -> dict[str, float]:
+    """Return the loss of the best constant, and the accuracy of the most frequent class.
 
-    >>> import numpy
     >>> both = Target("y", "classification", ("no", "yes"))
-    >>> _without_inputs(numpy.array([0, 0, 0, 1]), both)["most_frequent"]
+    >>> _baseline(np.array([0, 0, 0, 1]), both)["most_frequent"]
     0.75
     """
-    import numpy as np
-
     if target.task == "regression":
-        return {"constant": target.unit}
+        return {"constant": float(targets.var())}
     shares = np.bincount(targets) / len(targets)
-    some = shares[shares > 0]
-    return {"constant": float(-(some * np.log(some)).sum()), "most_frequent": float(shares.max())}
+    positive = shares[shares > 0]
+    return {
+        "constant": float(-(positive * np.log(positive)).sum()),
+        "most_frequent": float(shares.max()),
+    }
 
 
-def _calibration(estimator: Any) -> list[list[float]] | None:
-    """Probabilities out of fold, and how often they came true."""
-    found = getattr(estimator, "calibration_curve_", None)
-    return None if found is None else [part.tolist() for part in found]
-
-
-@dataclass(frozen=True, eq=False)
-class Scale:
-    """How a network's inputs are scaled: (x - mean) / spread, cut off at +-clip."""
-
-    mean: Any
-    spread: Any
-    clip: float
-
-    @classmethod
-    def of(cls, estimator: Any, inputs: int) -> Scale:
-        """Of a fitted estimator; a linear one takes inputs as they are."""
-        import numpy as np
-
-        scaler = getattr(estimator, "_scaler", None) if hasattr(estimator, "members_") else None
-        if scaler is None:
-            return cls(np.zeros(inputs), np.ones(inputs), math.inf)
-        return cls(scaler.standard.mean_, scaler.standard.scale_, scaler.clip)
-
-    def __call__(self, inputs: Any) -> Any:
-        return ((inputs - self.mean) / self.spread).clip(-self.clip, self.clip)
+def _out_of_fold(predicted: Any, targets: Any, target: Target) -> Predictions | None:
+    """Return out-of-fold predictions for the report; rows count from 1."""
+    if predicted is None:
+        return None
+    rows = np.flatnonzero(np.isfinite(predicted.reshape(len(targets), -1)).all(1))
+    numbers, truth, predicted = (rows + 1).tolist(), targets[rows], predicted[rows]
+    if target.task == "regression":
+        losses = np.square(predicted - truth).tolist()
+        return Predictions(numbers, truth.tolist(), losses, (), predicted.tolist())
+    chosen = predicted[np.arange(len(rows)), truth]
+    losses = (-np.log(np.maximum(chosen, np.finfo(float).tiny))).tolist()
+    return Predictions(numbers, truth.tolist(), losses, predicted.tolist(), (), target.classes)
 
 
 @dataclass
 class TabularModel:
-    """Networks with what is needed to use them on a table.
+    """A network with the encodings of a table.
 
     Attributes:
-        columns, target: what was learnt of the table.
-        members: weights (inputs, outputs) and biases, layer by layer, of each network.
-        scale: of their inputs.
+        columns, target: encodings of inputs and targets.
+        layers: weights (inputs, outputs) and biases of the network, layer by layer.
+        mean, spread, clip: inputs are scaled to (x - mean) / spread, and cut off at +-clip.
         activation: between layers.
-        facts: how training went, for summaries.
+        facts: the course of training, for summaries.
+        history: record of the rule, if the model has just been trained.
+        out_of_fold: predictions of rows that were not trained on, if it has.
     """
 
     columns: Columns
     target: Target
-    members: list[Layers]
-    scale: Scale
+    layers: Layers
+    mean: Any
+    spread: Any
+    clip: float
     activation: str
     facts: dict[str, Any] = field(default_factory=dict)
     history: Any = None
+    out_of_fold: Predictions | None = None
 
     @classmethod
     def fit(
@@ -221,32 +216,29 @@ class TabularModel:
         target: Target,
         estimator: Any,
         groups: Any = None,
+        time: Any = None,
     ) -> TabularModel:
         """Train an estimator of `heldin.sklearn` on all rows of a table.
 
         Args:
-            inputs, targets: what `columns` and `target` made of the rows.
-            columns, target: what was learnt of them.
+            inputs, targets: encoded rows.
+            columns, target: their encodings.
             estimator: not fitted yet.
-            groups: rows with the same value belong together; None: each is by itself.
+            groups: rows with the same value share a fold; None: all rows are independent.
+            time: numbers or dates of the rows, if networks are to be tested on later rows.
         """
-        estimator.fit(inputs, targets, **({} if groups is None else {"groups": groups}))
-        unit = target.unit
+        estimator.fit(inputs, targets, groups=groups, time=time)
         history, reason = estimator.history_, estimator.stopping_reason_
-        estimate, error = estimator.estimate_, estimator.estimate_error_
         if isinstance(history, EstimateHistory):
-            history = in_units(history, unit)
-            estimate, error = estimate * unit, error * unit
             last = history.last()
             reason = (
-                f"estimated loss{' of one network' if len(_members(estimator)) > 1 else ''} "
-                f"{last.estimate:.4g} at step {last.step}, lowest "
+                f"estimated loss {last.estimate:.4g} at step {last.step}, lowest "
                 f"{min(record.estimate for record in history):.4g} at step {estimator.best_step_}"
             )
         elif estimator.stopping_rule_ == "validation" and target.task == "regression":
             reason += " (of the target divided by its standard deviation)"
         facts = {
-            "model": "mlp" if hasattr(estimator, "coefs_") else "linear",
+            "model": "mlp" if estimator.n_layers_ > 2 else "linear",
             "rows": len(targets),
             "inputs": inputs.shape[1],
             "rule": estimator.stopping_rule_,
@@ -256,74 +248,66 @@ class TabularModel:
             "epochs": estimator.n_iter_,
             "steps": estimator.n_steps_,
             "best_step": estimator.best_step_,
-            "training_loss": estimator.loss_ * unit,
-            "loss_curve": [loss * unit for loss in estimator.loss_curve_],
-            "evidence_curve": estimator.evidence_curve_,
-            "estimate": estimate,
-            "standard_error": error,
-            **_without_inputs(targets, target),
-            "scores": _scores(estimator, target),
-            "calibration": _calibration(estimator),
-            "shrinkage": getattr(estimator, "shrinkage_", None),
-            "members": len(_members(estimator)),
+            "training_loss": estimator.loss_,
+            "loss_curve": estimator.loss_curve_,
+            "estimate": estimator.estimate_,
+            "standard_error": estimator.estimate_error_,
+            **_baseline(targets, target),
+            "scores": {name: list(score) for name, score in (estimator.estimates_ or {}).items()},
+            "shrinkage": estimator.shrinkage_,
+            "copies": estimator.n_copies_,
+            "importance": importances(estimator, inputs, targets, columns),
         }
-        scale = Scale.of(estimator, inputs.shape[1])
-        units = getattr(estimator, "activation_", "identity")
-        return cls(columns, target, _members(estimator), scale, units, facts, history)
+        scaler = estimator._scaler
+        mean, spread, clip = scaler.standard.mean_, scaler.standard.scale_, scaler.clip
+        activation = estimator.activation_
+        layers = list(zip(estimator.coefs_, estimator.intercepts_, strict=True))
+        rows = _out_of_fold(estimator.oof_predictions_, targets, target)
+        return cls(columns, target, layers, mean, spread, clip, activation, facts, history, rows)
 
-    def predictions(self, frame: Any, path: str | Path) -> tuple[Any, dict[str, int]]:
-        """(n, classes) probabilities or (n, 1) scaled numbers, and how many categories are unknown.
+    def outputs(self, frame: Any, path: str | Path) -> tuple[Any, dict[str, int]]:
+        """Return (n, classes) probabilities or (n, 1) numbers.
 
-        The mean over the networks.
+        The second value is the number of rows with an unknown category, by column.
         """
         inputs, unknown = self.columns.encode(frame, path)
-        weights = torch.from_numpy(self.members[0][0][0])
-        rows = torch.from_numpy(self.scale(inputs)).to(weights.dtype)
-        found = [network_outputs(network_of(m, self.activation), rows) for m in self.members]
+        scaled = ((inputs - self.mean) / self.spread).clip(-self.clip, self.clip)
+        rows = torch.from_numpy(scaled.astype(self.layers[0][0].dtype, copy=False))
+        outputs = network_outputs(network_of(self.layers, self.activation), rows)
         if self.target.task == "classification":
-            found = [self._shares(outputs) for outputs in found]
-        return torch.stack(found).mean(0), unknown
+            two = torch.cat([-outputs, outputs], 1).sigmoid()
+            outputs = two if outputs.shape[1] == 1 else outputs.softmax(1)
+        return outputs.numpy(), unknown
 
     def predict(self, frame: Any, path: str | Path) -> tuple[Any, dict[str, int]]:
-        """A DataFrame of predictions (and probabilities), and the numbers of unknown categories."""
-        import pandas
-
-        outputs, unknown = self.predictions(frame, path)
+        """Return a DataFrame of predictions, and the numbers of unknown categories."""
+        outputs, unknown = self.outputs(frame, path)
+        name, classes = self.target.name, self.target.classes
         if self.target.task == "regression":
-            values = outputs[:, 0].numpy() * self.target.spread + self.target.mean
-            return pandas.DataFrame({self.target.name: values}), unknown
-        shares = outputs.numpy()
-        labels = [self.target.classes[i] for i in shares.argmax(1)]
-        table: dict[str, Any] = {self.target.name: labels}
-        table |= {f"p({name})": shares[:, i] for i, name in enumerate(self.target.classes)}
+            return pandas.DataFrame({name: outputs[:, 0]}), unknown
+        table: dict[str, Any] = {name: [classes[i] for i in outputs.argmax(1)]}
+        table |= {f"p({label})": outputs[:, i] for i, label in enumerate(classes)}
         return pandas.DataFrame(table), unknown
 
-    def _shares(self, outputs: torch.Tensor) -> torch.Tensor:
-        if outputs.shape[1] > 1:
-            return outputs.softmax(1)
-        return torch.hstack([1 - outputs.sigmoid(), outputs.sigmoid()])
-
     def test(self, frame: Any, path: str | Path) -> dict[str, float]:
-        """Loss and score on rows that were not trained on."""
+        """Return loss and score on rows that were not trained on."""
         rows = frame[frame[self.target.name].notna()]
         if not len(rows):
             raise HeldinError(f"{path}: no row has a value of the target {self.target.name!r}")
-        outputs, _ = self.predictions(rows, path)
-        truth = torch.from_numpy(self.target.encode(rows[self.target.name]))
+        outputs, truth = self.outputs(rows, path)[0], self.target.encode(rows[self.target.name])
         if self.target.task == "regression":
-            losses = (outputs[:, 0] - truth).square() * self.target.unit
-            spread = float((truth - truth.mean()).square().mean()) * self.target.unit
-            score = 1 - float(losses.mean()) / spread if spread else math.nan
+            losses = np.square(outputs[:, 0] - truth)
+            score = 1 - float(losses.mean()) / truth.var() if truth.var() else math.nan
         else:
-            if bool((truth < 0).any()):
-                odd = category(rows[self.target.name].iloc[int((truth < 0).nonzero()[0])])
-                raise HeldinError(f"{path}: class {odd!r} was not there in training")
-            losses = -outputs.gather(1, truth[:, None])[:, 0].log()
-            score = float((outputs.argmax(1) == truth).double().mean())
-        error = float(losses.std() / len(losses) ** 0.5) if len(losses) > 1 else math.nan
-        return {
-            "rows": len(losses), "loss": float(losses.mean()), "error": error, "score": score
-        }  # fmt: skip
+            if (truth < 0).any():
+                label = category(rows[self.target.name].iloc[int((truth < 0).argmax())])
+                raise HeldinError(f"{path}: class {label!r} was not there in training")
+            with np.errstate(divide="ignore"):
+                losses = -np.log(outputs[np.arange(len(truth)), truth])
+            score = float((outputs.argmax(1) == truth).mean())
+        count = len(losses)
+        error = float(losses.std(ddof=1) / math.sqrt(count)) if count > 1 else math.nan
+        return {"rows": count, "loss": float(losses.mean()), "error": error, "score": score}
 
     # -- the folder
 
@@ -333,23 +317,18 @@ class TabularModel:
 
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        weights = {
-            "scale.mean": torch.tensor(self.scale.mean),
-            "scale.spread": torch.tensor(self.scale.spread),
-        }
-        for number, layers in enumerate(self.members):
-            for i, (weight, bias) in enumerate(layers):
-                weights[f"{number}.{i}.weight"] = torch.tensor(weight)
-                weights[f"{number}.{i}.bias"] = torch.tensor(bias)
-        save_file(weights, folder / "weights.safetensors")
+        arrays = {"scale.mean": self.mean, "scale.spread": self.spread}
+        for number, (weight, bias) in enumerate(self.layers):
+            arrays[f"{number}.weight"], arrays[f"{number}.bias"] = weight, bias
+        tensors = {name: torch.tensor(array) for name, array in arrays.items()}
+        save_file(tensors, folder / "weights.safetensors")
         content = {
             "heldin": "TabularModel",
             "version": VERSION,
             "target": asdict(self.target),
             "columns": self.columns.to_json(),
             "activation": self.activation,
-            "members": len(self.members),
-            "clip": self.scale.clip if math.isfinite(self.scale.clip) else None,
+            "clip": self.clip,
             "facts": _without_nan(self.facts),
         }
         text = json.dumps(content, indent=1, allow_nan=False)
@@ -357,9 +336,9 @@ class TabularModel:
 
     @classmethod
     def load(cls, folder: str | Path) -> TabularModel:
-        """What `save` wrote."""
+        """Read a folder that `save` wrote."""
         from safetensors import SafetensorError
-        from safetensors.torch import load_file
+        from safetensors.numpy import load_file
 
         folder = Path(folder)
         for name in ("model.json", "weights.safetensors"):
@@ -372,25 +351,66 @@ class TabularModel:
                     f"{folder}: written by another version of heldin (format "
                     f"{content['version']!r}, this one reads {VERSION}); fit again"
                 )
-            weights = load_file(folder / "weights.safetensors")
-            count = content["members"]
-            members = [
-                [
-                    (weights[f"{m}.{i}.weight"].numpy(), weights[f"{m}.{i}.bias"].numpy())
-                    for i in range((len(weights) // 2 - 1) // count)
-                ]
-                for m in range(count)
-            ]
-            clip = math.inf if content["clip"] is None else float(content["clip"])
-            scale = Scale(weights["scale.mean"].numpy(), weights["scale.spread"].numpy(), clip)
+            check_schema(content, FORM)
+            arrays = load_file(folder / "weights.safetensors")
             target = content["target"]
-            return cls(
+            model = cls(
                 Columns.from_json(content["columns"]),
                 Target(**{**target, "classes": tuple(target["classes"])}),
-                members,
-                scale,
+                _read_layers(arrays),
+                arrays["scale.mean"],
+                arrays["scale.spread"],
+                float(content["clip"]),
                 content["activation"],
                 content["facts"],
             )
-        except (ValueError, KeyError, TypeError, SafetensorError) as error:
+            model._check()
+            return model
+        except (
+            AttributeError,
+            ValueError,
+            KeyError,
+            TypeError,
+            RecursionError,
+            SafetensorError,
+        ) as error:
             raise HeldinError(f"{folder}: the model is damaged ({error!r}); fit again") from error
+
+    def _check(self) -> None:
+        """Refuse values of a folder that do not fit each other, before they are used."""
+        columns, classes = self.columns.used, self.target.classes
+        regression = self.target.task == "regression"
+        inputs = sum(column.width for column in columns)
+        outputs = 1 if regression or len(classes) == 2 else len(classes)
+        values = [("task", self.target.task), ("activation", self.activation)]
+        values += [("decimal", self.facts["reading"]["decimal"])]
+        values += [(n, getattr(c, n)) for c in columns for n in ("kind", "decimal", "order")]
+        for name, value in values:
+            if value not in CHOICES[name]:
+                raise ValueError(f"{name} {value!r} is not one of {CHOICES[name]}")
+        if len(set(classes)) < len(classes) or (not regression and len(classes) < 2):
+            raise ValueError("there must be two different classes or more")
+        if any(len(set(c.categories)) < len(c.categories) for c in columns):
+            raise ValueError("categories must be different")
+        if not self.mean.shape == self.spread.shape == (inputs,):
+            raise ValueError(f"there are {inputs} inputs and scales of {self.mean.shape}")
+        sizes = [inputs, *(weight.shape[-1] for weight, _ in self.layers)]
+        shapes = [(weight.shape, bias.shape) for weight, bias in self.layers]
+        if shapes != [((a, b), (b,)) for a, b in pairwise(sizes)] or sizes[-1] != outputs:
+            raise ValueError(f"layers do not lead from {inputs} inputs to {outputs} outputs")
+        parts = [part for layer in self.layers for part in layer]
+        numbers = [self.mean, self.spread, *((c.mean, c.spread) for c in columns), *parts]
+        if not all(np.isfinite(part).all() for part in numbers):
+            raise ValueError("numbers must be finite")
+        if len({part.dtype for part in parts}) > 1:
+            raise ValueError("weights must have one precision")
+
+
+def _read_layers(arrays: Mapping[str, Any]) -> Layers:
+    """Return the layers of a network from the names of its arrays."""
+    if any(array.dtype.kind != "f" for array in arrays.values()):
+        raise ValueError("weights must be floating-point numbers")
+    numbers = range(len(arrays) // 2 - 1)  # two arrays are scales
+    if not numbers or len(arrays) % 2:
+        raise ValueError(f"{len(arrays)} tensors are not those of a network")
+    return [(arrays[f"{number}.weight"], arrays[f"{number}.bias"]) for number in numbers]

@@ -1,67 +1,87 @@
-"""What `heldin fit` did, as one page of HTML that needs nothing else."""
+"""Report of `heldin fit`: one self-contained page of HTML."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from heldin.pages import render, svg
+from heldin.pages import Section, Table, csv_link, render
+from heldin.pages.charts import Series, chart
+from heldin.pages.predictions import prediction_sections
+from heldin.state.estimates import EstimateHistory
 
 __all__ = ["write_report"]
 
 
-def _figure(model: Any) -> str:
-    """Training loss by epoch, the rule's own curve, and how true probabilities are, as SVG."""
-    from matplotlib.figure import Figure
-
-    facts = model.facts
-    own = model.history is not None and facts["rule"] != "validation"
-    calibration = facts.get("calibration")
-    rows = 1 + own + (calibration is not None)
-    figure = Figure(figsize=(7, 2.75 * rows + 0.25 * (rows == 1)), layout="constrained")
-    axes = figure.subplots(rows, 1, squeeze=False)[:, 0]
-    losses = facts["loss_curve"]
-    axes[0].plot(range(1, len(losses) + 1), losses, color="0.4", label="training loss")
-    axes[0].set_xlabel("epoch")
-    axes[0].set_ylabel("training loss")
-    if own:
-        model.history.plot(axes[1])
-        axes[1].set_xlim(left=0)
-        axes[1].set_title(f"rule: {facts['rule']}", fontsize="medium", loc="left")
-    if calibration is not None:
-        axes[-1].plot([0, 1], [0, 1], color="0.8", linewidth=1)
-        axes[-1].plot(*calibration, marker="o", label="rows out of fold")
-        axes[-1].set_xlabel("predicted probability")
-        axes[-1].set_ylabel("share that came true")
-        axes[-1].legend(fontsize="small")
-    return svg(figure)
+def _training(model: Any) -> Section:
+    """Return the training loss of the epochs, and the curve of the rule."""
+    losses, history = model.facts["loss_curve"], model.history
+    epochs = list(range(1, len(losses) + 1))
+    training = Series("training loss", epochs, losses, "soft")
+    charts = [chart([training], "Training loss", "epoch", "training loss")]
+    files = {"training.csv": csv_link({"epoch": epochs, "training_loss": losses})}
+    if isinstance(history, EstimateHistory):
+        columns = history.columns()
+        pairs = [*zip(columns["estimate"], columns["standard_error"], strict=True)]
+        low, high = [m - 2 * e for m, e in pairs], [m + 2 * e for m, e in pairs]
+        name, steps = "estimated test loss", columns["step"]
+        seen = Series("training loss", steps, columns["training_loss"], "soft")
+        series = [seen, Series(name, steps, columns["estimate"], "a", low, high)]
+        marks = [] if history.best_step is None else [(float(history.best_step), "chosen")]
+        charts = [chart(series, name, "step", "loss", steps=True, marks=marks)]
+    elif history is not None and model.facts["rule"] == "evidence":
+        columns = history.columns()
+        series = [Series("criterion", columns["step"], columns["criterion"], "b")]
+        charts.append(chart(series, "Criterion", "step", "criterion", signed=True))
+    if history is not None:
+        files["history.csv"] = csv_link(history.columns())
+    return Section("Training", "", charts, (), files)
 
 
-def _columns(model: Any) -> Iterator[tuple[str, str, str, str]]:
-    """Name, kind, what was learnt, and whether values were missing."""
+def _importance(model: Any) -> list[Section]:
+    rises = model.facts.get("importance")
+    if not rises:
+        return []
+    most = max(abs(rise) for rise, _ in rises.values()) or 1.0
+    rows = [[name, f"{rise:.3g}", f"{spread:.2g}"] for name, (rise, spread) in rises.items()]
+    shades = [[0.0, max(0.0, rise) / most, 0.0] for rise, _ in rises.values()]
+    text = (
+        "By how much the loss of out-of-fold rows rises when a column is shuffled. Of two columns "
+        "that say the same, neither may seem to matter."
+    )
+    header = ["column", "rise of the loss", "standard deviation"]
+    return [Section("Columns that matter", text, tables=[Table(header, rows, shades)])]
+
+
+def _columns(model: Any) -> Section:
+    """Return name, kind, encoding, and whether values were missing, for each column."""
+    rows = []
     for column in model.columns.used:
         if column.kind == "number":
-            learnt = f"mean {column.mean:.4g}, standard deviation {column.spread:.4g}"
+            encoding = f"mean {column.mean:.4g}, standard deviation {column.spread:.4g}"
         else:
-            known = ", ".join(column.categories[:12])
-            learnt = known + (", ..." if len(column.categories) > 12 else "")
-        yield column.name, column.kind, learnt, "yes" if column.missing else ""
+            names = ", ".join(column.categories[:12])
+            encoding = names + (", ..." if len(column.categories) > 12 else "")
+        rows.append([column.name, column.kind, encoding, "yes" if column.missing else ""])
+    return Section("Columns", tables=[Table(["column", "kind", "learnt", "missing values"], rows)])
 
 
 def write_report(model: Any, lines: Sequence[tuple[str, str]], path: Path) -> None:
     """Write the page.
 
     Args:
-        model: a `TabularModel` just fitted.
+        model: a `TabularModel` that has just been fitted.
         lines: the summary, as (name, value).
-        path: where to.
+        path: of the page.
     """
-    page = render(
-        "fit.html",
-        title=f"{model.target.name} from {model.facts['data']}",
-        summary=lines,
-        figure=_figure(model),
-        columns=list(_columns(model)),
-    )
-    path.write_text(page, encoding="utf-8")
+    seen = model.out_of_fold
+    sections = [
+        Section("", tables=[Table([], lines)]),
+        *_importance(model),
+        *([] if seen is None else prediction_sections(seen)),
+        _training(model),
+        _columns(model),
+    ]
+    title = f"{model.target.name} from {model.facts['data']}"
+    render("page.html", title=title, verdict="", sections=sections, advice=[]).save(path)

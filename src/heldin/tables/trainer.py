@@ -1,13 +1,10 @@
-"""Training of plain networks until a rule asks to stop.
-
-What the scikit-learn estimators and `heldin fit` have in common.
-"""
+"""Training of one network until a rule asks to stop."""
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,28 +12,42 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from heldin.early_stopping import EarlyStopping
 from heldin.errors import HeldinError, HeldinWarning
-from heldin.rules.estimated.choose import ESTIMATED_RULES, stopping
-from heldin.rules.estimated.folds import FoldStopping, ShadowStopping
-from heldin.rules.estimated.losses import LossFunction, RowLoss
 from heldin.rules.evidence import EvidenceStopping
+from heldin.rules.options import Folds
 from heldin.rules.validation import ValidationStopping
+from heldin.shadows.losses import LossFunction, PerRowLoss
 from heldin.state.estimates import Estimate, EstimateHistory
 from heldin.state.history import History
 
-from .mlp import Inputs, ManualBackprop, network_outputs
+from .mlp import Inputs, constant_outputs, network_outputs, start_at
 
-__all__ = ["RULE_NAMES", "Outcome", "Report", "Trainer", "TrainingConfig", "in_units"]
+__all__ = [
+    "RULE_NAMES",
+    "FoldPlan",
+    "Outcome",
+    "Report",
+    "Trainer",
+    "TrainingConfig",
+    "in_units",
+    "widening",
+]
 
-RULE_NAMES = ("auto", *ESTIMATED_RULES, "evidence", "validation")  # beside "none"
-TURNED = 3  # checks after the lowest estimate, for it to count as passed
+RULE_NAMES = ("auto", "folds", "evidence", "validation")  # besides "none"
+SHOWN_ROWS = 2048  # rows whose training loss is computed after an epoch
+PASSED = 3  # checks after the lowest estimate from which the minimum counts as passed
+ROUNDING = 1e-6  # relative difference of mean losses in single precision
+# Standard errors over few independent rows are too small: rare large losses are missing, and the
+# same rows chose the step and the temperature.
+WIDENING, FEW_ROWS = 1.2, 20
 
-Report = Callable[[int, float, str], None]  # epoch, training loss, what the rule says
+Report = Callable[[int, float, str], None]  # epoch, training loss, status of the rule
 
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """How to train; names and meanings are those of scikit-learn's MLPClassifier."""
+    """Options of training; names and meanings are those of scikit-learn's MLPClassifier."""
 
     solver: str = "adam"
     alpha: float = 0.0
@@ -55,22 +66,23 @@ class TrainingConfig:
     epsilon: float = 1e-8
     n_iter_no_change: int = 10
 
-    def rows(self, n: int) -> int:
-        """Rows in a minibatch, of n."""
+    def batch_rows(self, n: int) -> int:
+        """Return the number of rows in a minibatch of a table of n rows."""
         return min(200 if self.batch_size == "auto" else self.batch_size, n)
 
-    def optimizer(self, model: nn.Module, rows: int) -> Optimizer:
-        """Over the weights, which decay by alpha / rows as in scikit-learn, and the biases.
+    def optimizer(self, model: nn.Module, batch_rows: int) -> Optimizer:
+        """Return an optimiser that shrinks weights, not biases.
 
-        Or by `weight_decay` of the rate in each step, whatever the gradients (AdamW).
+        Weights have the penalty alpha / batch_rows of scikit-learn, or the decoupled weight decay
+        of AdamW.
         """
         named = list(model.named_parameters())
         parts = {end: [p for n, p in named if n.endswith(end)] for end in ("weight", "bias")}
+        decay = self.weight_decay or self.alpha / batch_rows
         groups: list[dict[str, Any]] = [
-            {"params": parts["weight"], "weight_decay": self.weight_decay or self.alpha / rows}
+            {"params": parts["weight"], "weight_decay": decay},
+            {"params": parts["bias"], "weight_decay": 0.0},
         ]
-        if parts["bias"]:
-            groups.append({"params": parts["bias"], "weight_decay": 0.0})
         if self.solver == "sgd":
             nesterov = self.nesterovs_momentum and self.momentum > 0
             return torch.optim.SGD(
@@ -86,23 +98,44 @@ class TrainingConfig:
         )
 
 
-@dataclass
-class Outcome:
-    """How a training run went.
+@dataclass(frozen=True, eq=False)
+class FoldPlan:
+    """Which rows each shadow does not see.
 
     Attributes:
-        rule: the rule in charge ("auto" has become another one).
-        chosen: why it was this one.
-        stopped: whether it asked to stop before `max_iter`.
-        converged: the same, or that the lowest estimate was well before.
-        reason: what it said last.
-        epochs, steps: how long training took.
-        best_step: the step whose weights were kept, or those around it.
+        rule: the folds, as `heldin.EarlyStopping` takes them.
+        labels: (n,) number of the shadow that is tested on each row; -1: none.
+        sees: (shadows, n) booleans: the rows that each shadow is trained on.
+        groups: (n,) whole numbers; losses within a group are dependent. None with `time`.
+        time: (n,) whole numbers in the order of time, or None.
+    """
+
+    rule: Folds
+    labels: Tensor
+    sees: Tensor
+    groups: Tensor | None
+    time: Tensor | None = None
+
+
+@dataclass
+class Outcome:
+    """The course of a training run.
+
+    Attributes:
+        rule: the rule that stopped it ("auto" has become another one).
+        chosen: why this rule was chosen.
+        stopped: whether the rule asked to stop before `max_iter`.
+        converged: whether it stopped, or the lowest estimate was passed.
+        reason: last status of the rule.
+        epochs, steps: length of the run.
+        best_step: the step whose weights were kept, or the centre of their average.
         losses: training loss after each epoch.
         loss: training loss of the weights that were kept.
         evidence: criterion after each epoch, for "evidence".
-        estimate, standard_error: of the test loss, where the rule has it.
-        history: the rule's own record.
+        estimate, standard_error: of the test loss, for "folds".
+        shrinkage: 1 - 1 / temperature of the logits; 1 if a constant is predicted ("folds").
+        shadows: the networks that were not trained on some rows ("folds").
+        history: record of the rule.
     """
 
     rule: str
@@ -118,21 +151,22 @@ class Outcome:
     evidence: list[float] | None = None
     estimate: float | None = None
     standard_error: float | None = None
+    shrinkage: float | None = None
+    shadows: list[nn.Sequential] = field(default_factory=list)
     history: History | EstimateHistory | None = None
 
 
 class Trainer:
-    """Trains a network that `build_network` made.
+    """Trains a network made by `build_network`.
 
     Args:
         model: the network.
-        loss_fn: (outputs, targets) -> mean over rows; cross-entropy, its binary kind or the squared
-            error.
+        loss_fn: cross-entropy, its binary kind or the squared error.
         x: (n, inputs).
         y: (n,) class numbers or (n, outputs).
         weights: (n,) with mean 1, or None.
-        config: how to train.
-        seed: of the order of rows and the rule's draws.
+        config: options of training.
+        seed: of the order of rows.
     """
 
     def __init__(
@@ -147,128 +181,188 @@ class Trainer:
     ) -> None:
         self.model, self.loss_fn, self.x, self.y = model, loss_fn, x, y
         self.weights, self.config, self.seed = weights, config, seed
-        self.rows = config.rows(len(y))
-        self.optimizer = config.optimizer(model, self.rows)
-        self.passes = ManualBackprop(model)
-        self.loss = RowLoss.of(loss_fn, network_outputs(model, x[slice(0, 256)]), y[:256])
-        self.ready = self.loss.ready(y)
+        self.batch_rows = config.batch_rows(len(y))
+        self.optimizer = config.optimizer(model, self.batch_rows)
+        self.loss = PerRowLoss.of(loss_fn, network_outputs(model, x[slice(0, 256)]), y[:256])
         self.generator = torch.Generator().manual_seed(seed)
-        self.seen = 0  # rows that have gone by
+        self.rows_seen = 0  # in all epochs
         self.outcome = Outcome("none")
 
-    # -- one epoch
-
-    def _order(self) -> Tensor:
+    def batches(self) -> Sequence[Tensor]:
+        """Return the row numbers of each minibatch of an epoch."""
         n = len(self.y)
-        return (
+        order = (
             torch.randperm(n, generator=self.generator) if self.config.shuffle else torch.arange(n)
         )
+        batches: Sequence[Tensor] = order.split(self.batch_rows)
+        return batches
 
-    def batches(self) -> Sequence[Tensor]:
-        """Row numbers of the minibatches of an epoch."""
-        found: Sequence[Tensor] = self._order().split(self.rows)
-        return found
-
-    def steps(self) -> Iterator[Tensor]:
-        """Take the optimiser steps of an epoch; what is given are the row numbers of each."""
-        assert self.loss.row_gradient is not None
-        summed, weights = torch.zeros((), dtype=torch.float64), self.weights
+    def train_epoch(self, before_step: Callable[[], Any] | None = None) -> None:
+        """Take the optimiser steps of an epoch."""
+        total = 0.0
         for index in self.batches():
-            outputs = self.passes.forward(self.x[index])
-            losses = self.loss.per_row(outputs, self.y[index])
-            slope = self.loss.row_gradient(outputs, self.ready[index])
-            if weights is not None:
-                some = weights[index]
-                losses, slope = losses * some, slope.mul_(some.unsqueeze(1))
-            summed += losses.sum()
-            self.passes.backward(slope)
+            self.optimizer.zero_grad()
+            losses = self.loss.per_row(self.model(self.x[index]), self.y[index])
+            if self.weights is not None:
+                losses = losses * self.weights[index]
+            losses.mean().backward()
+            total += float(losses.detach().sum())
+            if before_step is not None:
+                before_step()
             self.optimizer.step()
             self.outcome.steps += 1
-            yield index
-        self.end_epoch(float(summed) / len(self.y))
+        self.end_epoch(total / len(self.y))
 
     def end_epoch(self, loss: float) -> None:
-        """Take notice of the training loss, and lower the rate if it is to be."""
+        """Record the training loss, and set the rate of the next epoch."""
         self.outcome.epochs += 1
         self.outcome.losses.append(loss)
-        self.seen += len(self.y)
+        self.rows_seen += len(self.y)
         if self.config.solver == "sgd" and self.config.learning_rate == "invscaling":
-            rate = self.config.learning_rate_init / (self.seen + 1) ** self.config.power_t
+            rate = self.config.learning_rate_init / (self.rows_seen + 1) ** self.config.power_t
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
 
     def mean_loss(self, x: Inputs, y: Tensor, weights: Tensor | None) -> float:
-        """Of the network as it is."""
+        """Return the loss of the network as it is."""
         losses = self.loss.per_row(network_outputs(self.model, x), y).double()
         return float((losses if weights is None else losses * weights).mean())
 
-    # -- until a rule asks to stop
-
     def run(self, rule: str, held_out: Any = None, report: Report | None = None) -> Outcome:
-        """Train; the rule's weights are in the model at the end.
+        """Train until the rule asks to stop; the weights that it keeps are in the model.
 
         Args:
-            rule: which one; "none" watches the training loss as scikit-learn does.
+            rule: "evidence", "validation", or "none" for the training loss, as in scikit-learn.
             held_out: inputs, targets and weights, for "validation".
             report: called after every epoch.
         """
-        tell = report or (lambda epoch, loss, status: None)
-        self.outcome.rule = rule
+        out = self.outcome
+        out.rule = rule
         if rule == "evidence":
-            self._by_evidence(tell)
-        elif rule == "validation":
-            self._by_validation(held_out, tell)
-        elif rule == "none":
-            self._by_loss(tell)
-        else:
-            self._by_estimate(rule, tell)
-        self.outcome.converged = self.outcome.converged or self.outcome.stopped
-        self.outcome.loss = self.mean_loss(self.x, self.y, self.weights)
-        return self.outcome
+            window = -(-len(self.y) // self.batch_rows)
+            out.evidence = []
+            with EvidenceStopping(self.model, window=window, estimator="exact") as evidence:
 
-    def _by_loss(self, tell: Report) -> None:
-        """Until the training loss has not improved for a while."""
-        best, since, out, config = math.inf, 0, self.outcome, self.config
-        while out.epochs < config.max_iter and not out.stopped:
-            for _ in self.steps():
-                pass
-            loss = out.losses[-1]
-            since = since + 1 if loss > best - config.tol else 0
-            best = min(best, loss)
+                def follow() -> bool:
+                    self.train_epoch(evidence.step)
+                    assert out.evidence is not None
+                    out.evidence.append(evidence.criterion)
+                    out.reason = evidence.reason
+                    return evidence.should_stop
+
+                self._epochs(follow, report)
+            out.history, out.best_step = evidence.history, out.steps
+        elif rule == "validation":
+            self._run_validation(held_out, report)
+        else:
+            self._run_until_flat(report)
+        out.converged = out.stopped
+        out.loss = self.mean_loss(self.x, self.y, self.weights)
+        return out
+
+    def run_folds(self, plan: FoldPlan, report: Report | None = None) -> Outcome:
+        """Train by `heldin.EarlyStopping` in one stack with shadows, until it asks to stop.
+
+        If the estimate is never below that of the first weights, which predict a constant, the
+        constant is restored.
+        """
+        assert isinstance(self.x, Tensor)
+        out, config = self.outcome, self.config
+        stopping = EarlyStopping(
+            self.model,
+            self.optimizer,
+            self.loss_fn,
+            (self.x, self.y),
+            plan.rule,
+            groups=plan.groups,
+            time=plan.time,
+            sample_weight=self.weights,
+            seed=self.seed,
+        )
+        constants = [self._constant(sees) for sees in plan.sees]
+        *_, bias = dict(self.model.named_parameters())
+        stopping._start_shadows([{bias: constant} for constant in constants])
+        rows = slice(None, None, -(-len(self.y) // SHOWN_ROWS))
+        shown = self.x[rows], self.y[rows], None if self.weights is None else self.weights[rows]
+
+        def end_epoch(stopping: EarlyStopping) -> None:
+            out.reason = stopping.reason
+            self.end_epoch(self.mean_loss(*shown))
+            if report is not None:
+                report(out.epochs, out.losses[-1], out.reason)
+
+        with warnings.catch_warnings():  # estimators have a warning of their own
+            warnings.filterwarnings("ignore", ".*never fell below", HeldinWarning)
+            stopping.fit(
+                self.batch_rows,
+                config.max_iter,
+                generator=self.generator if config.shuffle else None,
+                shuffle=config.shuffle,
+                on_epoch=end_epoch,
+            )
+        history = stopping.history
+        out.rule, out.stopped, out.history = "folds", stopping.should_stop, history
+        out.steps = history.last().step
+        out.shadows = list(stopping.committee().members[1:])  # type: ignore[arg-type]
+        out.shrinkage = 1 - 1 / stopping.temperature
+        best = next(check for check in history if check.step == stopping.best_step)
+        if best.estimate >= history[0].estimate * (1 - ROUNDING):
+            best, out.shrinkage = history[0], 1.0
+            constants.append(self._constant(torch.ones_like(plan.sees[0])))
+            for network, constant in zip([*out.shadows, self.model], constants, strict=True):
+                start_at(network, constant)
+        history.best_step = out.best_step = best.step
+        out.converged = out.stopped or sum(check.step > best.step for check in history) >= PASSED
+        record = stopping.record()
+        out.estimate = best.estimate
+        out.standard_error = _standard_error(best, record.row_losses, record.groups)
+        out.loss = self.mean_loss(self.x, self.y, self.weights)
+        return out
+
+    def _constant(self, sees: Tensor) -> Tensor:
+        """Return the outputs of the best constant of some rows."""
+        weights = None if self.weights is None else self.weights[sees]
+        outputs = network_outputs(self.model, self.x[:1]).shape[1]
+        return constant_outputs(self.loss_fn, self.y[sees], outputs, weights)
+
+    def _epochs(self, train_epoch: Callable[[], bool], report: Report | None) -> None:
+        """Repeat an epoch, which returns whether to stop."""
+        out = self.outcome
+        while out.epochs < self.config.max_iter and not out.stopped:
+            out.stopped = train_epoch()
+            if report is not None:
+                report(out.epochs, out.losses[-1], out.reason)
+
+    def _run_until_flat(self, report: Report | None) -> None:
+        """Train until the training loss has not improved for a number of epochs."""
+        out, config = self.outcome, self.config
+        best, since = math.inf, 0
+
+        def follow() -> bool:
+            nonlocal best, since
+            self.train_epoch()
+            since = since + 1 if out.losses[-1] > best - config.tol else 0
+            best = min(best, out.losses[-1])
             out.reason = (
                 f"training loss not {config.tol:g} lower for {since} epochs"
                 if since
                 else "the training loss still falls"
             )
-            if since > config.n_iter_no_change:
-                rates = [group["lr"] for group in self.optimizer.param_groups]
-                slower = config.solver == "sgd" and config.learning_rate == "adaptive"
-                if slower and rates[0] > 1e-6:
-                    since = 0
-                    for group in self.optimizer.param_groups:
-                        group["lr"] /= 5
-                else:
-                    out.stopped = True
-            tell(out.epochs, loss, out.reason)
+            if since <= config.n_iter_no_change:
+                return False
+            adaptive = config.solver == "sgd" and config.learning_rate == "adaptive"
+            if not adaptive or self.optimizer.param_groups[0]["lr"] <= 1e-6:
+                return True
+            since = 0
+            for group in self.optimizer.param_groups:
+                group["lr"] /= 5
+            return False
+
+        self._epochs(follow, report)
         out.best_step = out.steps
 
-    def _by_evidence(self, tell: Report) -> None:
-        """Until the gradients of a whole epoch are as small as their error."""
-        out = self.outcome
-        out.evidence, self.passes.observe = [], True
-        with EvidenceStopping(self.model, estimator="exact") as rule:
-            while out.epochs < self.config.max_iter and not out.stopped:
-                before = out.steps
-                for _ in self.steps():
-                    pass
-                out.stopped = rule.take(self.passes.moments(), out.steps - before)
-                out.evidence.append(rule.criterion)
-                out.reason = rule.reason
-                tell(out.epochs, out.losses[-1], rule.reason)
-        out.history, out.best_step = rule.history, out.steps
-
-    def _by_validation(self, held_out: Any, tell: Report) -> None:
-        """Until the loss on rows that were held out has not improved for a while."""
+    def _run_validation(self, held_out: Any, report: Report | None) -> None:
+        """Train until the loss on held-out rows has not improved for a number of epochs."""
         out, config = self.outcome, self.config
         with ValidationStopping(
             self.model,
@@ -276,69 +370,58 @@ class Trainer:
             patience=config.n_iter_no_change,
             improvement=config.tol,
         ) as rule:
-            while out.epochs < config.max_iter and not out.stopped:
-                for _ in self.steps():
-                    pass
-                out.stopped = rule.step()
+
+            def follow() -> bool:
+                self.train_epoch()
+                stop = rule.step()
                 out.reason = rule.reason.replace("step", "epoch")
-                tell(out.epochs, out.losses[-1], out.reason)
+                return stop
+
+            self._epochs(follow, report)
             if rule.best_step is None:
                 raise HeldinError("the validation loss was never finite; scale the inputs")
             rule.restore()
         out.history = rule.history
         out.best_step = rule.best_step * (out.steps // out.epochs)
 
-    def _by_estimate(self, wanted: str, tell: Report) -> None:
-        """Until the estimated test loss has passed its lowest value.
 
-        For several networks, and for what the estimators do with folds, see
-        `heldin.tables.committee`.
-        """
-        out = self.outcome
-        options: dict[str, Any] = {"sample_weight": self.weights, "seed": self.seed % 2**31}
-        options["process_group"] = None  # each process fits its own
-        name: Any = wanted
-        data = (self.x, self.y)
-        with (
-            warnings.catch_warnings()
-        ):  # whole weights make copies, and equal rows are separate here
-            warnings.filterwarnings("ignore", ".*have an exact copy", HeldinWarning)
-            rule = stopping(name, self.model, self.optimizer, self.loss_fn, data, **options)
-        out.rule, out.chosen = rule.name, rule.reason_chosen
-        follow = self._inside if isinstance(rule, (FoldStopping, ShadowStopping)) else self._beside
-        with rule:
-            while out.epochs < self.config.max_iter and not rule.should_stop:
-                follow(rule)
-                tell(out.epochs, out.losses[-1], rule.reason)
-        out.stopped, out.reason = rule.should_stop, rule.reason
-        out.converged = sum(record.step > rule.best_step for record in rule.history) >= TURNED
-        out.best_step, out.history = rule.best_step, rule.history
-        out.estimate, out.standard_error = rule.estimate, rule.standard_error
+def widening(rows: int) -> float:
+    """Return the factor on a plain standard error over this number of rows.
 
-    def _inside(self, rule: Any) -> None:
-        """An epoch in which the model is trained in one stack with its shadows."""
-        rule.train(
-            self.rows,
-            max_steps=self.outcome.steps + -(-len(self.y) // self.rows),
-            shuffle=self.config.shuffle,
-            generator=self.generator,
-        )
-        self.outcome.steps = rule._step
-        self.end_epoch(self.mean_loss(self.x, self.y, self.weights))
+    >>> round(widening(50), 2), round(widening(500), 2)
+    (1.42, 1.22)
+    """
+    return WIDENING * math.sqrt(1 + FEW_ROWS / max(rows, 1))
 
-    def _beside(self, rule: Any) -> None:
-        """An epoch that the rule only looks at."""
-        for index in self.steps():
-            if rule.step(indices=index):
-                self.end_epoch(self.mean_loss(self.x, self.y, self.weights))
-                return
+
+def _standard_error(best: Estimate, row_losses: Tensor, groups: Tensor | None) -> float:
+    """Return the standard error of an estimate whose row losses depend on each other in groups.
+
+    It is at least that of rows of which one has twice the mean loss, because a few rows may happen
+    to have equal losses.
+
+    >>> best = Estimate(1, 2.0, 0.5, 1.0)
+    >>> _standard_error(best, torch.tensor([1.0, 1.0, 3.0, 3.0] * 20), torch.arange(80) // 2)
+    0.707...
+    """
+    deviations = row_losses - row_losses.mean()
+    ratio = 1.0
+    if groups is not None:
+        _, which = groups.unique(return_inverse=True)
+        sums = deviations.new_zeros(int(which.max()) + 1).index_add_(0, which, deviations)
+        squares = float(deviations.square().sum())
+        ratio = math.sqrt(float(sums.square().sum()) / squares) if squares else 1.0
+    rows = len(row_losses) if groups is None else len(sums)
+    least = best.estimate / math.sqrt(max(1, rows * (rows - 1))) * widening(rows)
+    error = best.standard_error * ratio
+    return least if math.isnan(error) else max(error, least)
 
 
 def in_units(history: EstimateHistory, unit: float) -> EstimateHistory:
-    """The same history, of losses that are so many times as large."""
-    found = EstimateHistory(history.rule)
+    """Return the history with all losses multiplied by `unit`."""
+    scaled = EstimateHistory(history.rule)
     for r in history:
         error = r.standard_error * unit
-        found.append(Estimate(r.step, r.estimate * unit, error, r.training_loss * unit))
-    found.best_step, found.stopped_step = history.best_step, history.stopped_step
-    return found
+        scaled.append(Estimate(r.step, r.estimate * unit, error, r.training_loss * unit))
+    scaled.best_step, scaled.stopped_step = history.best_step, history.stopped_step
+    return scaled

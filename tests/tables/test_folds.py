@@ -1,8 +1,7 @@
-"""Committees: trained in lock-step, honest about rows out of fold, never worse than a constant."""
+"""Estimators with folds: one network by heldin.EarlyStopping, estimates from rows out of fold."""
 
 from __future__ import annotations
 
-import copy
 import pickle
 import warnings
 from typing import Any
@@ -12,19 +11,19 @@ import torch
 from torch import nn
 
 import heldin
-from heldin.rules.estimated.losses import RowLoss
-from heldin.tables.assess import assess, prediction_losses
-from heldin.tables.committee import Committee, Folds, drawn_folds, train_committee
-from heldin.tables.mlp import build_network, constant_outputs, predictions, start_at
+from heldin.shadows.labels import fold_labels
+from heldin.tables.mlp import build_network, constant_outputs, start_at
+from heldin.tables.trainer import Trainer, TrainingConfig
 
 pytest.importorskip("sklearn")
 
 import numpy as np
 from scipy.special import expit
 from sklearn import metrics
-from sklearn.model_selection import GroupKFold, TimeSeriesSplit
+from sklearn.model_selection import GroupKFold, KFold, RepeatedKFold, TimeSeriesSplit
 
-from heldin.sklearn import LinearRegression, LogisticRegression, MLPClassifier, MLPRegressor
+from heldin.sklearn import MLPClassifier, MLPRegressor
+from heldin.sklearn.inputs import find_copies
 
 pytestmark = pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
 QUICK: dict[str, Any] = {"max_iter": 60, "learning_rate_init": 0.02, "random_state": 0}
@@ -53,89 +52,60 @@ def signal(n: int = 120, seed: int = 0) -> tuple[Any, Any, Any]:
     return X, (rng.random(n) < expit(score)).astype(int), score + rng.normal(size=n)
 
 
-# -- training against plain loops
+# -- the network
 
 
-@pytest.mark.parametrize("kind", list(LOSSES))
-@pytest.mark.parametrize("weighted", [False, True])
-def test_members_take_the_steps_of_networks_trained_alone(kind: str, weighted: bool) -> None:
-    x, y, size = rows(kind)
-    n, members = len(x), 4
-    weights = torch.linspace(0.5, 1.5, n, dtype=torch.float64) if weighted else None
-    folds = drawn_folds(n, members, seed=1, folds=3)
-    starts = [
-        build_network([3, 5, size], "tanh", generator=torch.Generator().manual_seed(k))
-        for k in range(members)
-    ]
-    twins = copy.deepcopy(starts)
-    loss_fn = LOSSES[kind]
-    optimizer = torch.optim.AdamW(starts[-1].parameters(), 0.01, weight_decay=0.3)
-    with torch.no_grad():
-        loss = RowLoss.of(loss_fn, starts[-1](x[:4]), y[:4])
-    committee = Committee(starts, optimizer, loss, x, y, weights, folds, seed=0)
-    order = torch.Generator().manual_seed(5)
-    batches = [b for _ in range(5) for b in torch.randperm(n, generator=order).split(16)]
-    committee.epoch(batches)
-    assert committee.step == len(batches)
-    for k, twin in enumerate(twins):
-        own = torch.optim.AdamW(twin.parameters(), 0.01, weight_decay=0.3)
-        for index in batches:
-            seen = index[folds.sees[k, index]]
-            own.zero_grad()
-            losses = loss.per_row(twin(x[seen]), y[seen])
-            (losses if weights is None else losses * weights[seen]).mean().backward()
-            own.step()
-        found = committee.weights_of(k)
-        for name, parameter in twin.named_parameters():
-            assert torch.allclose(found[name], parameter, atol=1e-9)
-    # the last check: every row on the member that has not seen it
-    if committee.history.last().step == committee.step:
-        held = torch.empty(n, dtype=torch.float64)
-        with torch.no_grad():
-            for k, twin in enumerate(twins[:-1]):
-                mine = folds.judges[k]
-                held[mine] = loss.per_row(twin(x[mine]), y[mine])
-        held = held if weights is None else held * weights
-        assert committee.history.last().estimate == pytest.approx(float(held.mean()))
-    else:
-        pytest.fail("choose a number of steps that is on the grid of checks")
+@pytest.mark.parametrize("solver", ["adam", "sgd"])
+@pytest.mark.parametrize("kind", ["two", "classes", "numbers"])
+def test_the_network_is_that_of_early_stopping(kind: str, solver: str) -> None:
+    """Weights of rows, folds, steps, temperature and estimate are those of the rule."""
+    x, y, size = rows(kind, 60)
+    X = np.clip((x.numpy() - x.numpy().mean(0)) / x.numpy().std(0), -4, 4)
+    weights = np.linspace(0.5, 1.5, 60)
+    weights /= weights.mean()
+    options: dict[str, Any] = {"solver": solver, "batch_size": 16, "standardize": False, **QUICK}
+    kind_of_estimator = MLPRegressor if kind == "numbers" else MLPClassifier
+    estimator = kind_of_estimator((5,), "tanh", **options)
+    labels = y.numpy().ravel()
+    estimator.fit(X, labels, sample_weight=weights)
+    order = np.array([np.flatnonzero((row == X).all(1))[0] for row in estimator_order(X, labels)])
+    seed = int(np.random.RandomState(0).randint(2**31))
+    model = build_network([3, 5, size], "tanh", generator=torch.Generator().manual_seed(seed))
+    inputs, targets = torch.from_numpy(X[order]), y[order]
+    row_weights = torch.from_numpy(weights[order])
+    start_at(model, constant_outputs(LOSSES[kind], targets, size, row_weights))
+    config = TrainingConfig(solver, weight_decay=0.3, batch_size=16, learning_rate_init=0.02)
+    classes = None if kind == "numbers" else targets.ravel().long()
+    stopping = heldin.EarlyStopping(
+        model,
+        config.optimizer(model, 16),
+        LOSSES[kind],
+        (inputs, targets),
+        heldin.rules.Folds(folds=fold_labels(60, 10, seed, None, classes)),
+        sample_weight=row_weights,
+        seed=seed,
+    )
+    folds, constants = stopping.rule.folds, []
+    for number in range(10):
+        seen = folds != number
+        constants.append(constant_outputs(LOSSES[kind], targets[seen], size, row_weights[seen]))
+    stopping._start_shadows([{"2.bias": constant} for constant in constants])
+    stopping.fit(16, 60, generator=torch.Generator().manual_seed(seed))
+    assert estimator.best_step_ == stopping.best_step > 0
+    np.testing.assert_allclose(estimator.coefs_[0], model[0].weight.detach().T, rtol=1e-9)
+    np.testing.assert_allclose(estimator.coefs_[1], model[2].weight.detach().T, rtol=1e-9)
+    assert estimator.estimate_ == pytest.approx(stopping.estimates["loss"].value)
+    assert estimator.shrinkage_ == pytest.approx(1 - 1 / stopping.temperature)
+    outputs = stopping.out_of_fold.outputs.double()
+    expected = {"numbers": outputs, "two": outputs.sigmoid(), "classes": outputs.softmax(1)}[kind]
+    found = estimator.oof_predictions_[order].reshape(60, -1)
+    found = found[:, 1:] if kind == "two" else found
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
-def test_folds_are_drawn_anew() -> None:
-    folds = drawn_folds(20, 11, seed=0)
-    assert len(folds) == 11
-    assert folds.sees[-1].all()
-    assert torch.equal(folds.judges, ~folds.sees)
-    assert folds.judges.sum(0).tolist() == [2] * 20  # twice five folds
-    assert not torch.equal(folds.sees[:5], folds.sees[5:10])
-    groups = torch.arange(20) // 4
-    for row in drawn_folds(20, 6, 0, groups).judges:
-        assert all(len(row[groups == g].unique()) == 1 for g in range(5))
-    classes = torch.tensor([0] * 15 + [1] * 5)
-    assert drawn_folds(20, 6, 0, stratify=classes).judges[:5, 15:].sum(1).tolist() == [1] * 5
-
-
-def test_rows_that_a_member_neither_sees_nor_judges() -> None:
-    splits = [
-        (torch.as_tensor(a), torch.as_tensor(b))
-        for a, b in TimeSeriesSplit(3).split(np.zeros((12, 1)))
-    ]
-    folds = Folds.of(splits, 12, 4)
-    for sees, judges in zip(folds.sees[:-1], folds.judges[:-1], strict=True):
-        assert sees.nonzero().max() < judges.nonzero().min()
-    assert folds.judged.tolist() == [False] * 3 + [True] * 9
-
-
-# -- what rows out of fold say
-
-
-@pytest.mark.parametrize("kind", list(LOSSES))
-def test_losses_of_predictions_are_those_of_outputs(kind: str) -> None:
-    x, y, size = rows(kind)
-    outputs = torch.randn(len(x), size, dtype=torch.float64)
-    loss_fn = LOSSES[kind]
-    found = prediction_losses(loss_fn, predictions(loss_fn, outputs), y)
-    assert float(found.mean()) == pytest.approx(float(loss_fn(outputs, y)))
+def estimator_order(X: Any, y: Any) -> Any:
+    """Return the rows as the estimators sort them."""
+    return X[find_copies(X, y.astype(float)).first]
 
 
 @pytest.mark.parametrize("kind", list(LOSSES))
@@ -148,9 +118,11 @@ def test_the_constant_is_the_best_constant(kind: str) -> None:
     start_at(model, best)
     assert torch.allclose(model(x), best.expand(len(x), size))
 
+    per_row = type(loss_fn)(reduction="none")
+
     def loss(outputs: torch.Tensor) -> float:
-        shown = predictions(loss_fn, outputs.expand(len(x), size))
-        return float((prediction_losses(loss_fn, shown, y) * weights).mean())
+        losses = per_row(outputs.expand(len(x), size), y).reshape(len(x))
+        return float((losses * weights).mean())
 
     for number in range(size):
         for move in (-0.01, 0.01):
@@ -166,98 +138,53 @@ def test_a_class_that_is_missing_has_a_share() -> None:
     assert constant_outputs(nn.BCEWithLogitsLoss(), torch.ones(4, 1), 1, None).isfinite().all()
 
 
-def test_the_share_is_the_best_one_and_the_estimate_that_of_the_mean() -> None:
-    generator = torch.Generator().manual_seed(0)
-    n, members = 4000, 6
-    folds = drawn_folds(n, members, seed=0)
-    truth = torch.randn(n, 1, dtype=torch.float64, generator=generator)
-    y = truth + 0.1 * torch.randn(n, 1, dtype=torch.float64, generator=generator)
-    noise = torch.randn(members, n, 1, dtype=torch.float64, generator=generator)
-    found = assess(
-        nn.MSELoss(),
-        truth + noise,  # a member alone is right by half, so half of it is the best
-        torch.zeros(members, 1, dtype=torch.float64),
-        folds.judges,
-        y,
-        None,
-        together=True,
-    )
-    assert found.share == pytest.approx(0.5, abs=0.1)
-    assert found.constant == pytest.approx(float(y.square().mean()))
-    mean = found.share * (truth + noise).mean(0)
-    assert found.estimate == pytest.approx(float((mean - y).square().mean()), rel=0.15)
-    alone = assess(
-        nn.MSELoss(), truth + noise, torch.zeros(members, 1), folds.judges, y, None, together=False
-    )
-    judged = torch.where(folds.judges.unsqueeze(-1), truth + noise, 0.0).sum(0)
-    assert torch.allclose(alone.predictions, found.share * judged)
-    assert alone.estimate == pytest.approx(float((found.share * judged - y).square().mean()))
-    assert alone.estimate > found.estimate
-    useless = assess(
-        nn.MSELoss(), 3 * noise, torch.zeros(members, 1), folds.judges, y, None, together=True
-    )
-    assert useless.share <= 0.05
-
-
 # -- estimators
 
 
-def test_all_networks_predict() -> None:
+def test_one_network_predicts() -> None:
     X, labels, numbers = signal()
     model = MLPClassifier((6,), **QUICK).fit(X, labels)
-    assert len(model.members_) == 6
-    assert model.coefs_[0] is model.members_[-1][0][0]
     scaled = np.clip((X - X.mean(0)) / X.std(0), -4, 4)
 
-    def outputs(layers: Any, units: Any) -> Any:
-        (first, one), (second, two) = layers
-        return units(scaled @ first + one) @ second + two
-
-    def relu(values: Any) -> Any:
-        return np.maximum(values, 0)
+    def outputs(model: Any, units: Any) -> Any:
+        first, second = model.coefs_
+        return units(scaled @ first + model.intercepts_[0]) @ second + model.intercepts_[1]
 
     assert model.activation_ == "tanh"
-    shares = np.mean([expit(outputs(layers, np.tanh)) for layers in model.members_], axis=0)
+    shares = expit(outputs(model, np.tanh))
     np.testing.assert_allclose(model.predict_proba(X)[:, 1:], shares, rtol=1e-9)
-    assert not np.allclose(model.members_[0][0][0], model.members_[1][0][0])
     again = pickle.loads(pickle.dumps(model))
     np.testing.assert_array_equal(again.predict_proba(X), model.predict_proba(X))
     line = MLPRegressor((6,), **QUICK).fit(X, numbers)
     assert line.activation_ == "relu"
-    mean = np.mean([outputs(layers, relu)[:, 0] for layers in line.members_], axis=0)
-    np.testing.assert_allclose(line.predict(X), mean, rtol=1e-9)
-    assert line.loss_ == pytest.approx(np.mean((mean - numbers) ** 2), rel=1e-4)
-    assert len(MLPClassifier((6,), committee=11, **QUICK).fit(X, labels).members_) == 11
-    alone = MLPClassifier((6,), committee=1, **QUICK).fit(X, labels)
-    assert len(alone.members_) == 1
-    assert alone.stopping_rule_ == "folds"
+    predicted = outputs(line, lambda values: np.maximum(values, 0))[:, 0]
+    np.testing.assert_allclose(line.predict(X), predicted, rtol=1e-9)
+    assert line.loss_ == pytest.approx(np.mean((predicted - numbers) ** 2), rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("rows", "committee", "members", "missed"),
-    [(100, "auto", 11, 10), (101, "auto", 6, 21), (100, 3, 3, 50), (100, 6, 6, 20), (60, 1, 1, 6)],
-)
-def test_every_row_is_new_to_a_network(
-    rows: int, committee: Any, members: int, missed: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("rows", "cv", "missed"), [(100, None, 10), (101, None, 21), (60, 3, 20)])
+def test_every_row_is_new_to_a_shadow(
+    rows: int, cv: int | None, missed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Up to a hundred rows a tenth of them is missed, or as few as the number asked for allows."""
+    """Up to a hundred rows a shadow misses a tenth of them."""
     X, _, numbers = signal(rows)
-    drawn = []
+    plans = []
+    run_folds = Trainer.run_folds
 
-    def spy(trainer: Any, starts: Any, folds: Any, **options: Any) -> Any:
-        drawn.append(folds)
-        return train_committee(trainer, starts, folds, **options)
+    def spy(self: Trainer, plan: Any, report: Any) -> Any:
+        plans.append(plan)
+        return run_folds(self, plan, report)
 
-    monkeypatch.setattr("heldin.sklearn.base.train_committee", spy)
-    model = MLPRegressor((4,), committee=committee, **QUICK).fit(X, numbers)
-    assert len(model.members_) == members
+    monkeypatch.setattr(Trainer, "run_folds", spy)
+    model = MLPRegressor((4,), cv=cv, **QUICK).fit(X, numbers)
     assert np.isfinite(model.oof_predictions_).all()
-    assert int((~drawn[0].sees).sum(1).max()) == missed
+    assert int((~plans[0].sees).sum(1).max()) == missed
+    assert (~plans[0].sees).sum(0).tolist() == [1] * rows
 
 
 def test_units_are_bounded_for_few_rows_of_classes() -> None:
     X, labels, numbers = signal(301)
-    options = {**QUICK, "max_iter": 2, "learning_rate_init": 1e-3}
+    options: dict[str, Any] = {**QUICK, "max_iter": 2, "learning_rate_init": 1e-3}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         few = MLPClassifier((4,), **options).fit(X[:300], labels[:300])
@@ -274,7 +201,7 @@ def test_a_hundred_thousand_rows() -> None:
     rng = np.random.default_rng(0)
     X = rng.normal(size=(100_000, 4)).astype(np.float32)
     y = X[:, 0] + rng.normal(size=100_000) > 0
-    options = {"max_iter": 2, "batch_size": 5000, "random_state": 0}
+    options: dict[str, Any] = {"max_iter": 2, "batch_size": 5000, "random_state": 0}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = MLPClassifier((4,), learning_rate_init=0.05, **options).fit(X, y)
@@ -288,10 +215,8 @@ def test_standardised_inputs_are_trained_in_single_precision() -> None:
     """What is kept, and what is predicted, has the precision of the inputs."""
     X, labels, numbers = signal()
     model = MLPRegressor((6,), **QUICK).fit(X, 1e8 + numbers)
-    assert {part.dtype for layers in model.members_ for layer in layers for part in layer} == {
-        np.dtype(np.float64)
-    }
-    first = model.members_[0][0][0]
+    assert {part.dtype for part in model.coefs_} == {np.dtype(np.float64)}
+    first = model.coefs_[0]
     np.testing.assert_array_equal(first, first.astype(np.float32))
     plain = MLPRegressor((6,), **QUICK).fit(X, numbers)
     np.testing.assert_allclose(model.predict(X) - 1e8, plain.predict(X), atol=0.05)
@@ -299,22 +224,22 @@ def test_standardised_inputs_are_trained_in_single_precision() -> None:
     assert (raw != raw.astype(np.float32)).any()
 
 
-def test_warm_start_goes_on_with_every_member() -> None:
+def test_a_network_that_has_seen_every_row_has_no_new_fold() -> None:
     X, labels, _ = signal()
     model = MLPClassifier((6,), warm_start=True, **QUICK).fit(X, labels)
-    before = [layers[0][0].copy() for layers in model.members_]
-    model.set_params(max_iter=1, learning_rate_init=1e-12).fit(X, labels)
-    for old, layers in zip(before, model.members_, strict=True):
-        np.testing.assert_allclose(layers[0][0], old, atol=1e-8)
+    with pytest.raises(heldin.HeldinError, match="has seen every row, and no fold is new to it"):
+        model.fit(X, labels)
 
 
-@pytest.mark.parametrize("kind", [MLPClassifier, MLPRegressor, LogisticRegression])
-def test_noise_is_predicted_by_a_constant(kind: Any) -> None:
+@pytest.mark.parametrize(
+    ("kind", "hidden"), [(MLPClassifier, (100,)), (MLPRegressor, (100,)), (MLPClassifier, ())]
+)
+def test_noise_is_predicted_by_a_constant(kind: Any, hidden: tuple[int, ...]) -> None:
     rng = np.random.default_rng(1)
     X, y = rng.normal(size=(60, 20)), rng.random(60) < 0.3
     y = y.astype(float) if kind is MLPRegressor else y
     with pytest.warns(heldin.HeldinWarning, match="no better than a constant"):
-        model = kind(**QUICK).fit(X, y)
+        model = kind(hidden, **QUICK).fit(X, y)
     assert model.shrinkage_ == 1
     new = 100 * rng.normal(size=(5, 20))
     found = model.predict(new) if kind is MLPRegressor else model.predict_proba(new)[:, 1]
@@ -324,7 +249,7 @@ def test_noise_is_predicted_by_a_constant(kind: Any) -> None:
 def test_linear_models_start_at_the_constant() -> None:
     X, labels, _ = signal()
     rare = labels * (np.arange(len(labels)) % 4 == 0)
-    model = LogisticRegression(early_stopping=False, max_iter=1, learning_rate_init=1e-12)
+    model = MLPClassifier((), early_stopping=False, max_iter=1, learning_rate_init=1e-12)
     model.fit(X, rare)
     np.testing.assert_allclose(model.predict_proba(X)[:, 1], rare.mean(), rtol=1e-6)
 
@@ -336,7 +261,7 @@ def test_predictions_out_of_fold_have_the_order_of_the_rows() -> None:
     X, labels, numbers = signal()
     weights = np.ones(len(X))
     weights[[3, 8]] = 0, 2
-    for kind, y in ((MLPClassifier, labels), (MLPRegressor, numbers), (LinearRegression, numbers)):
+    for kind, y in ((MLPClassifier, labels), (MLPRegressor, numbers)):
         model = kind(**QUICK).fit(X, y, sample_weight=weights)
         found = model.oof_predictions_
         assert len(found) == len(X)
@@ -354,10 +279,11 @@ def test_a_prediction_out_of_fold_does_not_know_its_row() -> None:
     """Labels are in no relation to inputs that tell every row: in-sample fits are perfect."""
     rng = np.random.default_rng(0)
     X, y = rng.normal(size=(80, 40)), rng.normal(size=80)
-    model = MLPRegressor((30,), committee=1, max_iter=300, random_state=0)
+    model = MLPRegressor((30,), max_iter=300, random_state=0)
     with pytest.warns(heldin.HeldinWarning, match="no better than a constant"):
         model.fit(X, y)
-    assert abs(np.corrcoef(model.oof_predictions_, y)[0, 1]) < 0.6
+    predictions_out_of_fold: Any = model.oof_predictions_
+    assert abs(np.corrcoef(predictions_out_of_fold, y)[0, 1]) < 0.6
 
 
 def test_scores_are_those_of_scikit_learn() -> None:
@@ -391,12 +317,11 @@ def test_groups_are_kept_together() -> None:
     X = np.repeat(centres, 4, 0) + 0.01 * rng.normal(size=(120, 5))
     y = np.repeat(rng.normal(size=30), 4)
     groups = np.repeat([f"patient {i}" for i in range(30)], 4)
-    options = {"max_iter": 200, "learning_rate_init": 0.02, "random_state": 0}
+    options: dict[str, Any] = {"max_iter": 200, "learning_rate_init": 0.02, "random_state": 0}
     blind = MLPRegressor((30,), **options).fit(X, y)
     aware = MLPRegressor((30,), **options).fit(X, y, groups=groups)
     assert aware.estimate_ > 1.5 * blind.estimate_
     split = MLPRegressor((30,), cv=GroupKFold(3), **options).fit(X, y, groups=groups)
-    assert len(split.members_) == 4
     with pytest.raises(heldin.HeldinError, match="all rows are in one group"):
         MLPRegressor((30,), **options).fit(X, y, groups=np.zeros(120))
     assert split.estimate_ > 1.5 * blind.estimate_
@@ -405,21 +330,56 @@ def test_groups_are_kept_together() -> None:
 def test_folds_may_be_in_the_order_of_time() -> None:
     X, labels, _ = signal()
     model = MLPClassifier((6,), cv=TimeSeriesSplit(4), **QUICK).fit(X, labels)
-    assert len(model.members_) == 5
     assert np.isnan(model.oof_predictions_[:24]).all()
     assert np.isfinite(model.oof_predictions_[24:]).all()
-    assert len(MLPClassifier((6,), cv=3, **QUICK).fit(X, labels).members_) == 4
+    with pytest.raises(heldin.HeldinError, match="is tested by two splits"):
+        MLPClassifier((6,), cv=RepeatedKFold(), **QUICK).fit(X, labels)
+    splits = [*KFold(4).split(X)]
+    with pytest.raises(heldin.HeldinError, match="folds tears groups apart"):
+        MLPClassifier((6,), cv=splits, **QUICK).fit(X, labels, groups=np.arange(120) // 7)
+
+
+def test_rows_in_time_are_split_as_by_scikit_learn() -> None:
+    X, labels, _ = signal()
+    model = MLPClassifier((6,), cv=TimeSeriesSplit(4), **QUICK).fit(X, labels)
+    order = np.random.default_rng(0).permutation(len(X))
+    shuffled = MLPClassifier((6,), cv=4, **QUICK).fit(X[order], labels[order], time=order)
+    assert np.array_equal(shuffled.oof_predictions_, model.oof_predictions_[order], equal_nan=True)
+    assert shuffled.estimate_ == model.estimate_
+    assert shuffled.estimate_error_ != model.estimate_error_  # by stretches of time
+
+
+def test_many_rows_in_time_have_one_shadow_of_the_last_block() -> None:
+    X, labels, _ = signal(1200)
+    model = MLPClassifier((4,), max_iter=2, random_state=0).fit(X, labels, time=range(1200))
+    tested = np.isfinite(model.oof_predictions_).reshape(1200, -1).all(1)
+    assert np.flatnonzero(tested).tolist() == [*range(1000, 1200)]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "options", "message"),
+    [
+        ({"early_stopping": "validation"}, {}, "time needs folds"),
+        ({"cv": TimeSeriesSplit(3)}, {}, "leave groups out, cv a number"),
+        ({}, {"groups": range(30)}, "leave groups out, cv a number"),
+        ({"cv": 40}, {}, "30 different times, which do not fill 41 blocks"),
+    ],
+)
+def test_what_time_excludes_is_refused(
+    parameters: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
+    X, labels, _ = signal(30)
+    with pytest.raises(heldin.HeldinError, match=message):
+        MLPClassifier((4,), **parameters).fit(X, labels, time=range(30), **options)
 
 
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
-        ({"committee": 2}, "committee must be 'auto', 1, or a whole number above 2"),
-        ({"committee": 6, "early_stopping": "evidence"}, "committee=6 needs folds"),
-        ({"cv": 3, "early_stopping": "shadow"}, "cv=3 needs folds"),
-        ({"cv": 1}, "cv must be None, a number of folds"),
+        ({"cv": 3, "early_stopping": "validation"}, "cv=3 needs folds"),
+        ({"cv": 1}, "'cv' parameter of MLPClassifier must be"),
         ({"alpha": 0.1, "weight_decay": 0.1}, "give one of them"),
-        ({"standardize": 1}, "standardize must be True or False"),
+        ({"standardize": 1}, "'standardize' parameter of MLPClassifier must be"),
     ],
 )
 def test_what_cannot_be_is_refused(parameters: dict[str, Any], message: str) -> None:
@@ -428,3 +388,14 @@ def test_what_cannot_be_is_refused(parameters: dict[str, Any], message: str) -> 
         MLPClassifier((4,), **parameters).fit(X, labels)
     with pytest.raises(heldin.HeldinError, match="groups need folds"):
         MLPClassifier((4,), early_stopping="evidence").fit(X, labels, groups=labels)
+
+
+def test_a_shadow_starts_at_the_constant_of_the_rows_that_it_sees() -> None:
+    """Later rows are higher: a mean that knew of them would have a lower loss."""
+    X, y = np.random.default_rng(0).normal(size=(60, 2)), np.arange(60.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = MLPRegressor((3,), cv=3, max_iter=1, random_state=0).fit(X, y, time=y)
+    past = [y[: 15 * k].mean() for k in (1, 2, 3)]
+    losses = [np.mean((y[15 * k : 15 * k + 15] - past[k - 1]) ** 2) for k in (1, 2, 3)]
+    assert model.estimate_curve_[0] == pytest.approx(np.mean(losses), rel=1e-5)

@@ -1,0 +1,242 @@
+"""Rows that repeat, sample weights, few rows, extreme numbers: the estimators stay honest."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sklearn")
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.model_selection import KFold
+
+import heldin
+from heldin.sklearn import MLPClassifier, MLPRegressor
+from heldin.sklearn.inputs import find_copies, join_groups
+from heldin.sklearn.scores import class_scores, number_scores
+from heldin.tables.trainer import Trainer
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning"),
+    pytest.mark.filterwarnings("ignore:.*no better than a constant:heldin.HeldinWarning"),
+]
+OPTIONS: dict[str, Any] = {"max_iter": 300, "random_state": 0}
+CHANCE = np.log(2)
+
+
+def coin_flips(n: int = 60) -> tuple[Any, Any]:
+    """Inputs that say nothing about the labels."""
+    rng = np.random.default_rng(0)
+    return rng.normal(size=(n, 5)), rng.integers(0, 2, n)
+
+
+# -- copies and weights
+
+
+@pytest.mark.parametrize("options", [{}, {"shuffle": False}, {"early_stopping": "folds"}])
+def test_copies_do_not_leak_between_folds(options: dict[str, Any]) -> None:
+    X, y = coin_flips()
+    model = MLPClassifier(**OPTIONS, **options).fit(X.repeat(4, 0), y.repeat(4))
+    assert model.n_copies_ == 180
+    assert model.estimate_ > CHANCE - 2 * model.estimate_error_
+    assert model.estimates_["accuracy"].low < 0.5
+    assert model.oof_predictions_.shape == (240, 2)
+    np.testing.assert_array_equal(model.oof_predictions_[::4], model.oof_predictions_[1::4])
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_copies_share_a_part_of_a_validation_split(
+    shuffle: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(0)
+    X, y = rng.normal(size=(40, 3)).repeat(4, 0), rng.integers(0, 2, 40).repeat(4)
+    parts: list[set[bytes]] = []
+    run = Trainer.run
+
+    def spy(self: Trainer, rule: str, held_out: Any, report: Any) -> Any:
+        for rows in (self.x, held_out[0]):
+            parts.append({row.tobytes() for row in rows[slice(None)].numpy()})
+        return run(self, rule, held_out, report)
+
+    monkeypatch.setattr(Trainer, "run", spy)
+    options: dict[str, Any] = {"early_stopping": "validation", "max_iter": 3, "random_state": 0}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        MLPClassifier((4,), shuffle=shuffle, **options).fit(X, y)
+    trained, held_out = parts
+    assert (len(trained), len(held_out)) == (36, 4)
+    assert not trained & held_out
+
+
+def test_copies_in_different_groups_share_a_fold() -> None:
+    X, y = coin_flips()
+    model = MLPClassifier(**OPTIONS).fit(X.repeat(4, 0), y.repeat(4), groups=np.arange(240) % 120)
+    assert model.estimate_ > CHANCE - 2 * model.estimate_error_
+
+
+def test_whole_sample_weights_do_not_leak_between_folds() -> None:
+    X, y = coin_flips()
+    weights = np.random.default_rng(1).integers(1, 20, len(y))
+    model = MLPClassifier(**OPTIONS).fit(X, y, sample_weight=weights)
+    assert model.estimate_ > CHANCE - 2 * model.estimate_error_
+    rare = MLPClassifier(**OPTIONS).fit(X, y, sample_weight=np.where(y, 9, 1))
+    share = 9 * y.sum() / (9 * y.sum() + (1 - y).sum())
+    constant = -(share * np.log(share) + (1 - share) * np.log(1 - share))
+    assert rare.estimate_ > constant - 2 * rare.estimate_error_
+
+
+def test_a_row_given_twice_is_a_row_of_weight_two() -> None:
+    X, y = coin_flips()
+    times = np.random.default_rng(0).integers(0, 4, len(y))
+    order = np.random.default_rng(1).permutation(len(y))
+    model = MLPClassifier(**OPTIONS, batch_size=20)
+    by_copies = model.fit(X.repeat(times, 0), y.repeat(times))
+    expected, scores = by_copies.predict_proba(X), by_copies.estimates_
+    by_weight = model.fit(X[order], y[order], sample_weight=times[order])
+    np.testing.assert_allclose(by_weight.predict_proba(X), expected, rtol=1e-12)
+    assert by_weight.estimates_["accuracy"] == pytest.approx(scores["accuracy"])
+
+
+def test_scores_weigh_rows_and_not_classes() -> None:
+    X, y = coin_flips()
+    weights = np.random.default_rng(2).uniform(0.1, 3, len(y))
+    model = MLPClassifier(**OPTIONS).fit(X, y, sample_weight=weights)
+    right = model.oof_predictions_.argmax(1) == y
+    assert model.estimates_["accuracy"].value == pytest.approx(np.average(right, weights=weights))
+    model = MLPClassifier(**OPTIONS, class_weight={0: 1, 1: 9}).fit(X, y)
+    right = model.oof_predictions_.argmax(1) == y
+    assert model.estimates_["accuracy"].value == pytest.approx(right.mean())
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10_000), n=st.integers(1, 40), columns=st.integers(1, 12))
+def test_copies_are_those_of_a_slow_search(seed: int, n: int, columns: int) -> None:
+    rng = np.random.default_rng(seed)
+    X = rng.integers(-1, 2, (n, columns)) * np.array(-1.0, [np.float32, np.float64][seed % 2])
+    y = rng.integers(0, 2, n)
+    rows = [(*row, label) for row, label in zip((X + 0.0).tolist(), y.tolist(), strict=True)]
+    found = find_copies(X, y)
+    assert found.extra == n - len(set(rows))
+    for row, which in zip(rows, found.which, strict=True):
+        assert rows[found.first[which]] == row
+    order = rng.permutation(n)
+    again = find_copies(X[order], y[order])
+    np.testing.assert_array_equal(X[order][again.first], X[found.first])
+
+
+@pytest.mark.parametrize("columns", [2, 5, 8])
+def test_rows_that_repeat_by_chance_are_separate(columns: int) -> None:
+    rng = np.random.default_rng(0)
+    X, y = rng.integers(0, 2, (2000, columns)).astype(float), rng.integers(0, 2, 2000)
+    assert find_copies(X, y).by_chance
+    several = find_copies(np.column_stack([X, rng.normal(size=2000)]).repeat(2, 0), y.repeat(2))
+    assert several.extra == 2000
+    assert not several.by_chance
+
+
+def test_groups_and_copies_are_joined() -> None:
+    groups, copies = np.array([0, 0, 1, 1, 2, 3]), np.array([0, 1, 1, 2, 3, 4])
+    assert join_groups(groups, copies).tolist() == [0, 0, 0, 0, 1, 2]
+
+
+# -- few rows, one class, extreme numbers
+
+
+@pytest.mark.parametrize("n", [4, 5, 6])
+def test_intervals_of_few_rows_have_a_width(n: int) -> None:
+    X, _ = coin_flips(n)
+    for y in (np.arange(n) % 2, (X[:, 0] > np.median(X[:, 0])).astype(int)):
+        model = MLPClassifier((3,), **OPTIONS).fit(X, y)
+        for value, low, high in model.estimates_.values():
+            assert low <= value <= high
+            assert high - low > 0.3
+    line = MLPRegressor((3,), **OPTIONS).fit(X, X[:, 0])
+    for value, low, high in line.estimates_.values():
+        assert low <= value <= high
+        assert high - low > 0.1 * abs(value)
+
+
+@pytest.mark.filterwarnings("ignore:.*no better than a constant")
+def test_equal_losses_of_few_rows_have_a_standard_error() -> None:
+    """Inputs without information: the class frequencies lose the same on every row."""
+    X, y = np.random.default_rng(2).normal(size=(8, 2)), np.arange(8) % 2
+    model = MLPClassifier((3,), max_iter=20, random_state=0, cv=4).fit(X, y)
+    assert model.shrinkage_ == 1
+    assert np.ptp(model.oof_predictions_[:, 1]) < 1e-6
+    assert model.estimate_error_ > 0.1
+
+
+def test_perfect_scores_have_an_interval() -> None:
+    for n in (4, 6, 20, 100):
+        codes = np.arange(n) % 2
+        sure = np.column_stack([1 - codes, codes]).astype(float)
+        for shares, value in ((sure, 1.0), (1 - sure, 0.0)):
+            for interval in class_scores(shares, codes).values():
+                assert interval.value == value
+                assert interval.high - interval.low > 1 / n
+    equally_wrong = number_scores(np.array([1.0, -1.0]), np.array([2.0, -2.0]))
+    assert all(high - low > 0.5 for _, low, high in equally_wrong.values())
+
+
+@pytest.mark.parametrize("n", [10, 40])
+def test_intervals_of_the_area_cover_it(n: int) -> None:
+    rng = np.random.default_rng(0)
+    truth, codes, covered = 0.9214, np.arange(n) % 2, 0  # two normals that lie two apart
+    for _ in range(400):
+        score = rng.normal(size=n) + 2 * codes
+        low, high = class_scores(np.column_stack([-score, score]), codes)["auc"][1:]
+        covered += low <= truth <= high
+    assert 0.92 < covered / 400 <= 1
+
+
+def test_a_constant_has_an_area_of_one_half() -> None:
+    X, y = coin_flips()
+    model = MLPClassifier(**OPTIONS).fit(X, y)
+    assert model.shrinkage_ == 1
+    assert model.estimates_["auc"].value == 0.5
+
+
+@pytest.mark.parametrize("kind", ["groups", "cv", "single row", "copies of a row"])
+def test_folds_that_leave_one_class_are_refused(kind: str) -> None:
+    X, _ = coin_flips(20)
+    y = np.repeat([0, 1], 10)
+    options: dict[str, Any] = {}
+    groups = y if kind == "groups" else None
+    if kind == "cv":
+        options["cv"] = KFold(2)
+    if kind in ("single row", "copies of a row"):
+        y = (np.arange(20) < 1 + 4 * (kind == "copies of a row")).astype(int)
+        X[:5] = X[0] if kind == "copies of a row" else X[:5]
+    with pytest.raises(
+        heldin.HeldinError, match="one fold leaves for training are all of one class"
+    ):
+        MLPClassifier((3,), **OPTIONS, **options).fit(X, y, groups=groups)
+
+
+@pytest.mark.parametrize("size", [1e-200, 1e154, 1e200, 1e300])
+@pytest.mark.parametrize("standardize", [True, False])
+def test_numbers_out_of_range_are_refused(size: float, standardize: bool) -> None:
+    X, _ = coin_flips(20)
+    model = MLPRegressor((3,), standardize=standardize, **OPTIONS)
+    with pytest.raises(heldin.HeldinError, match="squares that are out of range; divide them by"):
+        model.fit(X, size * X[:, 0])
+
+
+def test_inputs_out_of_range_are_refused() -> None:
+    X, y = coin_flips(20)
+    X[:, 2] *= 1e200
+    with pytest.raises(heldin.HeldinError, match="column 2 has numbers whose squares are out"):
+        MLPClassifier((3,), **OPTIONS).fit(X, y)
+
+
+def test_large_weights_are_those_divided() -> None:
+    X, y = coin_flips()
+    weights = np.random.default_rng(0).uniform(0.5, 1, len(y))
+    model = MLPClassifier((3,), **OPTIONS)
+    plain = model.fit(X, y, sample_weight=weights).estimates_
+    large = model.fit(X, y, sample_weight=2.0**1000 * weights).estimates_
+    assert plain["accuracy"] == pytest.approx(large["accuracy"])
