@@ -1,19 +1,86 @@
-"""Reports that are one file: templates, a style sheet and figures inside the page."""
+"""Reports in a single file: templates, a style sheet, charts, and their numbers as CSV."""
 
 from __future__ import annotations
 
+import base64
+import csv
 import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
+from html import escape
 from pathlib import Path
 from typing import Any
 
-__all__ = ["render", "svg"]
+from heldin.errors import HeldinError
+
+__all__ = ["Report", "Section", "Table", "csv_link", "render"]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of texts.
+
+    Attributes:
+        header: names of the columns; empty: the first cell of each row is its name.
+        rows: the texts.
+        shades: (rows, columns) numbers from 0 to 1 behind the cells; empty: none.
+    """
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    shades: Sequence[Sequence[float]] = ()
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a report.
+
+    Attributes:
+        title: heading.
+        text: a sentence below it.
+        charts: SVG elements, see `heldin.pages.charts`.
+        tables: below the charts.
+        files: names of files to their contents as links, see `csv_link`.
+    """
+
+    title: str
+    text: str = ""
+    charts: Sequence[str] = ()
+    tables: Sequence[Table] = ()
+    files: Mapping[str, str] = field(default_factory=dict)
+
+
+class Report(str):
+    """A report as the text of an HTML page; notebooks show it."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return f"<heldin report of {len(self):,} characters; save('run.html') writes it>"
+
+    def _repr_html_(self) -> str:
+        frame = "width: 100%; height: 40em; border: 1px solid #8888"
+        return f'<iframe srcdoc="{escape(self)}" style="{frame}"></iframe>'
+
+    def save(self, path: str | Path) -> Path:
+        """Write the page to a file that needs no network."""
+        path = Path(path)
+        if path.suffix not in (".html", ".htm"):
+            raise HeldinError(f"report: the name must end in .html, got {str(path)!r}")
+        try:
+            path.write_text(self, encoding="utf-8")
+        except OSError as error:
+            raise HeldinError(f"report: {path} cannot be written ({error})") from error
+        return path
 
 
 @cache
 def _environment() -> Any:
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
+    try:
+        from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    except ImportError as error:  # PyTorch requires it
+        raise HeldinError("a report needs jinja2: pip install jinja2") from error
     return Environment(
         loader=FileSystemLoader(Path(__file__).parent / "templates"),
         autoescape=True,
@@ -24,23 +91,25 @@ def _environment() -> Any:
     )
 
 
-def render(template: str, **values: Any) -> str:
-    """A page from one of the templates; values are escaped in HTML.
+def render(template: str, **values: Any) -> Report:
+    """Render a page from a template; values are escaped in HTML.
 
-    >>> page = render("fit.html", title="a < b", summary=[("rows", "80")], figure="", columns=[])
-    >>> "<h1>a &lt; b</h1>" in page, "<th>rows</th><td>80</td>" in page
-    (True, True)
+    >>> sections = [Section("Rows", tables=[Table([], [["a < b", "80"]])])]
+    >>> page = render("page.html", title="a", verdict="", sections=sections, advice=[])
+    >>> '<th scope="row">a &lt; b</th><td>80</td>' in page
+    True
     """
-    text: str = _environment().get_template(template).render(values)
-    return text
+    return Report(_environment().get_template(template).render(values))
 
 
-def svg(figure: Any) -> str:
-    """A matplotlib figure as an element of a page; the same figure gives the same text."""
-    import matplotlib
+def csv_link(columns: Mapping[str, Sequence[Any]]) -> str:
+    """Return columns of equal length as a CSV file inside of a link.
 
-    file = io.StringIO()
-    with matplotlib.rc_context({"svg.hashsalt": "heldin", "svg.fonttype": "none"}):
-        figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
-    text = file.getvalue()
-    return text[text.index("<svg") :]
+    >>> csv_link({"a": [1], "b": [2.5]})
+    'data:text/csv;base64,YSxiDQoxLDIuNQ0K'
+    """
+    file = io.StringIO(newline="")
+    writer = csv.writer(file)
+    writer.writerow(columns)
+    writer.writerows(zip(*columns.values(), strict=True))
+    return "data:text/csv;base64," + base64.b64encode(file.getvalue().encode()).decode()

@@ -1,86 +1,82 @@
-"""How far a run has come: a bar on a terminal or in a notebook, plain lines elsewhere."""
+"""The progress of a run: a bar on a terminal or in a notebook, plain lines elsewhere."""
 
 from __future__ import annotations
 
+import math
 import sys
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
-from heldin.errors import HeldinError
-
-__all__ = ["Live", "Watching"]
+__all__ = ["Live", "sparkline"]
 
 BETWEEN = 5.0  # seconds between two plain lines
-GLANCE = 0.25  # seconds between two looks at a run
+GLANCE = 0.2  # seconds between two updates of the bar
+BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 class Live:
-    """A bar with words beside it, or lines of the same words.
+    """A progress bar with a text beside it, or plain lines with the same text.
+
+    The bar is that of tqdm, if it is installed. Without it, or where the output goes into a file,
+    there is a line every few seconds, and one at the end.
 
     Args:
-        total: of what is counted, if known.
-        unit: what is counted.
-        console: a `rich.console.Console` (default: stderr).
-        between: seconds between two lines, where there is no terminal.
-        patient: without a terminal, say nothing of a run that is over before the first of them.
+        total: number of units at the end, if known.
+        file: where to write (default: stderr).
+        between: seconds between two plain lines.
+        patient: print no plain line for a run that ends before the first of them is due.
     """
 
     def __init__(
         self,
         total: int | None = None,
-        unit: str = "step",
-        console: Any = None,
+        *,
+        file: Any = None,
         between: float = BETWEEN,
         patient: bool = False,
     ) -> None:
-        try:
-            from rich.console import Console
-            from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-            from rich.table import Column
-        except ImportError as error:
-            raise HeldinError(
-                "showing progress needs rich: pip install 'heldin[report]'"
-            ) from error
-        console = console or Console(file=sys.stderr)
-        self._total, self._unit, self._between = total, unit, between
-        self._file, self._lines = console.file, not (console.is_terminal or console.is_jupyter)
-        self._last, self._waiting = time.monotonic() if patient else -float("inf"), ""
-        self._quiet = patient
-        words = Column(ratio=1, no_wrap=True, overflow="ellipsis")  # they alone give way
-        self._bar: Any = Progress(
-            TextColumn(f"{unit} {{task.completed}}", table_column=Column(min_width=len(unit) + 5)),
-            BarColumn(10, table_column=Column(min_width=10)),
-            TimeElapsedColumn(table_column=Column(min_width=7)),
-            TextColumn("{task.description}", markup=False, table_column=words),
-            console=console,
-            expand=True,
-        )
-        self._task: Any = None
+        self._total, self._file = total, file or sys.stderr
+        self._last = time.monotonic() if patient else -math.inf
+        self._quiet, self._latest = patient, ""
+        self._state: tuple[int, str | Callable[[], tuple[str, int | None]]] | None = None
+        self._bar = _bar(total, self._file)
+        self._every = GLANCE if self._bar is not None else between
 
     def __enter__(self) -> Live:
-        if not self._lines:
-            self._bar.start()
-            self._task = self._bar.add_task("starting", total=self._total)
         return self
 
-    def show(self, done: int, text: str) -> None:
-        """So much is done, and this is to be said of it."""
-        if self._lines:
-            of = f" of {self._total}" if self._total is not None else ""
-            self._waiting = f"{self._unit} {done}{of}: {text}"
-            if time.monotonic() - self._last >= self._between:
-                self._quiet = False
-                self._say()
-        else:
-            self._bar.update(self._task, completed=done, description=text)
+    def show(self, done: int, text: str | Callable[[], tuple[str, int | None]]) -> None:
+        """Show the number of finished units with a text, unless something was shown just now.
 
-    def _say(self) -> None:
-        if self._waiting:
-            print(self._waiting, file=self._file, flush=True)
-        self._last, self._waiting = time.monotonic(), ""
+        Args:
+            done: number of finished units.
+            text: the text, or a function that returns it and the number of units at the end.
+        """
+        self._state = done, text
+        if time.monotonic() - self._last >= self._every:
+            self._quiet = False
+            self._show()
+
+    def _show(self) -> None:
+        assert self._state is not None
+        done, made = self._state
+        text, total = (made, self._total) if isinstance(made, str) else made()
+        self._last = time.monotonic()
+        if self._bar is not None:
+            self._bar.n, self._bar.total = done, total
+            self._bar.set_description_str(text)
+        elif text != self._latest:
+            print(text, file=self._file, flush=True)
+            self._latest = text
+
+    def close(self) -> None:
+        """Show the final state."""
+        if self._state is not None and not self._quiet:
+            self._show()
+        if self._bar is not None:
+            self._bar.close()
 
     def __exit__(
         self,
@@ -88,50 +84,35 @@ class Live:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._lines and not self._quiet:
-            self._say()  # the last word
-        elif self._lines:
-            return
-        else:
-            self._bar.stop()
+        self.close()
 
 
-class Watching:
-    """Shows what a function says, again and again, while a `with` block runs.
+def _bar(total: int | None, file: Any) -> Any:
+    """Return a bar of tqdm; None if it is not installed or the output is a file."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    notebook = shell is not None and "IPKernelApp" in shell.config
+    if not notebook and not (hasattr(file, "isatty") and file.isatty()):
+        return None
+    try:
+        from tqdm.auto import tqdm  # type: ignore[import-untyped]
+    except ImportError:
+        return None
+    form = "{bar:10} {elapsed} {desc}"
+    return tqdm(total=total, file=file, bar_format=form, dynamic_ncols=True, leave=True)
 
-    Args:
-        look: how far the run has come, and what is to be said of it.
-        total, console, between: see `Live`.
+
+def sparkline(values: Sequence[float], width: int = 12) -> str:
+    """Return the course of positive numbers in a few characters, on a logarithmic scale.
+
+    >>> sparkline([8, 4, 2, 1, 1.2, 2])
+    '█▆▃▁▂▃'
     """
-
-    def __init__(
-        self,
-        look: Callable[[], tuple[int, str]],
-        total: int | None = None,
-        console: Any = None,
-        between: float = BETWEEN,
-    ) -> None:
-        self._look = look
-        self._live = Live(total, console=console, between=between)
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="heldin progress", daemon=True)
-
-    def _run(self) -> None:
-        while not self._over.wait(GLANCE):
-            self._live.show(*self._look())
-
-    def __enter__(self) -> Watching:
-        self._live.__enter__()
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._over.set()
-        self._thread.join()
-        self._live.show(*self._look())
-        self._live.__exit__(kind, error, trace)
+    finite = [value for value in values if math.isfinite(value)]
+    step = max(1, len(finite) / width)
+    some = [finite[int(i * step)] for i in range(min(width, len(finite)))]
+    if not some:
+        return ""
+    some[-1] = finite[-1]
+    logs = [math.log(value) for value in some] if min(some) > 0 else some
+    low, size = min(logs), (max(logs) - min(logs)) or 1.0
+    return "".join(BLOCKS[round((value - low) / size * 7)] for value in logs)
