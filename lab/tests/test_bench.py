@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from heldin_lab.bench import WORKLOADS, Workload, write_report
+from heldin_lab.bench import WORKLOADS, Workload, shadows, write_report
 from heldin_lab.bench import methods as _methods
 from heldin_lab.bench import run as _run
 from heldin_lab.bench.workloads import mlp
@@ -103,3 +104,16 @@ def test_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert "mlp" in capfd.readouterr().out
     assert _cli.main(["bench", "none-such"]) == 2
     assert "none-such" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("way", ["split", "folds, refit", "light", "one shadow", "auto"])
+@pytest.mark.parametrize("fits", [False, True])
+def test_whole_runs_until_they_stop(way: str, fits: bool) -> None:
+    """A run ends before its epochs are over, and what it keeps is better than guessing."""
+    setting = shadows.Setting(
+        lambda: shadows.network(20, 16, 4), shadows.vectors, 300, epochs=200, fits=fits, rate=0.02
+    )
+    outcome = shadows.run(setting, way, seed=0)
+    assert 0 < outcome.steps < 200 * 10 * (6 if way == "folds, refit" else 1)
+    assert outcome.seconds > 0
+    assert outcome.test_loss < math.log(4)

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-import heldin
 from heldin_lab.bench.counts import count_steps, counted
 from heldin_lab.bench.workloads import encoder, mlp
+from tests.support import runs
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ def test_a_step_of_a_window_waits_for_the_device_once() -> None:
     """It is left out if it holds an inf or nan, so that has to be known."""
     model, x, _ = mlp((6, 5, 4), 8)
     waits = []
-    with heldin.EvidenceStopping(model, window=3) as rule:
+    with runs.EvidenceStopping(model, window=3) as rule:
         for _ in range(12):
             model(x).square().sum().backward()
             with counted() as found:

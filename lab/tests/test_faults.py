@@ -17,6 +17,7 @@ from torch import nn
 
 import heldin
 from heldin_lab.bench import faults, soak
+from tests.support import runs
 from tests.support.loops import close
 
 # --- kills -----------------------------------------------------------------------------------
@@ -103,7 +104,7 @@ def test_nothing_grows_in_a_long_run(kind: str) -> None:
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01)
     stopping: Any = None
     if kind == "evidence":
-        stopping = heldin.EvidenceStopping(model, warmup=10**6, history=64)
+        stopping = runs.EvidenceStopping(model, warmup=10**6, history=64)
     else:
         optimizer = heldin.ElementwiseStopping(optimizer, model)
     counts = []

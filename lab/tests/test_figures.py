@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from heldin.state.estimates import COVERAGE
+from heldin.state.estimates import COVERAGE, INTERVAL_COVERAGE
 from heldin_lab.figures import (
     DOCS,
     IMAGES,
@@ -16,6 +16,7 @@ from heldin_lab.figures import (
     batch_flow,
     hero,
     how,
+    how_good,
     tutorials,
     when_to_trust,
     which_rule,
@@ -68,6 +69,55 @@ def test_the_band_states_the_coverage_that_the_study_found() -> None:
     for rule, shares in COVERAGE.items():
         for width, share in shares.items():
             assert share == round(found[rule][f"within_{width}"], 2)
+
+
+def test_the_page_how_good_has_the_numbers_of_its_runs() -> None:
+    named = ""
+    for page in how_good.PAGES:
+        text = page.read_text(encoding="utf-8")
+        assert how_good.filled(text) == text
+        named += text
+    assert all(f"<!-- begin {name} -->\n" in named for name in how_good.BLOCKS)
+    for name in ("cost", "said", "size"):
+        assert f"figures/how-good-{name}.png" in named
+        assert (IMAGES / f"how-good-{name}.png").stat().st_size > 5000
+    assert len(how_good.PAGES[0].read_text(encoding="utf-8").split()) <= 1200  # tables included
+
+
+def test_the_interval_states_the_coverage_of_the_study() -> None:
+    lines = how_good.runs("tables") + how_good.runs("networks")
+    rules = {
+        (5, False): "heldin, five folds",
+        (2, False): "heldin, two shadows",
+        (1, False): "heldin, one shadow",
+        (3, True): "heldin, three light shadows",
+    }
+    assert rules.keys() == INTERVAL_COVERAGE.keys()
+    for key, rule in rules.items():
+        assert INTERVAL_COVERAGE[key] == round(how_good.coverage(rule, lines)[0], 2)
+
+
+def test_differences_are_paired_and_datasets_are_drawn() -> None:
+    def run(dataset: str, ours: float, split: float) -> dict[str, object]:
+        def values(loss: float) -> list[float]:
+            return [loss, 1 - loss, 0.5, 0.1, 10, 1.0]
+
+        rules = {"best on the path": values(0.1), "heldin": values(ours), "split": values(split)}
+        return {"spec": {"dataset": dataset}, "classes": 2, "rules": rules}
+
+    lines = [run(name, 0.2, 0.4) for name in "abcdef"] + [run("a", 0.3, 0.3)]
+    gap = how_good.compared(lines, "heldin", "accuracy")
+    assert gap.middle == pytest.approx(100 * 0.2 * 6 / 7)
+    assert gap.low < gap.middle <= gap.high <= 20 + 1e-9
+    assert how_good.wins(lines, "heldin") == pytest.approx(6.5 / 7)
+    assert how_good.ratio(lines[:6], "heldin", "split").middle == pytest.approx(0.5)
+    assert how_good.excess(lines[:6], "split").middle == pytest.approx(300)
+
+
+def test_an_interval_allows_for_the_error_of_the_measurement() -> None:
+    assert how_good.is_inside([0.5, 0.4, 0.7, 0.69, 0.0, 0.1])
+    assert not how_good.is_inside([0.5, 0.4, 0.7, 0.39, 0.0, 0.1])
+    assert how_good.is_inside([0.5, 0.4, 0.7, 0.39, 0.1, 0.1])
 
 
 def test_the_outlier_is_a_row_that_is_trained_on(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from heldin_lab.reproduce.run import Run
 from heldin_lab.reproduce.tables import read_log
 from heldin_lab.reproduce.training import perceptron
 from small_data import TINY, data
+from tests.support import runs
 
 np = pytest.importorskip("numpy")
 for package in ("joblib", "matplotlib", "pandas", "sklearn", "rich"):
@@ -119,7 +120,7 @@ def test_each_simulated_stop_is_the_rules_own() -> None:
         division = DIVISION.setting(reading)
         rules[tuple(reading.values())] = (
             division,
-            heldin.EvidenceStopping.paper(
+            runs.EvidenceStopping.paper(
                 model,
                 smoothing=SMOOTHING.setting(reading),
                 start=START.setting(reading),

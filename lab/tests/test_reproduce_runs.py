@@ -24,6 +24,7 @@ from heldin_lab.reproduce import training as training
 from heldin_lab.reproduce.report import write_docs
 from heldin_lab.reproduce.run import Run
 from small_data import TINY, data, settings_of
+from tests.support import runs
 
 for package in ("joblib", "matplotlib", "pandas", "sklearn", "rich"):
     pytest.importorskip(package)
@@ -349,7 +350,7 @@ def test_stops_are_public_rules_stops(data: Path) -> None:
     digits, model = _mnist.digits(run, held_out=False), _mnist.net(run)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found = []
-    with heldin.EvidenceStopping.paper(model, smoothing=0.5) as rule:
+    with runs.EvidenceStopping.paper(model, smoothing=0.5) as rule:
         for step in range(1, 25):
             x, y = digits.train(training.batch(step, digits.rows, s.batch, 1))
             torch.nn.functional.cross_entropy(model(x), y).backward()

@@ -10,6 +10,11 @@ import heldin_lab
 PACKAGE = Path(heldin_lab.__file__).parent
 
 
+def is_rule(name: str) -> bool:
+    """Return whether a name is that of a rule; `heldin.EarlyStopping` is for all users."""
+    return name.endswith(("Stopping", "stopping")) and name != "EarlyStopping"
+
+
 def uses(path: Path) -> list[str]:
     """Return the names of stopping rules that a module takes from heldin itself."""
     names = []
@@ -17,9 +22,9 @@ def uses(path: Path) -> list[str]:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("heldin.rules"):
             names.append(str(node.module))
         elif isinstance(node, ast.ImportFrom) and node.module == "heldin":
-            names += [a.name for a in node.names if a.name.endswith(("Stopping", "stopping"))]
+            names += [a.name for a in node.names if is_rule(a.name)]
         elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "heldin":
-            names += [node.attr] if node.attr.endswith(("Stopping", "stopping")) else []
+            names += [node.attr] if is_rule(node.attr) else []
     return names
 
 

@@ -31,6 +31,7 @@ from heldin_lab.study import tables as _tables
 from heldin_lab.study import witnesses as _witnesses
 from heldin_lab.study.logged import LoggedRun
 from heldin_lab.study.rivals import Stop
+from tests.support import runs
 
 # -- rivals, by hand
 
@@ -148,9 +149,9 @@ def hidden_fold(run: LoggedRun) -> Tensor:
 def shadow_at_logged_checks(run: LoggedRun) -> Any:
     """Make the live rule of one shadow; the log has the checks of five folds, which are fewer."""
 
-    def make(m: nn.Module, o: torch.optim.Optimizer, p: _data.Problem) -> heldin.ShadowStopping:
-        stopping = heldin.ShadowStopping(
-            m, o, p.loss_fn, (p.x, p.y), hidden_fold(run), average="best"
+    def make(m: nn.Module, o: torch.optim.Optimizer, p: _data.Problem) -> runs.FoldFollower:
+        stopping = runs.ShadowStopping(
+            m, o, p.loss_fn, (p.x, p.y), hidden_fold(run), average="best", patience=STUDIED
         )
         checks = {int(step) for step in run["fold_steps"]}
         stopping._due = lambda: stopping._step in checks  # type: ignore[method-assign]
@@ -159,27 +160,38 @@ def shadow_at_logged_checks(run: LoggedRun) -> Any:
     return make
 
 
+STUDIED = heldin.Patience(2.0, 200, 3)  # of the stored studies
 LIVE: dict[str, Any] = {
     "folds patience": lambda run: (
-        lambda m, o, p: heldin.FoldStopping(
-            m, o, p.loss_fn, (p.x, p.y), average="best", seed=run.spec.seed
+        lambda m, o, p: runs.FoldStopping(
+            m, o, p.loss_fn, (p.x, p.y), average="best", patience=STUDIED, seed=run.spec.seed
         )
     ),
     "folds bagged patience": lambda run: (
-        lambda m, o, p: heldin.FoldStopping(m, o, p.loss_fn, (p.x, p.y), seed=run.spec.seed)
+        lambda m, o, p: runs.FoldStopping(
+            m, o, p.loss_fn, (p.x, p.y), patience=STUDIED, seed=run.spec.seed
+        )
     ),
     "shadow patience": shadow_at_logged_checks,
     "auto": lambda run: (
-        lambda m, o, p: heldin.stopping("auto", m, o, p.loss_fn, (p.x, p.y), seed=run.spec.seed)
+        lambda m, o, p: runs.stopping(
+            "auto", m, o, p.loss_fn, (p.x, p.y), patience=STUDIED, seed=run.spec.seed
+        )
     ),
     "64 probes": lambda run: (
-        lambda m, o, p: heldin.LeaveOneOutStopping(
+        lambda m, o, p: runs.LeaveOneOutStopping(
             m, o, p.loss_fn, (p.x, p.y), 64, average="best", patience=None, seed=run.spec.seed
         )
     ),
     "leave-one-out patience": lambda run: (
-        lambda m, o, p: heldin.LeaveOneOutStopping(
-            m, o, p.loss_fn, (p.x, p.y), average="best", seed=run.spec.seed
+        lambda m, o, p: runs.LeaveOneOutStopping(
+            m,
+            o,
+            p.loss_fn,
+            (p.x, p.y),
+            average="best",
+            patience=heldin.Patience(2.0, 200, 5),
+            seed=run.spec.seed,
         )
     ),
 }
@@ -204,18 +216,18 @@ def test_a_replayed_rule_ends_where_the_live_one_does(logged: LoggedRun, name: s
 
 
 EVIDENCE: dict[str, Any] = {
-    "evidence (paper)": lambda run: lambda m, o, p: heldin.EvidenceStopping.paper(m),
+    "evidence (paper)": lambda run: lambda m, o, p: runs.EvidenceStopping.paper(m),
     "evidence": lambda run: (
-        lambda m, o, p: heldin.EvidenceStopping(m, across="mean", estimator="exact")
+        lambda m, o, p: runs.EvidenceStopping(m, across="mean", estimator="exact")
     ),
-    "evidence, median": lambda run: lambda m, o, p: heldin.EvidenceStopping(m, estimator="exact"),
+    "evidence, median": lambda run: lambda m, o, p: runs.EvidenceStopping(m, estimator="exact"),
     "evidence, epochs": lambda run: (
-        lambda m, o, p: heldin.EvidenceStopping(
+        lambda m, o, p: runs.EvidenceStopping(
             m, window=int(run["window"]), smoothing=0.8, across="mean", estimator="exact"
         )
     ),
     "evidence, epochs, median": lambda run: (
-        lambda m, o, p: heldin.EvidenceStopping(m, window=int(run["window"]), estimator="exact")
+        lambda m, o, p: runs.EvidenceStopping(m, window=int(run["window"]), estimator="exact")
     ),
 }
 
@@ -571,12 +583,12 @@ def test_a_dask_cluster_carries_the_study(tmp_path: Path) -> None:
 def test_importing_heldin_imports_nothing_of_the_study() -> None:
     import subprocess
 
-    code = "import heldin, sys; heldin.stopping; print(*sys.modules)"
+    code = "import heldin, sys; heldin.EarlyStopping; print(*sys.modules)"
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     loaded = set(result.stdout.split())
-    assert "heldin.rules.estimated.folds" in loaded
+    assert "heldin.rules.folds" in loaded
     assert not loaded & {"joblib", "rich", "sklearn", "matplotlib", "heldin_lab.study"}
 
 

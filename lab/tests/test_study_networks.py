@@ -27,6 +27,7 @@ from heldin_lab.study import rules as _rules
 from heldin_lab.study import spec as _spec
 from heldin_lab.study import tables as _tables
 from heldin_lab.study.logged import LoggedRun
+from tests.support import runs
 
 MODELS = {"images": "cnn-augmented", "texts": "transformer", "tuning": "lora"}
 
@@ -64,7 +65,7 @@ def test_the_log_is_what_the_live_rule_and_a_plain_loop_give(kind: str, tmp_path
     optimizer, rate = chosen.optimizer(spec, model)
     assert rate == run["rate"]
     data = (problem.x, problem.y)
-    stopping = heldin.FoldStopping(
+    stopping = runs.FoldStopping(
         model, optimizer, problem.loss_fn, data, average="best", seed=spec.seed
     )
     for _, index, x in _along._batches(spec, chosen, problem):

@@ -4,45 +4,54 @@ Other modules of the laboratory import rules, and the parts of rules that studie
 so that a change of the library's interface changes this module alone.
 """
 
-from heldin import (
-    ElementwiseStopping,
-    EvidenceStopping,
-    FoldStopping,
-    LeaveOneOutStopping,
-    Patience,
-    ShadowStopping,
-    ValidationStopping,
-    stopping,
-)
-from heldin.rules.estimated import leave_one_out, shadows
-from heldin.rules.estimated.base import PathStopping
-from heldin.rules.estimated.curves import best_check, mean_and_error, next_check, votes
-from heldin.rules.estimated.jacobians import mapped
-from heldin.rules.estimated.losses import LossFunction, RowLoss
-from heldin.rules.estimated.stack import Stack, hyperparameters
-from heldin.rules.ranks import COLUMNS, HEAD
+from typing import Any
+
+from heldin import EarlyStopping, ElementwiseStopping, Patience
+from heldin.distributed.ranks import COLUMNS, HEAD
+from heldin.rules import leave_one_out
+from heldin.rules.auto import follow as _follow
+from heldin.rules.evidence import EvidenceStopping
+from heldin.rules.folds import FoldStopping
+from heldin.rules.inputs import RunInputs
+from heldin.rules.jacobians import mapped
+from heldin.rules.leave_one_out import LeaveOneOutStopping
+from heldin.rules.options import Auto, Folds, LeaveOneOut, Validation
+from heldin.rules.path import PathStopping
+from heldin.rules.policy import PATIENCE, best_check, bootstrap_shares, mean_and_error, next_check
+from heldin.rules.validation import ValidationStopping
+from heldin.shadows.losses import LossFunction, PerRowLoss
+from heldin.shadows.stack import Stack, hyperparameters
 
 __all__ = [
     "COLUMNS",
     "HEAD",
+    "PATIENCE",
+    "Auto",
+    "EarlyStopping",
     "ElementwiseStopping",
     "EvidenceStopping",
     "FoldStopping",
+    "Folds",
+    "LeaveOneOut",
     "LeaveOneOutStopping",
     "LossFunction",
     "PathStopping",
     "Patience",
-    "RowLoss",
-    "ShadowStopping",
+    "PerRowLoss",
     "Stack",
+    "Validation",
     "ValidationStopping",
     "best_check",
+    "bootstrap_shares",
+    "follow",
     "hyperparameters",
     "leave_one_out",
     "mapped",
     "mean_and_error",
     "next_check",
-    "shadows",
-    "stopping",
-    "votes",
 ]
+
+
+def follow(rule: Auto | Folds | LeaveOneOut, *parts: Any, **options: Any) -> Any:
+    """Follow a run of a model, an optimiser, a loss and rows; options as `RunInputs` names them."""
+    return _follow(RunInputs(*parts, **options), rule)

@@ -38,11 +38,11 @@ import heldin
 from heldin_lab.rules import (
     ElementwiseStopping,
     EvidenceStopping,
-    FoldStopping,
-    LeaveOneOutStopping,
+    Folds,
+    LeaveOneOut,
     Patience,
-    ShadowStopping,
     ValidationStopping,
+    follow,
 )
 
 RULES = ("evidence", "window", "elementwise", "fold", "shadow", "leave-one-out", "validation")
@@ -77,11 +77,11 @@ class Run:
         elif rule == "elementwise":
             self.optimizer = ElementwiseStopping(self.optimizer, self.model, smoothing=0.9)
         elif rule == "fold":
-            self.stopping = FoldStopping(*whole, 3, patience=patience)
+            self.stopping = follow(Folds(folds=3), *whole, patience=patience)
         elif rule == "shadow":
-            self.stopping = ShadowStopping(*whole, patience=patience)
+            self.stopping = follow(Folds(shadows=1), *whole, patience=patience)
         elif rule == "leave-one-out":
-            self.stopping = LeaveOneOutStopping(*whole, patience=patience)
+            self.stopping = follow(LeaveOneOut(), *whole, patience=patience)
         else:
             self.stopping = ValidationStopping(
                 self.model, lambda: F.mse_loss(self.model(x[30:]), y[30:]), patience=20

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from heldin_lab.rules import FoldStopping, ShadowStopping
+from heldin_lab.rules import Folds, follow
 
 
 def network(*sizes: int) -> nn.Sequential:
@@ -81,11 +81,11 @@ def separate(sizes: tuple[int, ...], optimizer: str, rows: int, batch: int, k: i
 
 
 def folds(**options: Any) -> Callable[..., Any]:
-    return lambda *parts: FoldStopping(*parts, patience=None, **options)
+    return lambda *parts: follow(Folds(**options), *parts, patience=None)
 
 
 def shadow(**options: Any) -> Callable[..., Any]:
-    return lambda *parts: ShadowStopping(*parts, patience=None, **options)
+    return folds(shadows=1, **options)
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -107,7 +107,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "steps": 40,
         "ways": {
             "one shadow, dense": shadow(engine="dense"),
-            "one shadow, dense, train()": ("train", "dense", ShadowStopping),
+            "one shadow, dense, train()": ("train", "dense", 1),
             "one shadow, vmap": shadow(engine="vmap"),
             "5 folds, dense": folds(engine="dense"),
             "5 folds, dense, train()": ("train", "dense"),
@@ -134,7 +134,7 @@ def found(sizes: tuple[int, ...], optimizer: str, rows: int, batch: int) -> Call
     x, y = torch.randn(rows, sizes[0]), torch.randint(sizes[-1], (rows,))
     model = network(*sizes)
     made = OPTIMIZERS[optimizer](model.parameters())
-    stopping = FoldStopping(model, made, F.cross_entropy, (x, y), patience=None)
+    stopping = folds()(model, made, F.cross_entropy, (x, y))
     stream = forever(x, y, batch)
 
     def go(steps: int) -> None:
@@ -154,14 +154,15 @@ def inside(
     rows: int,
     batch: int,
     engine: Any,
-    kind: Any = FoldStopping,
+    shadows: int | None = None,
 ) -> Callable[[int], None]:
     """As `trainer`, with the model in the same stack as its shadows."""
     torch.manual_seed(0)
     x, y = torch.randn(rows, sizes[0]), torch.randint(sizes[-1], (rows,))
     model = network(*sizes)
     made = OPTIMIZERS[optimizer](model.parameters())
-    stopping = kind(model, made, F.cross_entropy, (x, y), patience=None, engine=engine)
+    rule = folds(engine=engine, shadows=shadows)
+    stopping = rule(model, made, F.cross_entropy, (x, y))
     taken = 0
 
     def go(steps: int) -> None:

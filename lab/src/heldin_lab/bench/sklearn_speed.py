@@ -41,8 +41,7 @@ VARIANTS: dict[str, tuple[type[Any], dict[str, Any]]] = {
     "scikit-learn, early_stopping=True": (Theirs, {"early_stopping": True}),
     "heldin, early_stopping=False": (Ours, {"early_stopping": False}),
     'heldin, early_stopping="evidence"': (Ours, {"early_stopping": "evidence"}),
-    "heldin, committee=1": (Ours, {"committee": 1}),
-    "heldin, committee of six (default)": (Ours, {}),
+    "heldin (default)": (Ours, {}),
 }
 
 

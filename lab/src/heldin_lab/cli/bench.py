@@ -15,9 +15,12 @@ __all__ = ["add_problems", "bench", "problems_of"]
 
 
 def bench(parser: argparse.ArgumentParser) -> None:
-    """Time training steps, beside other libraries; or "tables": compare small-table models."""
+    """Time training steps; or "tables": compare small-table models; or "shadows": whole runs."""
     parser.add_argument(
-        "workloads", nargs="*", help='default: all; see --list; "tables": networks on small tables'
+        "workloads",
+        nargs="*",
+        help='default: all; see --list; "tables": networks on small tables; "shadows": whole runs '
+        "until they stop",
     )
     parser.add_argument("--list", action="store_true", help="list workloads and methods")
     parser.add_argument("--methods", default="all", help="methods, separated by commas")
@@ -31,6 +34,9 @@ def bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-counts", action="store_true", help="do not count operations")
     parser.add_argument("--no-growth", action="store_true", help="do not measure growth with size")
     parser.add_argument("--out", default="out/bench", help="folder for JSON, table and charts")
+    shadows = parser.add_argument_group('for "shadows"')
+    shadows.add_argument("--rounds", type=int, default=3, help="number of seeds (3)")
+    shadows.add_argument("--only", default="", help="settings whose name contains this")
     tables = parser.add_argument_group('for "tables"')
     add_problems(tables, "confirmation")
     parser.set_defaults(run=_bench)
@@ -96,6 +102,17 @@ def _tables(options: argparse.Namespace) -> int:
     return 0
 
 
+def _shadows(options: argparse.Namespace) -> int:
+    from heldin_lab.bench import shadows
+
+    ways = shadows.DEFAULT if options.methods == "all" else tuple(options.methods.split("; "))
+    for way in ways:
+        if way not in shadows.WAYS:
+            raise HeldinError(f"bench: {way!r} is unknown; there are {'; '.join(shadows.WAYS)}")
+    print(shadows.bench_shadows(Path(options.out), ways, options.rounds, options.only, tell))
+    return 0
+
+
 def _bench(options: argparse.Namespace) -> int:
     from heldin_lab.bench import (
         WORKLOADS,
@@ -111,6 +128,8 @@ def _bench(options: argparse.Namespace) -> int:
 
     if options.workloads == ["tables"]:
         return _tables(options)
+    if options.workloads == ["shadows"]:
+        return _shadows(options)
     if options.list:
         for name, workload in WORKLOADS.items():
             print(f"{name:10} {workload.title}")

@@ -18,6 +18,10 @@ COMMANDS = {  # name: the module that defines the command, and what it does
     "study": (".study", "Train many small models; which stopping rule keeps better ones?"),
     "bench": (".bench", "Time training steps with and without observation."),
     "zoo": (".zoo", "Observe models of other libraries; is what is seen true?"),
+    "loops": (
+        ".loops",
+        "Train in other people's ways; are estimates exact, is training as without?",
+    ),
     "data": (".reproduce", "Fetch the paper's datasets from their official places."),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from heldin.errors import HeldinError
@@ -51,6 +52,29 @@ def study(parser: argparse.ArgumentParser) -> None:
     quality.add_argument("--jobs", type=int, default=1, help="processes")
     quality.add_argument("--steps", type=int, help="optimiser steps of a run (as for --n)")
     quality.set_defaults(run=_quality)
+    rivals = kinds.add_parser(
+        "rivals",
+        help="rules that people use beside heldin's, by loss, accuracy, calibration and cost",
+        description="Train small networks by every rule: splits, five folds and a refit, averages "
+        "of weights, heldin. One line of JSON for each run; interrupted studies go on.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    rivals.add_argument("--task", default="tables", choices=["tables", "images", "texts", "tuning"])
+    rivals.add_argument(
+        "--data",
+        default=os.environ.get("HELDIN_DATA"),
+        help="as for quality",
+    )
+    rivals.add_argument("--runs", type=int, default=300, help="number of runs")
+    rivals.add_argument("--seed", type=int, default=340, help="of the plan")
+    rivals.add_argument(
+        "--role", default="confirmation", choices=["confirmation", "development", "all"]
+    )
+    rivals.add_argument("--out", default="out/rivals", help="folder for the results")
+    rivals.add_argument(
+        "--renew", action="store_true", help="compute heldin's rules of the stored runs again"
+    )
+    rivals.set_defaults(run=_rivals)
     choice = kinds.add_parser(
         "tables",
         help="settings of heldin's networks for tables, on tables for development",
@@ -102,6 +126,23 @@ def _quality(options: argparse.Namespace) -> int:
             f"{line['worst']:7.2f} {line['win_rate']:5.2f} {line['runs']:5}"
         )
     print(f"Tables and report.html are in {options.out}")
+    return 0
+
+
+def _rivals(options: argparse.Namespace) -> int:
+    from heldin_lab.study.contest import contest
+
+    out = contest(
+        options.task,
+        options.data,
+        Path(options.out),
+        runs=options.runs,
+        seed=options.seed,
+        datasets=options.role,
+        renew=options.renew,
+        progress=tell,
+    )
+    print(f"Results are in {out}")
     return 0
 
 

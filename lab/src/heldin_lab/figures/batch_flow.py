@@ -47,14 +47,14 @@ COLUMNS = [
     ),
     (
         "optimizer.step()",
-        "by an estimated test loss, in rules/",
+        "by an estimated test loss",
         [
-            ("estimated/base.py", "checks, best weights"),
-            ("estimated/folds.py", "shadow models"),
-            ("estimated/stack.py", "... held here, run by engines"),
-            ("estimated/leave_one_out.py", "... or followed to first order"),
-            ("estimated/curves.py", "when to look, when to give up"),
-            ("estimated/choose.py", "which of them"),
+            ("rules/path.py", "checks, best weights"),
+            ("rules/folds.py", "shadow models"),
+            ("shadows/stack.py", "... held here, run by engines"),
+            ("rules/leave_one_out.py", "... or followed to first order"),
+            ("rules/policy.py", "when to look, when to give up"),
+            ("rules/auto.py", "which of them"),
         ],
     ),
 ]

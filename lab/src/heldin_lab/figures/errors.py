@@ -21,11 +21,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from heldin_lab.rules import (
-    FoldStopping,
-    LeaveOneOutStopping,
+    Folds,
+    LeaveOneOut,
     PathStopping,
     Patience,
     best_check,
+    follow,
     mean_and_error,
 )
 from heldin_lab.study.data import Problem, Table, role, tables
@@ -36,6 +37,7 @@ from heldin_lab.study.spec import Spec, minibatches, optimizer_of, rate, sharpne
 from heldin_lab.study.tables import read, write
 from heldin_lab.study.witnesses import row_loss, test_values
 
+MEMORY = 2**33  # bytes of snapshots
 COLUMNS = (
     *("dataset", "n", "noise", "model", "optimizer", "seed", "rule"),
     *("estimate", "standard_error", "test_loss", "test_error"),
@@ -68,14 +70,13 @@ def one_run(spec: Spec, table: Table, known: set[str]) -> Iterator[dict[str, Any
     model = table.model(spec, problem)
     lr = rate(spec, sharpness(model, row_loss(problem, model), problem.x, problem.y))
     data, n = (problem.x, problem.y), spec.n
-    options: dict[str, Any] = {"seed": spec.seed, "memory": 2**33}
+    seed: dict[str, Any] = {"seed": spec.seed}
     same = {key: getattr(spec, key) for key in COLUMNS[:6]}
 
     if not {"folds", "shadow"} <= known:
         optimizer = optimizer_of(spec, model, lr)
-        with FoldStopping(
-            model, optimizer, problem.loss_fn, data, patience=None, **options
-        ) as folds:
+        rule = Folds(snapshot_memory=MEMORY)
+        with follow(rule, model, optimizer, problem.loss_fn, data, patience=None, **seed) as folds:
             generator = torch.Generator().manual_seed(1000 * spec.seed)
             size = None if spec.optimizer == "gd" else spec.batch
             folds.train(size, max_steps=spec.steps, generator=generator)
@@ -89,7 +90,8 @@ def one_run(spec: Spec, table: Table, known: set[str]) -> Iterator[dict[str, Any
     optimizer = optimizer_of(spec, model, lr)
     generator = torch.Generator().manual_seed(1000 * spec.seed)
     stream = minibatches(torch.arange(n), spec.batch, generator)
-    with LeaveOneOutStopping(model, optimizer, problem.loss_fn, data, **options) as loo:
+    parts = (model, optimizer, problem.loss_fn, data)
+    with follow(LeaveOneOut(snapshot_memory=MEMORY), *parts, **seed) as loo:
         for _ in range(spec.steps):
             index = next(stream)
             problem.loss_fn(model(problem.x[index]), problem.y[index]).backward()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import heldin
 from heldin_lab.figures import IMAGES
-from heldin_lab.rules import EvidenceStopping, LeaveOneOutStopping
+from heldin_lab.rules import EvidenceStopping, LeaveOneOut, follow
 
 TRUE, TRAIN, STOP, LATE = "tab:orange", "tab:blue", "tab:green", "tab:red"
 
@@ -133,7 +133,8 @@ def leave_one_out(figure: Any) -> None:
     keep = 1 - torch.eye(n)  # run i does not see row i
     apart = torch.zeros(n, d)
     real, true = {}, {}
-    with LeaveOneOutStopping(model, optimizer, loss_fn, (x, y), patience=None) as stopping:
+    parts = (model, optimizer, loss_fn, (x, y))
+    with follow(LeaveOneOut(), *parts, patience=None) as stopping:
         for step in range(1, steps + 1):
             loss_fn(model(x), y).backward()
             optimizer.step()

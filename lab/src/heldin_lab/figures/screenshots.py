@@ -15,7 +15,7 @@ PAGES = [
     "index.html",
     "faq.html",
     "coming-from.html",
-    "errors.html",
+    "when-it-goes-wrong.html",
     "api.html",
     "interactive.html",
 ]

@@ -576,12 +576,12 @@ def draw_sizes(figure: Any) -> None:
 def quality() -> str:
     """For the README: our rules, the paper's and the usual ones; on networks, as they are now."""
     names = {
-        '`heldin.stopping("auto", ...)`': (AUTO, "auto"),
-        "`LeaveOneOutStopping`": ("leave-one-out bagged patience", None),
-        "`ShadowStopping`": ("shadow patience", "shadow bagged patience"),
-        "`EvidenceStopping(window=epoch)`": ("evidence, epochs, median",) * 2,
-        "`EvidenceStopping`": ("evidence, median",) * 2,
-        "`EvidenceStopping.paper`": ("evidence (paper)",) * 2,
+        '`rule="auto"`': (AUTO, "auto"),
+        '`rule="leave-one-out"`': ("leave-one-out bagged patience", None),
+        '`rule="shadow"`': ("shadow patience", "shadow bagged patience"),
+        '`rules.Evidence(window="epoch")`': ("evidence, epochs, median",) * 2,
+        '`rule="evidence"`': ("evidence, median",) * 2,
+        "`rules.Evidence.paper()`": ("evidence (paper)",) * 2,
         "20 % held out, patience": ("split 20 % patience",) * 2,
         "20 % held out, all of the run": (SPLIT,) * 2,
         "20 % held out, then again on all rows": ("split 20 % refit",) * 2,

@@ -29,7 +29,7 @@ CORRECTIONS = (
     '"Lower test losses throughout" (WDBC), the "slightly early" stop '
     "there, and that weights stop faster once overfitting sets in (greedy stopping) were not "
     "checked. They are now.",
-    "The docstring of `EvidenceStopping.paper` said that zeros for 0/0 stop the paper's MNIST runs "
+    "The docstring of the rule said that zeros for 0/0 stop the paper's MNIST runs "
     "at the first step. They do not.",
     "MNIST with SGD was shown at 2,500 images and ten times the rates. That is not the paper's "
     "experiment; the largest size that has been run takes its place in the table.",

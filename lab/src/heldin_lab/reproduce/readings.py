@@ -91,7 +91,7 @@ SMOOTHING = Choice(
     "smoothing",
     'The decay of "an exponential running average" of the criterion.',
     (
-        Value("0.9", "the common default of running averages, and of EvidenceStopping.paper", 0.9),
+        Value("0.9", "the common default of running averages, and of rules.Evidence.paper", 0.9),
         Value("0.95", "the decay that the supplement names for RMSprop", 0.95),
         Value("0.99", '"usually 0.999, or 0.99" (supplement, element-wise rule)', 0.99),
         Value("0.999", '"usually 0.999, or 0.99" (supplement, element-wise rule)', 0.999),

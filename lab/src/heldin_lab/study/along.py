@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from heldin_lab.rules import FoldStopping, RowLoss
+from heldin_lab.rules import Folds, PerRowLoss, follow
 
 from .data import Problem
 from .logged import moving
@@ -47,7 +47,7 @@ class _Split:
     def __init__(self, spec: Spec, task: NetworkTask, problem: Problem) -> None:
         self.spec, self.task, self.problem = spec, task, problem
         self.model = task.model(spec, problem)
-        self.loss = RowLoss.of(problem.loss_fn, outputs_of(self.model, problem.x), problem.y)
+        self.loss = PerRowLoss.of(problem.loss_fn, outputs_of(self.model, problem.x), problem.y)
         self.optimizer, _ = task.optimizer(spec, self.model)
         self.generator = torch.Generator().manual_seed(1000 * spec.seed + 1)
         order = torch.randperm(spec.n, generator=self.generator)
@@ -81,10 +81,9 @@ def log_network(spec: Spec, task: NetworkTask) -> dict[str, Any]:
     model = task.model(spec, problem)
     optimizer, rate = task.optimizer(spec, model)
     clock = Clock()
-    folds = FoldStopping(
-        model, optimizer, problem.loss_fn, (problem.x, problem.y), FOLDS,
-        patience=None, average="best", seed=spec.seed,
-    )  # fmt: skip
+    rule = Folds(folds=FOLDS, average="best")
+    parts = (model, optimizer, problem.loss_fn, (problem.x, problem.y))
+    folds = follow(rule, *parts, patience=None, seed=spec.seed)
     split = _Split(spec, task, problem)
     window = max(1, spec.n // spec.batch)
     seen = GradientSums(model, window)

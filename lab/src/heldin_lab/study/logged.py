@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from heldin_lab.rules import FoldStopping, ShadowStopping, stopping
+from heldin_lab.rules import Auto, FoldStopping, follow
 
 from .data import Problem, Table
 from .networks import NetworkTask
@@ -121,20 +121,21 @@ class LoggedRun:
         return self._problem[0]
 
     def chosen(self) -> tuple[str, int]:
-        """The rule that `heldin.stopping("auto", ...)` takes for it, and its number of shadows."""
+        """Return the name of the rule that "auto" takes for it, and its number of shadows."""
         problem = self.problem
         model = self.task.model(self.spec, problem)
         data = (problem.x, problem.y)
         if isinstance(self.task, NetworkTask):
             optimizer, _ = self.task.optimizer(self.spec, model)
-            rule = stopping("auto", model, optimizer, data=data, batch_loss=_batch_loss(problem))
+            rule = follow(Auto(), model, optimizer, data=data, batch_loss=_batch_loss(problem))
         else:
             optimizer = optimizer_of(self.spec, model, float(self["rate"]))
-            rule = stopping("auto", model, optimizer, problem.loss_fn, data)
+            rule = follow(Auto(), model, optimizer, problem.loss_fn, data)
         rule.close()
-        if isinstance(rule, FoldStopping):
-            return rule.name, rule.shadows or FOLDS
-        return rule.name, int(isinstance(rule, ShadowStopping))
+        if not isinstance(rule, FoldStopping):
+            return rule.name, 0
+        shadows = rule.rule.shadows or FOLDS
+        return "shadow" if shadows == 1 else rule.name, shadows
 
     def averaged(self, shares: Mapping[int, float]) -> Values:
         """The same for weights averaged over checks."""

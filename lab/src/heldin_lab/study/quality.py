@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -13,7 +12,7 @@ import numpy as np
 import torch
 
 from heldin.errors import HeldinError
-from heldin_lab.rules import FoldStopping, LeaveOneOutStopping
+from heldin_lab.rules import Folds, LeaveOneOut
 from heldin_lab.rules import leave_one_out as _leaveoneout
 
 from . import rules as _rules
@@ -222,8 +221,8 @@ def constants() -> dict[str, Any]:
     return {
         "folds; share that a shadow does not see": (_run.FOLDS, 1 / _run.FOLDS),
         "ratio of successive checks of folds and shadow, of leave-one-out": (
-            _default(FoldStopping, "grid"),
-            _default(LeaveOneOutStopping, "grid"),
+            Folds().check_spacing,
+            LeaveOneOut().check_spacing,
         ),
         "patience of folds and shadow": _rules.FOLD_PATIENCE,
         "patience of leave-one-out": _rules.LOO_PATIENCE,
@@ -243,7 +242,3 @@ def constants() -> dict[str, Any]:
         "width of hidden layers": WIDTH,
         "label noise": NOISE,
     }
-
-
-def _default(rule: type, argument: str) -> Any:
-    return inspect.signature(rule).parameters[argument].default

@@ -25,6 +25,7 @@ __all__ = [
     "patience",
     "pooled_evidence",
     "progress_quotient",
+    "successive_rises",
 ]
 
 
@@ -86,6 +87,22 @@ def progress_quotient(
             rise = 100 * (loss / losses[best] - 1)
             if rise > alpha * progress and rise > 0:
                 return Stop(best, i)
+    return None
+
+
+def successive_rises(losses: Sequence[float], strips: int, length: int = 5) -> Stop | None:
+    """Prechelt (1998), UP: stop when the error has risen over so many strips in a row.
+
+    Looked at after every strip of `length` epochs; keep the minimum.
+
+    >>> successive_rises([1.0, 0.5, 0.6, 0.7, 0.8], strips=2, length=1)
+    Stop(keep=1, end=3)
+    """
+    rises = 0
+    for i in range(length, len(losses), length):
+        rises = rises + 1 if losses[i] > losses[i - length] else 0
+        if rises >= strips:
+            return Stop(int(np.argmin(losses[: i + 1])), i)
     return None
 
 

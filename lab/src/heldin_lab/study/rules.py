@@ -16,9 +16,7 @@ import numpy as np
 import torch
 
 from heldin.criterion.average import Average, weight
-from heldin_lab.rules import Patience, best_check, mean_and_error, votes
-from heldin_lab.rules import leave_one_out as _leaveoneout
-from heldin_lab.rules import shadows as _shadows
+from heldin_lab.rules import Patience, best_check, bootstrap_shares, mean_and_error
 
 from .logged import Choice, LoggedRun, Outcome
 from .rivals import (
@@ -35,7 +33,8 @@ from .run import FOLDS
 
 __all__ = ["NETWORK_RULES", "RULES", "replay"]
 
-FOLD_PATIENCE, LOO_PATIENCE = _shadows.PATIENCE, _leaveoneout.PATIENCE
+# The study replays the patience in steps, without the rise that is beyond doubt.
+FOLD_PATIENCE, LOO_PATIENCE = Patience(2.0, 200, 3), Patience(2.0, 200, 5)  # of the stored studies
 RESAMPLES = 100  # of rows, for bagged weights
 VALIDATION_PATIENCE = 20  # epochs without a lower validation loss
 ARMING = 0.5  # of EvidenceStopping
@@ -50,7 +49,7 @@ def _ended(steps: Sequence[int], means: torch.Tensor, rule: Patience | None) -> 
     if rule is not None:
         for seen in range(1, len(steps) + 1):
             best = best_check(means[:seen])
-            if rule.over(steps[seen - 1], steps[best], seen - 1 - best):
+            if rule.is_exhausted(steps[seen - 1], steps[best], seen - 1 - best):
                 return seen
     return len(steps)
 
@@ -71,7 +70,9 @@ def _curve(
     best = best_check(means[:seen])
     shares = {steps[best]: 1.0}
     if bagged:
-        found = votes(values[:, :seen], RESAMPLES, held_per_trained=len(values) / trained)
+        found = bootstrap_shares(
+            values[:, :seen], RESAMPLES, held_per_trained=len(values) / trained
+        )
         shares = {s: v for s, v in zip(steps, found.tolist(), strict=False) if v > 0}
     end = steps[seen - 1]
     fired = end < run.last if rule is not None else steps[best] < run.last
@@ -110,7 +111,7 @@ def shadow(run: LoggedRun, rule: Patience | None = None, bagged: bool = False) -
 
 
 def auto(run: LoggedRun) -> Choice:
-    """`heldin.stopping("auto", ...)`; of networks with `batch_loss`, as for any model and batch."""
+    """`runs.stopping("auto", ...)`; of networks with `batch_loss`, as for any model and batch."""
     chosen, shadows = run.chosen()
     if chosen == "leave-one-out":
         return leave_one_out(run, LOO_PATIENCE, True)

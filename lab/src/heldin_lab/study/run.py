@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from heldin.state.files import replacing
-from heldin_lab.rules import FoldStopping, LeaveOneOutStopping, best_check, next_check
+from heldin_lab.rules import Folds, FoldStopping, LeaveOneOut, best_check, follow, next_check
 
 from .data import Problem, Table
 from .spec import Spec, minibatches, optimizer_of, rate, sharpness
@@ -63,22 +63,10 @@ def log(spec: Spec, table: Table) -> dict[str, Any]:
     optimizer = optimizer_of(spec, model, lr)
     data = (problem.x, problem.y)
     clock = Clock()
-    folds = FoldStopping(
-        model,
-        optimizer,
-        problem.loss_fn,
-        data,
-        FOLDS,
-        patience=None,
-        average="best",
-        seed=spec.seed,
-    )
-    loo, probes = (
-        LeaveOneOutStopping(
-            model, optimizer, problem.loss_fn, data, many, patience=None, seed=spec.seed
-        )
-        for many in (None, PROBES)
-    )
+    parts: Any = (model, optimizer, problem.loss_fn, data)
+    options: Any = {"patience": None, "seed": spec.seed}
+    folds = follow(Folds(folds=FOLDS, average="best"), *parts, **options)
+    loo, probes = (follow(LeaveOneOut(probes=n), *parts, **options) for n in (None, PROBES))
     splits = Splits(spec, problem, model, optimizer)
     epochs = Epochs(spec, problem, model, optimizer)
     window = max(1, spec.n // spec.batch)

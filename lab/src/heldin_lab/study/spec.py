@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from heldin_lab.rules import RowLoss, mapped
+from heldin_lab.rules import PerRowLoss, mapped
 
 __all__ = [
     "MODELS",
@@ -105,7 +105,7 @@ def factor(spec: Spec) -> float:
     return float(10 ** np.random.default_rng([spec.seed, 1]).uniform(math.log10(0.2), 0.0))
 
 
-def sharpness(model: nn.Module, loss: RowLoss, x: Tensor, y: Tensor) -> float:
+def sharpness(model: nn.Module, loss: PerRowLoss, x: Tensor, y: Tensor) -> float:
     """Largest eigenvalue of the Gauss-Newton matrix, by power iteration on some rows."""
     x, y = x[:200], y[:200]
     with torch.no_grad():

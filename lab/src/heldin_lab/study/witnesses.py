@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from heldin.capture.moments import Moments
 from heldin.capture.observation import observe
 from heldin.criterion.evidence import Evidence, evidence
-from heldin_lab.rules import RowLoss, Stack, hyperparameters
+from heldin_lab.rules import PerRowLoss, Stack, hyperparameters
 
 from .data import Problem, classes_of
 from .rivals import alignment, disparity, pooled_evidence
@@ -25,10 +25,10 @@ KEYS = ("total", "squares")
 Values = tuple[float, float, float, float]
 
 
-def row_loss(problem: Problem, model: nn.Module) -> RowLoss:
+def row_loss(problem: Problem, model: nn.Module) -> PerRowLoss:
     """The loss of the problem, row by row."""
     with torch.no_grad():
-        return RowLoss.of(problem.loss_fn, model(problem.x), problem.y)
+        return PerRowLoss.of(problem.loss_fn, model(problem.x), problem.y)
 
 
 def test_values(problem: Problem, outputs: Tensor) -> Values:

@@ -155,7 +155,6 @@ def ours(**options: Any) -> Callable[[bool, int], Any]:
 
 METHODS: Mapping[str, Method] = {
     "heldin": Method(ours(), "network"),
-    "heldin (one network)": Method(ours(committee=1), "network"),
     "constant": Method(_constant, "constant"),
     "linear CV": Method(_linear, "linear"),
     "random forest": Method(_forest, "trees"),

@@ -20,14 +20,14 @@ __all__ = ["SETTINGS", "against", "write_settings"]
 BASE = "default"
 
 
-def _best_check(curves: Any, seed: int = 0) -> Any:
+def _best_check(
+    curves: Any, resamples: int = 100, seed: int = 0, held_per_trained: float = 0.0
+) -> Any:
     """In the place of an average of the weights around the best check."""
     shares = torch.zeros(curves.shape[1], dtype=torch.float64)
     shares[curves.mean(0).argmin()] = 1.0
     return shares
 
-
-_ASSESS, _COMMITTEE = "heldin.tables.assess", "heldin.tables.committee"
 
 # options of the estimators, and constants that are none
 _CHOICES: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
@@ -37,8 +37,6 @@ _CHOICES: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "5 folds": ({"cv": 5}, {}),
     "10 folds": ({"cv": 10}, {}),
     "tanh and 10 folds": ({"activation": "tanh", "cv": 10}, {}),
-    "11 members": ({"committee": 11}, {}),
-    "one network": ({"committee": 1}, {}),
     "rate 0.001": ({"learning_rate_init": 0.001}, {}),
     "rate 0.01": ({"learning_rate_init": 0.01}, {}),
     "no decay": ({"weight_decay": 0.0}, {}),
@@ -48,12 +46,13 @@ _CHOICES: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "300 units": ({"hidden_layer_sizes": (300,)}, {}),
     "two layers of 100": ({"hidden_layer_sizes": (100, 100)}, {}),
     "batches of 32": ({"batch_size": 32}, {}),
-    "clip 2.5": ({}, {"heldin.sklearn.kinds.CLIP": 2.5}),
-    "no clip": ({}, {"heldin.sklearn.kinds.CLIP": None}),
-    "longer patience": ({}, {f"{_COMMITTEE}.PATIENCE": Patience(factor=3.0, slack=400, checks=3)}),
-    "best check": ({}, {f"{_COMMITTEE}.votes": _best_check}),
-    "no shrinkage": ({}, {f"{_ASSESS}.SHARES": (1.0,)}),
-    "constant or not": ({}, {f"{_ASSESS}.SHARES": (0.0, 1.0)}),
+    "clip 2.5": ({}, {"heldin.sklearn.base.CLIP": 2.5}),
+    "no clip": ({}, {"heldin.sklearn.base.CLIP": None}),
+    "longer patience": (
+        {},
+        {"heldin.early_stopping.PATIENCE": Patience(factor=3.0, slack=400, checks=3, errors=2.0)},
+    ),
+    "best check": ({}, {"heldin.rules.path.bootstrap_shares": _best_check}),
 }
 
 SETTINGS: Mapping[str, Method] = {

@@ -115,7 +115,7 @@ EXPERIMENT = Experiment(
     choices=(
         "Pixels divided by 255; He's initial weights (normal, variance 2 / inputs), biases zero; "
         "the split and the initial weights are drawn anew for each seed, the same for both runs.",
-        "Smoothing 0.9, the default of EvidenceStopping.paper; weights that no image reaches "
+        "Smoothing 0.9, the default of rules.Evidence.paper; weights that no image reaches "
         "(constant pixels, dead units) are left out of the means.",
         "The full batch is accumulated over several backward passes.",
         "Validation's stop is the least validation loss of the whole run.",

@@ -251,7 +251,7 @@ EXPERIMENT = Experiment(
         "square 1. (With rows of length 1 and the paper's rates and steps the logistic regression "
         "has hardly begun to learn at the end.)",
         "Hidden units are ReLUs; initial weights normal with standard deviation 0.01, biases zero.",
-        "Smoothing 0.9, the default of EvidenceStopping.paper; each tensor is a group; words that "
+        "Smoothing 0.9, the default of rules.Evidence.paper; each tensor is a group; words that "
         "do not occur in a batch are left out of the means.",
         "Validation's stop is the least validation loss of the whole run.",
     ),

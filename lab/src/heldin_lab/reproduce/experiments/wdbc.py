@@ -251,7 +251,7 @@ EXPERIMENT = Experiment(
     choices=(
         "Inputs are scaled to mean 0 and variance 1 before and after the expansion, by the rows "
         "trained on; start at zero; learning rate 0.01; the split is drawn anew for each seed.",
-        "Smoothing 0.9, the default of EvidenceStopping.paper; double precision.",
+        "Smoothing 0.9, the default of rules.Evidence.paper; double precision.",
         "The least validation loss of the whole run counts as validation's stop; if that is the "
         "last one, there was none.",
     ),

@@ -1,0 +1,720 @@
+"""The numbers and figures of docs/how-good.md, from the runs of `heldin-lab study rivals`.
+
+    heldin-lab study rivals --task tables --data DIR      # and images, texts, tuning
+    python -m heldin_lab.figures.how_good gather out/rivals    # copies the runs to docs/study
+    python -m heldin_lab.figures.how_good page                 # writes tables and figures
+
+Blocks between `<!-- begin NAME -->` and `<!-- end NAME -->` of both pages are written by `page`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from heldin_lab.figures import DOCS, IMAGES
+from heldin_lab.pages import markdown_table
+from heldin_lab.study.contest import UNITS, read_lines
+from heldin_lab.study.tables import read
+
+PAGES = (DOCS / "how-good.md", DOCS / "how-good-tables.md")
+STUDY = DOCS / "study"
+KINDS = {"tables": ("tables",), "networks": ("images", "texts", "tuning")}
+BASE, BEST, FULL = "split", "best on the path", "no stopping"
+RESAMPLES = 2000
+LONG = 0.5  # share of the loss in the worst 5 % of the rows from which a tail is long
+Z = 1.96
+
+# A temperature exists for classes only: in regressions a calibrated rule is the plain one.
+PLAIN = {
+    "split, calibrated": "split",
+    "split, bagged, calibrated": "split, bagged",
+    "split, calibrated, refit": "split, refit",
+    "five folds, calibrated, refit": "five folds, refit",
+}
+RULES = (
+    "no stopping",
+    "split",
+    "split, bagged",
+    "split, calibrated",
+    "split, bagged, calibrated",
+    "split, refit",
+    "split, calibrated, refit",
+    "Prechelt GL",
+    "Prechelt UP",
+    "three splits, refit",
+    "five folds, refit at the mean step",
+    "five folds, refit at the mean epoch",
+    "five folds, refit",
+    "five folds, calibrated, refit",
+    "five folds, committee",
+    "cosine schedule to the end",
+    "cosine schedule, EMA",
+    "cosine schedule, SWA",
+    "evidence",
+    "heldin",
+    "heldin, committee",
+    "heldin, five folds",
+    "heldin, two shadows",
+    "heldin, one shadow",
+    "heldin, three light shadows",
+)
+MAIN = (
+    "no stopping",
+    "split",
+    "split, refit",
+    "split, bagged, calibrated",
+    "split, calibrated, refit",
+    "five folds, refit",
+    "five folds, calibrated, refit",
+    "cosine schedule, EMA",
+    "evidence",
+    "heldin",
+    "heldin, one shadow",
+)
+STRONGEST = (
+    "five folds, refit",
+    "five folds, calibrated, refit",
+    "split, calibrated, refit",
+    "split, bagged, calibrated",
+    "split, calibrated",
+)
+SAID = {
+    "split": "20 % held out",
+    "five folds, refit": "five folds, then refit",
+    "heldin, five folds": "heldin, five shadows",
+    "heldin, two shadows": "heldin, two shadows",
+    "heldin, one shadow": "heldin, one shadow",
+    "heldin, three light shadows": "heldin, three light shadows",
+}
+INK = {"heldin": "#1b7f5c", "split": "#6b7280", "five": "#2b6cb0", "other": "#c2571a"}
+
+Line = Mapping[str, Any]
+
+
+# -- numbers
+
+
+@cache
+def runs(kind: str) -> list[Line]:
+    """Return the stored runs of tables or of networks."""
+    return [line for name in KINDS[kind] for line in read_lines(STUDY / f"rivals-{name}.jsonl")]
+
+
+def value(run: Line, rule: str, unit: str) -> float:
+    """Return what a rule reached in a run; nan if it was not followed there.
+
+    R2 below 0 counts as 0.
+    """
+    rules = run["rules"]
+    if rule not in rules and not run["classes"]:
+        rule = PLAIN.get(rule, rule)
+    if rule not in rules:
+        return math.nan
+    number = rules[rule][UNITS.index(unit)]
+    if number is None:  # a loss that is not finite counts as a thousand times the best
+        return 1000 * run["rules"][BEST][0] if unit == "loss" else math.nan
+    if unit == "accuracy" and not run["classes"]:
+        number = max(0.0, number)
+    return float(number)
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A mean with the ends of its 95 % interval."""
+
+    middle: float
+    low: float
+    high: float
+    count: int
+
+    def mapped(self, transform: Callable[[Any], Any]) -> Mean:
+        """Return it on another scale."""
+        middle, low, high = (float(transform(v)) for v in (self.middle, self.low, self.high))
+        return Mean(middle, low, high, self.count)
+
+    def shown(self, digits: int = 1, sign: bool = True) -> str:
+        """Return it as text."""
+        if not self.count:
+            return "-"
+        plus = "+" if sign else ""
+        ends = f"{self.low:{plus}.{digits}f}, {self.high:{plus}.{digits}f}"
+        return f"{self.middle:{plus}.{digits}f} [{ends}]"
+
+
+def mean(pairs: Sequence[tuple[str, float]]) -> Mean:
+    """Return the mean of (dataset, number), with an interval from drawing the datasets again.
+
+    Runs on fewer than five datasets are drawn themselves.
+
+    >>> mean([("a", 1.0), ("b", 3.0)]).middle
+    2.0
+    """
+    pairs = [(name, number) for name, number in pairs if math.isfinite(number)]
+    if not pairs:
+        return Mean(math.nan, math.nan, math.nan, 0)
+    names = sorted({name for name, _ in pairs})
+    many = len(names) >= 5
+    place = np.array([names.index(name) if many else i for i, (name, _) in enumerate(pairs)])
+    numbers = np.array([number for _, number in pairs])
+    blocks = int(place.max()) + 1
+    sums, counts = np.bincount(place, numbers), np.bincount(place)
+    drawn = np.random.default_rng(0).integers(blocks, size=(RESAMPLES, blocks))
+    means = sums[drawn].sum(1) / counts[drawn].sum(1)
+    low, high = np.quantile(means, [0.025, 0.975])
+    return Mean(float(numbers.mean()), float(low), float(high), len(pairs))
+
+
+def compared(lines: Sequence[Line], rule: str, unit: str, base: str = BASE) -> Mean:
+    """Return the mean difference to another rule, in points."""
+    return mean(
+        [(r["spec"]["dataset"], 100 * (value(r, rule, unit) - value(r, base, unit))) for r in lines]
+    )
+
+
+def ratio(lines: Sequence[Line], rule: str, base: str, unit: str = "loss") -> Mean:
+    """Return the geometric mean of a ratio to another rule."""
+    return mean(
+        [
+            (r["spec"]["dataset"], math.log(value(r, rule, unit) / value(r, base, unit)))
+            for r in lines
+        ]
+    ).mapped(np.exp)
+
+
+def excess(lines: Sequence[Line], rule: str) -> Mean:
+    """Return by how many per cent the loss is above the lowest on the path."""
+    return ratio(lines, rule, BEST).mapped(per_cent)
+
+
+def per_cent(share: float) -> float:
+    """Return by how many per cent a ratio is above 1."""
+    return 100 * (share - 1)
+
+
+def wins(lines: Sequence[Line], rule: str) -> float:
+    """Return the share of runs with a lower loss than the split; equal ones count half."""
+    pairs = [(value(r, rule, "loss"), value(r, BASE, "loss")) for r in lines]
+    pairs = [pair for pair in pairs if math.isfinite(pair[0])]
+    return float(np.mean([(a < b) + 0.5 * (a == b) for a, b in pairs])) if pairs else math.nan
+
+
+def cost(lines: Sequence[Line], rule: str, unit: str = "steps") -> float:
+    """Return the mean cost until the stop, in those of a run without stopping."""
+    shares = [value(r, rule, unit) / value(r, FULL, unit) for r in lines]
+    return float(np.nanmean(shares)) if np.isfinite(shares).any() else math.nan
+
+
+def classified(lines: Sequence[Line], classes: bool = True) -> list[Line]:
+    """Return the runs with classes, or those without."""
+    return [r for r in lines if bool(r["classes"]) is classes]
+
+
+def is_inside(said: Sequence[float]) -> bool:
+    """Return whether the measured loss lies in the interval, allowing for its own error."""
+    middle, low, high, true, error, _ = said
+    end = high - middle if true > middle else middle - low
+    return abs(true - middle) <= math.hypot(end, Z * error)
+
+
+def statements(rule: str, lines: Sequence[Line]) -> list[list[float]]:
+    """Return what a rule said in each run: value, ends, measured loss, its error, tail."""
+    kept = [r["said"][rule] for r in lines if rule in r["said"]]
+    return [said for said in kept if None not in said]
+
+
+def coverage(rule: str, lines: Sequence[Line]) -> tuple[float, int]:
+    """Return the share of intervals that hold the measured loss, and the number of runs."""
+    inside = [is_inside(said) for said in statements(rule, lines)]
+    return (float(np.mean(inside)) if inside else math.nan), len(inside)
+
+
+# -- tables
+
+
+def full_table(kind: str) -> str:
+    """Return every rule in every unit."""
+    lines = runs(kind)
+    classes, numbers = classified(lines), classified(lines, classes=False)
+    rows = []
+    for rule in RULES:
+        over = excess(lines, rule)
+        if not over.count:
+            continue
+        row = [f"**{rule}**" if rule == "heldin" else rule, over.shown(sign=False)]
+        row += [compared(classes, rule, unit).shown() for unit in ("accuracy", "auc", "ece")]
+        if numbers:
+            row.append(compared(numbers, rule, "accuracy").shown())
+        row += [f"{wins(lines, rule):.2f}", f"{cost(lines, rule):.2f}"]
+        row += [f"{cost(lines, rule, 'seconds'):.2f}", str(over.count)]
+        rows.append(row)
+    head = ["rule", "loss above the best, %", "accuracy", "AUC", "calibration error"]
+    head += ["R2"] if numbers else []
+    head += ["wins", "steps", "time", "runs"]
+    return markdown_table(head, rows)
+
+
+def by_group(kind: str, key: str, rules: Sequence[str], unit: str = "accuracy") -> str:
+    """Return accuracy against the split by size or noise, runs with classes only."""
+    lines = classified(runs(kind))
+    groups = sorted({r["spec"][key] for r in lines})
+    rows = []
+    for rule in rules:
+        row = [rule]
+        for group in groups:
+            row.append(compared([r for r in lines if r["spec"][key] == group], rule, unit).shown())
+        rows.append(row)
+    counts = [sum(r["spec"][key] == group for r in lines) for group in groups]
+    name = {"n": "n = {}", "noise": "noise {:g}"}[key]
+    titles = [f"{name.format(g)} ({c} runs)" for g, c in zip(groups, counts, strict=True)]
+    return markdown_table(["", *titles], rows)
+
+
+def loss_by_size(kind: str) -> str:
+    """Return the loss above the best by size."""
+    lines = runs(kind)
+    sizes = sorted({r["spec"]["n"] for r in lines})
+    rows = [
+        [
+            rule,
+            *(
+                excess([r for r in lines if r["spec"]["n"] == n], rule).shown(1, False)
+                for n in sizes
+            ),
+        ]
+        for rule in MAIN
+    ]
+    return markdown_table(["", *(f"n = {n}" for n in sizes)], rows)
+
+
+def evidence_stored() -> str:
+    """Return evidence against a split with patience in the study of 0.1, by n and noise."""
+    rows = []
+    for name in ("small", "large"):
+        table = read(STUDY / f"{name}-groups.csv")
+        for group in dict.fromkeys(row["group"] for row in table):
+            if not group.startswith(("n = ", "noise = ")):
+                continue
+            of_rule = {row["rule"]: row for row in table if row["group"] == group}
+            ours, split = of_rule["evidence, epochs, median"], of_rule["split 20 % patience"]
+            gap = 100 * (ours["accuracy"] - split["accuracy"])
+            label = (
+                group
+                if group.startswith("n =")
+                else f"{group}, n {'<= 200' if name == 'small' else '>= 500'}"
+            )
+            rows.append(
+                [label, str(ours["runs"]), f"{ours['accuracy']:.3f}", f"{split['accuracy']:.3f}",
+                 f"{gap:+.1f}", f"{ours['gm']:.3f}", f"{split['gm']:.3f}"]
+            )  # fmt: skip
+    head = ["", "runs", "evidence", "split", "points", "evidence, loss", "split, loss"]
+    return markdown_table(head, rows)
+
+
+def coverage_table() -> str:
+    """Return the coverage of 95 % intervals per configuration."""
+    lines = runs("tables") + runs("networks")
+    parts: dict[str, Callable[[Line], bool]] = {
+        "all runs": lambda r: True,
+        "tables": lambda r: r in runs("tables"),
+        "networks": lambda r: r in runs("networks"),
+        "n <= 100": lambda r: r["spec"]["n"] <= 100,
+        "n = 150 to 300": lambda r: 100 < r["spec"]["n"] <= 300,
+        "n >= 500": lambda r: r["spec"]["n"] >= 500,
+    }
+    rows = []
+    for rule, label in SAID.items():
+        cells = [label]
+        for part in parts.values():
+            share, count = coverage(rule, [r for r in lines if part(r)])
+            cells.append(f"{share:.2f} ({count})" if count else "not measured")
+        for long in (False, True):
+            said = [s for s in statements(rule, lines) if (s[5] > LONG) is long]
+            share = float(np.mean([is_inside(s) for s in said])) if said else math.nan
+            cells.append(f"{share:.2f} ({len(said)})" if said else "not measured")
+        said = statements(rule, lines)
+        width = np.median([(s[2] - s[1]) / s[0] for s in said]) if said else math.nan
+        bias = (
+            np.exp(np.median([math.log(max(s[0], 1e-9) / s[3]) for s in said]))
+            if said
+            else math.nan
+        )
+        rows.append([*cells, f"{width:.2f}", f"{bias:.2f}"])
+    head = ["", *parts, "short tail", "long tail", "width / value", "said / true"]
+    return markdown_table(head, rows)
+
+
+def main_table() -> str:
+    """Return the few rules that the page speaks of."""
+    rows = []
+    for rule in MAIN:
+        cells = [f"**{rule}**" if rule == "heldin" else rule]
+        for kind in KINDS:
+            lines = runs(kind)
+            accuracy = compared(classified(lines), rule, "accuracy")
+            cells += [
+                f"{excess(lines, rule).middle:.1f}",
+                accuracy.shown(1) if rule != BASE else "0",
+                f"{cost(lines, rule):.2f}",
+                f"{cost(lines, rule, 'seconds'):.2f}",
+            ]
+        rows.append(cells)
+    head = [""]
+    for kind in KINDS:
+        head += [f"{kind}: loss, %", "accuracy, points", "steps", "time"]
+    return markdown_table(head, rows)
+
+
+def counts() -> str:
+    """Say how many runs there are."""
+    tables, networks = runs("tables"), runs("networks")
+    names = {r["spec"]["dataset"] for r in tables}
+    regressions = len(classified(tables, classes=False))
+    by_kind = ", ".join(
+        f"{sum(r['spec']['dataset'] == name for r in networks)} of {label}"
+        for name, label in (
+            ("mnist", "a CNN on images"),
+            ("python-help", "a transformer on texts"),
+            ("digits-after-mnist", "fine-tuning"),
+        )
+    )
+    return (
+        f"{len(tables)} runs on {len(names)} tables ({regressions} of them regressions) and "
+        f"{len(networks)} of networks: {by_kind}."
+    )
+
+
+def paired() -> str:
+    """Compare heldin with its strongest rivals on the same runs."""
+    rows = []
+    for kind in KINDS:
+        lines = runs(kind)
+        for rule in STRONGEST:
+            loss = ratio(lines, "heldin", rule)
+            gap = compared(classified(lines), "heldin", "accuracy", rule)
+            spent = [ratio(lines, "heldin", rule, unit) for unit in ("steps", "seconds")]
+            rows.append([kind, rule, loss.shown(3, False), gap.shown(),
+                         *(f"{each.middle:.2f}" for each in spent)])  # fmt: skip
+    head = ["", "heldin against", "loss, ratio", "accuracy, points", "steps, ratio", "time, ratio"]
+    return markdown_table(head, rows)
+
+
+def against(rule: str) -> str:
+    """Say how heldin compares with a rule on the same runs."""
+    parts = []
+    for kind in KINDS:
+        lines = runs(kind)
+        loss = ratio(lines, "heldin", rule)
+        gap = compared(classified(lines), "heldin", "accuracy", rule)
+        spent = [ratio(lines, "heldin", rule, unit).middle for unit in ("steps", "seconds")]
+        parts.append(
+            f"{kind}: {loss.shown(3, False)} of its loss, {gap.shown()} points of accuracy, "
+            f"{spent[0]:.2f} of its steps, {spent[1]:.2f} of its time"
+        )
+    return "; ".join(parts) + "."
+
+
+def rivals() -> str:
+    """Say where heldin stands beside each strong rival."""
+    names = {
+        "five folds, calibrated, refit": "Five folds and a refit, calibrated",
+        "split, calibrated, refit": "A calibrated split, then a refit",
+        "split, bagged, calibrated": "A split with bagged weights and a temperature",
+    }
+    return "\n".join(f"- **{label}.** heldin on {against(rule)}" for rule, label in names.items())
+
+
+def sizes() -> str:
+    """Return heldin's gain over the split by number of rows, in one row each."""
+    rows = []
+    for kind in KINDS:
+        lines = runs(kind)
+        for n in sorted({r["spec"]["n"] for r in lines}):
+            some = [r for r in lines if r["spec"]["n"] == n]
+            loss = ratio(some, "heldin", BASE)
+            gap = compared(classified(some), "heldin", "accuracy")
+            rows.append([kind, str(n), loss.shown(2, False), gap.shown(), str(len(some))])
+    return markdown_table(["", "rows", "loss / split", "accuracy, points", "runs"], rows)
+
+
+def better() -> str:
+    """List rules that beat the default in a unit, or cost less for nearly the same loss."""
+    lines = []
+    for kind in KINDS:
+        of_kind = runs(kind)
+        for rule in RULES[1:]:
+            if rule.startswith("heldin"):
+                continue
+            loss = ratio(of_kind, rule, "heldin")
+            if not loss.count or loss.middle > 1.05:
+                continue
+            spent = [ratio(of_kind, rule, "heldin", unit).middle for unit in ("steps", "seconds")]
+            gap = compared(classified(of_kind), rule, "accuracy", "heldin")
+            verdict = "lower loss" if loss.middle < 1 else "loss within 5 %"
+            lines.append(
+                f"- {kind}, *{rule}*: {verdict} ({loss.shown(3, False)} of heldin's), accuracy "
+                f"{gap.shown()} points, {spent[0]:.2f} of its steps, {spent[1]:.2f} of its time"
+            )
+    return "\n".join(lines)
+
+
+def said_sentence() -> str:
+    """Say how often the default's interval held the measured loss."""
+    lines = runs("tables") + runs("networks")
+    said = statements("heldin", lines)
+    inside = sum(map(is_inside, said))
+    shares = {label: round(100 * coverage(rule, lines)[0]) for rule, label in SAID.items()}
+    return (
+        f"The 95 % interval of the default held the measured test loss in {inside} of {len(said)} "
+        f"runs. With five shadows in {shares['heldin, five shadows']} %, with two in "
+        f"{shares['heldin, two shadows']} %, with one in {shares['heldin, one shadow']} %, with "
+        "three light ones, whose intervals are wide, in "
+        f"{shares['heldin, three light shadows']} %. The plain interval of five folds, not "
+        "widened for other training rows, held the loss after their refit in "
+        f"{shares['five folds, then refit']} %."
+    )
+
+
+def evidence_sentence() -> str:
+    """Say how evidence compares with the split."""
+    tables, nets = (classified(runs(kind)) for kind in KINDS)
+    noise = [
+        compared([r for r in tables if r["spec"]["noise"] == share], "evidence", "accuracy")
+        for share in (0.0, 0.2, 0.4)
+    ]
+    few, many = (
+        compared([r for r in tables if (r["spec"]["n"] <= 100) is small], "evidence", "accuracy")
+        for small in (True, False)
+    )
+    gaps = [compared(lines, "evidence", "accuracy") for lines in (tables, nets)]
+    calibration = compared(tables, "evidence", "ece")
+    return (
+        f"By accuracy it is at {gaps[0].shown()} points against the split on tables "
+        f"({few.shown()} with 50 or 100 rows, {many.shown()} with 200 or 500; labels clean "
+        f"{noise[0].shown()}, 20 % wrong {noise[1].shown()}, 40 % wrong {noise[2].shown()}) and at "
+        f"{gaps[1].shown()} on networks, for {cost(runs('tables'), 'evidence'):.2f} of the steps "
+        f"of a run where the split takes {cost(runs('tables'), BASE):.2f} (in time "
+        f"{cost(runs('tables'), 'evidence', 'seconds'):.2f}: so small a network costs less than "
+        "its observation). By log loss it is "
+        f"{excess(runs('tables'), 'evidence').middle:.0f} % above the best on tables and "
+        f"{excess(runs('networks'), 'evidence').middle:.0f} % on networks (split: "
+        f"{excess(runs('tables'), BASE).middle:.0f} and "
+        f"{excess(runs('networks'), BASE).middle:.0f} %): it stops late and is overconfident "
+        f"(calibration error {calibration.shown()} points)."
+    )
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    "rivals": rivals,
+    "sizes": sizes,
+    "better": better,
+    "said": said_sentence,
+    "evidence": evidence_sentence,
+    "counts": counts,
+    "main": main_table,
+    "paired": paired,
+    "tables": lambda: full_table("tables"),
+    "networks": lambda: full_table("networks"),
+    "tables-size": lambda: loss_by_size("tables"),
+    "networks-size": lambda: loss_by_size("networks"),
+    "accuracy-size": lambda: by_group("tables", "n", MAIN),
+    "accuracy-noise": lambda: by_group("tables", "noise", MAIN),
+    "networks-accuracy-size": lambda: by_group("networks", "n", MAIN),
+    "networks-accuracy-noise": lambda: by_group("networks", "noise", MAIN),
+    "evidence-stored": evidence_stored,
+    "coverage": coverage_table,
+}
+
+
+def filled(text: str) -> str:
+    """Return a page with all blocks written."""
+
+    def write_block(match: re.Match[str]) -> str:
+        name = match["name"]
+        return f"<!-- begin {name} -->\n{BLOCKS[name]().rstrip()}\n<!-- end {name} -->"
+
+    pattern = r"<!-- begin (?P<name>[\w-]+) -->\n.*?<!-- end (?P=name) -->"
+    return re.sub(pattern, write_block, text, flags=re.S)
+
+
+# -- figures
+
+
+def _ink(rule: str) -> str:
+    return INK.get(re.split("[ ,]", rule)[0], INK["other"])
+
+
+def draw_cost(figure: Any) -> None:
+    """Draw loss and accuracy against the cost until the stop."""
+    panels = figure.subplots(2, 2, sharex="row")
+    for row, kind in zip(panels, KINDS, strict=True):
+        lines = runs(kind)
+        for number, rule in enumerate(MAIN, 1):
+            spent = cost(lines, rule)
+            heights = (excess(lines, rule), compared(classified(lines), rule, "accuracy"))
+            for ax, height in zip(row, heights, strict=True):
+                label = f"{number} {rule}" if kind == "tables" and ax is row[0] else None
+                ax.plot(spent, height.middle, "o", markersize=13, color=_ink(rule), label=label)
+                ax.text(spent, height.middle, str(number), color="white", fontsize=8,
+                        ha="center", va="center", weight="bold")  # fmt: skip
+                if _ink(rule) == INK["heldin"]:  # stacked shadows take less time than steps
+                    time = cost(lines, rule, "seconds")
+                    ax.plot([time, spent], [height.middle] * 2, ":", color=_ink(rule), linewidth=1)
+                    ax.plot(time, height.middle, "o", markersize=8, color=_ink(rule), mfc="white")
+        for ax, title in zip(
+            row, ("loss above the best, %", "accuracy over the split, points"), strict=True
+        ):
+            ax.set(xscale="log", title=f"{kind}: {title}", xlabel="cost until the stop, plain runs")
+            ax.set_xticks([0.25, 0.5, 1, 2, 4], ["¼", "½", "1", "2", "4"])
+            ax.minorticks_off()
+        row[0].set_yscale("log")
+        row[0].set_yticks([1, 2, 5, 10, 20, 50, 100], ["1", "2", "5", "10", "20", "50", "100"])
+        row[0].minorticks_off()
+    figure.legend(loc="outside lower center", ncols=3, fontsize=8, frameon=False, markerscale=0.6)
+
+
+def draw_said(ax: Any) -> None:
+    """Draw the loss that heldin expects beside the measured one, for all runs."""
+    lines = runs("tables") + runs("networks")
+    said = statements("heldin", lines)
+    ends = [0.5 * min(s[3] for s in said), 1.6 * max(s[3] for s in said)]
+    ax.plot(ends, ends, color="#9aa0a6", linewidth=1)
+    for inside, colour in ((True, INK["heldin"]), (False, "#c0392b")):
+        some = [s for s in said if is_inside(s) is inside]
+        below = [max(0.0, s[0] - s[1]) for s in some], [max(0.0, s[2] - s[0]) for s in some]
+        label = f"{len(some)} of {len(said)} runs {'inside' if inside else 'outside'}"
+        ax.errorbar([s[3] for s in some], [s[0] for s in some], below, fmt="o", markersize=3,
+                    linewidth=0.5, alpha=0.75, color=colour, label=label)  # fmt: skip
+    ax.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
+    ax.set(xlabel="measured test loss", ylabel="what heldin says, 95 % interval")
+    ax.legend(frameon=False, fontsize=8, loc="upper left")
+
+
+def draw_size(figure: Any) -> None:
+    """Draw the gain over the split against the number of rows."""
+    panels = figure.subplots(1, 2)
+    lines = runs("tables") + runs("networks")
+    groups = {
+        "50": (50,),
+        "100": (100,),
+        "150-200": (150, 200),
+        "300-500": (300, 500),
+        "1,000": (1000,),
+    }
+    rules = ("split, bagged, calibrated", "split, refit", "five folds, calibrated, refit", "heldin")
+    styles = ("s:", "v:", "^--", "o-")
+    for number, (rule, style) in enumerate(zip(rules, styles, strict=True)):
+        loss, accuracy = [], []
+        for sizes in groups.values():
+            some = [r for r in lines if r["spec"]["n"] in sizes]
+            loss.append(ratio(some, rule, BASE).mapped(per_cent))
+            accuracy.append(compared(classified(some), rule, "accuracy"))
+        for ax, points in zip(panels, (loss, accuracy), strict=True):
+            place = np.arange(len(points)) + 0.09 * (number - 1.5)
+            middle = [p.middle for p in points]
+            bars = [[p.middle - p.low for p in points], [p.high - p.middle for p in points]]
+            ax.errorbar(place, middle, bars, fmt=style, color=_shade(rule), label=rule,
+                        markersize=5, linewidth=1.2, capsize=2)  # fmt: skip
+    for ax, title in zip(panels, ("loss, % against the split", "accuracy, points"), strict=True):
+        ax.axhline(0, color="#9aa0a6", linewidth=1)
+        ax.set_xticks(range(len(groups)), list(groups))
+        ax.set(xlabel="training rows", title=title)
+    panels[0].legend(frameon=False, fontsize=8)
+
+
+def _shade(rule: str) -> str:
+    return INK["other"] if rule == "split, refit" else _ink(rule)
+
+
+BARS = {
+    "no early stopping": "no stopping",
+    "20 % held out": "split",
+    "20 % held out, then refit": "split, refit",
+    "five folds, then refit": "five folds, refit",
+    "heldin": "heldin",
+}
+
+
+def draw_overview(figure: Any) -> None:
+    """Draw the picture for the README: loss and accuracy by rule, and what was said."""
+    loss, accuracy, said = figure.subplots(1, 3, width_ratios=(1, 0.8, 1.1))
+    lines = runs("tables")
+    colours = [INK["heldin"] if label == "heldin" else "#9aa0a6" for label in BARS]
+    bars = [excess(lines, rule) for rule in BARS.values()]
+    gaps = [compared(classified(lines), rule, "accuracy", BEST) for rule in BARS.values()]
+    for ax, values, digits in ((loss, bars, 1), (accuracy, gaps, 1)):
+        middle = [v.middle for v in values]
+        ax.barh(list(BARS), middle, color=colours)
+        sign = 1 if middle[0] > 0 else -1
+        for place, v in enumerate(values):
+            ax.text(max(v.middle, 0) + 0.02 * max(map(abs, middle)), place,
+                    f"{v.middle:.{digits}f}", va="center", fontsize=9)  # fmt: skip
+        ax.invert_yaxis()
+        reach = 1.25 * max(map(abs, middle))
+        ax.set_xlim((0, reach) if sign > 0 else (-reach, 0.25 * reach))
+    accuracy.set_yticks([])
+    loss.set_xlabel("test loss above the best possible, %")
+    accuracy.set_xlabel("accuracy against it, points")
+    draw_said(said)
+    for ax in (loss, accuracy, said):
+        ax.spines[["top", "right"]].set_visible(False)
+
+
+def draw(folder: Path) -> None:
+    """Draw all figures."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    def alone(figure: Any) -> None:
+        draw_said(figure.subplots())
+
+    for name, draws, size in (
+        ("cost", draw_cost, (9, 7.6)),
+        ("said", alone, (5.2, 4.6)),
+        ("size", draw_size, (9, 3.6)),
+        ("overview", draw_overview, (11, 3.3)),
+    ):
+        figure = Figure(figsize=size, layout="constrained", facecolor="white")
+        FigureCanvasAgg(figure)
+        draws(figure)
+        for ax in figure.axes:
+            ax.spines[["top", "right"]].set_visible(False)
+        figure.savefig(folder / f"how-good-{name}.png", dpi=120)
+
+
+def gather(source: Path) -> None:
+    """Copy the runs to docs/study."""
+    for file in sorted(source.glob("*.jsonl")):
+        shutil.copyfile(file, STUDY / f"rivals-{file.name}")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run one of the commands."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    collect = commands.add_parser("gather", help="copy the runs to docs/study")
+    collect.add_argument("source", type=Path)
+    page = commands.add_parser("page", help="write the tables into the pages, draw the figures")
+    page.add_argument("--figures", type=Path, default=IMAGES)
+    options = parser.parse_args(arguments)
+    if options.command == "gather":
+        gather(options.source)
+        return
+    for rule in SAID:
+        print(f"coverage of {rule}: {coverage(rule, runs('tables') + runs('networks'))[0]:.2f}")
+    for path in PAGES:
+        path.write_text(filled(path.read_text(encoding="utf-8")), encoding="utf-8")
+    draw(options.figures)
+
+
+if __name__ == "__main__":
+    main()

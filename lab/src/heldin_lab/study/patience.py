@@ -1,0 +1,203 @@
+"""How long runs go on after their best check, and what that costs, by the form of patience.
+
+    python -m heldin_lab.study.patience log --task tables --role development --seed 510 --runs 60
+    python -m heldin_lab.study.patience replay --out docs/results/patience.json
+
+`log` trains networks to their last epoch by heldin's defaults, without patience, and stores the
+held-out losses of every check, with the test loss and accuracy of what would be kept if the run
+ended there. `replay` applies each patience to the stored curves. Runs that are stored already are
+not repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.func import functional_call
+from torch.utils.data import DataLoader, TensorDataset
+
+import heldin
+from heldin_lab.rules import PATIENCE, Patience, best_check
+
+from .contest import WAYS, Setting
+from .data import role, tables
+from .networks import Kind, network_task
+from .quality import plan
+
+__all__ = ["PATIENCES", "log", "main", "replay", "summary"]
+
+PATIENCES: dict[str, Any] = {
+    "none": None,
+    "2 x best + 200": Patience(2.0, 200, 3),
+    "2 x best + 200, beyond doubt": Patience(2.0, 200, 3, errors=2.0),
+    "1.5 x best + 150, beyond doubt": Patience(1.5, 150, 3, errors=3.0),
+    "the same, improvements beyond one standard error (default)": PATIENCE,
+    "20 epochs": 20,
+    "5 epochs": 5,
+}
+
+
+def log(
+    kind: str, data: str | None, folder: Path, runs: int, seed: int, which: str, steps: int | None
+) -> None:
+    """Train the runs of a plan that the folder does not have, and store their curves."""
+    ways, out = WAYS[kind], folder / kind
+    out.mkdir(parents=True, exist_ok=True)
+    if kind == "tables":
+        tasks: Sequence[Any] = [t for t in tables(data) if which in ("all", role(t.name))]
+    else:
+        tasks = [network_task(cast("Kind", kind), data, folder)]
+    by_name = {task.name: task for task in tasks}
+    for number, spec in enumerate(plan(tasks, ways.sizes, runs, seed, steps or ways.steps, ways)):
+        path = out / f"{spec.key}.npz"
+        if path.exists():
+            continue
+        start = time.process_time()
+        curves = run_to_the_end(Setting(spec, by_name[spec.dataset]))
+        np.savez_compressed(path, **curves)
+        spent = time.process_time() - start
+        print(f"{number + 1} of {runs}: {spec.key} ({spent:.0f} s)", flush=True)
+
+
+def run_to_the_end(setting: Setting) -> dict[str, Any]:
+    """Train by the defaults without patience; return curves, and what each end would keep."""
+    torch.set_num_threads(1)
+    problem, spec = setting.problem, setting.spec
+    model, optimizer = setting.new()
+    loader = DataLoader(
+        TensorDataset(problem.x, problem.y), spec.batch, shuffle=True, generator=setting.order()
+    )
+    torch.manual_seed(spec.seed)
+    stopping = heldin.EarlyStopping(
+        model, optimizer, problem.loss_fn, loader, patience=None, seed=spec.seed
+    )
+    for _ in stopping.epochs(setting.epochs):
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            problem.loss_fn(model(inputs), targets).backward()
+            optimizer.step()
+    inner: Any = stopping._inner
+    rows = stopping.out_of_fold.rows.numpy()
+    model.eval()
+
+    def test(states: list[tuple[float, dict[str, Tensor]]], temperature: float) -> list[float]:
+        heaviest = max(states, key=lambda pair: pair[0])[1]
+        trained = {name for name, _ in model.named_parameters()}
+        mixed = dict(heaviest)
+        for name in trained & heaviest.keys():
+            mixed[name] = torch.stack([share * state[name] for share, state in states]).sum(0)
+        with torch.no_grad():
+            outputs = functional_call(model, mixed, (problem.x_test,)) / temperature
+        values = setting.values(outputs)
+        return [values["loss"], values["accuracy"]]
+
+    curves, kept, levels, records = inner._curves, inner._kept, inner._levels, list(inner.history)
+    steps = {record.step: number for number, record in enumerate(records)}
+    path = [test([(1.0, kept[number])], 1.0)[0] for number in sorted(kept)]
+    ends = []
+    for end in range(len(curves)):  # as if the run had ended at this check
+        inner._curves, inner._levels = curves[: end + 1], levels[: end + 1]
+        inner._kept = {number: state for number, state in kept.items() if number <= end}
+        inner.history = type(inner.history)(inner.history.rule)
+        for record in records[: end + 1]:
+            inner.history.append(record)
+        states = [(share, kept[steps[step]]) for step, share in inner.shares.items()]
+        ends.append(test(states, inner.temperature))
+    return {
+        "steps": np.array([record.step for record in records]),
+        "epoch_steps": len(loader),
+        "curves": torch.stack(curves, 1).numpy().astype(np.float32),
+        "rows": rows,
+        "ends": np.array(ends),
+        "training": np.array([record.training_loss for record in records]),
+        "lowest": np.array(np.nanmin(path)),
+        "void": inner._void,
+        "light": bool(levels),
+    }
+
+
+def replay(
+    steps: Sequence[int], curves: Tensor, patience: Any, epoch_steps: float
+) -> tuple[int, int]:
+    """Return the numbers of the checks at which a patience ends the run, and of the best one.
+
+    >>> curves = torch.tensor([[3.0, 1.0, 2.0, 2.5, 2.6, 2.7]] * 4).double()
+    >>> replay([0, 10, 20, 30, 40, 50], curves, 2, epoch_steps=10.0)
+    (4, 1)
+    """
+    if isinstance(patience, int):
+        patience = Patience.of_epochs(patience, epoch_steps)
+    means = curves.mean(0)
+    for seen in range(2, len(steps) + 1):
+        best = best_check(means[:seen])
+        epochs = steps[seen - 1] / epoch_steps
+        if patience is not None and patience.stops(steps[:seen], best, curves[:, :seen], epochs):
+            break
+    return seen - 1, best
+
+
+def summary(results: dict[str, Any]) -> str:
+    """Return a table for tables and networks: medians of end / best step, regrets, lengths."""
+    lines = ["| | patience | runs | end / best step | regret gm | worst | end / last step |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    for kind in ("tables", "networks"):
+        runs = [values for key, values in results.items() if key.startswith(kind)]
+        for name in PATIENCES if runs else ():
+            values = [run[name] for run in runs]
+            ratio = median(v["end"] / max(1, v["best"]) for v in values)
+            regret = math.exp(sum(math.log(v["regret"]) for v in values) / len(values))
+            length = median(
+                v["end"] / run["none"]["end"] for v, run in zip(values, runs, strict=True)
+            )
+            worst = max(v["regret"] for v in values)
+            cells = (kind, name, len(runs), f"{ratio:.2f}", f"{regret:.3f}", f"{worst:.2f}")
+            lines.append("| " + " | ".join(map(str, cells)) + f" | {length:.2f} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Log runs, or replay the stored ones and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=["log", "replay"])
+    parser.add_argument("--task", default="tables", choices=[*WAYS])
+    parser.add_argument("--data", default=os.environ.get("HELDIN_DATA"))
+    parser.add_argument("--role", default="confirmation")
+    parser.add_argument("--runs", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=510, help="of the plan")
+    parser.add_argument("--steps", type=int, help="of a run (default: those of the task)")
+    parser.add_argument("--folder", type=Path, default=Path("out/patience"))
+    parser.add_argument("--out", type=Path, default=Path("out/patience.json"))
+    options = parser.parse_args()
+    if options.what == "log":
+        which = (options.runs, options.seed, options.role, options.steps)
+        log(options.task, options.data, options.folder, *which)
+        return
+    results: dict[str, Any] = {}
+    for path in sorted(options.folder.glob("*/*.npz")):
+        stored = np.load(path)
+        steps, curves = stored["steps"].tolist(), torch.tensor(stored["curves"]).double()
+        kind = "tables" if path.parent.name == "tables" else "networks"
+        run = results[f"{kind} {path.stem}"] = {}
+        for name, patience in PATIENCES.items():
+            end, best = replay(steps, curves, patience, float(stored["epoch_steps"]))
+            loss, accuracy = stored["ends"][end].tolist()
+            regret = loss / float(stored["lowest"])
+            run[name] = {"end": steps[end], "best": steps[best], "regret": regret}
+            run[name]["accuracy"] = accuracy
+    options.out.write_text(json.dumps(results, indent=1) + "\n")
+    print(summary(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""The study of the rules that people use."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from heldin_lab.study import contest
+from heldin_lab.study.data import tables
+from heldin_lab.study.spec import Spec
+
+
+def setting(steps: int = 60, dataset: str = "sk_wine") -> contest.Setting:
+    spec = Spec(dataset, 50, 0.2, "hidden1", "adam", 3, steps)
+    return contest.Setting(spec, {t.name: t for t in tables(None)}[dataset])
+
+
+def test_path_is_that_of_a_loop_written_by_hand() -> None:
+    run = contest.Run(setting().spec, setting().task)
+    run.path()
+    model, optimizer = run.setting.new()
+    problem, order = run.setting.problem, run.setting.order()
+    for _ in range(run.setting.epochs):
+        for index in torch.randperm(50, generator=order).split(12):
+            optimizer.zero_grad()
+            F.cross_entropy(model(problem.x[index]), problem.y[index]).backward()
+            optimizer.step()
+    torch.testing.assert_close(run.states[-1], contest.snapshot(model))
+    outputs = model(problem.x_test).detach()
+    assert run.lines["no stopping"]["loss"] == pytest.approx(
+        float(F.cross_entropy(outputs, problem.y_test)), rel=1e-5
+    )
+    assert run.lines["best on the path"]["loss"] <= run.lines["no stopping"]["loss"]
+
+
+def test_held_out_model_never_sees_the_held_out_rows() -> None:
+    one, other = setting(), setting()
+    held = torch.arange(10)
+    other.problem.y[held] = (other.problem.y[held] + 1) % 3
+    models = [contest.HeldOut(each, held, 5) for each in (one, other)]
+    for model in models:
+        model.epoch()
+    torch.testing.assert_close(models[0].states[1], models[1].states[1])
+    assert models[0].curve[1] != models[1].curve[1]
+
+
+def test_until_ends_where_the_rule_says_or_with_the_epochs() -> None:
+    model = contest.HeldOut(setting(), torch.arange(10), 5)
+    assert model.until(lambda curve: contest.Stop(1, 3) if len(curve) > 3 else None).end == 3
+    assert len(model.states) == 4
+    stop = model.until(lambda curve: None)
+    assert stop.end == model.setting.epochs == len(model.states) - 1
+    assert model.curve[stop.keep] == min(model.curve)
+
+
+def test_every_rule_gives_finite_values_and_runs_are_not_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ways = contest.Ways(("hidden1",), ("adam",), (0.2,), (50,), 60)
+    monkeypatch.setitem(contest.WAYS, "tables", ways)
+    lines: list[str] = []
+    for runs in (2, 2):
+        out = contest.contest(
+            "tables", None, tmp_path, runs=runs, seed=1, datasets="all", progress=lines.append
+        )
+    assert len(lines) == 2
+    stored = contest.read_lines(out)
+    assert len(stored) == 2
+    for run in stored:
+        rules = run["rules"]
+        assert {"split", "split, calibrated", "five folds, refit", "heldin", "evidence"} <= set(
+            rules
+        )
+        for values in rules.values():
+            line = dict(zip(contest.UNITS, values, strict=True))
+            assert line["loss"] is not None
+            assert 0 <= line["accuracy"] <= 1
+        value, low, high, true, error, tail = run["said"]["heldin"]
+        assert low < value < high
+        assert math.isclose(true, rules["heldin"][0])
+        assert error > 0
+        assert 0.05 < tail < 1
+
+
+def test_committee_averages_probabilities() -> None:
+    problem = setting().problem
+    members = [torch.tensor([[2.0, 0.0, 0.0]]), torch.tensor([[0.0, 1.0, 0.0]])]
+    outputs = contest.averaged(problem, members).softmax(1)
+    torch.testing.assert_close(outputs, torch.stack(members).softmax(2).mean(0))
