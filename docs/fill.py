@@ -19,10 +19,10 @@ PLACE = re.compile(r"<!-- table:(?P<name>[\w-]+) -->\n(?P<text>.*?)<!-- /table:(
 # What to take, what it is in quality.md, rows that are trained on, time in plain runs, and whether
 # it says what test loss to expect.
 CHOICES = [
-    ("the default", '`heldin.stopping("auto", ...)`', "all", "2 to 6, by `budget`", "yes"),
-    ("more rows, a larger model", "`ShadowStopping`", "all", "2", "yes"),
-    ("no room for a second model", "`LeaveOneOutStopping`", "all", "1.5 to 2", "yes"),
-    ("no time to spare", "`EvidenceStopping(window=epoch)`", "all", "1.05 to 1.2", "no"),
+    ("the default", '`rule="auto"`', "all", "2 to 6, by `budget`", "yes"),
+    ("more rows, a larger model", '`rule="shadow"`', "all", "2", "yes"),
+    ("no room for a second model", '`rule="leave-one-out"`', "all", "1.5 to 2", "yes"),
+    ("no time to spare", '`rules.Evidence(window="epoch")`', "all", "1.05 to 1.2", "no"),
     ("today: a split and patience ¹", "20 % held out, patience", "80 %", "1.1", "of few rows"),
     ("today: a split, then a refit", "20 % held out, then again on all rows", "all", "2", "no"),
     ("today: five folds, then a refit", "", "all", "5 to 6", "yes"),

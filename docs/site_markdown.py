@@ -6,7 +6,8 @@ An extension of Python-Markdown, which every program that builds the site can us
 - Doctests, in pages and docstrings, become highlighted blocks without needing a fence.
 - `heldin.name` in running text links to the API page.
 - `<!-- site: every other name -->` becomes the entries of public names that no API page lists.
-- `<!-- site: CONTRIBUTING.md -->` becomes that file of the repository.
+- `<!-- site: CONTRIBUTING.md -->` becomes that file of the repository, and so does any other file:
+  programs and what they print as blocks of code.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ MARK = re.compile(r"^(\s*```\w+) illustration.*$")  # for the tests only
 FORMULA = re.compile(r'<(span|div) class="arithmatex">(.*?)</\1>', re.S)
 SCRIPT = re.compile(r'<mi mathvariant="script">([A-Z])</mi>')
 NAME = re.compile(r"(?<![\[`])`heldin\.([\w.]+)`(?![\]`])")
+FILE = re.compile(r"<!-- site: (\S+\.(?:py|txt)) -->$")
 LINK = re.compile(r"(\]\()(?:docs/)([^)]*\))")
 
 
@@ -89,7 +91,11 @@ class Parts(Preprocessor):
         """Lines with a comment that asks for a part, replaced by the part."""
         result: list[str] = []
         for line in lines:
-            result += PARTS[line]().splitlines() if line in PARTS else [line]
+            named = FILE.match(line)
+            if line in PARTS:
+                result += PARTS[line]().splitlines()
+            else:
+                result += _block(ROOT / named[1]) if named else [line]
         return result
 
 
@@ -118,6 +124,12 @@ def makeExtension(**options: object) -> Site:
 
 def _contributing() -> str:
     return LINK.sub(r"\1\2", (ROOT / "CONTRIBUTING.md").read_text())
+
+
+def _block(path: Path) -> list[str]:
+    """A program or a text as a block of code; the marks of cells are comments."""
+    kind = "py" if path.suffix == ".py" else "text"
+    return [f"```{kind}", *path.read_text().replace("# %% ", "# ").strip().splitlines(), "```"]
 
 
 def _other_names() -> str:

@@ -8,7 +8,10 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from heldin.accelerate import AutoStopping, EvidenceStopping
+import heldin
+from heldin.accelerate import EarlyStopping
+
+RULE = heldin.rules.Evidence(window="epoch")
 
 torch.manual_seed(0)
 accelerator = Accelerator(cpu=True)
@@ -30,7 +33,7 @@ def batch_loss(model: nn.Module, batch: Any) -> Tensor:
 
 # By an estimated test loss; the weights of the best estimate are in the model at the end.
 model, optimizer, loader = prepared()
-with AutoStopping(accelerator, model, optimizer, loader, batch_loss, budget=3.5) as first:
+with EarlyStopping(accelerator, model, optimizer, loader, batch_loss) as first:
     auto = first.stopping  # its state is in accelerator.save_state
     while not auto.should_stop:
         for batch in loader:
@@ -40,11 +43,11 @@ with AutoStopping(accelerator, model, optimizer, loader, batch_loss, budget=3.5)
             if first.step(batch):  # after the optimiser's step
                 break
 accelerator.print(f"stopped at {auto.reason}")
-accelerator.print(f"expected test loss {auto.estimate:.2f} ± {auto.standard_error:.2f}")
+accelerator.print(f"expected test loss {first.estimates['loss']}")
 
 # By evidence, where no second model is affordable, and in several processes.
 model, optimizer, loader = prepared()
-with EvidenceStopping(accelerator, model, window=len(loader)) as second:
+with EarlyStopping(accelerator, model, loader=loader, rule=RULE) as second:
     evidence = second.stopping
     while not evidence.should_stop:
         for batch in loader:

@@ -8,7 +8,7 @@ from fastai.learner import Learner
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from heldin.fastai import AutoStopping, EvidenceStopping
+from heldin.fastai import EarlyStopping
 
 torch.manual_seed(0)
 x = torch.randn(200, 20)
@@ -18,7 +18,7 @@ loaders = DataLoaders(
     DataLoader(TensorDataset(x[:0], y[:0]), bs=40, num_workers=0),
     device="cpu",
 )
-first, second = AutoStopping(budget=3.5, verbose=True), EvidenceStopping(verbose=True)
+first, second = EarlyStopping(), EarlyStopping("evidence")
 for callback in (first, second):  # an estimated test loss; or evidence, which needs no second model
     torch.manual_seed(1)
     learn = Learner(
@@ -32,4 +32,4 @@ for callback in (first, second):  # an estimated test loss; or evidence, which n
         learn.fit(200)
     print(f"stopped at {callback.stopping.reason}")
 auto, evidence = first.stopping, second.stopping
-print(f"expected test loss {auto.estimate:.2f} ± {auto.standard_error:.2f}")
+print(f"expected test loss {first.estimates['loss']}")

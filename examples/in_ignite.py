@@ -6,7 +6,7 @@ from ignite.engine import create_supervised_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from heldin.ignite import AutoStopping, EvidenceStopping
+from heldin.ignite import EarlyStopping
 
 torch.manual_seed(0)
 x = torch.randn(200, 20)
@@ -23,16 +23,16 @@ def network() -> tuple[nn.Module, torch.optim.Optimizer]:
 # By an estimated test loss; the weights of the best estimate are in the model at the end.
 model, optimizer = network()
 trainer = create_supervised_trainer(model, optimizer, F.cross_entropy)
-first = AutoStopping(model, optimizer, F.cross_entropy, budget=3.5).attach(trainer)
+first = EarlyStopping(model, optimizer, F.cross_entropy).attach(trainer)
 trainer.run(loader, max_epochs=200)
 auto = first.stopping
 print(f"stopped at {auto.reason}")
-print(f"expected test loss {auto.estimate:.2f} ± {auto.standard_error:.2f}")
+print(f"expected test loss {first.estimates['loss']}")
 
 # By evidence, where no second model is affordable.
 model, optimizer = network()
 trainer = create_supervised_trainer(model, optimizer, F.cross_entropy)
-second = EvidenceStopping(model).attach(trainer)
+second = EarlyStopping(model, rule="evidence").attach(trainer)
 trainer.run(loader, max_epochs=200)
 evidence = second.stopping
 print(f"stopped at {evidence.reason}")

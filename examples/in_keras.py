@@ -7,12 +7,12 @@ os.environ["KERAS_BACKEND"] = "torch"
 import keras
 import numpy as np
 
-from heldin.keras import AutoStopping, EvidenceStopping
+from heldin.keras import EarlyStopping
 
 stream = np.random.default_rng(0)
 x = stream.normal(size=(200, 20))
 y = x[:, 0] + x[:, 1] + stream.normal(size=200) > 0
-first, second = AutoStopping(budget=3.5, verbose=1), EvidenceStopping(verbose=1)
+first, second = EarlyStopping("folds"), EarlyStopping("evidence")
 for callback in (first, second):  # an estimated test loss; or evidence, which needs no second model
     keras.utils.set_random_seed(1)
     model = keras.Sequential(
@@ -26,4 +26,4 @@ for callback in (first, second):  # an estimated test loss; or evidence, which n
     model.fit(x, y, batch_size=40, epochs=200, callbacks=[callback], verbose=0)
     print(f"stopped at {callback.stopping.reason}")
 auto, evidence = first.stopping, second.stopping
-print(f"expected test loss {auto.estimate:.2f} ± {auto.standard_error:.2f}")
+print(f"expected test loss {first.estimates['loss']}")

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from heldin.lightning import AutoStopping, EvidenceStopping
+from heldin.lightning import EarlyStopping
 
 
 class Classifier(lightning.LightningModule):
@@ -26,7 +26,7 @@ lightning.seed_everything(0, verbose=False)
 x = torch.randn(200, 20)
 y = (x[:, 0] + x[:, 1] + torch.randn(200) > 0).long()
 loader = DataLoader(TensorDataset(x, y), batch_size=40, shuffle=True)
-first, second = AutoStopping(budget=3.5, verbose=True), EvidenceStopping(verbose=True)
+first, second = EarlyStopping(verbose=True), EarlyStopping("evidence", verbose=True)
 for callback in (first, second):  # an estimated test loss; or evidence, which needs no second model
     trainer = lightning.Trainer(
         max_epochs=200,
@@ -40,4 +40,4 @@ for callback in (first, second):  # an estimated test loss; or evidence, which n
     trainer.fit(Classifier(), loader)
     print(f"stopped at {callback.stopping.reason}")
 auto, evidence = first.stopping, second.stopping
-print(f"expected test loss {auto.estimate:.2f} ± {auto.standard_error:.2f}")
+print(f"expected test loss {first.estimates['loss']}")

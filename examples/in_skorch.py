@@ -4,12 +4,12 @@ import torch
 from skorch import NeuralNetClassifier
 from torch import nn
 
-from heldin.skorch import AutoStopping, EvidenceStopping
+from heldin.skorch import EarlyStopping
 
 torch.manual_seed(0)
 x = torch.randn(200, 20)
 y = (x[:, 0] + x[:, 1] + torch.randn(200) > 0).long()
-first, second = AutoStopping(budget=3.5), EvidenceStopping()
+first, second = EarlyStopping(), EarlyStopping("evidence")
 for callback in (first, second):  # an estimated test loss; or evidence, which needs no second model
     net = NeuralNetClassifier(
         nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 2)),
@@ -26,4 +26,4 @@ for callback in (first, second):  # an estimated test loss; or evidence, which n
     net.fit(x.numpy(), y.numpy())
     print(f"stopped at {callback.stopping_.reason}")
 auto, evidence = first.stopping_, second.stopping_
-print(f"expected test loss {auto.estimate:.2f} ± {auto.standard_error:.2f}")
+print(f"expected test loss {first.estimates['loss']}")

@@ -19,28 +19,25 @@ def network() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.Adam(model.parameters(), lr=0.003)
 
 
-# By an estimated test loss; the weights of the best estimate are in the model at the end.
+# By an estimated test loss; the best weights are in the model at the end.
 model, optimizer = network()
-with heldin.stopping("auto", model, optimizer, F.cross_entropy, loader) as auto:
-    print(auto.reason_chosen)
-    while not auto.should_stop:
-        for a, b in loader:
-            F.cross_entropy(model(a), b).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if auto.step():  # after the optimiser's step
-                break
+auto = heldin.EarlyStopping(model, optimizer, F.cross_entropy, loader)
+print(auto.reason_chosen)
+for _ in auto.epochs(200):
+    for a, b in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(model(a), b).backward()
+        optimizer.step()
 print(f"stopped at {auto.reason}")
-print(f"expected test loss {auto.estimate:.2f} ± {auto.standard_error:.2f}")
+print(f"expected test loss {auto.estimates['loss']}")
 
 # By evidence, where no second model is affordable.
 model, optimizer = network()
-with heldin.EvidenceStopping(model, window=len(loader)) as evidence:
-    while not evidence.should_stop:
-        for a, b in loader:
-            F.cross_entropy(model(a), b).backward()
-            if evidence.step():  # before it
-                break
-            optimizer.step()
-            optimizer.zero_grad()
+rule = heldin.rules.Evidence(window="epoch")
+evidence = heldin.EarlyStopping(model, optimizer, data=loader, rule=rule)
+for _ in evidence.epochs(200):
+    for a, b in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(model(a), b).backward()
+        optimizer.step()
 print(f"stopped at {evidence.reason}")

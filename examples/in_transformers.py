@@ -10,7 +10,7 @@ from transformers import (
 )
 
 import heldin
-from heldin.transformers import AutoStoppingCallback, EvidenceStoppingCallback
+from heldin.transformers import EarlyStoppingCallback
 
 set_seed(0)
 config = BertConfig(
@@ -24,8 +24,8 @@ ids = torch.randint(1, 50, (200, 8))
 labels = (ids[:, 0] + 20 * torch.randn(200) > 25).long()
 rows = [{"input_ids": i, "labels": y} for i, y in zip(ids, labels, strict=True)]
 patience = heldin.Patience(factor=2, slack=50, checks=3)  # less than usual: a short run
-first = AutoStoppingCallback(budget=2.5, patience=patience)
-second = EvidenceStoppingCallback()
+first = EarlyStoppingCallback(budget=2.5, patience=patience)
+second = EarlyStoppingCallback("evidence")
 for callback in (first, second):  # an estimated test loss; or evidence, which needs no second model
     trainer = Trainer(
         BertForSequenceClassification(config),
@@ -34,6 +34,7 @@ for callback in (first, second):  # an estimated test loss; or evidence, which n
             num_train_epochs=100,
             per_device_train_batch_size=40,
             learning_rate=1e-3,
+            lr_scheduler_type="constant",  # a schedule with an end is no run to stop early
             save_strategy="no",
             report_to="none",  # or your tracker: it gets heldin/estimate and its standard error
             disable_tqdm=True,
@@ -45,4 +46,4 @@ for callback in (first, second):  # an estimated test loss; or evidence, which n
     trainer.train()
     print(f"stopped at {callback.stopping.reason}")
 auto, evidence = first.stopping, second.stopping
-print(f"expected test loss {auto.estimate:.2f} ± {auto.standard_error:.2f}")
+print(f"expected test loss {first.estimates['loss']}")

@@ -26,7 +26,7 @@ mine = slice(rank, None, world)  # the rows of this rank
 net = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 2))
 model = DistributedDataParallel(net)
 optimizer = torch.optim.Adam(model.parameters(), lr=0.003)
-stopping = heldin.EvidenceStopping(model)  # pools the ranks; all come to the same decision
+stopping = heldin.EarlyStopping(model, optimizer, rule="evidence")  # the ranks decide alike
 done = 0
 if options.checkpoint and options.checkpoint.exists():
     saved = torch.load(options.checkpoint, weights_only=True)
@@ -36,13 +36,11 @@ if options.checkpoint and options.checkpoint.exists():
     done = saved["step"]
 
 with stopping:
-    while done < options.steps:
+    while done < options.steps and not stopping.should_stop:
         done += 1
-        F.cross_entropy(model(x[mine]), y[mine]).backward()
-        if stopping.step():
-            break
-        optimizer.step()
         optimizer.zero_grad()
+        F.cross_entropy(model(x[mine]), y[mine]).backward()
+        optimizer.step()
 if options.checkpoint and rank == 0:
     state = {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "step": done}
     torch.save({**state, "stopping": stopping.state_dict()}, options.checkpoint)

@@ -31,7 +31,10 @@ model = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 2))
 for layer in (model[0], model[2], model):
     fully_shard(layer, mesh=mesh)
 optimizer = torch.optim.Adam(model.parameters(), lr=0.003)
-stopping = heldin.EvidenceStopping(model)  # pools the ranks, gathers nothing
+resumed = options.checkpoint and options.checkpoint.exists()
+if resumed:
+    get_state_dict(model, optimizer)  # torch takes a step of rate 0, which is no step of training
+stopping = heldin.EarlyStopping(model, optimizer, rule="evidence")  # the ranks decide alike
 
 
 def state() -> dict[str, object]:
@@ -40,7 +43,7 @@ def state() -> dict[str, object]:
 
 
 done = 0
-if options.checkpoint and options.checkpoint.exists():
+if resumed:
     saved = {**state(), "step": 0}
     dcp.load(saved, checkpoint_id=options.checkpoint)  # of any number of ranks
     set_state_dict(
@@ -49,13 +52,11 @@ if options.checkpoint and options.checkpoint.exists():
     done = saved["step"]
 
 with stopping:
-    while done < options.steps:
+    while done < options.steps and not stopping.should_stop:
         done += 1
-        F.cross_entropy(model(x[mine]), y[mine]).backward()
-        if stopping.step():
-            break
-        optimizer.step()
         optimizer.zero_grad()
+        F.cross_entropy(model(x[mine]), y[mine]).backward()
+        optimizer.step()
 if options.checkpoint:
     dcp.save({**state(), "step": done}, checkpoint_id=options.checkpoint)
 print(f"rank {rank} of {world}: {stopping.should_stop} at {stopping.reason}", flush=True)

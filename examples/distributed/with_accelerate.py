@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from heldin.accelerate import EvidenceStopping
+from heldin.accelerate import EarlyStopping
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=500, help="stop here at the latest")
@@ -26,7 +26,7 @@ model, optimizer, loader = accelerator.prepare(
     torch.optim.Adam(model.parameters(), lr=0.003),
     DataLoader(TensorDataset(x, y), batch_size=200 // accelerator.num_processes),
 )
-evidence = EvidenceStopping(accelerator, model)  # its state is in save_state and load_state
+evidence = EarlyStopping(accelerator, model, rule="evidence")  # is in save_state
 if options.checkpoint and options.checkpoint.exists():
     accelerator.load_state(options.checkpoint)
 stopping = evidence.stopping

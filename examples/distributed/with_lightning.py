@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
-from heldin.lightning import EvidenceStopping
+from heldin.lightning import EarlyStopping
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=500, help="stop here at the latest")
@@ -42,7 +42,7 @@ class Classifier(lightning.LightningModule):
 lightning.seed_everything(0, verbose=False)
 x = torch.randn(200, 20)
 y = (x[:, 0] + x[:, 1] + torch.randn(200) > 0).long()
-callback = EvidenceStopping()
+callback = EarlyStopping("evidence")
 devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # or simply devices=2, without torchrun
 strategy: str | ModelParallelStrategy = "ddp"
 if options.strategy == "fsdp":

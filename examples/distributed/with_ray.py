@@ -26,7 +26,7 @@ def train(config: dict[str, Any]) -> None:
     net = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 2))
     model = prepare_model(net)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.003)
-    stopping = heldin.EvidenceStopping(model)  # pools the ranks; all come to the same decision
+    stopping = heldin.EarlyStopping(model, optimizer, rule="evidence")  # the ranks decide alike
     done = 0
     if config["checkpoint"]:
         saved = torch.load(Path(config["checkpoint"]) / "state.pt", weights_only=True)
@@ -36,18 +36,16 @@ def train(config: dict[str, Any]) -> None:
         done = saved["step"]
 
     with stopping:
-        while done < config["steps"]:
+        while done < config["steps"] and not stopping.should_stop:
             done += 1
-            F.cross_entropy(model(x[mine]), y[mine]).backward()
-            if stopping.step():
-                break
-            optimizer.step()
             optimizer.zero_grad()
+            F.cross_entropy(model(x[mine]), y[mine]).backward()
+            optimizer.step()
     state = {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "step": done}
     with tempfile.TemporaryDirectory() as folder:
         torch.save({**state, "stopping": stopping.state_dict()}, Path(folder) / "state.pt")
         kept = Checkpoint.from_directory(folder) if rank == 0 else None
-        ray.train.report({"criterion": stopping.criterion}, checkpoint=kept)
+        ray.train.report(stopping.metrics(), checkpoint=kept)
     told = f"rank {rank} of {world}: {stopping.should_stop} at {stopping.reason}"
     (Path(config["out"]) / f"{rank}.txt").write_text(told)
 
