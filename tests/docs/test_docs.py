@@ -1,4 +1,7 @@
-"""Every Python block in the README and the guides runs, unless it is marked as an illustration."""
+"""Every Python block in the guides runs, unless it is marked as an illustration.
+
+Those of the README are run by test_pages.py.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,12 @@ from tests.support import plain
 from tests.support.loops import close
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted([ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 BLOCK = re.compile(r"^(?P<indent> *)```python(?P<mark>[^\n]*)\n(?P<code>.*?)^ *```", re.M | re.S)
 TAB = re.compile(r'^=== "(?P<label>[^"]*)"$', re.M)
 FRAMEWORKS = {
     "Accelerate": "accelerate",
+    "Fabric": "fabric",
     "Hugging Face": "transformers",
     "Ignite": "ignite",
     "Keras": "keras",
@@ -31,7 +35,8 @@ FRAMEWORKS = {
     "fastai": "fastai",
     "skorch": "skorch",
 }
-PARTS = [pytest.param(p, marks=plain.foreign if p.stem == "frameworks" else ()) for p in PAGES]
+FOREIGN = ("frameworks", "k-fold-lightning", "skorch-grid-search")  # pages that import frameworks
+PARTS = [pytest.param(p, marks=plain.foreign if p.stem in FOREIGN else ()) for p in PAGES]
 
 
 def surroundings() -> dict[str, Any]:
@@ -71,7 +76,7 @@ def importable(name: str) -> bool:
 
 def missing_for(code: str) -> list[str]:
     """Optional packages that a block names and that are not installed."""
-    optional = ("matplotlib", "pandas", "sklearn", "transformers")
+    optional = ("lightning", "matplotlib", "optuna", "pandas", "sklearn", "skorch", "transformers")
     return [name for name in optional if name in code and find_spec(name) is None]
 
 
@@ -96,7 +101,8 @@ def test_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             pytest.skip(f"not installed: {', '.join(lost)}; the blocks before {error.name} ran")
         raise
     finally:
-        for value in [value for space in spaces.values() for value in space.values()]:
+        values = [value for space in spaces.values() for value in space.values()]
+        for value in [value for value in values if not isinstance(value, type)]:
             if hasattr(value, "should_stop") or isinstance(value, heldin.ElementwiseStopping):
                 close(value)
     if skipped:

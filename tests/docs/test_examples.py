@@ -36,8 +36,9 @@ def test_runs(
         assert rule.should_stop
         assert f"stopped at step {rule.stopped_step}: " in told
     assert 0 < auto.best_step < auto.stopped_step < 1000
-    assert 0.3 < auto.estimate < 0.7
-    assert f"expected test loss {auto.estimate:.2f}" in told
+    estimate = auto.metrics()["heldin/best_estimate"]
+    assert 0.3 < estimate < 0.7
+    assert f"expected test loss {estimate:.2f}" in told
     assert 20 < evidence.stopped_step < 300
     assert min(record.criterion for record in evidence.history) < -0.5
     assert not [p for p in tmp_path.rglob("*") if p.is_file()]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import heldin
+from tests.support import runs
 
 PAGE = Path(__file__).parents[2] / "docs" / "interactive.html"
 BROWSER = next(
@@ -151,8 +151,8 @@ def test_numbers_are_heldins(page: Any) -> None:
         model = nn.Linear(20, 1, bias=False)
         nn.init.zeros_(model.weight)
         optimizer = torch.optim.SGD(model.parameters(), lr=settings["rate"] / 2)  # of half as much
-        evidence = heldin.EvidenceStopping.paper(model, "all", smoothing=0.0)
-        folds = heldin.FoldStopping(
+        evidence = runs.EvidenceStopping.paper(model, "all", smoothing=0.0)
+        folds = runs.FoldStopping(
             model, optimizer, loss_fn, (phi, y), folds=torch.tensor(here["fold"]), average="best",
             patience=None,
         )  # fmt: skip

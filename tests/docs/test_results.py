@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from heldin.state.estimates import COVERAGE
-
 FILL = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "fill.py"))
 
 
@@ -32,21 +30,31 @@ def test_the_table_of_rules_has_the_numbers_of_the_study() -> None:
     assert (FILL["RESULTS"] / "rules.md").read_text(encoding="utf-8") == FILL["rules"]()
 
 
-def test_the_promises_have_the_numbers_of_the_study() -> None:
-    """The README's sentences quote the tables; a new study changes both."""
+def test_the_readme_has_the_numbers_of_the_study() -> None:
+    """Its figure, table and sentences quote docs/how-good.md; a new study changes both."""
+    study = (FILL["ROOT"] / "docs" / "how-good.md").read_text(encoding="utf-8")
+    rows = [[cell.strip(" *") for cell in line.split("|")] for line in study.splitlines()]
+    loss, accuracy, time, network_loss, network_time = (
+        {row[1]: row[column].split(" ")[0] for row in rows if len(row) == 11}
+        for column in (2, 3, 5, 6, 9)
+    )
+    names = ("split", "five folds, refit", "heldin")
+    first, folds, ours = ([each[n] for each in (loss, accuracy, time, network_time)] for n in names)
+    for page in ("README.md", "docs/index.md"):
+        text = (FILL["ROOT"] / page).read_text(encoding="utf-8")
+        assert (
+            f"no early stopping {loss['no stopping']}, 20 % held out {first[0]}, 20 % held out and "
+            f"then refit {loss['split, refit']}, five folds and then\nrefit {folds[0]}, "
+            f"heldin {ours[0]}."
+        ) in text
+        inside = re.search(r"held the measured test loss in (\d+ of \d+) runs", study)
+        assert inside is not None
+        assert f"{inside[1]} intervals hold it" in text
     text = (FILL["ROOT"] / "README.md").read_text(encoding="utf-8")
-    quality = (FILL["RESULTS"] / "quality.md").read_text(encoding="utf-8")
-    rows = {r[1].strip(): r for r in (li.split("|") for li in quality.splitlines()) if len(r) > 5}
-    auto, split = rows['`heldin.stopping("auto", ...)`'], rows["20 % held out, patience"]
-    assert f"ends {(float(auto[2]) - 1) * 100:.1f} % above" in text
-    assert f"held out, {(float(split[2]) - 1) * 100:.1f} %" in text
-    assert f"in {auto[4].strip().replace('%', ' %')} of the runs" in text
-    nets = [f"{(float(row[6]) - 1) * 100:.1f} %" for row in (auto, split)]
-    assert f"runs): {nets[0]} above; with 20 % held out, {nets[1]}." in text
-    for width, word in ((2, "two"), (3, "three")):
-        share = f"{COVERAGE['folds'][width]:.0%}".replace("%", " %")
-        assert re.search(rf"{word}( standard errors of the estimate)?\s+in {share}", text), share
-    observed = (FILL["RESULTS"] / "coverage.md").read_text(encoding="utf-8")
-    of = re.search(r"of (\d+) models.*?heldin \| (\d+) \|", observed, re.S)
-    assert of is not None
-    assert f"of {of[1]} kinds of models it observes {of[2]}" in text
+    assert f"| {first[0]} % | {folds[0]} % | **{ours[0]} %** |" in text
+    assert f"| {first[1]} | {folds[1]} | **{ours[1]}** |" in text
+    assert f"| {first[2]} | {folds[2]} | {ours[2]} (`fit`) |" in text
+    assert f"| {first[3]} | {folds[3]} | {ours[3]}: you set" in text
+    larger = [network_loss[name] for name in names]
+    assert f"the losses are {larger[0]}, {larger[1]} and {larger[2]} %" in text
+    assert f"{loss['evidence']} % above the lowest loss and {accuracy['evidence']} points" in text

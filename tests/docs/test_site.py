@@ -78,7 +78,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for file in ("CONTRIBUTING.md", "mkdocs.yml"):  # a copy, as the site is written beside it
         shutil.copy(ROOT / file, folder)
     shutil.copytree(ROOT / "docs", folder / "docs")
-    (folder / "src").symlink_to(ROOT / "src")
+    for linked in ("src", "examples"):
+        (folder / linked).symlink_to(ROOT / linked)
     built = subprocess.run(
         [sys.executable, "-m", "zensical", "build", "--strict"],
         cwd=folder,
@@ -120,6 +121,43 @@ def test_formulas_and_examples_are_set(site: Path) -> None:
     assert "How a batch flows" in contributing
 
 
+def test_programs_of_the_gallery_are_on_its_page(site: Path) -> None:
+    text = (site / "gallery.html").read_text()
+    assert text.count('class="highlight"') == 20  # a program, and what it prints
+    assert "<!-- site:" not in text
+
+
+def test_pages_for_programs_that_read(site: Path) -> None:
+    text = (site / "llms.txt").read_text()
+    assert "no-validation-set" in text
+    (page,) = site.rglob("no-validation-set*.md")
+    assert "Stop without a validation set" in page.read_text()
+
+
+def test_the_calculator_answers(site: Path) -> None:
+    playwright = pytest.importorskip("playwright.sync_api")
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
+    if browser is None:
+        pytest.skip("no Chromium to open the site with")
+    with playwright.sync_playwright() as started:
+        running = started.chromium.launch(executable_path=browser, args=["--no-sandbox"])
+        page = running.new_page()
+        page.goto((site / "cost.html").as_uri())
+        answer = page.locator("form.cost output")
+        assert "By default 1 shadow: 1.6 to 2.5 times" in answer.inner_text()
+        page.select_option("[name=kind]", "stack")
+        page.fill("[name=parameters]", "5000")
+        assert "By default 5 shadows: 2 to 3 times" in answer.inner_text()
+        assert "300 kB" in answer.inner_text()
+        running.close()
+
+
+def test_repository_version_and_edit_links(site: Path) -> None:
+    text = (site / "faq.html").read_text()
+    assert f"heldin {heldin.__version__} ·" in text
+    assert "https://github.com/heldin/heldin/edit/main/docs/faq.md" in text
+
+
 def test_both_colour_schemes(site: Path) -> None:
     text = (site / "index.html").read_text()
     assert 'data-md-color-scheme="slate"' in text
@@ -136,7 +174,7 @@ def test_no_code_is_cut_off(site: Path) -> None:
     with playwright.sync_playwright() as started:
         running = started.chromium.launch(executable_path=browser, args=["--no-sandbox"])
         page = running.new_page(viewport={"width": 1280, "height": 900})
-        for name in ("index", "faq", "coming-from", "command-line", "frameworks", "tabular"):
+        for name in ("index", "gallery", "coming-from", "command-line", "frameworks", "tabular"):
             page.goto((site / f"{name}.html").as_uri())
             found = page.locator(".language-python code, .language-sh code").evaluate_all(
                 "all => all.filter(e => e.offsetParent && e.scrollWidth > e.clientWidth + 1)"
@@ -172,5 +210,5 @@ def test_a_reader_without_a_network(site: Path) -> None:
         running.close()
     assert [line for line in said if not line.startswith(("file:", "data:", "blob:"))] == []
     assert [tab.strip() for tab in tabs] == [
-        "Start", "Tutorials", "Guides", "How it works", "API", "Studies", "Project",
+        "Start", "Answers", "Gallery", "How it works", "API", "Records", "Project",
     ]  # fmt: skip
