@@ -34,18 +34,15 @@ QUICK = {
     "test_bad_input",
     "test_cases",
     "test_elementwise",
-    "test_elementwise_optimizer",
-    "test_elementwise_resume",
     "test_evidence",
+    "test_evidence_loops",
     "test_interface",
     "test_package",
     "test_rules",
     "test_refused_input",
-    "test_stopping",
-    "test_stopping_faults",
     "test_surprises",
-    "test_training",
     "test_validation",
+    "test_wrapper",
 }
 
 

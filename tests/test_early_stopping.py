@@ -225,23 +225,6 @@ def test_refused(case: str) -> None:
         heldin.EarlyStopping(model, **arguments)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: rules.Auto(budget=0),
-        lambda: rules.Folds(folds=1),
-        lambda: rules.Folds(engine="gpu"),  # type: ignore[arg-type]
-        lambda: rules.LeaveOneOut(probes=1),
-        lambda: rules.Evidence(smoothing=1.0),
-        lambda: rules.Evidence(estimator="all"),  # type: ignore[arg-type]
-        lambda: rules.Validation(data=None, improvement=-1.0),
-    ],
-)
-def test_a_rule_is_validated_when_it_is_made(make: Any) -> None:
-    with pytest.raises(heldin.HeldinError, match="must be"):
-        make()
-
-
 @pytest.mark.parametrize("name", [*RULES])
 def test_close_releases_the_model(name: str) -> None:
     model, batches = network(), loader()

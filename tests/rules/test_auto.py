@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import heldin
 from heldin.rules.auto import (
@@ -299,3 +299,21 @@ def test_a_network_that_cannot_be_stacked(form: str) -> None:
             optimizer.step()
         assert len(stopping.history) > 1
         stopping.close()
+
+
+class Counted(Dataset[Any]):
+    reads = 0  # of all copies
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Any:
+        Counted.reads += 1
+        return torch.full((4,), float(index)), torch.zeros(1)
+
+
+def test_auto_reads_the_data_once() -> None:
+    data, model, Counted.reads = Counted(), nn.Linear(4, 1), 0
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    runs.stopping("auto", model, optimizer, nn.MSELoss(), data).close()
+    assert Counted.reads == 24

@@ -1,9 +1,10 @@
-"""Shadow models: the same numbers as training each of them on its own."""
+"""Folds: rows, batches and the loop that they come from; refusals with a way out."""
 
 from __future__ import annotations
 
 import copy
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -12,422 +13,415 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import heldin
-from heldin.shadows import stack as _stack
-from heldin.shadows.losses import PerRowLoss
+from heldin.loop.matching import RowMatcher, Rows
 from tests.support import runs
 from tests.support.folds_runs import (
     MODELS,
     OPTIMIZERS,
     D,
     N,
+    Tied,
     check_shadows,
     data,
     minibatches,
-    separately,
+    train_once,
 )
 
 
-class Two(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(D, 4), nn.Bilinear(4, D, 1)
-
-    def forward(self, x: Tensor, z: Tensor) -> Tensor:
-        return self.b(self.a(x), z)
-
-
-ENGINES = {
-    "linear": ["dense", "vmap", "replay"],
-    "relu": ["dense", "vmap", "replay"],
-    "deep": ["dense", "vmap", "replay"],
-    "tied": ["vmap", "replay"],
-    "batchnorm": ["replay"],
-    "layernorm": ["vmap", "replay"],
-}
-
-
-def run(
-    model: nn.Module,
-    make: Any,
-    loss_fn: Any,
-    rows: tuple[Tensor, ...],
-    batches: list[Tensor],
-    schedule: Any = None,
-    cls: Any = runs.FoldStopping,
-    how: str = "found",
-    **options: Any,
-) -> Any:
-    """The contract's loop."""
-    *inputs, y = rows
-    optimizer = make(model.parameters())
-    stopping = cls(model, optimizer, loss_fn, rows, patience=None, **options)
-    scheduler = schedule(optimizer) if schedule else None
-    for index in batches:
-        loss_fn(model(*(x[index] for x in inputs)), y[index]).backward()
-        optimizer.step()
-        if scheduler:
-            scheduler.step()
-        optimizer.zero_grad()
-        stopping.step(indices=index) if how == "told" else stopping.step()
-    return stopping
-
-
-@pytest.mark.parametrize(("name", "engine"), [(m, e) for m, es in ENGINES.items() for e in es])
-def test_every_engine_gives_the_numbers_of_separate_runs(name: str, engine: str) -> None:
-    torch.manual_seed(1)
+@pytest.mark.parametrize("name", ["relu", "layernorm"])
+def test_train_takes_the_steps_of_the_loop(name: str) -> None:
+    torch.manual_seed(16)
     start = MODELS[name]().double()
-    rows, batches = data(), minibatches(7, 12)
-    for make in (OPTIMIZERS["nesterov"], OPTIMIZERS["adam"]):
-        model = copy.deepcopy(start)
-        stopping = run(model, make, nn.MSELoss(), rows, batches, folds=4, engine=engine)
-        assert stopping.engine == engine
-        if name == "tied":  # separate runs leave an unused parameter alone
-            batchless = [p for n, p in model.named_parameters() if n == "unused"]
-            assert torch.equal(batchless[0], torch.ones(2, dtype=torch.float64))
-        check_shadows(stopping, start, make, nn.MSELoss(), rows, batches)
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("engine", ["dense", "vmap"])
-def test_every_optimiser(optimizer: str, engine: str) -> None:
-    torch.manual_seed(2)
-    start = MODELS["relu"]().double()
-    rows, batches, make = data(), minibatches(9, 9), OPTIMIZERS[optimizer]
-    stopping = run(copy.deepcopy(start), make, F.mse_loss, rows, batches, folds=3, engine=engine)
-    check_shadows(stopping, start, make, F.mse_loss, rows, batches)
-
-
-def test_lbfgs_evaluates_each_shadow_by_itself() -> None:
-    torch.manual_seed(3)
-    start = MODELS["relu"]().double()
     x, y = rows = data()
-    model = copy.deepcopy(start)
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4)
-    stopping = runs.FoldStopping(model, optimizer, F.mse_loss, rows, 3, patience=None)
-
-    def one(m: nn.Module, o: torch.optim.Optimizer, keep: Tensor) -> Any:
-        def closure() -> Tensor:
-            o.zero_grad()
-            loss = F.mse_loss(m(x[keep]), y[keep])
-            loss.backward()
-            return loss
-
-        return closure
-
-    everything = torch.ones(N, dtype=torch.bool)
-    for _ in range(3):
-        optimizer.step(one(model, optimizer, everything))
-        stopping.step(indices=torch.arange(N))
-    for k in range(3):
-        twin = copy.deepcopy(start)
-        own = torch.optim.LBFGS(twin.parameters(), lr=0.5, max_iter=4)
-        for _ in range(3):
-            own.step(one(twin, own, stopping._label != k))
-        for name, p in twin.named_parameters():
-            torch.testing.assert_close(stopping._backend.weights_of(k)[name].detach(), p.detach())
-
-
-def test_parameter_groups_and_schedules_are_followed() -> None:
-    torch.manual_seed(4)
-    start = MODELS["relu"]().double()
-    rows, batches = data(), minibatches(8, 15)
-
-    def make(parameters: Any) -> torch.optim.Optimizer:
-        first, *others = parameters
-        groups = [{"params": [first], "lr": 0.1}, {"params": others, "momentum": 0.5}]
-        return torch.optim.SGD(groups, lr=0.02, momentum=0.9)
-
-    def schedule(optimizer: torch.optim.Optimizer) -> Any:
-        return torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
-
-    for engine in ("dense", "vmap"):
-        model = copy.deepcopy(start)
-        stopping = run(model, make, F.mse_loss, rows, batches, schedule, folds=3, engine=engine)
-        check_shadows(stopping, start, make, F.mse_loss, rows, batches, schedule=schedule)
-
-
-def test_an_optimiser_that_has_stepped_is_refused() -> None:
-    """The model knows rows that the shadows would hold out."""
-    torch.manual_seed(5)
-    for make in (OPTIMIZERS["adam"], OPTIMIZERS["adafactor"], OPTIMIZERS["asgd"]):
-        model = MODELS["relu"]().double()
-        x, y = rows = data()
-        optimizer = make(model.parameters())
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        stopping = runs.FoldStopping(model, optimizer, F.mse_loss, rows, 2, patience=None)
-        F.mse_loss(model(x), y).backward()
-        with pytest.raises(heldin.HeldinError, match="has already taken steps"):
+    looped, trained = copy.deepcopy(start), copy.deepcopy(start)
+    make = OPTIMIZERS["adam"]
+    optimizer = make(looped.parameters())
+    first = runs.FoldStopping(looped, optimizer, F.mse_loss, rows, 3)
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(5):
+        for index in torch.randperm(len(x), generator=generator).split(12):
+            F.mse_loss(looped(x[index]), y[index]).backward()
             optimizer.step()
-        stopping.close()
+            optimizer.zero_grad()
+            first.step()
+    second = runs.FoldStopping(trained, make(trained.parameters()), F.mse_loss, rows, 3)
+    second.train(12, max_steps=11, generator=torch.Generator().manual_seed(2))
+    saved = copy.deepcopy(second.state_dict())
+    second.train(12, max_steps=11)  # nothing left to do
+    assert [r.step for r in second.history] == [r.step for r in first.history if r.step <= 11]
+    second = runs.FoldStopping(trained, make(trained.parameters()), F.mse_loss, rows, 3)
+    with pytest.raises(heldin.HeldinError, match="follows a loop of yours"):
+        first.train(12)
+    third = copy.deepcopy(start)
+    whole = runs.FoldStopping(third, make(third.parameters()), F.mse_loss, rows, 3)
+    whole.train(12, max_steps=15, generator=torch.Generator().manual_seed(2))
+    for a, b in zip(whole.history, first.history, strict=True):
+        for key in ("step", "estimate", "standard_error", "training_loss"):
+            assert math.isclose(getattr(a, key), getattr(b, key), rel_tol=1e-9)
+    for a, b in zip(looped.state_dict().values(), third.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b)
+    second.load_state_dict(saved)
+    assert list(second.history) == list(whole.history)[: len(second.history)]
+    with pytest.raises(heldin.HeldinError, match="one or the other"):
+        train_once(second, trained, second._optimizer, x, y)
 
 
-def with_own_mean(o: Tensor, t: Tensor) -> Tensor:
-    """Neither mean nor sum of the rows' losses."""
-    weight = 1 + t.abs()
-    return ((o - t).square() * weight).sum() / weight.sum()
+class Pairs(Dataset[Any]):
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y = x, y
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, i: int) -> Any:
+        return self.x[i], self.y[i]
 
 
-def smooth_mean(o: Tensor, t: Tensor) -> Tensor:
-    return (1 + (o - t).square()).log().mean()
-
-
-def branching(o: Tensor, t: Tensor) -> Tensor:
-    return (o - t).abs().mean() if bool((o > 1e9).any()) else (o - t).square().mean()
-
-
-@pytest.mark.parametrize(
-    "loss_fn",
-    [
-        nn.MSELoss(reduction="sum"),
-        nn.HuberLoss(),
-        F.l1_loss,
-        smooth_mean,
-        branching,
-        lambda o, t: F.binary_cross_entropy_with_logits(o, (t > 0).double()),
-    ],
-)
-def test_any_loss(loss_fn: Any) -> None:
-    torch.manual_seed(6)
+@pytest.mark.parametrize("kind", ["tensors", "list", "dataset", "custom", "loader", "loader2"])
+def test_all_kinds_of_data_follow_the_contract(kind: str) -> None:
+    torch.manual_seed(12)
+    x, y = data()
+    sets: dict[str, Any] = {
+        "tensors": (x, y),
+        "list": [x, y],
+        "dataset": TensorDataset(x, y),
+        "custom": Pairs(x, y),
+        "loader": DataLoader(TensorDataset(x, y), batch_size=8, shuffle=True),
+        "loader2": DataLoader(Pairs(x, y), batch_size=8, shuffle=True, drop_last=True),
+    }
+    given_data = sets[kind]
+    loader = given_data if kind.startswith("loader") else DataLoader(Pairs(x, y), batch_size=8)
     start = MODELS["relu"]().double()
-    rows, batches = data(), minibatches(8, 6)
-    make = OPTIMIZERS["sgd"] if "sum" not in str(loss_fn) else OPTIMIZERS["adam"]
-    stopping = run(copy.deepcopy(start), make, loss_fn, rows, batches, folds=3)
-    check_shadows(stopping, start, make, loss_fn, rows, batches)
-
-
-@pytest.mark.parametrize(
-    "loss_fn",
-    [
-        nn.CrossEntropyLoss(),
-        F.cross_entropy,
-        nn.CrossEntropyLoss(reduction="sum"),
-        nn.CrossEntropyLoss(label_smoothing=0.1),
-    ],
-)
-def test_several_classes(loss_fn: Any) -> None:
-    torch.manual_seed(7)
-    start = nn.Sequential(nn.Linear(D, 8), nn.ReLU(), nn.Linear(8, 3)).double()
-    x, y = data()
-    rows = x, (y[:, 0] > 0).long() + (y[:, 0] > 1).long()
-    batches, make = minibatches(8, 6), OPTIMIZERS["adam"]
-    stopping = run(copy.deepcopy(start), make, loss_fn, rows, batches, folds=3)
-    check_shadows(stopping, start, make, loss_fn, rows, batches)
-
-
-def test_class_weights_train_exactly() -> None:
-    torch.manual_seed(7)
-    start = nn.Sequential(nn.Linear(D, 8), nn.ReLU(), nn.Linear(8, 3)).double()
-    x, y = data()
-    rows = x, (y[:, 0] > 0).long() + (y[:, 0] > 1).long()
-    weighted = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 5.0], dtype=torch.float64))
-    batches, make = minibatches(8, 6), OPTIMIZERS["sgd"]
-    stopping = run(copy.deepcopy(start), make, weighted, rows, batches, folds=3)
-    assert stopping.engine == "replay"
-    assert stopping._backend._held_out.kind == "neither"
-    for k in range(3):
-        twin = copy.deepcopy(start)
-        separately(twin, make(twin.parameters()), weighted, rows, batches, stopping._label != k)
-        for name, p in twin.named_parameters():
-            torch.testing.assert_close(stopping._backend.weights_of(k)[name].detach(), p.detach())
-
-
-def test_a_mean_with_its_own_denominator() -> None:
-    torch.manual_seed(6)
-    start = MODELS["relu"]().double()
-    rows, batches, make = data(), minibatches(8, 6), OPTIMIZERS["sgd"]
-    stopping = run(copy.deepcopy(start), make, with_own_mean, rows, batches, folds=3)
-    x, y = rows
-    expected = 0.0
-    for k in range(3):
-        twin, seen = copy.deepcopy(start), stopping._label != k
-        separately(twin, make(twin.parameters()), with_own_mean, rows, batches, seen)
-        twin.eval()
-        own = (~seen).nonzero().flatten()
-        for block in own.split(32):  # batches of the loop's size, which nobody has told
-            loss = with_own_mean(twin(x[block]).detach(), y[block])
-            expected += float(loss) * len(block) / N
-    assert math.isclose(float(stopping._held_out().mean()), expected, rel_tol=1e-9)
-
-
-@given(seed=st.integers(0, 1000), k=st.integers(1, 3), b=st.integers(1, 6), c=st.integers(1, 4))
-@settings(deadline=None, max_examples=25)
-def test_closed_slopes_are_those_of_autograd(seed: int, k: int, b: int, c: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    o, keep = normal(k, b, c), torch.rand(k, b, generator=generator) > 0.4
-    some = torch.randn(5, c, dtype=torch.float64)
-    weights = torch.rand(b, generator=generator, dtype=torch.float64)
-    labels = torch.randint(c, (5 + b,), generator=generator)
-    shaped = torch.rand(5 + b, c, generator=generator, dtype=torch.float64)
-    for loss_fn, targets in (
-        (F.mse_loss, shaped),
-        (nn.MSELoss(reduction="sum"), shaped),
-        (F.binary_cross_entropy_with_logits, shaped),
-        (F.cross_entropy, labels),
-    ):
-        fast = PerRowLoss.of(loss_fn, some, targets[:5])
-        assert fast.row_gradient is not None
-        slow = PerRowLoss(fast.loss_fn, fast.per_row, fast.kind, None, True, lambda t: t)
-        for w in (None, weights):
-            ready = fast.ready(targets[5:])
-            torch.testing.assert_close(
-                fast.gradient(o, ready, keep, w), slow.gradient(o, targets[5:], keep, w)
-            )
-
-
-def test_several_inputs_and_keywords() -> None:
-    torch.manual_seed(8)
-    start = Two().double()
-    x, y = data()
-    rows, batches, make = (x, x.flip(0), y), minibatches(8, 6), OPTIMIZERS["sgd"]
-    stopping = run(copy.deepcopy(start), make, F.mse_loss, rows, batches, folds=3)
-    check_shadows(stopping, start, make, F.mse_loss, rows, batches)
-
-
-def test_images_are_flattened() -> None:
-    torch.manual_seed(8)
-    start = nn.Sequential(nn.Flatten(), nn.Linear(D, 4), nn.ReLU(), nn.Linear(4, 1)).double()
-    x, y = data()
-    rows, batches, make = (x.view(N, 2, 3), y), minibatches(8, 6), OPTIMIZERS["sgd"]
-    stopping = run(copy.deepcopy(start), make, F.mse_loss, rows, batches, folds=3)
-    assert stopping.engine == "dense"
-    check_shadows(stopping, start, make, F.mse_loss, rows, batches)
-
-
-def test_sequences_are_not_taken_for_plain_rows() -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1)).double()
-    x, y = data()
-    rows = (x.view(N, 2, 3), y[:, None].expand(N, 2, 1))
-    stopping = run(model, OPTIMIZERS["sgd"], F.mse_loss, rows, minibatches(8, 3), folds=3)
-    assert stopping.engine == "vmap"
-
-
-class Branching(nn.Module):
-    """As transformers do with a mask: a shortcut where nothing is padded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last = nn.Linear(D, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        given = x != 0
-        return self.last(x) if bool(given.all()) else self.last(x * given)
-
-
-def test_models_that_branch_on_their_data_are_run_one_by_one() -> None:
-    torch.manual_seed(8)
-    start, make = Branching().double(), OPTIMIZERS["sgd"]
-    rows, batches = data(), minibatches(8, 6)
-    stopping = run(copy.deepcopy(start), make, F.mse_loss, rows, batches, folds=3)
-    assert stopping.engine == "replay"
-    check_shadows(stopping, start, make, F.mse_loss, rows, batches)
-    optimizer = make(start.parameters())
-    with pytest.raises(heldin.HeldinError, match=r"engine='vmap': .* use engine='replay'"):
-        runs.FoldStopping(start, optimizer, F.mse_loss, rows, engine="vmap")
-
-
-@pytest.mark.parametrize(("cls", "part"), [(runs.FoldStopping, 3), (runs.ShadowStopping, None)])
-def test_sample_weights(cls: Any, part: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_stack, "WORTHWHILE", 0)
-    torch.manual_seed(9)
-    start = MODELS["relu"]().double()
-    x, y = data()
-    weights = torch.rand(N, dtype=torch.float64)
-    weights /= weights.mean()
-    rows, batches, make = (x, y), minibatches(8, 6), OPTIMIZERS["sgd"]
     model = copy.deepcopy(start)
-    optimizer = make(model.parameters())
-    stopping = cls(
-        model, optimizer, F.mse_loss, rows, part, patience=None, sample_weight=3 * weights
-    )
-    for index in batches:
-        rowwise = (model(x[index]) - y[index]).square()[:, 0]
-        (weights[index] * rowwise).mean().backward()
+    optimizer = OPTIMIZERS["adam"](model.parameters())
+    stopping = runs.FoldStopping(model, optimizer, F.mse_loss, given_data, folds=3)
+    batches = []
+    for _ in range(3):
+        for a, b in loader:
+            F.mse_loss(model(a), b).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            batches.append(torch.stack([(x == row).all(1).nonzero()[0, 0] for row in a]))
+            stopping.step()
+    check_shadows(stopping, start, OPTIMIZERS["adam"], F.mse_loss, (x, y), batches)
+
+
+def test_random_numbers_of_the_loop_are_left_alone() -> None:
+    x, y = data()
+    model = nn.Sequential(nn.Linear(D, 4), nn.Dropout(0.5), nn.Linear(4, 1)).double()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    loader = DataLoader(Pairs(x, y), batch_size=8, shuffle=True)
+
+    def orders(make: Any) -> Tensor:
+        torch.manual_seed(0)
+        stopping = make()
+        numbers = torch.cat([b for _ in range(2) for _, b in loader])
+        del stopping
+        return numbers
+
+    def followed() -> Any:
+        return runs.FoldStopping(model, optimizer, F.mse_loss, loader)
+
+    assert torch.equal(orders(lambda: None), orders(followed))
+
+
+def test_rows_of_a_loader_are_known_even_when_augmented() -> None:
+    torch.manual_seed(13)
+    x, y = data()
+
+    class Augmented(Pairs):
+        def __getitem__(self, i: int) -> Any:
+            return self.x[i] + 0.01 * torch.randn(D, dtype=torch.float64), self.y[i]
+
+    for dataset, moves in ((Pairs(x, y), 0.0), (Augmented(x, y), 0.0), (Pairs(x, y), 0.1)):
+        source = DataLoader(dataset, batch_size=8, shuffle=True)
+        start = MODELS["relu"]().double()
+        model = copy.deepcopy(start)
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        stopping = runs.FoldStopping(model, optimizer, F.mse_loss, source, folds=3)
+        twin = copy.deepcopy(start)
+        own = OPTIMIZERS["sgd"](twin.parameters())
+        for rows, b in source:
+            a = rows + moves * torch.randn(D, dtype=torch.float64)  # by the loop itself
+            F.mse_loss(model(a), b).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            index = torch.stack([(y == row).all(1).nonzero()[0, 0] for row in b])
+            stopping.step()
+            kept = stopping._label[index] != 2
+            own.zero_grad()
+            F.mse_loss(twin(a[kept]), b[kept]).backward()
+            own.step()
+        for name, p in twin.named_parameters():
+            torch.testing.assert_close(stopping._backend.weights_of(2)[name].detach(), p.detach())
+
+
+def test_rows_with_equal_inputs_and_other_targets_are_known_by_the_loader() -> None:
+    torch.manual_seed(15)
+    x, y = data()
+    x[1::2] = x[: len(x) - 1 : 2]  # rows have copies with other targets
+    start = MODELS["relu"]().double()
+    model = copy.deepcopy(start)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    loader = DataLoader(TensorDataset(x, y), batch_size=8, shuffle=True)
+    stopping = runs.FoldStopping(model, optimizer, F.mse_loss, loader, folds=3)
+    assert stopping.engine == "dense"
+    batches = []
+    for _ in range(2):
+        for a, b in loader:
+            F.mse_loss(model(a), b).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            stopping.step()
+            batches.append(torch.stack([(y == row).all(1).nonzero()[0, 0] for row in b]))
+    check_shadows(stopping, start, OPTIMIZERS["sgd"], F.mse_loss, (x, y), batches)
+    other = runs.FoldStopping(model, optimizer, F.mse_loss, (x, y), folds=3)
+    F.mse_loss(model(x[:4]), y[:4]).backward()
+    optimizer.step()
+    with pytest.raises(heldin.HeldinError, match="give the DataLoader of the loop as data"):
+        other.step()
+
+
+def test_accumulated_minibatches_are_one() -> None:
+    torch.manual_seed(14)
+    x, y = data()
+    start = MODELS["relu"]().double()
+    model = copy.deepcopy(start)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    stopping = runs.FoldStopping(model, optimizer, F.mse_loss, (x, y), folds=3)
+    for _ in range(3):
+        for half in (slice(0, 10), slice(10, 20)):
+            (F.mse_loss(model(x[half]), y[half]) / 2).backward()
         optimizer.step()
         optimizer.zero_grad()
         stopping.step()
-
-    def loss_fn(o: Tensor, t: Tensor) -> Tensor:
-        return ((o - t[:, :1]).square()[:, 0] * t[:, 1]).mean()
-
-    carried = (x, torch.cat([y, weights[:, None]], dim=1))
-    check_shadows(stopping, start, make, loss_fn, carried, batches)
+    check_shadows(stopping, start, OPTIMIZERS["sgd"], F.mse_loss, (x, y), [torch.arange(20)] * 3)
 
 
-@pytest.mark.parametrize("engine", ["dense", "vmap", "replay"])
-def test_a_shadow_left_without_rows_steps_with_gradient_zero(engine: str) -> None:
-    torch.manual_seed(10)
+def test_steps_may_be_reported_late_and_skipped() -> None:
+    torch.manual_seed(14)
     start = MODELS["relu"]().double()
-    rows, batches, make = data(), minibatches(1, 40), OPTIMIZERS["nesterov"]
-    stopping = run(copy.deepcopy(start), make, F.mse_loss, rows, batches, folds=3, engine=engine)
-    check_shadows(stopping, start, make, F.mse_loss, rows, batches)
+    x, y = data()
+    model = copy.deepcopy(start)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    stopping = runs.FoldStopping(model, optimizer, F.mse_loss, (x, y), folds=3)
+    batches = minibatches(8, 9)
+    for i, index in enumerate(batches):
+        F.mse_loss(model(x[index]), y[index]).backward()
+        with torch.no_grad():
+            model(x)  # an evaluation does not count
+        optimizer.step()
+        optimizer.zero_grad()
+        if i % 3 == 2:
+            stopping.step()
+            assert not stopping.step()  # nothing happened since
+    assert [record.step for record in stopping.history] == [0, 3, 6, 9]
+    check_shadows(stopping, start, OPTIMIZERS["sgd"], F.mse_loss, (x, y), batches)
 
 
-@pytest.mark.parametrize("engine", ["dense", "vmap"])
-def test_dropout_draws_for_each_shadow(engine: str) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(D, 50), nn.Dropout(0.5), nn.Linear(50, 1)).double()
-    whole = [torch.arange(N)] * 2
-    stopping = run(model, OPTIMIZERS["sgd"], F.mse_loss, data(), whole, folds=3, engine=engine)
-    assert stopping.engine == engine
-    model.eval()  # evaluation has none
-    assert torch.equal(stopping._held_out(), stopping._held_out())
-    stopping.close()
-    model.train()
-    label = torch.full((N,), 3)
-    label[:3] = torch.arange(3)  # shadows that hardly differ in their rows
-    other = run(model, OPTIMIZERS["sgd"], F.mse_loss, data(), whole, folds=label, engine=engine)
-    first, second = (other._backend.weights_of(k)["0.weight"] for k in (0, 1))
-    assert (first - second).abs().max() > 1e-3
-
-
-def test_dropout_of_a_dense_stack_repeats_itself_and_leaves_the_loop_alone() -> None:
-    start = nn.Sequential(nn.Dropout(0.2), nn.Linear(D, 9), nn.Dropout(0.5), nn.Linear(9, 1))
-    states, weights = [], []
-    for seed in (3, 3, 4):
-        model = copy.deepcopy(start).double()
-        torch.manual_seed(5)
-        batches = minibatches(8, 6)
-        stopping = run(model, OPTIMIZERS["adam"], F.mse_loss, data(), batches, folds=3, seed=seed)
-        assert stopping.engine == "dense"
-        states.append(torch.get_rng_state())
-        weights.append(stopping._backend.weights_of(1)["1.weight"].clone())
-    assert torch.equal(states[0], states[2])  # the model's own dropout draws the same
-    assert torch.equal(weights[0], weights[1])
-    assert not torch.equal(weights[0], weights[2])
-    model.eval()  # a loop that trains without dropout
-    rows, batches = data(), minibatches(8, 6)
-    plain = copy.deepcopy(start).double().eval()
-    stopping = run(plain, OPTIMIZERS["sgd"], F.mse_loss, rows, batches, folds=3)
-    twin = copy.deepcopy(start).double().eval()
-    check_shadows(stopping, twin, OPTIMIZERS["sgd"], F.mse_loss, rows, batches)
-
-
-@pytest.mark.parametrize("engine", ["dense", "vmap", "replay"])
-@pytest.mark.parametrize("size", [2, 8])  # with two rows, some minibatches leave it none
-@pytest.mark.parametrize("worthwhile", [0, 1 << 20])
-def test_one_shadow(
-    engine: str, size: int, worthwhile: int, monkeypatch: pytest.MonkeyPatch
+@given(
+    values=st.lists(st.integers(0, 3), min_size=2, max_size=12),
+    picks=st.lists(st.integers(0, 100), min_size=1, max_size=12),
+    kind=st.sampled_from([torch.float32, torch.float64, torch.int64, torch.bool, torch.bfloat16]),
+)
+@settings(deadline=None, max_examples=60)
+def test_rows_are_found_and_copies_take_turns(
+    values: list[int], picks: list[int], kind: torch.dtype
 ) -> None:
-    monkeypatch.setattr(_stack, "WORTHWHILE", worthwhile)
-    torch.manual_seed(11)
-    start = MODELS["relu"]().double()
-    rows, batches, make = data(), minibatches(size, 12), OPTIMIZERS["adam"]
-    options: dict[str, Any] = {"cls": runs.ShadowStopping, "engine": engine}
-    for share in (0.2, 0.6):
-        model = copy.deepcopy(start)
-        hidden = torch.randperm(N) < round(share * N)
-        stopping = run(model, make, F.mse_loss, rows, batches, hidden=hidden, **options)
-        assert torch.equal(stopping._label == 0, hidden)
-        assert len(stopping._curves[0]) == round(share * N)
-        check_shadows(stopping, start, make, F.mse_loss, rows, batches)
-    assert size == 8 or any(bool((stopping._label[b] == 0).all()) for b in batches)
-    stopping = runs.ShadowStopping(start, make(start.parameters()), F.mse_loss, rows)
-    assert int((stopping._label == 0).sum()) == -(-N // 5)
+    x = torch.tensor([[v, 1 - v] for v in values]).to(kind)
+    rows = Rows((x,), x[:, :1].float())  # equal inputs have equal targets
+    find = RowMatcher(rows)
+    index = torch.tensor([p % len(values) for p in picks])
+    found = find([x[index]])
+    assert torch.equal(x[found], x[index])
+    unchanged = len(index) == len(x) and torch.equal(x[index], x)
+    if not unchanged:
+        for value in x.unique(dim=0):
+            copies = (x == value).all(1).nonzero().flatten().tolist()
+            used = [copies.index(i) for i in found.tolist() if i in copies]
+            assert used == [i % len(copies) for i in range(len(used))]
+
+
+def test_rows_are_found_in_another_type() -> None:
+    x, y = data()
+    assert RowMatcher(Rows((x,), y))([x[[4, 2]].float()]).tolist() == [4, 2]
+    zero = torch.tensor([[0.0], [-0.0]])
+    assert RowMatcher(Rows((zero,), torch.tensor([0.0, 1.0])))([zero[[1]]]).tolist() == [1]
+
+
+def test_a_check_shows_the_training_loss_of_no_more_rows_than_are_held_out() -> None:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = torch.randn(500, 3), torch.randn(500, 1)
+    with runs.ShadowStopping(model, optimizer, F.mse_loss, (x, y)) as stopping:
+        assert stopping._backend.cost == 100 + 100
+        with torch.no_grad():
+            some = F.mse_loss(model(x[::5]), y[::5])
+        assert stopping.history[0].training_loss == pytest.approx(some.item())
+
+
+@pytest.fixture
+def setting() -> tuple[nn.Module, torch.optim.Optimizer, Tensor, Tensor]:
+    torch.manual_seed(15)
+    model = MODELS["relu"]().double()
+    return model, OPTIMIZERS["sgd"](model.parameters()), *data()
+
+
+def test_what_cannot_be_matched_says_the_way_out(setting: Any) -> None:
+    model, optimizer, x, y = setting
+    stopping = runs.FoldStopping(model, optimizer, F.mse_loss, (x, y))
+    with pytest.raises(heldin.HeldinError, match=r"not rows of data.*stopping\.note_batch"):
+        train_once(stopping, model, optimizer, x[:4] + 1, y[:4])
+    optimizer.zero_grad()
+    stopping = runs.FoldStopping(model, optimizer, F.mse_loss, (x, y))
+    F.mse_loss(model(x[:4]), y[:4]).backward()
+    optimizer.step()
+    with pytest.raises(heldin.HeldinError, match=r"4 rows.*but 3 row numbers"):
+        stopping.step(indices=[0, 1, 2])
+    x = x.clone()
+    x[5] = x[3]
+    optimizer.zero_grad()
+    stopping = runs.FoldStopping(model, optimizer, F.mse_loss, (x, y))
+    with pytest.raises(heldin.HeldinError, match="row 3 of data has copies"):
+        train_once(stopping, model, optimizer, x[2:8], y[2:8])
+    optimizer.zero_grad()
+    stopping = runs.FoldStopping(model, optimizer, F.mse_loss, (x, y))
+    train_once(stopping, model, optimizer, x, y)  # the whole set is not ambiguous
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"folds": 1}, "folds must be a whole number >= 2"),
+        ({"folds": 40}, "40 folds of 31 rows"),
+        ({"folds": [0] * N}, "at least two folds"),
+        ({"folds": [0, 1]}, "one whole number for each of the 31 rows"),
+        ({"average": "mean"}, "average must be 'bagged' or 'best'"),
+        ({"grid": 1.0}, "check_spacing must be a number above 1"),
+        ({"patience": 0}, "patience must be a number of epochs >= 1"),
+        ({"engine": "fast"}, "engine must be one of 'auto'"),
+        ({"sample_weight": torch.ones(3)}, "31 finite numbers"),
+        ({"memory": -1}, "memory must be a whole number"),
+        ({"resamples": 0}, "resamples must be"),
+    ],
+)
+def test_bad_arguments(setting: Any, options: dict[str, Any], message: str) -> None:
+    model, optimizer, x, y = setting
+    with pytest.raises(heldin.HeldinError, match=message):
+        runs.FoldStopping(model, optimizer, F.mse_loss, (x, y), **options)
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(())
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (7, "expected tensors"),
+        ((torch.ones(3, 2),), "at least two"),
+        ((torch.ones(3, D), torch.ones(4)), "one length"),
+        (Stream(), "IterableDataset has no row numbers"),
+        ((torch.ones(1, D), torch.ones(1)), "at least 2"),
+    ],
+)
+def test_bad_data(setting: Any, rows: Any, message: str) -> None:
+    model, optimizer, _, _ = setting
+    with pytest.raises(heldin.HeldinError, match=message):
+        runs.FoldStopping(model, optimizer, F.mse_loss, rows)
+
+
+def test_other_refusals(setting: Any) -> None:
+    model, optimizer, x, y = setting
+    other = MODELS["relu"]().double()
+    with pytest.raises(heldin.HeldinError, match="none of its parameters"):
+        runs.FoldStopping(other, optimizer, F.mse_loss, (x, y))
+    with pytest.raises(heldin.HeldinError, match=r"must be a torch\.optim\.Optimizer"):
+        runs.FoldStopping(model, "sgd", F.mse_loss, (x, y))  # type: ignore[arg-type]
+    with pytest.raises(heldin.HeldinError, match="one number for a batch"):
+        runs.FoldStopping(model, optimizer, nn.MSELoss(reduction="none"), (x, y))
+    with pytest.raises(heldin.HeldinError, match="loss_fn failed"):
+        runs.FoldStopping(model, optimizer, F.cross_entropy, (x, y[:, :0]))
+    with pytest.raises(heldin.HeldinError, match="no parameter that requires"):
+        runs.FoldStopping(nn.ReLU(), optimizer, F.mse_loss, (x, y))
+    tied, normed = Tied().double(), MODELS["batchnorm"]().double()
+    with pytest.raises(heldin.HeldinError, match="engine='dense' is for"):
+        runs.FoldStopping(
+            tied, OPTIMIZERS["sgd"](tied.parameters()), F.mse_loss, (x, y), engine="dense"
+        )
+    with pytest.raises(heldin.HeldinError, match="batch statistics"):
+        runs.FoldStopping(
+            normed, OPTIMIZERS["sgd"](normed.parameters()), F.mse_loss, (x, y), engine="vmap"
+        )
+    stopping = runs.FoldStopping(model, optimizer, F.mse_loss, (x, y))
+    with pytest.raises(heldin.HeldinError, match=r"after optimizer\.step\(\)"):
+        stopping.step()
+    train_once(stopping, model, optimizer, x, y)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    with pytest.raises(heldin.HeldinError, match="another parameter group"):
+        train_once(stopping, model, optimizer, x, y)
+    stopping.close()
+    with pytest.raises(heldin.HeldinError, match="called after close"):
+        stopping.step()
+
+
+class Wrapped(torch.optim.SGD):
+    def __init__(self, parameters: Any, secret: int) -> None:
+        super().__init__(parameters, lr=0.1)
+
+
+def test_an_optimiser_that_cannot_be_made_again(setting: Any) -> None:
+    model, _, x, y = setting
+    with pytest.raises(heldin.HeldinError, match="another Wrapped"):
+        runs.FoldStopping(model, Wrapped(model.parameters(), 3), F.mse_loss, (x, y))
+
+
+def test_a_first_step_of_another_kind_is_refused(setting: Any) -> None:
+    model, optimizer, x, y = setting
+    stopping = runs.FoldStopping(model, optimizer, F.mse_loss, (x, y))
+    (2 * F.mse_loss(model(x), y)).backward()
+    optimizer.step()
+    with pytest.raises(heldin.HeldinError, match=r"another gradient .* 2 times that"):
+        stopping.step()
+
+
+def test_a_bias_whose_gradient_is_rounding_does_not_alarm() -> None:
+    """A convolution's bias before a BatchNorm: Adam makes steps at random out of its gradient."""
+    torch.manual_seed(0)
+    x, y = torch.randn(64, 1, 6, 6), torch.randint(3, (64,))
+    model = nn.Sequential(
+        nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(128, 3)
+    )
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    stopping = runs.FoldStopping(model, optimizer, F.cross_entropy, (x, y))
+    F.cross_entropy(model(x[:32]), y[:32]).backward()
+    assert model[0].bias.grad.abs().max() < 1e-6
+    optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        stopping.step()
+
+
+def test_dropout_of_the_shadows_leaves_the_random_numbers_of_the_loop_alone() -> None:
+    x, y = data()
+
+    def train(follow: bool) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(D, 8), nn.Dropout(0.5), nn.Linear(8, 1)).double()
+        optimizer = OPTIMIZERS["adam"](model.parameters())
+        rows, loss_fn = (x, y), F.mse_loss
+        stopping = runs.FoldStopping(model, optimizer, loss_fn, rows, 3) if follow else None
+        for _ in range(6):
+            loss_fn(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if stopping is not None:
+                stopping.step()
+        return torch.random.get_rng_state(), model[0].weight.detach()
+
+    for plain, followed in zip(train(False), train(True), strict=True):
+        assert torch.equal(plain, followed)

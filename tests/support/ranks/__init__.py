@@ -1,5 +1,5 @@
 """What the ranks of a distributed test do. Run by `test_distributed.py` and
-`test_shadows_ranks.py`, one process per rank.
+`test_shadow_group.py`, one process per rank.
 
 Every case trains in several processes and compares with one process on the concatenated batch. A
 case is a function of the rank and the number of ranks; it joins by its decorator.

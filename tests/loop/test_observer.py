@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, WeightedRandomSampler
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 import heldin
 from tests.support import runs
@@ -31,6 +31,8 @@ from tests.support.shadow_loops import (
 from tests.support.shadow_runs import D, N
 
 EXACT: dict[str, Callable[[], Loop]] = {}
+
+
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {}
 
 
@@ -45,9 +47,6 @@ def refused(message: str) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
         return function
 
     return keep
-
-
-# -- batches that are not trained on, or twice
 
 
 @exact
@@ -123,9 +122,6 @@ def step_after_evaluation() -> Loop:
     return loop
 
 
-# -- samplers
-
-
 @exact
 def a_batch_sampler_of_tensors() -> Loop:
     loop = Loop(network(), DataLoader(ROWS, batch_sampler=torch.arange(N).split(6)))  # type: ignore[arg-type]
@@ -161,9 +157,6 @@ def workers_that_prefetch_in_an_epoch_cut_short() -> Loop:
 @refused("yields .'a', 1.*whole numbers")
 def a_sampler_of_names() -> None:
     trained(Loop(network(), DataLoader(ROWS, batch_sampler=[["a", 1]])))  # type: ignore[list-item]
-
-
-# -- another model, other parameters
 
 
 @exact
@@ -235,9 +228,6 @@ def lazy_layers() -> None:
     runs.FoldStopping(model, optimizer, data=loader_of(), batch_loss=batch_loss)
 
 
-# -- other rows than the model has seen
-
-
 @refused("changed in place when the model was called")
 def a_batch_changed_afterwards() -> None:
     loop = Loop(network(), loader_of())
@@ -307,9 +297,6 @@ def a_part_taken_out_of_the_batch() -> Loop:
         loop.step(whole)
         loop.stopping.step()
     return loop
-
-
-# -- copies
 
 
 @refused("a copy would follow nothing")
@@ -400,3 +387,51 @@ def test_sparse_gradients() -> None:
         stopping.step()
     moved = (stopping._backend.weights_of(0)["0.weight"].detach() != before).any(1)
     assert torch.equal(moved, stopping._label != 0)
+
+
+class Halving(torch.optim.SGD):
+    """SGD whose rate falls, by a number that it keeps as an attribute."""
+
+    taken = 0
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        self.taken += 1
+        for group in self.param_groups:
+            group["lr"] = 0.1 / self.taken
+        return super().step(closure)
+
+
+def test_a_step_that_calls_another_one_is_one_step() -> None:
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1)  # its class has hooks from now on
+    torch.manual_seed(0)
+    model, x = nn.Linear(3, 1), torch.randn(20, 3)
+    optimizer = Halving(model.parameters(), 0.1)
+    loader = DataLoader(TensorDataset(x, 3 + x[:, :1]), batch_size=10)
+    stopping = heldin.EarlyStopping(
+        model,
+        optimizer,
+        data=loader,
+        batch_loss=lambda model, batch: nn.functional.mse_loss(model(batch[0]), batch[1]),
+        patience=None,
+    )
+    for _ in stopping.epochs(2):
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+    assert stopping._step == 4
+    assert optimizer.taken == 4
+
+
+def test_closing_after_an_error_leaves_the_loop_quietly() -> None:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    stopping = heldin.EarlyStopping(
+        model, optimizer, nn.MSELoss(), (torch.randn(20, 3), torch.randn(20, 1))
+    )
+    epochs = stopping.epochs(3)
+    next(epochs)
+    nn.functional.mse_loss(model(torch.randn(4, 3)), torch.zeros(4, 1))
+    stopping._step = 1
+    stopping.close()
+    epochs.close()  # type: ignore[attr-defined]

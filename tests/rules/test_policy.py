@@ -1,7 +1,8 @@
-"""When training ends: after the slack, or earlier where the rise is beyond doubt."""
+"""When training ends, and which check is the best: decisions on curves."""
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -12,10 +13,21 @@ from torch.nn import functional as F
 
 import heldin
 from heldin.rules import policy
-from heldin.rules.policy import Patience, best_check, next_check, worse_beyond_doubt
+from heldin.rules import policy as _curves
+from heldin.rules.policy import (
+    Patience,
+    best_check,
+    matched_checks,
+    next_check,
+    worse_beyond_doubt,
+)
 
 PATIENCE = Patience(2.0, 200, 3, errors=2.0)
+
+
 OLD = Patience(2.0, 200, 3)
+
+
 DEFAULT = policy.PATIENCE
 
 
@@ -279,3 +291,68 @@ def test_a_resumed_run_keeps_its_patience_in_epochs() -> None:
         stopping.close()
     assert stops[0] == stops[1]
     assert stops[0][0] == stops[0][1] + 3
+
+
+def test_the_kept_step_is_the_middle_of_step_and_training_loss() -> None:
+    steps = [2**i - 1 for i in range(9)]
+    # The shadows are two checks behind the model.
+    model = [2.0**-i for i in range(9)]
+    shadows = [1.0, 1.0, *model[:-2]]
+    matched = matched_checks(steps, list(zip(shadows, model, strict=True)), range(9))
+    assert matched == [0, 0, 1, 2, 3, 4, 5, 6, 7]
+    # Only some weights are there: the nearest one is taken.
+    matched = matched_checks(steps, list(zip(shadows, model, strict=True)), [0, 5, 8])
+    assert matched == [0, 0, 0, 0, 5, 5, 5, 5, 8]
+
+
+def test_a_loss_that_the_model_never_reaches_counts_as_the_last_check() -> None:
+    steps = [0, 1, 3, 7, 15]
+    levels = [(1.0, 1.0), (0.1, 0.9), (0.1, 0.8), (0.1, 0.7), (0.1, 0.6)]
+    assert matched_checks(steps, levels, range(5)) == [0, 2, 3, 3, 4]
+
+
+def test_losses_that_are_no_numbers_are_survived() -> None:
+    steps = [0, 1, 3, 7]
+    levels = [(1.0, 1.0), (math.nan, 0.5), (0.0, math.inf), (math.inf, 0.0)]
+    assert all(check in range(4) for check in matched_checks(steps, levels, range(4)))
+
+
+def test_votes_follow_the_bootstrap() -> None:
+    generator = torch.Generator().manual_seed(0)
+    curves = torch.randn(20, 6, generator=generator, dtype=torch.float64)
+    found = _curves.bootstrap_shares(curves, resamples=50, seed=3)
+    draws = torch.randint(20, (50, 20), generator=torch.Generator().manual_seed(3))
+    expected = torch.zeros(6, dtype=torch.float64)
+    for draw in draws:
+        expected[curves[draw].mean(0).argmin()] += 1 / 50
+    torch.testing.assert_close(found, expected)
+    fewer = _curves.bootstrap_shares(
+        curves, 50, 3, held_per_trained=1.5
+    )  # 20 / 2.5 rows in each draw
+    expected = torch.zeros(6, dtype=torch.float64)
+    for draw in torch.randint(20, (50, 8), generator=torch.Generator().manual_seed(3)):
+        expected[curves[draw].mean(0).argmin()] += 1 / 50
+    torch.testing.assert_close(fewer, expected)
+    curves[3, 2] = math.inf
+    curves[4, 1] = math.nan
+    again = _curves.bootstrap_shares(curves, 50, 3)
+    assert again[1] == again[2] == 0
+    assert math.isclose(float(again.sum()), 1)
+    assert _curves.bootstrap_shares(torch.full((3, 2), math.nan)).tolist() == [1, 0]
+
+
+def test_the_standard_error_is_that_of_the_held_out_rows_and_of_the_training_rows() -> None:
+    losses = torch.tensor([0.5, 1.0, 4.0, 0.5, 1.5], dtype=torch.float64)
+    middle, error = _curves.mean_and_error(losses, held_per_trained=1.25)
+    assert middle == 1.5
+    squares = [1.0, 0.25, 6.25, 1.0, 0.0]  # the largest loss counts twice, m - 3 = 2
+    assert math.isclose(error, math.sqrt((sum(squares) + 6.25) / 2 * (1 / 5 + 1.25 / 5 / 2)))
+    assert math.isnan(_curves.mean_and_error(losses[:1])[1])
+    assert _curves.mean_and_error(torch.ones(2))[1] == 0.0
+
+
+def test_patience_needs_time_and_checks() -> None:
+    rule = heldin.Patience(2.0, 0, 3)
+    assert not rule.is_exhausted(step=10, best=5, since=2)
+    assert rule.is_exhausted(step=10, best=5, since=3)
+    assert not rule.is_exhausted(step=9, best=5, since=9)

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset
 
-import heldin
 from tests.support import runs
 
 N, D = 24, 4
+
+
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.03, momentum=0.9, weight_decay=0.01),
@@ -22,6 +22,8 @@ OPTIMIZERS: dict[str, Any] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.02, weight_decay=0.1),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5),
 }
+
+
 GRID = list(itertools.product(OPTIMIZERS, (1, 2, 3, 8)))
 
 
@@ -100,30 +102,3 @@ def test_resume_after_a_copy_has_skipped_a_step() -> None:
     other.load_state_dict(stopping.state_dict())
     assert torch.equal(other._held_out(), losses)
     other.close()
-
-
-@pytest.mark.parametrize("name", ["budget", "memory"])
-def test_what_would_be_ignored_is_refused(name: str) -> None:
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(heldin.HeldinError, match=f"{name}: it is an option of rule='auto'"):
-        heldin.EarlyStopping(model, optimizer, nn.MSELoss(), rows(), "folds", **{name: 10})
-
-
-class Counted(Dataset[Any]):
-    reads = 0  # of all copies
-
-    def __len__(self) -> int:
-        return N
-
-    def __getitem__(self, index: int) -> Any:
-        Counted.reads += 1
-        x, y = rows()
-        return x[index], y[index]
-
-
-def test_auto_reads_the_data_once() -> None:
-    data, model, Counted.reads = Counted(), network(), 0
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    runs.stopping("auto", model, optimizer, nn.MSELoss(), data).close()
-    assert Counted.reads == N

@@ -19,6 +19,8 @@ from heldin.shadows.light import LEVEL_ROWS, RowDraw, level_rows
 from heldin.state.estimates import INTERVAL_COVERAGE
 
 N, D, SEED = 24, 4, 3
+
+
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.03, momentum=0.9, weight_decay=0.01),
@@ -26,7 +28,11 @@ OPTIMIZERS: dict[str, Any] = {
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5),
     "lbfgs": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=2),
 }
+
+
 ENGINES = ("dense", "vmap", "replay")
+
+
 GRID = list(itertools.product(OPTIMIZERS, (1, 3, 8, 24)))
 
 
@@ -293,33 +299,6 @@ def test_a_state_of_full_shadows_is_refused() -> None:
     full.close()
 
 
-# -- the matched step
-
-
-def test_the_kept_step_is_the_middle_of_step_and_training_loss() -> None:
-    steps = [2**i - 1 for i in range(9)]
-    # The shadows are two checks behind the model.
-    model = [2.0**-i for i in range(9)]
-    shadows = [1.0, 1.0, *model[:-2]]
-    matched = matched_checks(steps, list(zip(shadows, model, strict=True)), range(9))
-    assert matched == [0, 0, 1, 2, 3, 4, 5, 6, 7]
-    # Only some weights are there: the nearest one is taken.
-    matched = matched_checks(steps, list(zip(shadows, model, strict=True)), [0, 5, 8])
-    assert matched == [0, 0, 0, 0, 5, 5, 5, 5, 8]
-
-
-def test_a_loss_that_the_model_never_reaches_counts_as_the_last_check() -> None:
-    steps = [0, 1, 3, 7, 15]
-    levels = [(1.0, 1.0), (0.1, 0.9), (0.1, 0.8), (0.1, 0.7), (0.1, 0.6)]
-    assert matched_checks(steps, levels, range(5)) == [0, 2, 3, 3, 4]
-
-
-def test_losses_that_are_no_numbers_are_survived() -> None:
-    steps = [0, 1, 3, 7]
-    levels = [(1.0, 1.0), (math.nan, 0.5), (0.0, math.inf), (math.inf, 0.0)]
-    assert all(check in range(4) for check in matched_checks(steps, levels, range(4)))
-
-
 @pytest.mark.parametrize("average", ["bagged", "best"])
 def test_the_weights_of_matched_steps_are_restored(average: str) -> None:
     stopping, model, made = start("dense", "adam", average=average)
@@ -352,9 +331,6 @@ def test_the_weights_of_matched_steps_are_restored(average: str) -> None:
         )
         torch.testing.assert_close(value, mixed)
     stopping.close()
-
-
-# -- the estimate
 
 
 def test_the_error_of_light_shadows_has_a_tenth_of_the_estimate() -> None:
@@ -401,9 +377,6 @@ def test_the_interval_quotes_the_coverage_of_its_configuration(
     stopping.close()
 
 
-# -- draws and refusals
-
-
 def test_a_draw_has_so_many_rows_and_only_visible_ones() -> None:
     draw = RowDraw(0.25, seed=0)
     visible = torch.arange(40) % 5 != 0
@@ -447,9 +420,6 @@ def test_a_loss_that_is_a_sum_is_refused() -> None:
 def test_a_share_that_is_none_is_refused(share: Any) -> None:
     with pytest.raises(heldin.HeldinError, match="rows must be 'all' or a share"):
         heldin.rules.Folds(rows=share)
-
-
-# -- the guard
 
 
 def hot(engine: str, rate: float = 0.25, **options: Any) -> Any:

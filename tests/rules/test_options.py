@@ -1,4 +1,4 @@
-"""Rules of other packages, by the names of their entry points."""
+"""Rules as data: their names, those of other packages, and what is refused."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import heldin
+from heldin import rules
 from heldin.rules import options
 from heldin.rules.base import StoppingRule
 from heldin.state import History
@@ -90,3 +91,29 @@ def test_names_of_other_packages() -> None:
         options.resolve("threes")
     with pytest.raises(heldin.HeldinError, match=r"'broken' of heldin\.rules names, makes a None"):
         options.resolve("broken")
+
+
+@pytest.mark.parametrize("name", ["budget", "memory"])
+def test_what_would_be_ignored_is_refused(name: str) -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = (torch.zeros(24, 4), torch.zeros(24, 1))
+    with pytest.raises(heldin.HeldinError, match=f"{name}: it is an option of rule='auto'"):
+        heldin.EarlyStopping(model, optimizer, nn.MSELoss(), data, "folds", **{name: 10})
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: rules.Auto(budget=0),
+        lambda: rules.Folds(folds=1),
+        lambda: rules.Folds(engine="gpu"),  # type: ignore[arg-type]
+        lambda: rules.LeaveOneOut(probes=1),
+        lambda: rules.Evidence(smoothing=1.0),
+        lambda: rules.Evidence(estimator="all"),  # type: ignore[arg-type]
+        lambda: rules.Validation(data=None, improvement=-1.0),
+    ],
+)
+def test_a_rule_is_validated_when_it_is_made(make: Any) -> None:
+    with pytest.raises(heldin.HeldinError, match="must be"):
+        make()

@@ -18,30 +18,6 @@ from tests.support import runs
 from tests.support.folds_runs import MODELS, OPTIMIZERS, data, minibatches, train_once
 
 
-def test_votes_follow_the_bootstrap() -> None:
-    generator = torch.Generator().manual_seed(0)
-    curves = torch.randn(20, 6, generator=generator, dtype=torch.float64)
-    found = _curves.bootstrap_shares(curves, resamples=50, seed=3)
-    draws = torch.randint(20, (50, 20), generator=torch.Generator().manual_seed(3))
-    expected = torch.zeros(6, dtype=torch.float64)
-    for draw in draws:
-        expected[curves[draw].mean(0).argmin()] += 1 / 50
-    torch.testing.assert_close(found, expected)
-    fewer = _curves.bootstrap_shares(
-        curves, 50, 3, held_per_trained=1.5
-    )  # 20 / 2.5 rows in each draw
-    expected = torch.zeros(6, dtype=torch.float64)
-    for draw in torch.randint(20, (50, 8), generator=torch.Generator().manual_seed(3)):
-        expected[curves[draw].mean(0).argmin()] += 1 / 50
-    torch.testing.assert_close(fewer, expected)
-    curves[3, 2] = math.inf
-    curves[4, 1] = math.nan
-    again = _curves.bootstrap_shares(curves, 50, 3)
-    assert again[1] == again[2] == 0
-    assert math.isclose(float(again.sum()), 1)
-    assert _curves.bootstrap_shares(torch.full((3, 2), math.nan)).tolist() == [1, 0]
-
-
 def overfitting(n: int = 40, d: int = 30) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(n, d, generator=generator, dtype=torch.float64)
@@ -61,16 +37,6 @@ def fit(steps: int, **options: Any) -> tuple[Any, nn.Module, list[Tensor]]:
         if stop:
             break
     return stopping, model, path
-
-
-def test_the_standard_error_is_that_of_the_held_out_rows_and_of_the_training_rows() -> None:
-    losses = torch.tensor([0.5, 1.0, 4.0, 0.5, 1.5], dtype=torch.float64)
-    middle, error = _curves.mean_and_error(losses, held_per_trained=1.25)
-    assert middle == 1.5
-    squares = [1.0, 0.25, 6.25, 1.0, 0.0]  # the largest loss counts twice, m - 3 = 2
-    assert math.isclose(error, math.sqrt((sum(squares) + 6.25) / 2 * (1 / 5 + 1.25 / 5 / 2)))
-    assert math.isnan(_curves.mean_and_error(losses[:1])[1])
-    assert _curves.mean_and_error(torch.ones(2))[1] == 0.0
 
 
 @pytest.mark.parametrize(("shadows", "held"), [(None, 20), (2, 8), (1, 4)])
@@ -340,13 +306,6 @@ def test_the_training_loss_is_that_of_the_model() -> None:
         assert math.isclose(
             stopping.history[-1].training_loss, float(F.mse_loss(model(x), y)), rel_tol=1e-12
         )
-
-
-def test_patience_needs_time_and_checks() -> None:
-    rule = heldin.Patience(2.0, 0, 3)
-    assert not rule.is_exhausted(step=10, best=5, since=2)
-    assert rule.is_exhausted(step=10, best=5, since=3)
-    assert not rule.is_exhausted(step=9, best=5, since=9)
 
 
 def test_a_shadow_left_with_one_row_skips_a_batch_normalisation() -> None:

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 import heldin
 from heldin import rules
 from heldin.crossval import statistic_interval
-from tests.crossval.test_run_outputs import CASES, D, N, batches, network, rows, sgd
-from tests.crossval.test_run_outputs import trained as trained_on_batches
+from tests.support.outcome_runs import CASES, D, N, batches, network, rows, sgd
+from tests.support.outcome_runs import trained as trained_on_batches
 
 ENGINES = ("dense", "vmap", "replay", "batch_loss")
 

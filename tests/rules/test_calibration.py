@@ -14,7 +14,7 @@ import heldin
 from heldin import rules
 from heldin.crossval import cross_fitted, fit_temperature, temperature_losses
 from heldin.rules.calibration import is_scalable
-from tests.crossval.test_run_outputs import CLASSES, D, N, network, rows, sgd
+from tests.support.outcome_runs import CLASSES, D, N, network, rows, sgd
 
 STEPS = 120  # long enough for confident mistakes
 
