@@ -191,7 +191,6 @@ class FoldStopping(PathStopping):
         except CannotStack as error:
             if insists or self._sees is not None:
                 raise HeldinError(f"{self.owner}: {error}") from error
-            rows.release()
             return None
 
     def _replay(self, inputs: RunInputs, model: nn.Module) -> ReplayedShadows:
@@ -698,10 +697,11 @@ class FoldStopping(PathStopping):
 
     def close(self) -> None:
         """Remove all hooks; release the model and its shadows. Results remain available."""
+        if self._model is not None:
+            self._backend.close()
         super().close()
-        self._backend.close()
-        self._same.close()
-        self._optimizer = None
+        self._optimizer, self._clip, self._given = None, None, []
+        vars(self).pop("_same", None)
 
 
 def _is_splits(folds: Any) -> bool:

@@ -42,6 +42,10 @@ from heldin.state.schema import check_schema
 
 __all__ = ["LeaveOneOutStopping"]
 
+RELEASED = (  # by `close`
+    "_basis", "_data", "_displacements", "_find", "_jacobian_fn", "_loss", "_optimizer", "_outputs",
+    "_plain", "_recipe", "_rows", "_trained_params", "_weights",
+)  # fmt: skip
 FLOOR = 0.1  # of a second moment, as a share of what the noise of a minibatch alone would give
 MOST = 1024  # samples that carry a state by default
 FOLLOWED = 1000  # samples x directions of their outputs that are followed, see `directions`
@@ -343,11 +347,8 @@ class LeaveOneOutStopping(PathStopping):
     def close(self) -> None:
         """Remove all hooks and release the model. Results remain available."""
         super().close()
-        self._data.release()
-        self._plain.close()
-        self._trained_params, self._recipe = {}, None
-        vars(self).pop("_optimizer", None)
-        vars(self).pop("_jacobian_fn", None)
+        for name in RELEASED:
+            vars(self).pop(name, None)
 
     def _own_settings(self) -> dict[str, Any]:
         return {

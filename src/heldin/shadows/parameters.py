@@ -85,11 +85,6 @@ class ParameterGuard:
                 f"step: parameter {name!r} was {how} after the shadows were made; {ANEW}"
             )
 
-    def close(self) -> None:
-        """Release the parameters and the optimiser."""
-        self._shared, self._trained, self._names = [], [], {}
-        vars(self).pop("_optimizer", None)
-
     def renew(self) -> None:
         """Weights were put into the model on purpose."""
         self._versions = None

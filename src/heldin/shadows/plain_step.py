@@ -124,11 +124,6 @@ class PlainStepCheck:
             with exchange.modes(None):
                 yield
 
-    def close(self) -> None:
-        """Release the model and the optimiser."""
-        for name in ("_model", "_exchange", "steps"):
-            vars(self).pop(name, None)
-
 
 @contextmanager
 def _undisturbed(device: torch.device) -> Iterator[None]:

@@ -22,6 +22,7 @@ from heldin.loop.randomness import Autocast, full_precision, separate_random_str
 from heldin.loop.rows import RowSource
 from heldin.state.schema import check_schema
 
+from .backend import release
 from .exchange import Exchange, Session, ShadowState, group_settings
 from .frozen import FrozenOutputs
 from .held_out import BatchLoss, HeldOut, as_number
@@ -850,10 +851,7 @@ class ReplayedShadows:
         self._source.close()
         self._view.close()
         self.frozen.close()
-        self.shadows, self._start = [], None
-        names = ("_exchange", "check", "_held_out", "_loss", "_clip", "_model", "_evaluated")
-        for name in (*names, "_train_step", "_surroundings"):
-            vars(self).pop(name, None)
+        release(self)
 
 
 def has_evaluation_mode(optimizer: Optimizer) -> bool:

@@ -17,6 +17,7 @@ from heldin.loop.events import OptimizerStep
 from heldin.loop.loaders import LoaderRecorder, is_followed
 from heldin.loop.matching import WAY_OUT, RowMatcher
 from heldin.loop.randomness import mixed_seed, separate_random_stream
+from heldin.shadows.backend import release
 from heldin.shadows.bare_model import copy_without_hooks
 from heldin.shadows.engines import CannotStack, Engine
 from heldin.shadows.held_out import EXAMPLE
@@ -420,13 +421,9 @@ class StackedShadows:
 
     def close(self) -> None:
         """Release the model, its optimiser and the copies."""
-        self.data.release()
         if self._recorder is not None:
             self._recorder.close()
-        self._plain.close()
-        self._recipe = None
-        for name in ("stack", "_model", "_optimizer", "_start"):
-            vars(self).pop(name, None)
+        release(self)
 
     def state_dict(self) -> dict[str, Any]:
         """Weights, buffers, optimiser states, and where the look-up of rows is."""

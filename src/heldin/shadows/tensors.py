@@ -38,7 +38,7 @@ class TensorData:
         sample_weight: Tensor | None,
         device: torch.device,
     ) -> None:
-        self._model: nn.Module | None = model
+        self._model = model
         self._bare = copy_without_hooks(model)
         self.rows = Rows.of(data, device)
         self.weights = _row_weights(sample_weight, self.rows)
@@ -57,7 +57,6 @@ class TensorData:
 
     def outputs(self, inputs: Sequence[Tensor]) -> Any:
         """Of the model as it is, in evaluation mode and without its hooks."""
-        assert self._model is not None
         state = dict(self._model.named_buffers())
         self._bare.eval()
         with torch.no_grad():
@@ -74,11 +73,6 @@ class TensorData:
             parts.append(self.loss.per_row(outputs, self.rows.targets[some]))
         losses = torch.cat(parts).double()
         return float((losses if self.weights is None else losses * self.weights[::stride]).mean())
-
-    def release(self) -> None:
-        """Release the model."""
-        self._model = None
-        vars(self).pop("_bare", None)
 
 
 def _row_weights(sample_weight: Tensor | None, rows: Rows) -> Tensor | None:
