@@ -24,7 +24,7 @@ VERSIONS = [  # the ends of what is supported, and what constraints.txt pins
 ]
 # among the cores, all tests of a module in one process
 SHARED = ["--numprocesses", "auto", "--dist", "loadscope", "--no-loadscope-reorder"]
-EXTRAS_TESTS = [f"tests/{name}" for name in ("adapters", "cli", "state", "tables")]
+EXTRAS_TESTS = [f"tests/{name}" for name in ("adapters", "cli", "sklearn", "state", "tables")]
 EXTRAS_TESTS += ["tests/docs/test_examples.py", "lab/tests"]
 FRAMEWORKS = "accelerate,ignite,keras,lightning,skorch,transformers"
 METADATA = nox.project.load_toml(ROOT / "pyproject.toml")

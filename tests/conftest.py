@@ -38,7 +38,7 @@ QUICK = {
     "test_evidence_loops",
     "test_interface",
     "test_package",
-    "test_rules",
+    "test_ops",
     "test_refused_input",
     "test_surprises",
     "test_validation",

@@ -52,7 +52,7 @@ def logits(model: nn.Module, batch: Any) -> Tensor:
 def in_lightning(folder: Path, **options: Any) -> Run:
     lightning = pytest.importorskip("lightning")
     from heldin.lightning import EarlyStopping
-    from tests.adapters.test_lightning_auto import Module, trainer
+    from tests.adapters.test_lightning_estimates import Module, trainer
 
     callback, module = EarlyStopping(**options), Module()
     fit = trainer(CASE, callback)
@@ -65,7 +65,7 @@ def in_transformers(folder: Path, **options: Any) -> Run:
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     from heldin.transformers import EarlyStoppingCallback
-    from tests.adapters.test_transformers_auto import trainer
+    from tests.adapters.test_transformers_estimates import trainer
 
     callback = EarlyStoppingCallback(**options)
     run = trainer(CASE, folder, callback, logging_strategy="steps", logging_steps=1)
@@ -77,7 +77,7 @@ def in_transformers(folder: Path, **options: Any) -> Run:
 def in_skorch(folder: Path, **options: Any) -> Run:
     pytest.importorskip("skorch")
     from heldin.skorch import EarlyStopping
-    from tests.adapters.test_skorch_auto import fit, used
+    from tests.adapters.test_skorch_estimates import fit, used
 
     made = fit(CASE, EarlyStopping(**options))
     return Run(used(made), made.module_.net, dict(made.history[-1]), made.module_)
@@ -86,7 +86,7 @@ def in_skorch(folder: Path, **options: Any) -> Run:
 def in_fastai(folder: Path, **options: Any) -> Run:
     pytest.importorskip("fastai")
     from heldin.fastai import EarlyStopping
-    from tests.adapters.test_fastai_auto import fit, learner
+    from tests.adapters.test_fastai_estimates import fit, learner
 
     callback = EarlyStopping(**options)
     learn = learner(CASE, callback)
@@ -304,7 +304,7 @@ def test_predict_step_of_lightning() -> None:
     """It is called where `training_step` calls several children."""
     pytest.importorskip("lightning")
     from heldin.lightning import EarlyStopping
-    from tests.adapters.test_lightning_auto import Module, trainer
+    from tests.adapters.test_lightning_estimates import Module, trainer
 
     class Parts(Module):
         def __init__(self) -> None:

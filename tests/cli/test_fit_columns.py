@@ -15,10 +15,8 @@ import numpy as np
 import pandas
 
 from heldin.cli.main import main
-from heldin.errors import HeldinError
 from heldin.tables.columns import Columns
-from heldin.tables.number_formats import Unusable, decimal_mark, parse_number, with_numbers
-from heldin.tables.reading import find_separator, read_table
+from heldin.tables.number_formats import Unusable
 
 FAST = ["--target", "y", "--hidden", "4", "--max-epochs", "8"]
 
@@ -41,28 +39,6 @@ def fit(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     code = main(["fit", *arguments, *FAST])
     found = capsys.readouterr()
     return code, found.out, found.err
-
-
-# -- encodings
-
-
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
-def test_encodings_that_say_what_they_are(encoding: str) -> None:
-    write({"Straße": ["Zürich", "Genève"], "y": [1, 2]}, encoding=encoding)
-    frame = read_table("t.csv")
-    assert list(frame.columns) == ["Straße", "y"]
-    assert frame["Straße"].tolist() == ["Zürich", "Genève"]
-
-
-def test_another_encoding_is_asked_for_with_an_example() -> None:
-    write({"city": ["Bern", "Zürich"], "y": [1, 2]}, encoding="cp1252")
-    with pytest.raises(HeldinError, match="--encoding cp1252 it would read 'Zürich'"):
-        read_table("t.csv")
-    assert read_table("t.csv", encoding="cp1252")["city"].tolist() == ["Bern", "Zürich"]
-    with pytest.raises(HeldinError, match="--encoding: 'klingon' is unknown"):
-        read_table("t.csv", encoding="klingon")
-    with pytest.raises(HeldinError, match="not ascii text"):
-        read_table("t.csv", encoding="ascii")
 
 
 def test_predict_reads_as_fit_did(capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,65 +75,6 @@ def test_a_point_that_means_thousands_in_training_does_so_later(
     assert found[0] == found[1] == found[2]
 
 
-# -- separators
-
-
-@pytest.mark.parametrize(
-    ("text", "mark"),
-    [
-        ("a;b\n1,5;2,5\n", ";"),
-        ("a,b\n1;5,2\n", ","),
-        ("a\tb\n1,5\t2,5\n", "\t"),
-        ("a|b|c\n1,5|2|3\n", "|"),
-        ('"a;b;c",d\n1,2\n', ","),
-        ("name, first;age\nx;1\ny, z, w;2\n", ";"),  # a comma would make too many fields
-        ("a\n1\n", ","),
-        ("a\n1,5\n", ";"),  # one column
-        ("", ","),
-    ],
-)
-def test_separators_are_found(text: str, mark: str) -> None:
-    assert find_separator(text.splitlines(keepends=True)) == mark
-
-
-# -- numbers as people write them
-
-
-@pytest.mark.parametrize(
-    ("texts", "mark", "numbers"),
-    [
-        (["1.234,50 €", "7,00 €"], ",", [1234.5, 7.0]),
-        (["$1,234.50", "$7.00"], ".", [1234.5, 7.0]),
-        (["1'234.50 CHF", "7 CHF"], ".", [1234.5, 7.0]),
-        (["1 234,5", "-7,25"], ",", [1234.5, -7.25]),
-        (["12 %", "3.5 %"], ".", [12.0, 3.5]),
-        (["12.345.678", "1"], ",", [12345678.0, 1.0]),
-        (["1,234", "5,678"], "either", None),
-        (["1.5 EUR", "2.5 USD"], None, None),  # not the same thing
-        (["1,2,3"], None, None),
-        (["KLM 12", "KLM 13"], None, None),
-    ],
-)
-def test_numbers(texts: list[str], mark: str | None, numbers: list[float] | None) -> None:
-    assert decimal_mark(texts) == mark
-    if numbers is not None:
-        assert mark in (".", ",")
-        assert [parse_number(text, mark) for text in texts] == numbers
-
-
-def test_a_column_keeps_its_way_of_writing() -> None:
-    frame, decimals = with_numbers(pandas.DataFrame({"price": ["1.234,50 €", "7,5 €", None]}))
-    assert decimals == {"price": ","}
-    assert frame["price"].tolist()[:2] == [1234.5, 7.5]
-    columns = Columns.learn(frame, decimals=decimals)
-    columns = Columns.from_json(json.loads(json.dumps(columns.to_json())))
-    new = pandas.DataFrame({"price": ["7,500 €"]})  # by itself it might be thousands
-    middle, spread = np.mean([1234.5, 7.5]), np.std([1234.5, 7.5])
-    assert columns.encode(new, "new.csv")[0][0, 0] == pytest.approx((7.5 - middle) / spread)
-    with pytest.raises(HeldinError, match="held numbers in training, but row 1 has 'dear'"):
-        columns.encode(pandas.DataFrame({"price": ["dear"]}), "new.csv")
-
-
 @pytest.mark.parametrize("unit", ["", " €"])
 def test_decimal_is_obeyed(unit: str, capsys: pytest.CaptureFixture[str]) -> None:
     n = 24
@@ -167,33 +84,6 @@ def test_decimal_is_obeyed(unit: str, capsys: pytest.CaptureFixture[str]) -> Non
     (column,) = json.loads(Path("m/model.json").read_text())["columns"]["used"]
     assert column["kind"] == "number"
     assert column["mean"] == pytest.approx(np.mean([i + (i % 9) / 1000 for i in range(n)]))
-
-
-# -- dates
-
-
-@pytest.mark.parametrize("form", ["%Y-%m-%d", "%d.%m.%Y", "%m/%d/%Y"])
-def test_dates_become_features(form: str) -> None:
-    days = pandas.date_range("2023-01-05", periods=40, freq="5D")
-    columns = Columns.learn(pandas.DataFrame({"d": days.strftime(form)}))
-    plain = Columns.learn(pandas.DataFrame({"d": days}))
-    found = columns.encode(pandas.DataFrame({"d": days.strftime(form)}), "t")[0]
-    np.testing.assert_allclose(found, plain.encode(pandas.DataFrame({"d": days}), "t")[0])
-    assert found.shape == (40, 5)  # how long ago; sine and cosine of year and week
-    assert found[:, 0].mean() == pytest.approx(0, abs=1e-9)
-    angle = 2 * np.pi * (days - pandas.Timestamp(0)).days / 7
-    np.testing.assert_allclose(found[:, 3], np.sin(angle), atol=1e-9)
-    with pytest.raises(HeldinError, match="column 'd' held dates, but row 1 has 'soon'"):
-        columns.encode(pandas.DataFrame({"d": ["soon"]}), "t")
-
-
-def test_times_of_day_and_gaps() -> None:
-    times = ["2024-01-01 06:00", "2024-01-02 12:00", None]
-    columns = Columns.learn(pandas.DataFrame({"d": times}))
-    found = columns.encode(pandas.DataFrame({"d": times}), "t")[0]
-    assert found.shape == (3, 8)  # also of the day; and whether it is missing
-    assert found[0, 5] == pytest.approx(1)  # six o'clock: a quarter of the day
-    assert found[2].tolist() == [0] * 7 + [1]
 
 
 # -- columns that cannot be used
@@ -366,16 +256,6 @@ def test_named_columns_have_to_be_there(option: str, capsys: pytest.CaptureFixtu
     code, _, err = fit(capsys, "t.csv", "--groups", "g", "--out", "m")
     assert code == 2
     assert "which belong together?" in err
-
-
-def test_pieces_of_a_file_that_disagree_are_read_again() -> None:
-    """Numbers for a long time, and then a text: all of the column are texts."""
-    n = 200_000
-    Path("t.csv").write_text("a,b\n" + "1,0.5\n" * n + "x,0.5\n")
-    frame = read_table("t.csv")
-    assert len(frame) == n + 1
-    assert {type(value) for value in frame["a"].unique()} == {str}
-    assert frame["b"].dtype == np.float64
 
 
 def test_large_tables_are_kept_in_single_precision(

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 import heldin
-from heldin.criterion.average import Average
 from heldin.criterion.masking import smoothed
 from tests.support import runs
 
@@ -149,31 +148,6 @@ def test_stationary_sgd_has_the_excess_of_its_step_size(m: int, momentum: float)
         a = rate * h
         excess = a / (2 * (1 - momentum)) if momentum else a / (2 - a)
         assert sums[f"w.{i}"] == pytest.approx(1 + excess, rel=0.06), h
-
-
-# --- smoothing -------------------------------------------------------------------------------
-
-
-def test_a_start_value_delays_the_crossing() -> None:
-    average, steps = Average(0.999, start=-100.0), 0
-    while average.value <= 0:
-        average.add(0.01)
-        steps += 1
-    assert steps == math.ceil(math.log(1 + 100 / 0.01) / math.log(1 / 0.999)) == 9206
-
-
-@pytest.mark.parametrize("start", [None, 0.0])
-def test_lag_and_noise_of_the_average(start: float | None) -> None:
-    b = 0.9
-    ramp = Average(b, start)
-    for t in range(400):
-        ramp.add(float(t))
-    assert 399 - ramp.value == pytest.approx(b / (1 - b), rel=1e-6)
-    noise, values = Average(b, start), []
-    for x in torch.randn(20_000, generator=GENERATOR).tolist():
-        values.append(noise.add(x))
-    spread = float(torch.tensor(values[100:]).std())
-    assert spread == pytest.approx(math.sqrt((1 - b) / (1 + b)), rel=0.05)
 
 
 def test_the_spread_of_the_criterion_is_that_of_its_effective_dimension() -> None:

@@ -3,32 +3,20 @@
 from __future__ import annotations
 
 import copy
-import csv
-import io
 import math
-from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 import heldin
 from tests.support import runs
 from tests.support.loops import Dial, data, net
+from tests.support.states import same, through_a_file
 
 STEPS = 14
-
-
-def through_a_file(state: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 class Run:
@@ -67,19 +55,6 @@ class Run:
         torch.set_rng_state(state["rng"])
 
 
-def equal(a: Any, b: Any) -> bool:
-    """Equal to the last bit, nan included."""
-    if isinstance(a, torch.Tensor):
-        return bool(a.dtype == b.dtype and torch.equal(a.nan_to_num(-9.0), b.nan_to_num(-9.0)))
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(equal(a[k], b[k]) for k in a)
-    if isinstance(a, list):
-        return len(a) == len(b) and all(equal(x, y) for x, y in zip(a, b, strict=True))
-    if isinstance(a, float):
-        return a == b or (math.isnan(a) and math.isnan(b))
-    return bool(a == b)
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -106,11 +81,11 @@ def test_a_run_resumed_at_any_step_is_the_uninterrupted_one(options: dict[str, A
     for done, state in enumerate(saved):
         run = Run(**options)
         run.load(state)
-        assert equal(run.stopping.state_dict(), state["stopping"])
+        assert same(run.stopping.state_dict(), state["stopping"])
         for _ in range(STEPS - done):
             run.step()
-        assert equal(run.state(), final)
-        assert equal(run.stopping.metrics(), whole.stopping.metrics())
+        assert same(run.state(), final)
+        assert same(run.stopping.metrics(), whole.stopping.metrics())
         run.stopping.close()
 
 
@@ -158,7 +133,7 @@ def test_a_state_is_not_changed_by_what_follows() -> None:
     before = copy.deepcopy(state)
     for _ in range(5):
         run.step()
-    assert equal(state, before)
+    assert same(state, before)
     run.stopping.close()
 
 
@@ -197,7 +172,7 @@ def test_foreign_states_are_refused_and_change_nothing(change: Any, message: str
     before = run.stopping.state_dict()
     with pytest.raises(heldin.HeldinError, match=message):
         run.stopping.load_state_dict(change(before))
-    assert equal(run.stopping.state_dict(), before)
+    assert same(run.stopping.state_dict(), before)
     run.stopping.close()
 
 
@@ -212,98 +187,6 @@ def test_the_window_of_another_model_is_refused() -> None:
     ):
         stopping.load_state_dict(state)
     run.stopping.close()
-
-
-# --- history ---------------------------------------------------------------------------------
-
-
-def record(step: int) -> heldin.state.Record:
-    return heldin.state.Record(step, 8, -1.0 / step, -2.0 / step, {"a": 0.5, "b": -float(step)})
-
-
-@settings(deadline=None, max_examples=60)
-@given(st.integers(2, 9), st.integers(1, 200), st.integers(1, 200))
-def test_history_is_bounded_even_and_complete_at_its_ends(
-    limit: int, checks: int, stop: int
-) -> None:
-    history = heldin.state.History(limit=limit)
-    for step in range(1, checks + 1):
-        history.append(record(step), stopped=step == stop)
-    steps = [r.step for r in history]
-    assert len(history) == len(steps) <= limit + 2
-    assert steps == sorted(set(steps))
-    assert steps[0] == 1
-    assert steps[-1] == checks == history.checks
-    assert (stop in steps) or stop > checks
-    even = [s for s in steps if s not in (stop, checks)]
-    gaps = {b - a for a, b in pairwise(even)}
-    assert not gaps or max(gaps) <= 2 * min(gaps)
-    if checks <= limit:
-        assert steps == list(range(1, checks + 1))
-    other = heldin.state.History(limit=99)
-    other.load_state_dict(through_a_file(history.state_dict()))
-    assert list(other) == list(history)
-    for step in range(checks + 1, checks + 9):
-        history.append(record(step))
-        other.append(record(step))
-    assert list(other) == list(history)
-
-
-def example() -> heldin.state.History:
-    history = heldin.state.History()
-    history.append(record(1))
-    history.append(heldin.state.Record(2, 8, math.nan, -2.0, {}, ("w", "v")))
-    history.append(record(3), stopped=True)
-    history.append(heldin.state.Record(4, 8, 0.5, 0.25, {"c": 1.0}))
-    return history
-
-
-def test_history_to_csv(tmp_path: Path) -> None:
-    example().to_csv(tmp_path / "history.csv")
-    with open(tmp_path / "history.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    names = ["step", "count", "raw", "criterion", "nonfinite", "group/a", "group/b", "group/c"]
-    assert list(rows[0]) == names
-    assert [row["step"] for row in rows] == ["1", "2", "3", "4"]
-    assert rows[1]["nonfinite"] == "w v"
-    assert float(rows[2]["group/b"]) == -3.0
-    assert rows[2]["raw"] == repr(-1.0 / 3)
-    assert math.isnan(float(rows[1]["raw"]))
-
-
-def test_history_to_dataframe() -> None:
-    pytest.importorskip("pandas")
-    frame = example().to_dataframe()
-    assert list(frame.columns[:4]) == ["step", "count", "raw", "criterion"]
-    assert frame["criterion"].tolist() == [-2.0, -2.0, -2.0 / 3, 0.25]
-    assert frame["group/c"].isna().tolist() == [True, True, True, False]
-
-
-def test_history_to_dataframe_without_pandas(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "pandas", None)
-    with pytest.raises(heldin.HeldinError, match=r"heldin\[frame\]"):
-        example().to_dataframe()
-
-
-def test_history_plot_draws_the_criterion_zero_and_the_stop() -> None:
-    matplotlib = pytest.importorskip("matplotlib")
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    axes = example().plot(groups=True)
-    lines = {line.get_label(): line for line in axes.get_lines()}
-    assert list(lines["criterion"].get_ydata()) == [-2.0, -2.0, -2.0 / 3, 0.25]
-    assert list(lines["criterion"].get_xdata()) == [1, 2, 3, 4]
-    assert list(lines["stop"].get_xdata()) == [3, 3]
-    assert any(list(line.get_ydata()) == [0, 0] for line in axes.get_lines())
-    assert example().plot(axes) is axes
-    pyplot.close("all")
-
-
-def test_history_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
-    with pytest.raises(heldin.HeldinError, match=r"heldin\[plot\]"):
-        example().plot()
 
 
 def test_first_step_after_resuming_is_as_any_other_where_batched_passes_are_tried() -> None:

@@ -16,8 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import heldin
-from heldin.capture.collector import Collector
-from heldin.capture.names import Names
 from tests.support.observe_runs import agree, net
 
 
@@ -173,21 +171,6 @@ def test_threads() -> None:
     assert not failures, failures
 
 
-def test_names_are_whole_at_any_time() -> None:
-    """Passes of other threads make them be read again, in the middle of a pass of this one."""
-    known: list[int] = []
-
-    def chosen(name: str) -> bool:
-        known.append(len(names.by_id) if reading else 4)
-        return True
-
-    reading, model = False, net(3, 4, 2)
-    names = Names(model, chosen)
-    reading = True
-    assert len(names.for_leaves([torch.ones(1, requires_grad=True)])) == 4
-    assert known == [4] * 8
-
-
 def tensors_alive() -> int:
     gc.collect()
     return sum(1 for o in gc.get_objects() if issubclass(type(o), Tensor))
@@ -250,82 +233,6 @@ def test_the_graph_dies_with_the_step() -> None:
         gc.enable()
 
 
-def test_verify_agrees_both_ways() -> None:
-    model, x, y = net(3, 4, 2), torch.randn(6, 3), torch.randn(6, 2)
-    model[0].weight.grad = torch.ones(4, 3)
-    alone = heldin.verify(model, lambda x, y: F.mse_loss(model(x), y), x, y)
-    assert alone.ok, str(alone)
-    assert alone.count == 6
-    same_graph = heldin.verify(model, lambda: F.mse_loss(model(x), y))
-    assert same_graph
-    assert "all parameters agree" in str(same_graph)
-    itself = heldin.verify(model, lambda: F.mse_loss(model(x), y).backward())
-    assert itself.ok
-    assert torch.equal(model[0].weight.grad, torch.ones(4, 3))
-
-
-def test_verify_finds_a_wrong_rule() -> None:
-    from heldin.capture.ops import OP_RULES
-
-    model, x = nn.Sequential(nn.Linear(3, 2), nn.Tanh()), torch.randn(6, 3)
-    right = OP_RULES["AddmmBackward0"]
-    try:
-
-        @heldin.ops.register_op_rule("AddmmBackward0")
-        def wrong(use: heldin.ops.OpUse) -> Any:
-            return right(use) if use.argument == 0 else torch.zeros(use.m, *use.shape)
-
-        found = heldin.verify(model, lambda: model(x).square().sum())
-    finally:
-        OP_RULES["AddmmBackward0"] = right
-    assert not found.ok
-    assert "WRONG" in str(found)
-    assert found.errors["0.bias"] < 1e-8 < found.errors["0.weight"]
-
-
-def test_verify_says_when_it_needs_the_batch() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a = nn.Linear(3, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.a(x).square().sum()
-
-    model, x = Model(), torch.randn(4, 3)
-    with pytest.raises(heldin.HeldinError, match="pass the batch"):
-        heldin.verify(model, lambda: model(x))
-    assert heldin.verify(model, lambda x: model(x), x).ok
-
-
-def test_a_rule_of_the_user() -> None:
-    from heldin.capture.ops import OP_RULES
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = nn.Parameter(torch.randn(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.atan2(self.w, x)
-
-    model, x = Model(), torch.randn(4, 3)
-    calls = []
-
-    @heldin.ops.register_op_rule("Atan2Backward0")
-    def atan2(use: heldin.ops.OpUse) -> Any:
-        calls.append(use.argument)
-        w, x = use.saved("self"), use.saved("other")
-        return use.per_sample_sum(use.grad * x / (w * w + x * x))
-
-    try:
-        assert heldin.verify(model, lambda: model(x).sin().sum()).ok
-    finally:
-        del OP_RULES["Atan2Backward0"]
-    assert calls == [0]
-    assert heldin.verify(model, lambda: model(x).sin().sum()).ok  # the generic path
-
-
 def test_importing_heldin_imports_no_framework() -> None:
     code = (
         "import sys, heldin; heavy = {'transformers', 'lightning', 'sklearn', 'matplotlib', "
@@ -334,22 +241,3 @@ def test_importing_heldin_imports_no_framework() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-def test_one_may_be_collected_while_another_opens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The collector of garbage comes when it likes: in the middle of `attach`, too."""
-    forgotten, other = heldin.observe(nn.Linear(2, 1)), heldin.observe(nn.Linear(2, 1))
-    forgotten.__enter__()
-    plain_open = Collector.open
-
-    def open_late(self: Collector) -> None:
-        forgotten.close()
-        plain_open(self)
-
-    monkeypatch.setattr(Collector, "open", open_late)
-    opening = threading.Thread(target=other.__enter__, daemon=True)
-    opening.start()
-    opening.join(30)
-    assert not opening.is_alive()
-    other.close()
-    assert torch.autograd.backward.__module__ == "torch.autograd"

@@ -10,14 +10,10 @@ import pytest
 pytest.importorskip("sklearn")
 
 import numpy as np
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from sklearn.model_selection import KFold
 
 import heldin
 from heldin.sklearn import MLPClassifier, MLPRegressor
-from heldin.sklearn.inputs import find_copies, join_groups
-from heldin.sklearn.scores import class_scores, number_scores
 from heldin.tables.trainer import Trainer
 
 pytestmark = [
@@ -112,37 +108,6 @@ def test_scores_weigh_rows_and_not_classes() -> None:
     assert model.estimates_["accuracy"].value == pytest.approx(right.mean())
 
 
-@settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 10_000), n=st.integers(1, 40), columns=st.integers(1, 12))
-def test_copies_are_those_of_a_slow_search(seed: int, n: int, columns: int) -> None:
-    rng = np.random.default_rng(seed)
-    X = rng.integers(-1, 2, (n, columns)) * np.array(-1.0, [np.float32, np.float64][seed % 2])
-    y = rng.integers(0, 2, n)
-    rows = [(*row, label) for row, label in zip((X + 0.0).tolist(), y.tolist(), strict=True)]
-    found = find_copies(X, y)
-    assert found.extra == n - len(set(rows))
-    for row, which in zip(rows, found.which, strict=True):
-        assert rows[found.first[which]] == row
-    order = rng.permutation(n)
-    again = find_copies(X[order], y[order])
-    np.testing.assert_array_equal(X[order][again.first], X[found.first])
-
-
-@pytest.mark.parametrize("columns", [2, 5, 8])
-def test_rows_that_repeat_by_chance_are_separate(columns: int) -> None:
-    rng = np.random.default_rng(0)
-    X, y = rng.integers(0, 2, (2000, columns)).astype(float), rng.integers(0, 2, 2000)
-    assert find_copies(X, y).by_chance
-    several = find_copies(np.column_stack([X, rng.normal(size=2000)]).repeat(2, 0), y.repeat(2))
-    assert several.extra == 2000
-    assert not several.by_chance
-
-
-def test_groups_and_copies_are_joined() -> None:
-    groups, copies = np.array([0, 0, 1, 1, 2, 3]), np.array([0, 1, 1, 2, 3, 4])
-    assert join_groups(groups, copies).tolist() == [0, 0, 0, 0, 1, 2]
-
-
 # -- few rows, one class, extreme numbers
 
 
@@ -168,29 +133,6 @@ def test_equal_losses_of_few_rows_have_a_standard_error() -> None:
     assert model.shrinkage_ == 1
     assert np.ptp(model.oof_predictions_[:, 1]) < 1e-6
     assert model.estimate_error_ > 0.1
-
-
-def test_perfect_scores_have_an_interval() -> None:
-    for n in (4, 6, 20, 100):
-        codes = np.arange(n) % 2
-        sure = np.column_stack([1 - codes, codes]).astype(float)
-        for shares, value in ((sure, 1.0), (1 - sure, 0.0)):
-            for interval in class_scores(shares, codes).values():
-                assert interval.value == value
-                assert interval.high - interval.low > 1 / n
-    equally_wrong = number_scores(np.array([1.0, -1.0]), np.array([2.0, -2.0]))
-    assert all(high - low > 0.5 for _, low, high in equally_wrong.values())
-
-
-@pytest.mark.parametrize("n", [10, 40])
-def test_intervals_of_the_area_cover_it(n: int) -> None:
-    rng = np.random.default_rng(0)
-    truth, codes, covered = 0.9214, np.arange(n) % 2, 0  # two normals that lie two apart
-    for _ in range(400):
-        score = rng.normal(size=n) + 2 * codes
-        low, high = class_scores(np.column_stack([-score, score]), codes)["auc"][1:]
-        covered += low <= truth <= high
-    assert 0.92 < covered / 400 <= 1
 
 
 def test_a_constant_has_an_area_of_one_half() -> None:

@@ -22,8 +22,7 @@ from safetensors.numpy import load_file, save_file
 
 import heldin
 from heldin.cli.main import main
-from heldin.tables.columns import Column, Columns
-from heldin.tables.model import TabularModel, Target
+from heldin.tables.model import TabularModel
 from heldin.tables.trainer import Trainer
 
 FAST = ["--hidden", "6", "--max-epochs", "25"]
@@ -259,61 +258,6 @@ def test_rows_without_target_are_left_out(here: Path, capsys: pytest.CaptureFixt
     _, out, _ = run(capsys, "fit", "t.csv", "--target", "label", "--out", "m", *FAST)
     assert "rows:            75" in out
     assert "left out:        5 without a value of 'label'" in out
-
-
-def test_columns_become_numbers() -> None:
-    frame = pandas.DataFrame(
-        {
-            "a": [1.0, None, 3.0, 5.0],
-            "b": ["x", "y", None, "x"],
-            "c": [7, 7, 7, 7],
-            "d": [0, 1, 1, 0],
-        }
-    )
-    columns = Columns.learn(frame)
-    assert columns.constant == ("c",)
-    found, unknown = columns.encode(frame, "t")
-    spread = float(np.std([1.0, 3.0, 5.0]))
-    expected: list[list[float]] = [
-        # a, a missing, b = x, b = y, b missing, d
-        [-2 / spread, 0, 1, 0, 0, -1],
-        [0, 1, 0, 1, 0, 1],
-        [0, 0, 0, 0, 1, 1],
-        [2 / spread, 0, 1, 0, 0, -1],
-    ]
-    np.testing.assert_allclose(found, expected)
-    assert unknown == {}
-    again = Columns.from_json(json.loads(json.dumps(columns.to_json())))
-    assert again == columns
-    other = pandas.DataFrame({"a": [None, "2"], "b": ["z", None], "d": [None, 1]})
-    found, unknown = again.encode(other, "t")
-    assert found[0].tolist() == [0, 1, 0, 0, 0, 0]
-    assert unknown == {"b": 1}
-    only_gaps = Column.learn("g", pandas.Series([2.0, None, 2.0]))
-    assert only_gaps is not None
-    assert only_gaps.encode(pandas.Series([2.0, None]))[0].tolist() == [[0, 0], [0, 1]]
-
-
-@pytest.mark.parametrize(
-    ("values", "task", "classes"),
-    [
-        ([0, 1, 1, 0], "classification", ("0", "1")),
-        ([10, 9, 100, 9], "classification", ("9", "10", "100")),
-        ([1.0, 2.0, 1.0, 2.0], "classification", ("1", "2")),
-        ([True, False, True, True], "classification", ("False", "True")),
-        (["b", "a", "b", "a"], "classification", ("a", "b")),
-        ([0.5, 1.0, 1.5, 2.0], "regression", ()),
-        (list(range(30)), "regression", ()),
-    ],
-)
-def test_target_is_understood(values: list[Any], task: str, classes: tuple[str, ...]) -> None:
-    target = Target.learn(pandas.Series(values, name="t"))
-    assert (target.task, target.classes) == (task, classes)
-    encoded = target.encode(pandas.Series(values))
-    if classes:
-        assert [classes[i] for i in encoded] == [str(v).removesuffix(".0") for v in values]
-    else:
-        np.testing.assert_array_equal(encoded, values)
 
 
 # -- refusals, each one line

@@ -1,7 +1,9 @@
-"""What the adapters' `EarlyStopping` have in common; no framework is needed for this."""
+"""A session follows a run in a framework; no framework is needed for this."""
 
 from __future__ import annotations
 
+import copy
+import math
 from typing import Any
 
 import pytest
@@ -12,9 +14,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import heldin
 from heldin.adapters.session import Session, Settings
-from heldin.loop.loaders import LoaderRecorder
 from heldin.pause import is_paused
-from tests.support import runs
+from heldin.rules.options import Evidence
+from tests.support import plain, runs
 
 ROWS = 24
 SETTINGS = Settings(heldin.rules.Folds(average="best"))
@@ -27,19 +29,6 @@ def rows() -> TensorDataset:
 
 def mse(model: nn.Module, batch: Any) -> Tensor:
     return F.mse_loss(model(batch[0]), batch[1])
-
-
-def test_loaders_over_the_same_rows_are_followed_together() -> None:
-    first: Any = DataLoader(rows(), batch_size=4)
-    second: Any = DataLoader(rows(), batch_size=4, sampler=range(8, ROWS))
-    recorder = LoaderRecorder(first)
-    recorder.follow(second)
-    recorder.follow(second)
-    assert recorder.find(next(iter(first))).rows.tolist() == [0, 1, 2, 3]
-    assert recorder.find(next(iter(second))).rows.tolist() == [8, 9, 10, 11]
-    recorder.close()
-    assert "_get_iterator" not in vars(first)
-    assert "_get_iterator" not in vars(second)
 
 
 class ByWeight:
@@ -156,3 +145,138 @@ def test_a_session_goes_on_from_the_last_weights_and_not_from_the_restored_ones(
     second.end()
     with pytest.raises(heldin.HeldinError, match="not a state of Callback"):
         second.load_state_dict({"step": 3})
+
+
+def evidence_session(**options: Any) -> Session:
+    return Session("Callback", Settings(Evidence(**options)))
+
+
+def test_a_state_waits_for_its_run() -> None:
+    first = evidence_session(smoothing=0.5)
+    model, x = nn.Linear(3, 1), torch.randn(8, 3)
+    stopping = first.begin(model)
+    for _ in range(3):
+        model(x).sum().backward()
+        stopping.step()
+    state = first.state_dict()
+    second = evidence_session(smoothing=0.5)
+    second.load_state_dict(state)
+    assert second.state_dict() == state
+    assert second.begin(model).criterion == stopping.criterion
+    third = evidence_session(smoothing=0.9)
+    third.load_state_dict(state)
+    with pytest.raises(heldin.HeldinError, match="smoothing"):
+        third.begin(model)
+    first.end()
+    second.end()
+    plain.expect_no_trace(model)
+
+
+def test_steps_are_seen_once() -> None:
+    model, x = nn.Linear(2, 1), torch.randn(4, 2)
+    session = evidence_session(warmup=100)
+    session.begin(model, hook=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    other = torch.optim.SGD([model.bias], lr=0.1)
+    for _ in range(2):
+        session.begin_batch()
+        model(x).sum().backward()
+        optimizer.step()
+        other.step()  # of the same batch
+        torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1).step()  # of another model
+    assert session.stopping.counts[0] == 2
+    session.begin_batch()
+    model(x).sum().backward()
+    session.before_step()  # called by the framework
+    optimizer.step()
+    assert session.stopping.counts[0] == 3
+
+    def closure() -> float:
+        loss = model(x).sum()
+        loss.backward()
+        return float(loss.detach())
+
+    session.begin_batch()
+    optimizer.step(closure)
+    assert session.stopping.counts[0] == 3
+    assert not session.weighed
+    session.step()  # after the batch
+    assert session.stopping.counts[0] == 4
+    session.begin_batch()
+    around = heldin.ElementwiseStopping(optimizer, model)
+    model(x).sum().backward()
+    around.step()
+    assert session.stopping.counts[0] == 5
+    around.close()
+    del session  # a lost one goes with its hooks
+    plain.expect_no_trace(model)
+
+
+def test_all_optimisers_of_an_iteration_stand_still_once_the_rule_has_stopped() -> None:
+    model = nn.Linear(2, 1)
+    session = evidence_session()
+    session.begin(model, hook=True).should_stop = True
+    model(torch.randn(4, 2)).sum().backward()
+    weights = copy.deepcopy(model.state_dict())
+    for optimizer in [torch.optim.SGD([p], lr=0.1) for p in model.parameters()]:
+        optimizer.step()
+        model(torch.randn(4, 2)).sum().backward()
+    torch.testing.assert_close(model.state_dict(), weights, rtol=0, atol=0)
+    session.end()
+
+
+def run_epochs(number: int, batches: int, **options: Any) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(3, 1), torch.randn(8, 3)
+    session = evidence_session(arm_threshold=None, **options)
+    session.begin(model)
+    for _ in range(number):
+        for _ in range(batches):
+            session.begin_batch()
+            model(x).square().mean().backward()
+            session.before_step()
+            model.zero_grad()
+        session.end_epoch()
+    session.end()
+
+
+def test_very_many_epochs_without_a_stop_are_noticed() -> None:
+    with pytest.warns(heldin.HeldinWarning, match=r"200 epochs.*Use rule='auto'") as told:
+        run_epochs(220, 10, checks=10**6)
+    assert len(told) == 1
+    run_epochs(220, 2, checks=10**6)  # few steps in many epochs say nothing
+    run_epochs(150, 14, checks=10**6)
+
+
+@pytest.mark.parametrize(
+    ("steps", "every", "window"), [(7, 1, 7), (7 / 3, 1, 3), (7, 3, 2), (1, 5, 1)]
+)
+def test_a_window_of_an_epoch_has_its_observed_steps(steps: float, every: int, window: int) -> None:
+    session = evidence_session(window="epoch", check_every=every)
+    assert session.begin(plain.net(), epoch_steps=steps).window == window
+    session.end()
+
+
+@pytest.mark.parametrize("steps", [None, math.inf])
+def test_an_epoch_without_an_end_is_refused(steps: float | None) -> None:
+    session = evidence_session(window="epoch")
+    with pytest.raises(heldin.HeldinError, match=r"Callback: window='epoch' .* pass their number"):
+        session.begin(plain.net(), epoch_steps=steps)
+
+
+def test_other_words_for_a_window_are_refused() -> None:
+    with pytest.raises(heldin.HeldinError, match="window"):
+        Evidence(window="epochs")  # type: ignore[arg-type]
+
+
+def test_a_run_that_goes_on_keeps_its_window() -> None:
+    """The next part of the data may have another length, or tell none."""
+    session = evidence_session(window="epoch")
+    session.begin(plain.net(), epoch_steps=7)
+    state = session.state_dict()
+    session.end()
+    for steps in (3, None):
+        session = evidence_session(window="epoch")
+        session.load_state_dict(state)
+        assert session.begin(plain.net(), epoch_steps=steps).window == 7
+        session.end()

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
+import heldin
 from heldin.capture.contributions import Filters, moments
 from heldin.capture.layout import Layout
 from heldin.capture.ops import OP_RULES, OpUse, contributions, generic
@@ -264,3 +265,29 @@ def test_every_rule_is_compared() -> None:
         name for name, rule in OP_RULES.items() if rule.__module__.startswith("heldin.capture.ops.")
     }
     assert ours == names, "a new rule needs a comparison with the generic path in this file"
+
+
+def test_a_rule_of_the_user() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(3, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.atan2(self.w, x)
+
+    model, x = Model(), torch.randn(4, 3, dtype=torch.float64)
+    calls = []
+
+    @heldin.ops.register_op_rule("Atan2Backward0")
+    def atan2(use: heldin.ops.OpUse) -> Any:
+        calls.append(use.argument)
+        w, x = use.saved("self"), use.saved("other")
+        return use.per_sample_sum(use.grad * x / (w * w + x * x))
+
+    try:
+        assert heldin.verify(model, lambda: model(x).sin().sum()).ok
+    finally:
+        del OP_RULES["Atan2Backward0"]
+    assert calls == [0]
+    assert heldin.verify(model, lambda: model(x).sin().sum()).ok  # the generic path

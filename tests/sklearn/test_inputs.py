@@ -11,11 +11,13 @@ import pytest
 pytest.importorskip("sklearn")
 
 import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from sklearn.base import clone
 
 import heldin
 from heldin.sklearn import MLPClassifier, MLPRegressor
-from heldin.sklearn.inputs import Scaler, as_rows, largest_input
+from heldin.sklearn.inputs import Scaler, as_rows, find_copies, join_groups, largest_input
 
 pytestmark = pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
 QUICK: dict[str, Any] = {"max_iter": 40, "learning_rate_init": 0.02, "random_state": 0}
@@ -235,3 +237,34 @@ def test_wrong_frames_and_labels_are_named() -> None:
     for wrong in (labels, labels.astype("string")):
         with pytest.raises(heldin.HeldinError, match=r"no label in 1 rows \(the first is row 3\)"):
             MLPClassifier((4,), **QUICK).fit(frame, wrong)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10_000), n=st.integers(1, 40), columns=st.integers(1, 12))
+def test_copies_are_those_of_a_slow_search(seed: int, n: int, columns: int) -> None:
+    rng = np.random.default_rng(seed)
+    X = rng.integers(-1, 2, (n, columns)) * np.array(-1.0, [np.float32, np.float64][seed % 2])
+    y = rng.integers(0, 2, n)
+    rows = [(*row, label) for row, label in zip((X + 0.0).tolist(), y.tolist(), strict=True)]
+    found = find_copies(X, y)
+    assert found.extra == n - len(set(rows))
+    for row, which in zip(rows, found.which, strict=True):
+        assert rows[found.first[which]] == row
+    order = rng.permutation(n)
+    again = find_copies(X[order], y[order])
+    np.testing.assert_array_equal(X[order][again.first], X[found.first])
+
+
+@pytest.mark.parametrize("columns", [2, 5, 8])
+def test_rows_that_repeat_by_chance_are_separate(columns: int) -> None:
+    rng = np.random.default_rng(0)
+    X, y = rng.integers(0, 2, (2000, columns)).astype(float), rng.integers(0, 2, 2000)
+    assert find_copies(X, y).by_chance
+    several = find_copies(np.column_stack([X, rng.normal(size=2000)]).repeat(2, 0), y.repeat(2))
+    assert several.extra == 2000
+    assert not several.by_chance
+
+
+def test_groups_and_copies_are_joined() -> None:
+    groups, copies = np.array([0, 0, 1, 1, 2, 3]), np.array([0, 1, 1, 2, 3, 4])
+    assert join_groups(groups, copies).tolist() == [0, 0, 0, 0, 1, 2]
