@@ -4,11 +4,14 @@ A page says `<!-- table:cost -->` and `<!-- /table:cost -->`; what is between th
 command wrote, kept in `docs/results/cost.md`. A test checks that they are the same. The table of
 rules, `rules.md`, is made here: words beside the numbers of `quality.md`.
 
+The calculator of cost.md gets the constants that `rule="auto"` chooses by.
+
     python docs/fill.py
 """
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -50,6 +53,36 @@ def rules() -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in table) + f"\n\n{NOTE}\n"
 
 
+CONSTANTS = re.compile(r"(?<=\n  const costs = )\{.*\}(?=;\n)")
+
+
+def constants() -> str:
+    """What `rule="auto"` chooses by, for the calculator."""
+    from heldin.rules import auto
+    from heldin.rules.options import Auto
+
+    def case(engine: str, size: int) -> auto._Case:
+        return auto._Case(rows=100, parameters=1, bytes=4, engine=engine, size=size)
+
+    time = {
+        engine: [
+            {
+                **{str(k): case(engine, size).cost(k) for k in range(1, 6)},
+                **({"light": case(engine, size).cost(3, 0.25)} if engine == "replay" else {}),
+            }
+            for size in range(len(auto.SIZES) + 1)
+        ]
+        for engine in auto.COSTS
+    }
+    regret = {"light" if share < 1 else str(k): v for (k, share), v in auto.REGRETS.items()}
+    found = {
+        "time": time, "regret": regret, "few_for_regret": auto.REGRET_ROWS, "few": auto.FEW,
+        "many": auto.MANY, "sizes": auto.SIZES, "tensors": auto.TENSORS, "budget": auto.BUDGET,
+        "general_budget": auto.GENERAL_BUDGET, "slack": auto.SLACK, "memory": Auto().memory,
+    }  # fmt: skip
+    return json.dumps(found)
+
+
 def pages() -> list[Path]:
     """All that may quote a result."""
     return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("**/*.md"))]
@@ -63,7 +96,7 @@ def filled(text: str) -> str:
         name = place["name"]
         return f"<!-- table:{name} -->\n\n{result}\n\n<!-- /table:{name} -->"
 
-    return PLACE.sub(put, text)
+    return CONSTANTS.sub(lambda _: constants(), PLACE.sub(put, text))
 
 
 def main() -> None:

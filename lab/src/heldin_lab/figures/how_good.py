@@ -26,7 +26,7 @@ from heldin_lab.pages import markdown_table
 from heldin_lab.study.contest import UNITS, read_lines
 from heldin_lab.study.tables import read
 
-PAGES = (DOCS / "how-good.md", DOCS / "how-good-tables.md")
+PAGES = (DOCS / "how-good.md", DOCS / "how-good-tables.md", DOCS / "faq.md")
 STUDY = DOCS / "study"
 KINDS = {"tables": ("tables",), "networks": ("images", "texts", "tuning")}
 BASE, BEST, FULL = "split", "best on the path", "no stopping"
@@ -484,6 +484,17 @@ def said_sentence() -> str:
     )
 
 
+def inside_sentence() -> str:
+    """Say in short how often intervals held the measured loss."""
+    lines = runs("tables") + runs("networks")
+    said = statements("heldin", lines)
+    one = round(100 * coverage("heldin, one shadow", lines)[0])
+    return (
+        f"{sum(map(is_inside, said))} of {len(said)} test losses lay inside the default's 95 % "
+        f"interval; with one shadow, {one} % did."
+    )
+
+
 def evidence_sentence() -> str:
     """Say how evidence compares with the split."""
     tables, nets = (classified(runs(kind)) for kind in KINDS)
@@ -518,6 +529,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "sizes": sizes,
     "better": better,
     "said": said_sentence,
+    "inside": inside_sentence,
     "evidence": evidence_sentence,
     "counts": counts,
     "main": main_table,
