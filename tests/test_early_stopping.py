@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import heldin
 from heldin import rules
+from heldin._private_torch import forward_hooks
 from tests.support import runs
 
 N, D = 60, 12
@@ -213,6 +214,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no data": ({"data": None}, "data is missing"),
     "patience": ({"patience": 0}, "number of epochs"),
     "several optimisers": ({"optimizer": []}, "optimisers were given"),
+    "seed with validation": ({"rule": rules.Validation(data=rows()), "seed": 1}, "seed has no eff"),
+    "mode with validation": (
+        {"rule": rules.Validation(data=rows()), "mode": "min"},
+        "mode has no effect",
+    ),
+    "temperature with evidence": (
+        {"rule": "evidence", "loss_fn": None, "data": None, "temperature": False},
+        "temperature has no effect",
+    ),
+    "a misspelt argument": ({"patiense": 3}, "unknown argument 'patiense'; did you mean 'patience"),
 }
 
 
@@ -262,7 +273,7 @@ def test_a_step_that_is_refused_leaves_the_weights_of_the_loop() -> None:
         train()
     gc.collect()  # ends epochs(), which would warn that untrained weights are restored
     assert not torch.equal(model.weight, start)
-    assert not model._forward_hooks
+    assert not forward_hooks(model)
 
 
 def test_a_method_of_the_model_in_place_of_its_forward_pass() -> None:
@@ -298,3 +309,100 @@ def test_a_method_of_the_model_in_place_of_its_forward_pass() -> None:
     stopping = made("folds", model, sgd(model), loader())
     assert stopping.call(lambda a, b: a + b, 1, b=2) == 3
     stopping.close()
+
+
+@pytest.mark.parametrize("every", [None, 3])
+def test_validation_counts_optimiser_steps(every: int | None) -> None:
+    model, batches = network(), loader()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    held_out = [each[::2] for each in rows()]
+    rule = rules.Validation(data=held_out, check_every=every)
+    stopping = heldin.EarlyStopping(model, optimizer, nn.MSELoss(), batches, rule, patience=4)
+    losses: dict[int, float] = {}
+    weights: dict[int, Tensor] = {}
+    step = 0
+    for _ in stopping.epochs(60):
+        for batch in batches:
+            optimizer.zero_grad()
+            batch_loss(model, batch).backward()
+            running = not stopping.should_stop
+            optimizer.step()
+            step += 1
+            if step % (every or len(batches)) == 0 and running:
+                losses[step] = float(batch_loss(model, held_out).detach())
+                weights[step] = next(model.parameters()).detach().clone()
+    best = min(losses, key=lambda step: losses[step])
+    assert stopping.best_step == best
+    assert stopping.best_epoch == (best - 1) // len(batches)
+    assert stopping.plan().steps == best
+    assert [record.step for record in stopping.history] == [*losses]
+    assert stopping.estimates["loss"].value == losses[best]
+    assert torch.equal(next(model.parameters()), weights[best])
+
+
+def test_validation_in_a_loop_without_epochs() -> None:
+    for batches, steps in ((loader(), [4, 8]), (None, [])):
+        model = network()
+        optimizer = sgd(model)
+        rule = rules.Validation(data=rows())
+        stopping = heldin.EarlyStopping(model, optimizer, nn.MSELoss(), batches, rule)
+
+        def loop(stopping: Any = stopping, model: Any = model, optimizer: Any = optimizer) -> None:
+            with stopping:
+                for _ in range(2):
+                    for batch in loader():
+                        optimizer.zero_grad()
+                        batch_loss(model, batch).backward()
+                        optimizer.step()
+
+        if batches is None:
+            with pytest.warns(heldin.HeldinWarning, match="does not say where its epochs end"):
+                loop()
+        else:
+            loop()
+        assert [record.step for record in stopping.history] == steps
+
+
+@pytest.mark.parametrize("name", [*RULES])
+def test_a_damaged_state_is_refused_and_changes_nothing(name: str) -> None:
+    model, batches = network(), loader()
+    optimizer = sgd(model)
+    stopping = made(name, model, optimizer, batches)
+    for batch in batches:
+        optimizer.zero_grad()
+        batch_loss(model, batch).backward()
+        optimizer.step()
+    state = stopping.state_dict()
+    model = network()
+    other = made(name, model, sgd(model), loader())
+    before = repr(other.state_dict())
+    damages: list[tuple[dict[str, Any], str]] = [
+        ({}, "not a state that heldin saved"),
+        ({**state, "heldin": "ElementwiseStopping"}, "state of a ElementwiseStopping"),
+        ({**state, "version": 0}, "version 0"),
+        ({**state, "step": "three"}, "incomplete or damaged"),
+        ({k: v for k, v in state.items() if k != "rule"}, "incomplete or damaged"),
+        ({**state, "rule": {**state["rule"], "history": 3}}, "incomplete or damaged"),
+        ({**state, "stopped_weights": {"0.weight": torch.zeros(1)}}, "stopped_weights"),
+    ]
+    for damaged, message in damages:
+        with pytest.raises(heldin.HeldinError, match=message) as caught:
+            other.load_state_dict(damaged)
+        assert "heldin.EarlyStopping.load_state_dict" in str(caught.value)
+        assert repr(other.state_dict()) == before
+    other.load_state_dict(state)
+    assert repr(other.state_dict()["rule"]) == repr(state["rule"])
+    stopping.close(), other.close()
+
+
+def test_fit_says_that_evidence_follows_loops() -> None:
+    model = network()
+    stopping = heldin.EarlyStopping(model, sgd(model), rule="evidence")
+    with pytest.raises(heldin.HeldinError, match="follows a loop of yours; write it: for epoch in"):
+        stopping.fit(batch_size=8)
+    stopping.close()
+
+
+def test_a_misspelt_public_name() -> None:
+    with pytest.raises(AttributeError, match="did you mean 'EarlyStopping'"):
+        _ = heldin.EarlyStoping

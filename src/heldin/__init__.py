@@ -45,7 +45,10 @@ def __getattr__(name: str) -> Any:
         api = import_module("heldin._api")
         globals().update({public: getattr(api, public) for public in __all__})
         return globals()[name]
-    raise AttributeError(f"module 'heldin' has no attribute {name!r}")
+    from .errors import did_you_mean
+
+    hint = did_you_mean(name, __all__)
+    raise AttributeError(f"module 'heldin' has no attribute {name!r}{hint and '; '}{hint}")
 
 
 def __dir__() -> list[str]:

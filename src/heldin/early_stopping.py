@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import math
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -16,11 +17,13 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
 
 from heldin._private_torch import is_inner_step
 from heldin.capture.sharding import unwrapped
-from heldin.errors import HeldinError
+from heldin.distributed.ranks import JoinHook
+from heldin.errors import HeldinError, HeldinWarning, NamedArguments
 from heldin.loop.batches import tensors_in, to_device
 from heldin.loop.hooks import call_at_steps
 from heldin.rules.arguments import evidence_arguments
 from heldin.rules.auto import follow
+from heldin.rules.callback_hints import CALLBACKS, PlainLoopOnly
 from heldin.rules.evidence import EvidenceStopping
 from heldin.rules.folds import FoldStopping
 from heldin.rules.inputs import RunInputs
@@ -32,14 +35,22 @@ from heldin.rules.reporting import RunFacts
 from heldin.rules.results import RunResults, follow_outputs
 from heldin.rules.validation import ValidationStopping
 from heldin.shadows.stacked import StackedShadows
-from heldin.state.schema import check_int
+from heldin.state.schema import check_int, check_schema, checked_state
 
 __all__ = ["EarlyStopping"]
 
 NAME = "heldin.EarlyStopping"
 
+STATE_VERSION = 1
+STATE_SCHEMA = {
+    "rule": dict,
+    "step": int,
+    "epoch_ends": [int],
+    "stopped_weights": {str: Tensor},
+}
 
-class EarlyStopping(RunResults):
+
+class EarlyStopping(NamedArguments, RunResults, PlainLoopOnly):
     """Says when to stop training and estimates the test loss, without a validation set.
 
     The object observes the optimiser: no call inside the loop is needed. The model trains on every
@@ -116,6 +127,8 @@ class EarlyStopping(RunResults):
     True
     """
 
+    _callbacks = CALLBACKS
+
     def __init__(
         self,
         model: nn.Module,
@@ -180,9 +193,16 @@ class EarlyStopping(RunResults):
             "averaged_model": averaged_model,
         }
         options = {name: value for name, value in described.items() if value is not None}
-        if finish is not None and not isinstance(self.rule, (Auto, Folds, LeaveOneOut)):
-            self._refuse(type(self.rule).__name__, {"finish": finish})
+        if not isinstance(self.rule, (Auto, Folds, LeaveOneOut)):
+            of_estimates = {
+                "finish": finish is not None,
+                "monitor": monitor != "loss",
+                "mode": mode is not None,
+                "temperature": temperature != "auto",
+            }
+            self._refuse({name: True for name, given in of_estimates.items() if given})
         self._progress: RunProgress | None = None
+        self._counts_epochs = False  # whether the loop is over `epochs`
         self._inner = self._make(model, loss_fn, batch_loss, data, options, process_group)
         if isinstance(self._inner, PathStopping):
             self._inner.finish = finish
@@ -214,20 +234,20 @@ class EarlyStopping(RunResults):
         """Return the object that follows the run."""
         rule = self.rule
         if isinstance(rule, Evidence):
-            options |= {"loss_fn": loss_fn, "batch_loss": batch_loss}
-            self._refuse("evidence", {k: v for k, v in options.items() if v is not None})
+            self._refuse({**options, "loss_fn": loss_fn, "batch_loss": batch_loss})
             return self._make_evidence(model, rule, data, process_group)
         if isinstance(rule, Validation):
-            self._refuse("validation", options)
+            self._refuse({**options, **self._drawn(process_group)})
             return self._make_validation(model, rule, loss_fn, batch_loss)
         if type(rule).follow is not Rule.follow:  # a rule from elsewhere
-            self._refuse(type(rule).__name__, options)
+            patience = None if self._default_patience else self._patience
+            given = {"loss_fn": loss_fn, "batch_loss": batch_loss, "data": data}
+            self._refuse({**options, **given, "patience": patience, **self._drawn(process_group)})
             return rule.follow(model, self._opened_optimizer())
         if isinstance(rule, LeaveOneOut):
             if batch_loss is not None:
                 raise HeldinError(f"{NAME}: leave-one-out needs loss_fn and tensors, no batch_loss")
-            unused = {k: v for k, v in options.items() if k != "sample_weight"}
-            self._refuse("leave-one-out", unused)
+            self._refuse({k: v for k, v in options.items() if k != "sample_weight"})
         inputs = RunInputs(
             model,
             self._opened_optimizer(),
@@ -299,12 +319,16 @@ class EarlyStopping(RunResults):
             model, loss, patience=patience, improvement=rule.improvement, restore_best=True
         )
 
-    def _refuse(self, rule: str, options: Mapping[str, Any]) -> None:
-        """Refuse arguments that would be ignored."""
-        if options:
-            name = next(iter(options))
+    def _drawn(self, process_group: Any) -> dict[str, Any]:
+        """Return the arguments of rules that draw random numbers or pool processes, if given."""
+        group = None if process_group == "auto" else process_group
+        return {"seed": self.seed or None, "process_group": group}
+
+    def _refuse(self, options: Mapping[str, Any]) -> None:
+        """Refuse arguments that would be ignored; None is not given."""
+        for name in (name for name, value in options.items() if value is not None):
             raise HeldinError(
-                f"{NAME}: {name} has no effect with rule {rule!r}; leave it out, or use "
+                f"{NAME}: {name} has no effect with rule {self.rule.name!r}; leave it out, or use "
                 "rule='folds'"
             )
 
@@ -329,9 +353,14 @@ class EarlyStopping(RunResults):
                 f"{NAME}: with rule='evidence' the gradients must be there before "
                 "optimizer.step(); call backward() before it, not in a closure"
             )
-        stops = self._inner.step()
+        self._note_stop(self._inner.step())
+
+    def _note_stop(self, stops: bool, has_batch: bool = True) -> None:
+        """Keep the weights that made evidence stop; of a rank with a batch, if one has none."""
         if stops and self._model is not None:
-            self._stopped_weights = _weights(self._model)
+            weights = _weights(self._model)
+            self._inner.share_weights(weights, has_batch)
+            self._stopped_weights = weights
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if is_inner_step(optimizer):
@@ -351,8 +380,10 @@ class EarlyStopping(RunResults):
         if isinstance(inner, ValidationStopping):
             assert isinstance(self.rule, Validation)
             every = self.rule.check_every
+            if every is None and not self._counts_epochs and self._loader is not None:
+                every = len(self._loader)
             if every is not None and self._step % every == 0 and not inner.should_stop:
-                inner.step()
+                inner.step(at=self._step)
             return
         if self._train_step is not None:
             if not self._training:
@@ -456,6 +487,7 @@ class EarlyStopping(RunResults):
         self._finish()
 
     def _show(self, progress: bool, max_epochs: int) -> None:
+        self._counts_epochs = True
         if progress:
             self._progress = RunProgress(self._inner, self._facts, max_epochs)
 
@@ -468,7 +500,7 @@ class EarlyStopping(RunResults):
         if isinstance(self._inner, ValidationStopping) and not self._inner.should_stop:
             assert isinstance(self.rule, Validation)
             if self.rule.check_every is None:
-                self._inner.step()
+                self._inner.step(at=self._step)
 
     def _finish(self) -> None:
         if self._model is None:  # closed on the way, after an error for instance
@@ -570,6 +602,11 @@ class EarlyStopping(RunResults):
         progress: bool,
     ) -> None:
         """Train in a plain loop."""
+        if isinstance(self.rule, Evidence) or type(self.rule).follow is not Rule.follow:
+            raise HeldinError(
+                f"{NAME}.fit: rule {self.rule.name!r} follows a loop of yours; write it: "
+                "for epoch in stopping.epochs(...)"
+            )
         if self._data is None or (self._loss is None and self._train_step is None):
             raise HeldinError(
                 f"{NAME}.fit: it needs data, and loss_fn, batch_loss or train_step; or write the "
@@ -635,12 +672,55 @@ class EarlyStopping(RunResults):
     ) -> None:
         if self._model is None:
             return
+        unchecked = isinstance(self._inner, ValidationStopping) and self._inner.best_step is None
+        if kind is None and unchecked and self._step:
+            warnings.warn(
+                f"{NAME}: the validation loss was never computed, because this loop does not say "
+                "where its epochs end; use `for epoch in stopping.epochs(n)`, "
+                "rules.Validation(check_every=...), or give the DataLoader of the loop as data",
+                HeldinWarning,
+                stacklevel=2,
+            )
         if kind is None:
             self._finish()
         else:
             self.close()
 
+    # -- processes that run out of data, see torch.distributed.algorithms.Join
+
+    def join_hook(self, **options: Any) -> JoinHook:
+        """Return the hook with which a rank without data follows the steps of the others."""
+        inner = self._joinable()
+        return JoinHook(lambda: self._note_stop(inner.follow_joined(), has_batch=False))
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of the model."""
+        return self._joinable().join_device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The data-parallel processes."""
+        return self._joinable().join_process_group
+
+    def _joinable(self) -> EvidenceStopping:
+        if not isinstance(self._inner, EvidenceStopping):
+            raise HeldinError(
+                f"{NAME}: ranks that run out of data would block the others, so that Join is not "
+                "possible with shadows; give all ranks as many batches"
+            )
+        self._inner.joined_as = weakref.ref(self)
+        return self._inner
+
     # -- results
+
+    @property
+    def following(self) -> Any:
+        """The object that follows the run for the rule, with what only this kind of rule has.
+
+        For rules with shadows: `fold_of_row`, and `backend`, which has the shadows' weights.
+        """
+        return self._inner
 
     def _followed(self) -> Any:
         return self._inner
@@ -715,6 +795,7 @@ class EarlyStopping(RunResults):
         """Return all that a resumed run needs; `torch.load(..., weights_only=True)` reads it."""
         return {
             "heldin": "EarlyStopping",
+            "version": STATE_VERSION,
             "rule": self._inner.state_dict(),
             "step": self._step,
             "epoch_ends": list(self._facts.epoch_ends),
@@ -723,15 +804,17 @@ class EarlyStopping(RunResults):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state_dict` was taken: all later values are the same."""
-        self._opened("load_state_dict")
-        if not isinstance(state, Mapping) or state.get("heldin") != "EarlyStopping":
-            raise HeldinError(
-                f"{NAME}.load_state_dict: this is not a state of EarlyStopping; pass what its "
-                "state_dict() returned"
-            )
+        model = self._opened("load_state_dict")
+        state = checked_state(NAME, state, STATE_VERSION, STATE_SCHEMA, "EarlyStopping")
+        stopped = dict(state["stopped_weights"])
+        if stopped:
+            try:
+                check_schema(stopped, _weights(model), "['stopped_weights']")
+            except ValueError as error:
+                raise HeldinError(f"{NAME}.load_state_dict: {error}") from error
         self._inner.load_state_dict(state["rule"])
-        self._step, self._facts.epoch_ends = int(state["step"]), list(state["epoch_ends"])
-        self._stopped_weights = dict(state["stopped_weights"]) or None
+        self._step, self._facts.epoch_ends = state["step"], list(state["epoch_ends"])
+        self._stopped_weights = stopped or None
 
     def close(self) -> None:
         """Remove all hooks and release the model. Results remain available."""
@@ -744,6 +827,8 @@ class EarlyStopping(RunResults):
             self._progress = None
         self._inner.close()
         self._model = self._optimizer = self._loader = None
+        self._data = self._loss = self._train_step = None
+        self._batches = []
 
     def _opened(self, method: str) -> nn.Module:
         if self._model is None:

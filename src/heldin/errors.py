@@ -2,8 +2,12 @@
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from inspect import signature
+from typing import Any, TypeVar
 
 __all__ = ["HeldinError", "HeldinWarning", "MixedSamplesWarning", "NotObservable"]
+
+T = TypeVar("T")
 
 SITE = "https://heldin.github.io/heldin/"
 
@@ -86,3 +90,24 @@ class MixedSamplesWarning(HeldinWarning):
     >>> caught[0].category.__name__
     'MixedSamplesWarning'
     """
+
+
+class NamedArguments:
+    """A mixin whose error names the argument that is meant if an unknown one is passed.
+
+    >>> class Rule(NamedArguments):
+    ...     def __init__(self, patience=5): ...
+    >>> try:
+    ...     Rule(patiense=3)
+    ... except HeldinError as error:
+    ...     print(error)
+    heldin.Rule: unknown argument 'patiense'; did you mean 'patience'?
+    """
+
+    def __new__(cls: type[T], *args: Any, **options: Any) -> T:
+        names = [name for name in signature(cls.__init__).parameters if name != "self"]
+        for name in (name for name in options if name not in names):
+            hint = did_you_mean(name, names) or f"known are {', '.join(names)}"
+            raise HeldinError(f"heldin.{cls.__name__}: unknown argument {name!r}; {hint}")
+        made: T = super().__new__(cls)  # type: ignore[misc]
+        return made

@@ -117,3 +117,24 @@ def test_what_would_be_ignored_is_refused(name: str) -> None:
 def test_a_rule_is_validated_when_it_is_made(make: Any) -> None:
     with pytest.raises(heldin.HeldinError, match="must be"):
         make()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: rules.Folds(folds="a"), "folds must be a whole number >= 2, got 'a'"),
+        (lambda: rules.Folds(shadows=9), "shadows must be at most the number of folds, 5, got 9"),
+        (lambda: rules.Folds(fold=3), "unknown argument 'fold'; did you mean 'folds'"),
+        (lambda: rules.Auto(memory=1.5), "memory must be a whole number >= 1, got 1.5"),
+        (lambda: rules.Validation(data=3), "data must be a DataLoader or tensors"),
+        (lambda: rules.Validation(data=None), "data must be a DataLoader or tensors"),
+        (lambda: rules.Evidence(parameter_groups=3), "parameter_groups must be 'tensor', 'all'"),
+        (lambda: rules.Evidence(initial_average="a"), "initial_average must be a number or None"),
+        (lambda: rules.Evidence(parameters="a"), "parameters must be a function of names or None"),
+        (lambda: rules.Evidence(arm_threshold="a"), "arm_threshold must be a number above 0"),
+        (lambda: rules.Evidence(coordinates=5, estimator="exact"), "coordinates must be None with"),
+    ],
+)
+def test_wrong_options_are_refused_when_a_rule_is_made(make: Any, message: str) -> None:
+    with pytest.raises(heldin.HeldinError, match=message):
+        make()

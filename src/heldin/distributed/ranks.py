@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -179,12 +179,26 @@ class Ranks:
             if work is not None:
                 work.wait()
         elif is_joining(self._model()):
-            kind = type(owner).__name__
+            kind = getattr(owner, "owner", type(owner).__name__)
             raise HeldinError(
                 f"{kind}: ranks that run out of data would block the others. Use "
                 "`with torch.distributed.algorithms.Join([ddp_model, stopping])` instead of "
                 f"`ddp_model.join()`, where `stopping` is the {kind}"
             )
+
+    def share(self, tensors: Iterable[Tensor], has_batch: bool) -> None:
+        """Give ranks that have run out of data the values of those that have not."""
+        values = list(tensors)
+        for group in self.groups:
+            for tensor in values:
+                whole = tensor.dtype in (torch.bool, torch.uint8)
+                value = tensor.to(torch.int64) if whole else tensor
+                if not has_batch:
+                    lowest = torch.finfo if value.is_floating_point() else torch.iinfo
+                    value = torch.full_like(value, lowest(value.dtype).min)
+                value = value.clone()
+                torch.distributed.all_reduce(value, op=torch.distributed.ReduceOp.MAX, group=group)
+                tensor.copy_(value)
 
     # -- pooling
 
@@ -355,6 +369,7 @@ class Joinable:
 
     _ranks: Ranks | None
     _model: nn.Module | None
+    joined_as: Callable[[], Any] | None = None  # returns what was given to Join in its place
 
     def _advance(self) -> Any:
         """Finish a step of all ranks."""
@@ -363,7 +378,7 @@ class Joinable:
     def _notify_joined(self) -> None:
         """Notify ranks that have run out of data that this one has not."""
         if self._ranks is not None:
-            self._ranks.notify(self)
+            self._ranks.notify(self if self.joined_as is None else self.joined_as())
 
     @property
     def bytes_sent(self) -> int:
@@ -372,7 +387,17 @@ class Joinable:
 
     def join_hook(self, **options: Any) -> JoinHook:
         """Return the hook with which a rank without data follows the steps of the others."""
-        return JoinHook(self._advance)
+        return JoinHook(self.follow_joined)
+
+    def follow_joined(self) -> Any:
+        """Finish a step of the other ranks, on a rank without data."""
+        return self._advance()
+
+    def share_weights(self, weights: Mapping[str, Tensor], has_batch: bool) -> None:
+        """Let all ranks have the weights of those with a batch, in a `Join` context."""
+        owner = self if self.joined_as is None else self.joined_as()
+        if self._ranks is not None and is_joining(owner):
+            self._ranks.share(weights.values(), has_batch)
 
     @property
     def join_device(self) -> torch.device:

@@ -121,10 +121,10 @@ class StoppingRule(Closing, Reporting, ABC):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state from `state_dict`; all later values are the same to the last bit."""
-        name, schema = type(self).__name__, STATE_SCHEMA | self._state_schema
-        state = checked_state(name, state, self._state_version, schema)
-        check_settings(name, state["settings"], self._settings())
-        load_or_roll_back(name, self._take, state, self.state_dict())
+        kind, schema = type(self).__name__, STATE_SCHEMA | self._state_schema
+        state = checked_state(self.owner, state, self._state_version, schema, kind)
+        check_settings(self.owner, state["settings"], self._settings())
+        load_or_roll_back(self.owner, self._take, state, self.state_dict())
 
     def _take(self, state: Mapping[str, Any]) -> None:
         self._take_own_state(state)

@@ -1,4 +1,4 @@
-"""Hints for users who pass a rule for plain loops to a framework that expects a callback."""
+"""Hints for users who pass an object for their own loops as a framework's callback."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from heldin.errors import HeldinError
 
-__all__ = ["NotACallback", "PlainLoopOnly", "callbacks_for_evidence"]
+__all__ = ["CALLBACKS", "NotACallback", "PlainLoopOnly"]
 
 # Attributes that frameworks read from their callbacks and that a plain rule does not have.
 ASKED_BY = {
@@ -20,19 +20,12 @@ ASKED_BY = {
 }
 
 
-def callbacks_for_evidence() -> dict[str, str]:
-    """Return the callback of every framework.
-
-    >>> callbacks_for_evidence()["skorch"]
-    "heldin.skorch.EarlyStopping(rule='evidence')"
-    """
-    names = {framework: f"heldin.{framework}.EarlyStopping" for framework in ASKED_BY.values()}
-    names["transformers"] += "Callback"
-    return {framework: f"{name}(rule='evidence')" for framework, name in names.items()}
+CALLBACKS = {framework: f"heldin.{framework}.EarlyStopping" for framework in ASKED_BY.values()}
+CALLBACKS["transformers"] += "Callback"
 
 
 class NotACallback(HeldinError, AttributeError):
-    """Raised if a rule for plain loops is used as a callback; names the class to use.
+    """Raised if an object for the user's own loops is used as a callback; names the class to use.
 
     It is an AttributeError as well, so that `hasattr` works as for any other object.
     """
@@ -50,7 +43,7 @@ class PlainLoopOnly:
     ...     Rule().state_key
     ... except HeldinError as error:
     ...     print(error)
-    Rule is the rule for plain loops, not a callback: use heldin.lightning.EarlyStopping
+    Rule follows loops of your own and is no callback: use heldin.lightning.EarlyStopping
     >>> hasattr(Rule(), "state_key")
     False
     """
@@ -62,4 +55,4 @@ class PlainLoopOnly:
         use = self._callbacks.get(ASKED_BY.get(name, ""))
         if use is None or (name == "name" and "learn" not in vars(self)):  # set by fastai's Learner
             raise AttributeError(f"{kind!r} object has no attribute {name!r}")
-        raise NotACallback(f"{kind} is the rule for plain loops, not a callback: use {use}")
+        raise NotACallback(f"{kind} follows loops of your own and is no callback: use {use}")

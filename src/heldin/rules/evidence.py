@@ -33,7 +33,6 @@ from heldin.state.history import History, Record
 from heldin.state.schema import check_fraction, check_int, model_signature
 
 from .base import StoppingRule
-from .callback_hints import PlainLoopOnly, callbacks_for_evidence
 from .decision import STATE_SCHEMA as DECISION
 from .decision import Decision, check_arming
 from .outlook import VanishedGradientCheck
@@ -45,7 +44,7 @@ __all__ = ["EvidenceStopping"]
 T = TypeVar("T")
 
 
-class EvidenceStopping(EvidenceReport, StoppingRule, Joinable, PlainLoopOnly):
+class EvidenceStopping(EvidenceReport, StoppingRule, Joinable):
     """A rule that stops training when the gradients carry no more evidence than noise.
 
     Call `step()` after `backward()` and before `optimizer.step()`, so that the weights that
@@ -109,7 +108,6 @@ class EvidenceStopping(EvidenceReport, StoppingRule, Joinable, PlainLoopOnly):
     True
     """
 
-    _callbacks = callbacks_for_evidence()
     _state_version = 3
     _state_schema: ClassVar[dict[str, Any]] = {
         "decision": DECISION,

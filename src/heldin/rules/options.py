@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, Literal
@@ -11,14 +11,21 @@ from typing import Any, Literal
 from torch import nn
 from torch.optim import Optimizer
 
-from heldin.errors import HeldinError, did_you_mean
+from heldin.errors import HeldinError, NamedArguments, did_you_mean
 
 __all__ = ["Auto", "Evidence", "Folds", "LeaveOneOut", "Rule", "Validation", "resolve"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rule:
+class Rule(NamedArguments):
     """Base class of all rules."""
+
+    @property
+    def name(self) -> str:
+        """By which messages name the rule."""
+        return next(
+            (name for name, rule in RULES.items() if rule is type(self)), type(self).__name__
+        )
 
     def follow(self, model: nn.Module, optimizer: Optimizer) -> Any:
         """Return the object that follows a run: a `StoppingRule` with `best_step` and `restore`.
@@ -72,7 +79,7 @@ class Auto(Rule):
     def __post_init__(self) -> None:
         if self.budget is not None:
             self._positive("budget")
-        self._positive("memory")
+        self._whole("memory", 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,10 +119,12 @@ class Folds(Rule):
     engine: Literal["auto", "dense", "vmap", "replay"] = "auto"
 
     def __post_init__(self) -> None:
-        if isinstance(self.folds, int):
+        if isinstance(self.folds, (int, float, str, type(None))):
             self._whole("folds", 2)
         if self.shadows is not None:
             self._whole("shadows", 1)
+            fits = not isinstance(self.folds, int) or self.shadows <= self.folds
+            self._check(fits, "shadows", f"at most the number of folds, {self.folds!r}")
         light = isinstance(self.rows, float) and 0 < self.rows < 1
         self._check(light or self.rows == "all", "rows", "'all' or a share between 0 and 1")
         _check_path(self)
@@ -210,8 +219,17 @@ class Evidence(Rule):
         self._whole("checks", 1)
         self._whole("warmup", 0)
         self._whole("check_every", 1)
-        if self.arm_threshold is not None:
-            self._check(self.arm_threshold >= 0, "arm_threshold", "a number >= 0 or None")
+        if self.arm_threshold != 0 and self.arm_threshold is not None:
+            self._positive("arm_threshold")
+        if self.initial_average is not None:
+            number = isinstance(self.initial_average, (int, float))
+            self._check(number, "initial_average", "a number or None")
+        groups = self.parameter_groups
+        known = groups in ("tensor", "all") if isinstance(groups, str) else False
+        known = known or callable(groups) or isinstance(groups, Mapping)
+        self._check(known, "parameter_groups", "'tensor', 'all', a mapping or a function of names")
+        chosen = self.parameters is None or callable(self.parameters)
+        self._check(chosen, "parameters", "a function of names or None")
         for name, allowed in (
             ("group_reduction", ("median", "mean")),
             ("correction", (None, "gaussian", "symmetric")),
@@ -222,6 +240,8 @@ class Evidence(Rule):
             self._check(getattr(self, name) in allowed, name, f"one of {allowed}")
         if self.coordinates is not None:
             self._whole("coordinates", 1)
+            sampled = self.estimator == "sampled"
+            self._check(sampled, "coordinates", f"None with estimator={self.estimator!r}")
 
     @classmethod
     def paper(cls, **options: Any) -> Evidence:
@@ -258,6 +278,8 @@ class Validation(Rule):
     check_every: int | None = None
 
     def __post_init__(self) -> None:
+        iterable = isinstance(self.data, Iterable) and not isinstance(self.data, str)
+        self._check(iterable, "data", "a DataLoader or tensors (x, y)")
         number = isinstance(self.improvement, (int, float)) and self.improvement >= 0
         self._check(number, "improvement", "a number >= 0")
         if self.check_every is not None:

@@ -104,15 +104,16 @@ class ValidationStopping(ValidationReport, StoppingRule):
         """Difference between the last loss and the best one; nan before the first check."""
         return self.last_loss - self.best_loss if self.best_step is not None else math.nan
 
-    def step(self, loss: float | Tensor | None = None) -> bool:
+    def step(self, loss: float | Tensor | None = None, *, at: int | None = None) -> bool:
         """Finish a training step; return True if training should stop.
 
         Args:
             loss: the validation loss, unless the constructor got a function that computes it.
+            at: number of optimiser steps so far, for a check at once; None: one more than before.
         """
         model = self._opened("step")
-        self._step += 1
-        if self._step % self.every == 0:
+        self._step = self._step + 1 if at is None else at
+        if at is not None or self._step % self.every == 0:
             self._check(float(loss) if loss is not None else self._validate(model))
         return self.should_stop
 

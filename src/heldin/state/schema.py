@@ -116,14 +116,24 @@ def model_signature(model: nn.Module) -> str:
     return f"{len(names)} parameters with {size} numbers ({code:08x})"
 
 
-def checked_state(owner: str, state: Any, version: int, form: Schema) -> Mapping[str, Any]:
-    """Return a saved state; refuse one that another class or version of heldin wrote."""
+def checked_state(
+    owner: str, state: Any, version: int, form: Schema, kind: str | None = None
+) -> Mapping[str, Any]:
+    """Return a saved state; refuse one that another class or version of heldin wrote.
+
+    Args:
+        owner: the public name, for messages.
+        state: the state.
+        version: of the states that are read.
+        form: their schema.
+        kind: the name by which the state is marked (default: the owner's).
+    """
     if not isinstance(state, Mapping) or not isinstance(state.get("heldin"), str):
         raise HeldinError(
             f"{owner}.load_state_dict: this is not a state that heldin saved; pass what "
             f"{owner}.state_dict() returned"
         )
-    if state["heldin"] != owner:
+    if state["heldin"] != (kind or owner):
         raise HeldinError(
             f"{owner}.load_state_dict: this is the state of a {state['heldin']}; load it there"
         )

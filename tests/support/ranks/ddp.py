@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+import heldin
 from tests.support import runs
 
 from .common import (
@@ -193,6 +194,26 @@ def ddp_join(rank: int, world: int) -> None:
         loss(model(x), y).backward()
         with refused("Join([ddp_model, stopping])"):
             together.step()
+
+    # The object that users have. Ranks without data restore the weights of those that had some.
+    model = DDP(make("mlp"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rule = heldin.rules.Evidence(arm_threshold=None, warmup=max(counts) - 1, smoothing=0.0)
+    stopping = heldin.EarlyStopping(model, optimizer, rule=rule)
+    weights = []
+    with stopping, Join([model, stopping]):
+        for step in range(counts[rank]):
+            x, _ = of(rank, step)
+            y = torch.arange(plain(x[:1]).shape[1])  # nothing to learn, so that the rule stops
+            x = x[:1].expand(len(y), -1)
+            weights.append([p.detach().clone() for p in model.parameters()])
+            optimizer.zero_grad()
+            loss(model(x), y).backward()
+            optimizer.step()
+    assert stopping.stopped_step == max(counts)
+    same_everywhere([p.tolist() for p in model.parameters()])
+    if rank == world - 1:  # the only one with data in the last step
+        assert all(torch.equal(a, b) for a, b in zip(weights[-1], model.parameters(), strict=True))
 
 
 @case
