@@ -32,6 +32,7 @@ __all__ = [
     "fingerprint",
     "is_sliceable",
     "layout_of_tensors",
+    "parts_of",
     "repack",
     "rows_in",
     "select",
@@ -97,14 +98,14 @@ def _compare(two: Any, three: Any) -> Layout:
         raise _Unclear
     if _is_array(two):
         return _growing_dimension(tuple(two.shape), tuple(three.shape))
-    parts = _parts(two)
+    parts = parts_of(two)
     if parts is None:
         if _is_plain(two) and two == three:
             return Shared()
         raise _Unclear
     if isinstance(two, (list, tuple)) and (len(two), len(three)) == (2, 3):
         return Listed()
-    others = _parts(three) or {}
+    others = parts_of(three) or {}
     if parts.keys() != others.keys():
         raise _Unclear
     return {key: _compare(part, others[key]) for key, part in parts.items()}
@@ -130,7 +131,7 @@ def layout_of_tensors(data: Any, rows: int) -> Layout:
         return Along(0) if data.ndim and len(data) == rows else Shared()
     if isinstance(data, list) and len(data) == rows and not any(map(_is_array, data)):
         return Listed()
-    parts = _parts(data)
+    parts = parts_of(data)
     if parts is None:
         if _is_plain(data):
             return Shared()
@@ -194,7 +195,7 @@ def rows_in(batch: Any, layout: Layout) -> int | None:
         return len(batch)
     if isinstance(layout, Shared):
         return None
-    parts = _parts(batch) or {}
+    parts = parts_of(batch) or {}
     if parts.keys() != layout.keys():
         return None
     counts = (rows_in(parts[key], inner) for key, inner in layout.items())
@@ -220,7 +221,7 @@ def select(batch: Any, layout: Layout, index: Tensor, place: str = "batch") -> A
         if not isinstance(batch, (list, tuple)):
             raise _other_structure(batch, place)
         return type(batch)([batch[i] for i in index.tolist()])
-    parts = _parts(batch)
+    parts = parts_of(batch)
     if parts is None or parts.keys() != layout.keys():
         raise _other_structure(batch, place)
     return _rebuild(
@@ -263,10 +264,10 @@ def equal(one: Any, other: Any) -> bool:
         return one.shape == other.shape and bool(
             ((one == other) | ((one != one) & (other != other))).all()
         )
-    parts = _parts(one)
+    parts = parts_of(one)
     if parts is None:
         return bool(_is_plain(one) and (one == other or one != one))
-    others = _parts(other) or {}
+    others = parts_of(other) or {}
     return parts.keys() == others.keys() and all(equal(v, others[k]) for k, v in parts.items())
 
 
@@ -288,7 +289,7 @@ def _tensors_in(value: Any, depth: int, seen: set[int]) -> Iterator[Tensor]:
     if id(value) in seen:
         return
     seen.add(id(value))
-    parts = _parts(value)
+    parts = parts_of(value)
     if parts is None:
         parts = getattr(value, "__dict__", {})  # graphs, molecules: objects of other libraries
     for part in list(parts.values()):
@@ -299,7 +300,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
     """Return the batch with all its tensors on a device; itself if they are there already."""
     if isinstance(batch, Tensor):
         return batch.to(device)
-    parts = _parts(batch)
+    parts = parts_of(batch)
     if parts is None:
         if not _is_plain(batch) and callable(getattr(batch, "to", None)):
             if any(tensor.device != device for tensor in tensors_in(batch)):
@@ -315,7 +316,7 @@ def repack(batch: Any) -> Any:
     """Return the same tensors in new containers, from which a loss may take parts out."""
     if isinstance(batch, Tensor):
         return batch
-    parts = _parts(batch)
+    parts = parts_of(batch)
     if parts is None:
         return batch if _is_plain(batch) else _shallow_copy(batch)
     return _rebuild(batch, {key: repack(part) for key, part in parts.items()})
@@ -347,7 +348,7 @@ def fingerprint(tensor: Tensor) -> tuple[Any, ...]:
 # --- containers ------------------------------------------------------------------------------
 
 
-def _parts(batch: Any) -> dict[Any, Any] | None:
+def parts_of(batch: Any) -> dict[Any, Any] | None:
     """Return the parts of a container by key, number or field; None for any other object."""
     if isinstance(batch, Mapping):
         return dict(batch)

@@ -7,7 +7,6 @@ same order; the loader only gets an attribute in place of the method that makes 
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +23,7 @@ from heldin.errors import HeldinError
 from .batches import Layout, find_layout, fingerprint, is_sliceable, repack, tensors_in
 from .copying import copy_sharing_data
 from .events import LoaderBatch
+from .items import shallow
 from .randomness import RandomState
 
 __all__ = ["LoaderRecorder", "inner_loader", "is_followed"]
@@ -393,8 +393,9 @@ class _Collated:
 class _RecordedCollate:
     """A collate function that also returns the items, and whether its batches can be sliced.
 
-    The user's function is called once with the items, as without heldin. At batches 1, 2, 4, 8, ...
-    copies of the items are collated a second time to see whether slices of a batch are established.
+    The user's function is called once with the items, as without heldin. Batches of a function that
+    draws random numbers are never sliced. Those of others are at batches 1, 2, 4, 8, ... collated a
+    second time, from copies of the items, to see whether slices of a batch are established.
     """
 
     def __init__(self, collate: Callable[[list[Any]], Any], ships_items: bool, count: int) -> None:
@@ -407,10 +408,12 @@ class _RecordedCollate:
         self.count += 1
         checks = self.layout is None and self.sliceable  # the first batch of an iterator
         checks = checks or (self.sliceable and self.count & (self.count - 1) == 0)
-        before = RandomState.current() if checks else None
-        copies = tuple(_shallow(item) for item in items)  # a collate function may take parts out
+        before = RandomState.current()
+        copies = tuple(shallow(item) for item in items)  # a collate function may take parts out
         batch = self.collate(items)
-        if before is not None:
+        if before.has_moved():  # it may mix samples at random, at other batches than those checked
+            self.sliceable = False
+        elif checks:
             after = RandomState.current()
             before.restore()
             try:
@@ -423,10 +426,6 @@ class _RecordedCollate:
                 after.restore()
         ships = self.ships_items or not self.sliceable
         return _Collated(batch, copies if ships else None, self.layout, self.sliceable)
-
-
-def _shallow(item: Any) -> Any:
-    return copy.copy(item) if isinstance(item, (dict, list)) else item
 
 
 class _RecordedIterator:

@@ -20,6 +20,7 @@ from torch.utils.data import (
 from heldin.errors import HeldinError, HeldinWarning, more
 
 from .copying import copy_sharing_data
+from .items import ItemStore
 from .randomness import separate_random_stream
 
 __all__ = ["WAY_OUT", "RowMatcher", "Rows", "rows_with_copies", "warn_of_copies"]
@@ -46,8 +47,14 @@ class Rows:
     loader: DataLoader[Any] | None = field(default=None)
 
     @classmethod
-    def of(cls, data: Any, device: torch.device) -> Rows:
-        """Read the rows of tensors (..., y), of a map-style Dataset or of a DataLoader over one."""
+    def of(cls, data: Any, device: torch.device, store: ItemStore | None = None) -> Rows:
+        """Read the rows of tensors (..., y), of a map-style Dataset or of a DataLoader over one.
+
+        Args:
+            data: the rows.
+            device: on which they are put.
+            store: takes the items that are read.
+        """
         if isinstance(data, Rows):
             return data
         loader = data if isinstance(data, DataLoader) else None
@@ -70,7 +77,10 @@ class Rows:
             collate = default_collate if loader is None else loader.collate_fn
             with separate_random_stream(CPU, 0):  # the loop's own random numbers are left alone
                 rows, collate = copy_sharing_data((source, collate))  # and those of the dataset
-                tensors = collate([rows[i] for i in range(len(source))])  # type: ignore[arg-type]
+                items = [rows[i] for i in range(len(source))]  # type: ignore[arg-type]
+                if store is not None:
+                    store.add(dict(enumerate(items)))
+                tensors = collate(items)
         else:
             raise HeldinError(
                 f"data: expected tensors (x, y), a Dataset or a DataLoader, got {type(data)!r}"

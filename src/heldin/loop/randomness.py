@@ -46,6 +46,15 @@ class RandomState:
             None if numpy is None else numpy.random.get_state(),
         )
 
+    def has_moved(self) -> bool:
+        """Return whether the generators of the CPU have drawn numbers since."""
+        now = RandomState.current()
+        if self.python_state != now.python_state:
+            return True
+        if not torch.equal(self.torch_state, now.torch_state):
+            return True
+        return repr(self.numpy_state) != repr(now.numpy_state)
+
     def restore(self) -> None:
         """Set all generators back to these states."""
         torch.default_generator.set_state(self.torch_state)

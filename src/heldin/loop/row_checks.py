@@ -18,7 +18,7 @@ from .matching import MANY_COPIES
 from .randomness import separate_random_stream
 from .rows import CPU, RowSource, repeated_rows
 
-__all__ = ["check_rows", "refuse_other_order"]
+__all__ = ["check_rows", "keep_items", "refuse_other_order"]
 
 LOOKED_AT = 12  # pairs of neighbouring rows
 DRAWN = 64  # rows that are read twice, if they are random
@@ -45,9 +45,7 @@ def check_rows(owner: str, source: RowSource, grouped: bool, compares: bool = Tr
             "estimate is too low; leave the copies out, or give groups=, the same number for all "
             "copies of a row " + more("copies-of-rows")
         )
-    numbers = _spread(source.count - 1, LOOKED_AT)
-    pairs = [_read(source, [i, i + 1], stream=1) for i in numbers]
-    again = [_read(source, [i, i + 1], stream=2) for i in numbers]
+    pairs, again = _read_pairs_twice(source)
     is_fixed = _same_when_read_again(pairs, again)
     if not grouped and not is_fixed and _show_other_rows(source):
         _warn(
@@ -73,6 +71,40 @@ def check_rows(owner: str, source: RowSource, grouped: bool, compares: bool = Tr
         )
     elif compares and not grouped and not copies and is_fixed:
         _warn_of_copies(owner, source)
+
+
+def keep_items(source: RowSource) -> None:
+    """Let a source keep the items that it reads, if they are the same whenever they are read."""
+    if source.dataset is not None:
+        _read_pairs_twice(source)
+
+
+def _read_pairs_twice(source: RowSource) -> tuple[list[list[Any]], list[list[Any]]]:
+    """Return pairs of neighbouring rows, read twice; keep items from then on, if both agree.
+
+    A collate function may change items in place, and is tried on them.
+    """
+    rows = [[i, i + 1] for i in _spread(source.count - 1, LOOKED_AT)]
+    pairs = [
+        [source.store[i] for i in pair]
+        if all(i in source.store for i in pair)
+        else _read(source, pair, stream=1)
+        for pair in rows
+    ]
+    if source.store.is_fixed:  # as it has turned out before
+        return pairs, pairs
+    again = [_read(source, pair, stream=2, fresh=True) for pair in rows]
+    if _same_when_read_again(pairs, again):
+        try:
+            with separate_random_stream(CPU, 1):
+                for pair in pairs:
+                    source.collate(pair)
+        except Exception:  # rows of different sizes, for instance
+            return pairs, again
+        source.store.is_fixed = _same_when_read_again(pairs, again)
+        for numbers, pair in zip(rows, pairs, strict=True):
+            source.store.add(dict(zip(numbers, pair, strict=True)))
+    return pairs, again
 
 
 def _warn_of_copies(owner: str, source: RowSource) -> None:
@@ -114,8 +146,6 @@ def refuse_other_order(owner: str, source: RowSource, view: RowSource) -> None:
     Targets that are whole numbers, or text, must be the same. Others may be transformed; they are
     in another order if they are found at other rows.
     """
-    if source is view:
-        return
     numbers = list(_spread(source.count, COMPARED))
     mine, theirs = ([_last(_item(each, i)) for i in numbers] for each in (source, view))
     other = [
@@ -147,11 +177,11 @@ def _item(source: RowSource, row: int) -> Any:
     return _read(source, [row], stream=1)[0]
 
 
-def _read(source: RowSource, rows: list[int], stream: int) -> list[Any]:
+def _read(source: RowSource, rows: list[int], stream: int, fresh: bool = False) -> list[Any]:
     with separate_random_stream(CPU, stream):
         if source.dataset is None:
             return [source.read(torch.tensor([row])) for row in rows]
-        return source.items(rows)
+        return source.items(rows, fresh)
 
 
 def _last(item: Any) -> Any:

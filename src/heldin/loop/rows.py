@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -35,6 +34,7 @@ from .batches import (
 )
 from .copying import copy_sharing_data
 from .events import LoaderBatch, ModelCall
+from .items import ItemStore, shallow
 from .loaders import LoaderRecorder, inner_loader
 from .matching import RowMatcher, Rows
 from .randomness import separate_random_stream
@@ -70,7 +70,7 @@ class RowSource:
         data: the rows.
         seed: of the random numbers that reading rows draws.
         records: whether to record the batches of a loader.
-        prepare: what a framework does with a batch between its loader and the model.
+        store: items that were read before, and takes those that are read; None: nothing is kept.
 
     Attributes:
         count: number of rows.
@@ -82,11 +82,13 @@ class RowSource:
     """
 
     def __init__(
-        self, data: Any, seed: int, records: bool = True, prepare: Prepare | None = None
+        self, data: Any, seed: int, records: bool = True, store: ItemStore | None = None
     ) -> None:
         self.recorder: LoaderRecorder | None = None
         self.batch_size: int | None = None  # of the loop, if the loader knows it
-        self._seed, self._prepare = seed, prepare
+        self._seed = seed
+        self._prepare: Prepare | None = None
+        self.store = ItemStore(memory=0) if store is None else store
         self._tensors: Any = None
         self._matcher: RowMatcher | None = None
         self._dataset: Any = None
@@ -145,11 +147,29 @@ class RowSource:
             )
         self._copy = None
 
-    def items(self, index: Sequence[int]) -> list[Any]:
-        """Return samples of the dataset, read from a copy of it."""
+    def items(self, index: Sequence[int], fresh: bool = False) -> list[Any]:
+        """Return samples of the dataset, from the store or read from a copy of the dataset.
+
+        Args:
+            index: row numbers.
+            fresh: whether to read them in any case.
+        """
+        if fresh or not self.store.is_fixed:
+            return [self._copied()[0][i] for i in index]
+        missing = [i for i in index if i not in self.store]
+        items = dict(zip(missing, self.items(missing, fresh=True), strict=True))
+        self.store.add(items)
+        return [items[i] if i in items else self.store[i] for i in index]
+
+    def collate(self, items: Sequence[Any]) -> Any:
+        """Return the batch that the user's function makes of items."""
+        return self._copied()[1]([shallow(item) for item in items])
+
+    def _copied(self) -> Any:
+        """Return a copy of the dataset and of the collate function."""
         if self._copy is None:
             self._copy = copy_sharing_data((self._dataset, self._collate))
-        return [self._copy[0][i] for i in index]
+        return self._copy
 
     def read(self, index: Tensor, stream: int = 0) -> Any:
         """Return a batch of these rows, collated and prepared as the loop's batches are.
@@ -163,8 +183,7 @@ class RowSource:
             return self._prepared(select(self._tensors, self._layout, index))
         numbers = index.tolist()
         with separate_random_stream(CPU, self._seed, stream, 1 + numbers[0]):
-            items = self.items(numbers)
-            return self._prepared(self._copy[1](items))
+            return self._prepared(self.collate(self.items(numbers)))
 
     def read_parts(self, index: Tensor, parts: Sequence[slice]) -> list[Any]:
         """Return batches of some of the rows, which are read once.
@@ -178,10 +197,7 @@ class RowSource:
         numbers = index.tolist()
         with separate_random_stream(CPU, self._seed, 0, 1 + numbers[0]):
             items = self.items(numbers)
-            return [
-                self._prepared(self._copy[1]([_shallow(item) for item in items[part]]))
-                for part in parts
-            ]
+            return [self._prepared(self.collate(items[part])) for part in parts]
 
     def _prepared(self, batch: Any) -> Any:
         return batch if self._prepare is None else self._prepare(batch)
@@ -209,7 +225,7 @@ class RowSource:
             positions: of the rows to keep, within the batch.
         """
         if batch.items is not None and not self._is_whole(batch):
-            items = [_shallow(batch.items[i]) for i in positions.tolist()]
+            items = [shallow(batch.items[i]) for i in positions.tolist()]
             return self._prepared(copy_sharing_data(self._collate)(items))
         announced = batch.batch is None  # as the model saw it
         layout = (None if announced else self.layout) or self._find_layout(announced)
@@ -242,13 +258,12 @@ class RowSource:
         """Find the layout of batches that no recorder knows, here as the model sees them."""
         if self._layout is None and self._dataset is not None:
             with separate_random_stream(CPU, self._seed, 0):
-                items = self.items([0])
-                collate = self._copy[1]
+                (item,) = self.items([0])
                 self._layout = find_layout(
-                    lambda samples: (
-                        self._prepared(collate(samples)) if prepared else collate(samples)
+                    lambda items: (
+                        self._prepared(self.collate(items)) if prepared else self.collate(items)
                     ),
-                    items[0],
+                    item,
                 )
         return self._layout
 
@@ -332,10 +347,6 @@ class RowSource:
         if self.recorder is not None:
             self.recorder.close()
         self._copy = None
-
-
-def _shallow(item: Any) -> Any:
-    return copy.copy(item) if isinstance(item, (dict, list)) else item
 
 
 def _is_list_of_rows(data: Any) -> bool:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from heldin._private_torch import BatchNorm
 from heldin.distributed.ranks import groups_of
@@ -186,10 +188,12 @@ def _follow_best(inputs: RunInputs, rule: Auto) -> PathStopping:
         case = _case(inputs.model, inputs.optimizer, inputs.data, "replay")
     else:
         parameter = check_trainable("heldin.EarlyStopping", inputs.model)
-        rows = Rows.of(inputs.data, parameter.device)
-        case = _case(inputs.model, inputs.optimizer, rows, "auto")
+        data = inputs.data
+        if _may_stack(inputs.model) or not _is_read_by_rows(data):
+            data = Rows.of(data, parameter.device, inputs.store)
+        case = _case(inputs.model, inputs.optimizer, data, "auto")
         if case.engine != "replay":
-            inputs = replace(inputs, data=rows)  # which are read once
+            inputs = replace(inputs, data=data)  # which are read once
     if any(getattr(inputs, name) is not None for name in FOLDS_ONLY):
         case = replace(case, known=False)
     budget, share = rule.budget, 1.0
@@ -217,15 +221,13 @@ def _follow_best(inputs: RunInputs, rule: Auto) -> PathStopping:
 def _case(model: nn.Module, optimizer: Optimizer, data: Any, engine: str) -> _Case:
     check_trainable("heldin.EarlyStopping", model)  # or there is none
     params = [p for p in model.parameters() if p.requires_grad]
-    if engine == "replay":
-        count, known = RowSource(data, seed=0, records=False).count, False
+    known = engine == "auto" and type(optimizer) in KNOWN
+    if isinstance(data, Rows):
+        count = len(data)
+        plain = is_plain(model, data.inputs)
+        engine = "dense" if plain else "vmap" if _gains_by_stack(model) else "replay"
     else:
-        count, known = len(data), type(optimizer) in KNOWN
-        if engine == "auto" and is_plain(model, data.inputs):
-            engine = "dense"
-        elif engine == "auto":  # a BatchNorm cannot be stacked, a large model gains nothing by it
-            normed = any(isinstance(module, BatchNorm) for module in model.modules())
-            engine = "replay" if normed or _size(model) == len(SIZES) else "vmap"
+        count, engine = RowSource(data, seed=0, records=False).count, "replay"
     return _Case(
         rows=count,
         parameters=sum(p.numel() for p in params),
@@ -234,6 +236,24 @@ def _case(model: nn.Module, optimizer: Optimizer, data: Any, engine: str) -> _Ca
         size=_size(model),
         known=known,
     )
+
+
+def _may_stack(model: nn.Module) -> bool:
+    """Return whether shadows of a model may be trained in one stack, whatever the rows are."""
+    return _gains_by_stack(model) or is_plain(model, [torch.zeros(1, 1)])
+
+
+def _gains_by_stack(model: nn.Module) -> bool:
+    """Return whether it is worth mapping: BatchNorm cannot be, large models gain nothing by it."""
+    normed = any(isinstance(module, BatchNorm) for module in model.modules())
+    return not normed and _size(model) < len(SIZES)
+
+
+def _is_read_by_rows(data: Any) -> bool:
+    """Return whether the rows of data are read one by one, which may take long."""
+    source = data.dataset if isinstance(data, DataLoader) else data
+    fixed = isinstance(source, (IterableDataset, TensorDataset))
+    return isinstance(source, Dataset) and not fixed
 
 
 def _size(model: nn.Module) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -16,11 +15,12 @@ from torch.optim import Optimizer
 from heldin._private_torch import forward_hooks
 from heldin.capture.sharding import unwrapped
 from heldin.crossval import OutOfFold
-from heldin.errors import HeldinError, HeldinWarning, more
+from heldin.errors import HeldinError
 from heldin.loop.events import ModelCall, OptimizerStep
+from heldin.loop.items import ItemStore
 from heldin.loop.matching import Rows, warn_of_copies
 from heldin.loop.randomness import Autocast, RandomState
-from heldin.loop.row_checks import check_rows, refuse_other_order
+from heldin.loop.row_checks import check_rows, keep_items, refuse_other_order
 from heldin.loop.rows import RowSource, undrawn_rows
 from heldin.pause import paused
 from heldin.rules.inputs import RunInputs
@@ -88,7 +88,7 @@ class FoldStopping(PathStopping):
             self._average = module_of(self.owner, inputs.averaged_model, model)
             inputs = replace(inputs, state=state)
         self._optimizer: Optimizer | None = optimizer
-        self._clip = inputs.clip
+        self._clip, self._store = inputs.clip, inputs.store
         self._first_rows: int | None = None
         self._given: list[tuple[Any, Tensor | None, int]] = []  # and backward passes before it
         self._seen = 0  # rows that the model was trained on
@@ -97,9 +97,18 @@ class FoldStopping(PathStopping):
         self._same = ParameterGuard(model, optimizer, state)
         self._replays_function = inputs.train_step is not None
         self._backend = self._make_backend(inputs, model)
-        _warn_of_gradients(self.owner, model)
         self._same_loss = self._backend.same_loss
         self._start(optimizer)
+
+    @property
+    def fold_of_row(self) -> Tensor:
+        """(rows,) the number of the shadow that is tested on a row; -1: none."""
+        return self._label
+
+    @property
+    def backend(self) -> ShadowBackend:
+        """The shadows; `backend.weights_of(number)` are the weights of one."""
+        return self._backend
 
     def _refuse_arguments(self, inputs: RunInputs) -> None:
         """Refuse what is missing, and what would be ignored."""
@@ -150,6 +159,7 @@ class FoldStopping(PathStopping):
         if not self._replays(inputs):
             stacked = self._stack(inputs, model)
             if stacked is not None:
+                inputs.store.close()
                 return stacked
             if isinstance(inputs.data, Rows):
                 rows = inputs.data
@@ -162,7 +172,13 @@ class FoldStopping(PathStopping):
         insists = inputs.sample_weight is not None or self.rule.engine != "auto"
         try:
             rows = TensorData(
-                self.owner, model, inputs.loss_fn, inputs.data, inputs.sample_weight, self._device
+                self.owner,
+                model,
+                inputs.loss_fn,
+                inputs.data,
+                inputs.sample_weight,
+                self._device,
+                inputs.store,
             )
         except HeldinError:
             raise
@@ -171,7 +187,7 @@ class FoldStopping(PathStopping):
                 raise
             return None
         if rows.rows.loader is not None:
-            source = RowSource(rows.rows.loader, self.seed, records=False)
+            source = RowSource(rows.rows.loader, self.seed, False, inputs.store)
             check_rows(self.owner, source, self._is_grouped(inputs), compares=False)
         self._deal(inputs, len(rows), self._device)
         try:
@@ -196,17 +212,19 @@ class FoldStopping(PathStopping):
     def _replay(self, inputs: RunInputs, model: nn.Module) -> ReplayedShadows:
         """Return shadows that replay the loop's step in the user's own objects."""
         name = self.owner
-        source = view = RowSource(inputs.data, self.seed)
+        source = view = RowSource(inputs.data, self.seed, store=inputs.store)
         if inputs.eval_data is not None:
-            view = RowSource(inputs.eval_data, self.seed, records=False)
+            view = RowSource(inputs.eval_data, self.seed, False, ItemStore())
         if view.count != source.count:
             raise HeldinError(
                 f"{name}: eval_data must show the same rows as data, row for row; it has "
                 f"{view.count}, data has {source.count}"
             )
         self._first_rows = source.digest() if self._process_group is not None else None
-        refuse_other_order(name, source, view)
         check_rows(name, source, self._is_grouped(inputs))
+        if view is not source:
+            keep_items(view)
+            refuse_other_order(name, source, view)
         self._deal(inputs, source.count, torch.device("cpu"))
         if self._sees is not None:
             raise HeldinError(
@@ -430,6 +448,7 @@ class FoldStopping(PathStopping):
         assert self._observer is not None
         index = None if indices is None else self._numbers(indices)
         self._same.check()
+        self._store.close()
         result, rows = self._backend.train_on(batch, index, self._step)
         self._seen += rows
         self._step += len(self._observer.take())
@@ -482,6 +501,7 @@ class FoldStopping(PathStopping):
 
     def _follow(self, taken: OptimizerStep, index: Tensor | None, now: bool) -> None:
         self._same.check()
+        self._store.close()
         if isinstance(self._backend, ReplayedShadows):
             # The loop threw gradients of batches before the first pass of the step away.
             announced = [
@@ -701,6 +721,7 @@ class FoldStopping(PathStopping):
             self._backend.close()
         super().close()
         self._optimizer, self._clip, self._given = None, None, []
+        self._store.close()
         vars(self).pop("_same", None)
 
 
@@ -715,24 +736,16 @@ def _has_hooks(model: nn.Module) -> bool:
     return any(not is_parametrization_hook(hook) for hook in hooks)
 
 
-def _warn_of_gradients(name: str, model: nn.Module) -> None:
-    """Warn of a model that was trained before; optimisers without a state do not show it."""
-    if any(p.grad is not None and bool((p.grad != 0).any()) for p in model.parameters()):
-        warnings.warn(
-            f"{name}: the parameters have gradients. Was the model trained on these rows before? "
-            "Then it knows the rows that shadows hold out, and the estimate is too low; make the "
-            "stopping object before training begins, or call optimizer.zero_grad() if they are of "
-            "other rows " + more("a-trained-model"),
-            HeldinWarning,
-            stacklevel=4,
-        )
-
-
 def _usual(loss_fn: LossFunction | None) -> BatchLoss:
     """loss_fn(model(inputs ...), targets) of a batch (inputs ..., targets)."""
     assert loss_fn is not None
 
     def batch_loss(model: nn.Module, batch: Any) -> Tensor:
+        if not isinstance(batch, (tuple, list)) or len(batch) < 2:
+            raise HeldinError(
+                "data: with loss_fn, a row must be tensors (inputs ..., target), at least two of "
+                "them; for other rows give batch_loss, a function of (model, batch)"
+            )
         *inputs, targets = batch
         return loss_fn(model(*inputs), targets)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from heldin.distributed.ranks import ProcessGroup
+from heldin.loop.items import ItemStore
 from heldin.shadows.held_out import BatchLoss
 from heldin.shadows.losses import LossFunction
 from heldin.shadows.replayed import Clip
@@ -44,6 +45,7 @@ class RunInputs:
     train_step: Callable[[Any], Any] | None = None
     state: Sequence[Any] = ()
     averaged_model: nn.Module | None = None
+    store: ItemStore = field(default_factory=ItemStore)  # of `data`, while the rule is made
 
     @property
     def needs_replay(self) -> bool:

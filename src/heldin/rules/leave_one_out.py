@@ -154,6 +154,7 @@ class LeaveOneOutStopping(PathStopping):
                 "step: the optimiser has got another parameter group; make a new stopping object "
                 "when the parameters change"
             )
+        self._data.check_loss()
         if index is None and taken.calls:
             index = torch.cat([self._find(call.tensors) for call in taken.calls])
         if index is not None:

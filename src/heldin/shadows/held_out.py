@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from heldin.errors import HeldinError, HeldinWarning, more
-from heldin.loop.batches import equal, fingerprint, repack, tensors_in, to_device
+from heldin.loop.batches import equal, repack, tensors_in, to_device
 from heldin.loop.rows import RowSource
 
 from .frozen import FrozenOutputs
@@ -98,7 +98,9 @@ class HeldOut:
         elif not self._by_rows:
             self._size = max(1, held // BLOCKS)
         self._make_blocks(rows)
-        self._cached = self._read_within(memory)
+        self._room = 0  # bytes that are left of the memory
+        self._training_batches: dict[tuple[int, ...], list[tuple[Any, int]]] = {}
+        self._cached, self._looks = self._read_within(memory), 0
         self._leave_bad_rows_out(rows, memory)
         self.rows = torch.cat([block for _, block in self._blocks]).cpu()
         self.rows, self._order = self.rows.sort()
@@ -247,10 +249,11 @@ class HeldOut:
         batches = []
         for number, (_, block) in enumerate(self._own_blocks()):
             batch = self._view.read(block, number)
-            memory -= sum(t.numel() * t.element_size() for t in tensors_in(batch))
+            memory -= _bytes_in(batch)
             if memory < 0:
                 return None
             batches.append(to_device(batch, self._device))
+        self._room = memory
         return batches
 
     def _leave_bad_rows_out(self, rows: list[Tensor], memory: int) -> None:
@@ -277,7 +280,7 @@ class HeldOut:
         for number, each in enumerate(rows):
             rows[number] = each[~torch.isin(each.cpu(), out).to(each.device)]
         self._make_blocks(rows)
-        self._cached = self._read_within(memory)
+        self._cached, self._looks = self._read_within(memory), 0
         left = sum(len(block) for _, block in self._blocks)
         shown = ", ".join(map(str, self.bad_rows[:5])) + (" ..." if len(bad) > 5 else "")
         warnings.warn(
@@ -291,13 +294,20 @@ class HeldOut:
     def _bad_rows_of(self, block: Tensor, losses: Tensor) -> list[int]:
         if self._by_rows and len(losses) == len(block):
             return list(block[~losses.isfinite().to(block.device)].tolist())
-        bad = []
-        for row in block.tolist():  # the rows of a block, one by one
-            batch = to_device(self._view.read(torch.tensor([row])), self._device)
-            values = [t for t in tensors_in(batch) if t.is_floating_point()]
-            if not all(bool(t.isfinite().all()) for t in values):
-                bad.append(row)
-        return bad or list(block.tolist())
+        numbers: list[int] = block.tolist()
+        bad = [row for row in numbers if not self._is_finite([row])]
+        if len(bad) < len(numbers):
+            return bad or numbers
+        # A single row is no batch for this loss: which one spoils the others?
+        bad = [row for row in numbers if self._is_finite([i for i in numbers if i != row])]
+        return bad or numbers
+
+    def _is_finite(self, rows: list[int]) -> bool:
+        """Return whether the loss of a batch of rows is a number, for the inserted weights."""
+        if not rows:
+            return False
+        batch = to_device(self._view.read(torch.tensor(rows)), self._device)
+        return bool(self._losses_of_block(batch, len(rows)).isfinite().all())
 
     def _own_blocks(self) -> list[tuple[int, Tensor]]:
         if not self._divided:
@@ -323,13 +333,15 @@ class HeldOut:
             )
 
     def _drop_stale_cache(self) -> None:
-        """Read rows at every check if the first block has changed."""
+        """Read rows at every check if some have changed; each check looks at another block."""
         self._view.refresh()
         if self._cached:
-            again = to_device(self._view.read(self._own_blocks()[0][1], 0), self._device)
-            before = [fingerprint(t) for t in tensors_in(self._cached[0])]
-            if before != [fingerprint(t) for t in tensors_in(again)]:
-                self._cached = None
+            number = self._looks % len(self._cached)
+            self._looks += 1
+            again = to_device(self._view.read(self._own_blocks()[number][1], number), self._device)
+            pairs = zip(tensors_in(self._cached[number]), tensors_in(again), strict=True)
+            if not all(equal(before, now) for before, now in pairs):
+                self._cached, self._training_batches = None, {}
 
     # -- losses
 
@@ -427,9 +439,17 @@ class HeldOut:
         return collector.outputs(torch.arange(rows))
 
     def batches_of(self, rows: Tensor) -> list[tuple[Any, int]]:
-        """Return batches of rows, with their sizes."""
+        """Return batches of rows, with their sizes; kept if the held-out rows are."""
+        numbers = tuple(rows.tolist())
+        if numbers in self._training_batches:
+            return self._training_batches[numbers]
         blocks = _split(rows, self._size, self.kind == "neither")
-        return [(to_device(self._view.read(block), self._device), len(block)) for block in blocks]
+        batches = [(to_device(self._view.read(b), self._device), len(b)) for b in blocks]
+        size = sum(_bytes_in(batch) for batch, _ in batches)
+        if self._cached is not None and size <= self._room:
+            self._room -= size
+            self._training_batches[numbers] = batches
+        return batches
 
     def mean_loss(self, batches: list[tuple[Any, int]]) -> float:
         """Return the mean loss of batches on whatever is in the model."""
@@ -455,6 +475,10 @@ class HeldOut:
         if not bool(mean.isfinite()):
             return each  # one bad row does not spoil the others
         return each + (mean - each.mean())  # rows without a target do not count in the mean
+
+
+def _bytes_in(batch: Any) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors_in(batch))
 
 
 def _split(rows: Tensor, size: int, exact: bool) -> list[Tensor]:

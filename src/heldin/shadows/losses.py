@@ -6,15 +6,16 @@ import copy
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from heldin._private_torch import version_of
 from heldin.errors import HeldinError
 
-__all__ = ["LossFunction", "PerRowLoss"]
+__all__ = ["LossFunction", "PerRowLoss", "criterion_state"]
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 
@@ -142,6 +143,23 @@ class PerRowLoss:
                 return torch.zeros_like(outputs)
             (gradient,) = torch.autograd.grad(total, free)
         return gradient
+
+
+def criterion_state(loss_fn: LossFunction) -> tuple[Any, ...]:
+    """Return what changes if the settings or the tensors of a loss that is a module change.
+
+    >>> criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
+    >>> before = criterion_state(criterion)
+    >>> criterion.label_smoothing = 0.2
+    >>> criterion_state(criterion) == before
+    False
+    """
+    if not isinstance(loss_fn, nn.Module):
+        return ()
+    settings = {k: v for k, v in vars(loss_fn).items() if isinstance(v, (int, float, str))}
+    settings.pop("training", None)
+    tensors = [*loss_fn.buffers(), *loss_fn.parameters()]
+    return (*settings.items(), *((id(tensor), version_of(tensor)) for tensor in tensors))
 
 
 def _separate(loss_fn: LossFunction, outputs: Tensor, targets: Tensor) -> LossFunction | None:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from torch import nn
+import warnings
+from weakref import WeakKeyDictionary
 
-from heldin.errors import HeldinError
+from torch import Tensor, nn
 
-__all__ = ["check_trainable", "module_of"]
+from heldin._private_torch import version_of
+from heldin.errors import HeldinError, HeldinWarning, more
+
+__all__ = ["check_trainable", "module_of", "note_trained", "warn_of_training"]
+
+WRITES = 20  # to a parameter, beyond which more than its initialisation was written
+_TRAINED: WeakKeyDictionary[nn.Module, list[Tensor]] = WeakKeyDictionary()  # and their weights' sums
 
 # Moving averages of weights, by the names that torch, timm and other packages give them.
 AVERAGES = {"AveragedModel", "ModelEma", "ModelEmaV2", "ModelEmaV3", "EMA", "EMAModel"}
@@ -43,3 +50,34 @@ def module_of(owner: str, average: nn.Module, model: nn.Module) -> nn.Module:
         f"{owner}: averaged_model has no {type(model).__name__} with the parameters of the model; "
         "make it from the model, as torch.optim.swa_utils.AveragedModel(model) does"
     )
+
+
+def note_trained(model: nn.Module) -> None:
+    """Remember that a model was trained under heldin."""
+    _TRAINED[model] = _sums(model)
+
+
+def warn_of_training(owner: str, model: nn.Module) -> None:
+    """Warn of a model that was trained before; optimisers without a state do not show it."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if model in _TRAINED and all(map(bool, map(Tensor.equal, _TRAINED[model], _sums(model)))):
+        sign = "the model was trained with another stopping object"
+    elif any(p.grad is not None and bool((p.grad != 0).any()) for p in model.parameters()):
+        sign = "the parameters have gradients"
+    elif max(version_of(p) for p in trained) > WRITES:
+        sign = "the parameters were written to many times"
+    else:
+        return
+    warnings.warn(
+        f"{owner}: {sign}. Was the model trained on these rows before? Then it knows the rows that "
+        "shadows hold out, and the estimate is too low; make a new model, or make the stopping "
+        "object before training begins. If the model was trained on other rows, all is well "
+        + more("a-trained-model"),
+        HeldinWarning,
+        stacklevel=5,
+    )
+
+
+def _sums(model: nn.Module) -> list[Tensor]:
+    local = (getattr(p, "to_local", p.detach)() for p in model.parameters() if p.requires_grad)
+    return [p.detach().double().abs().sum() for p in local]  # of this process

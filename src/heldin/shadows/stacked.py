@@ -139,6 +139,7 @@ class StackedShadows:
         """
         if self.inside:
             raise HeldinError("step: train() takes the steps itself; it is one or the other")
+        self.data.check_loss()
         inputs = tuple(
             parts[0] if len(parts) == 1 else torch.cat(parts)
             for parts in zip(*(call.tensors for call in taken.calls), strict=True)

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from heldin.errors import HeldinError
+from heldin.loop.items import ItemStore
 from heldin.loop.matching import Rows
 from heldin.shadows.bare_model import copy_without_hooks
-from heldin.shadows.losses import LossFunction, PerRowLoss
+from heldin.shadows.losses import LossFunction, PerRowLoss, criterion_state
 
 __all__ = ["CHUNK", "ENOUGH", "TensorData"]
 
@@ -37,10 +38,11 @@ class TensorData:
         data: Any,
         sample_weight: Tensor | None,
         device: torch.device,
+        store: ItemStore | None = None,
     ) -> None:
         self._model = model
         self._bare = copy_without_hooks(model)
-        self.rows = Rows.of(data, device)
+        self.rows = Rows.of(data, device, store)
         self.weights = _row_weights(sample_weight, self.rows)
         some = slice(0, 256)
         outputs = self.outputs([x[some] for x in self.rows.inputs])
@@ -51,6 +53,16 @@ class TensorData:
                 "function of model and batch"
             )
         self.loss = PerRowLoss.of(loss_fn, outputs, self.rows.targets[some])
+        self._loss_state = criterion_state(loss_fn)
+
+    def check_loss(self) -> None:
+        """Refuse a loss function that has changed since it was looked at."""
+        if criterion_state(self.loss.loss_fn) != self._loss_state:
+            raise HeldinError(
+                "step: loss_fn was changed in the course of training (its settings, or its "
+                "weights), and shadows would be trained by what it was; pass batch_loss=..., a "
+                "function of (model, batch), which is called as it is at every step"
+            )
 
     def __len__(self) -> int:
         return len(self.rows)

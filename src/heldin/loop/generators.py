@@ -1,0 +1,187 @@
+"""Random generators that the user's code keeps, and which code is the user's."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = [
+    "cell_contents",
+    "generator_state",
+    "generators_left_alone",
+    "is_generator",
+    "is_of_user",
+    "names_in",
+    "same_generator_state",
+    "set_generator",
+]
+
+DEPTH = 12  # nested objects that are searched for generators
+LONG = 256  # entries of a container that are searched
+NAMESPACES = {"types.SimpleNamespace", "argparse.Namespace"}  # plain data of the user
+
+
+# --- generators ------------------------------------------------------------------------------
+
+
+def is_generator(value: Any) -> bool:
+    """Return whether an object draws random numbers: torch's, NumPy's or Python's."""
+    if isinstance(value, (torch.Generator, random.Random)):
+        return True
+    return type(value).__module__.startswith("numpy.random") and (
+        hasattr(value, "bit_generator") or hasattr(value, "set_state")
+    )
+
+
+def generator_state(generator: Any) -> Any:
+    """Return the state of a generator."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if hasattr(generator, "bit_generator"):
+        return copy.deepcopy(generator.bit_generator.state)
+    return generator.get_state()
+
+
+def set_generator(generator: Any, state: Any) -> None:
+    """Set a generator to what `generator_state` returned."""
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, torch.Generator) or not hasattr(generator, "bit_generator"):
+        generator.set_state(state)
+    else:
+        generator.bit_generator.state = copy.deepcopy(state)
+
+
+def same_generator_state(one: Any, other: Any) -> bool:
+    """Return whether two states of a generator are equal."""
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, Mapping):
+        return all(same_generator_state(one[key], other[key]) for key in one)
+    if isinstance(one, tuple):
+        return all(map(same_generator_state, one, other))
+    return bool((one == other).all()) if hasattr(one, "all") else bool(one == other)
+
+
+@functools.cache
+def _global_generators() -> set[int]:
+    """Return addresses of the generators that every random stream of heldin restores anyway."""
+    return {id(torch.default_generator), id(getattr(random, "_inst", None))}
+
+
+@contextmanager
+def generators_left_alone(*owners: Any) -> Iterator[None]:
+    """Restore all generators that objects can reach, also through functions and their globals.
+
+    >>> generator = random.Random(0)
+    >>> first = random.Random(0).random()
+    >>> with generators_left_alone(lambda: generator.random()):
+    ...     _ = generator.random()
+    >>> generator.random() == first
+    True
+    """
+    generators = list(_generators_in(owners, DEPTH, set(_global_generators())))
+    before = [generator_state(generator) for generator in generators]
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, before, strict=True):
+            set_generator(generator, state)
+
+
+def _generators_in(value: Any, depth: int, seen: set[int]) -> Iterator[Any]:
+    if depth == 0 or id(value) in seen or type(value) in (str, int, float, bool, type(None)):
+        return
+    seen.add(id(value))
+    if is_generator(value):
+        yield value
+        return
+    for part in _parts(value):
+        yield from _generators_in(part, depth - 1, seen)
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    """Return what an object refers to, as far as generators may be there."""
+    if isinstance(value, (Tensor, nn.Module, ModuleType, bytes)) or hasattr(value, "__array__"):
+        return ()
+    if isinstance(value, Mapping):
+        return list(value.values())[:LONG]
+    if isinstance(value, (list, tuple, set)):
+        return list(value)[:LONG]
+    if isinstance(value, MethodType):
+        return (value.__self__, value.__func__)
+    if isinstance(value, functools.partial):
+        return (value.func, value.args, value.keywords)
+    if isinstance(value, FunctionType):
+        return _parts_of_function(value) if is_of_user(value.__module__) else ()
+    if isinstance(value, type):
+        if not is_of_user(value.__module__):
+            return ()
+        parts = [getattr(part, "__func__", part) for part in vars(value).values()]
+        return [*value.__bases__, *parts]
+    return [type(value), *getattr(value, "__dict__", {}).values()]
+
+
+def _parts_of_function(function: FunctionType) -> list[Any]:
+    cells = [cell_contents(cell) for cell in function.__closure__ or ()]
+    defaults = [function.__defaults__, function.__kwdefaults__, vars(function)]
+    table = function.__globals__
+    return [*cells, *defaults, *(table[name] for name in names_in(function) if name in table)]
+
+
+# --- the user's code -------------------------------------------------------------------------
+
+
+def names_in(function: FunctionType) -> tuple[str, ...]:
+    """Return the names of globals and attributes in a function and in functions inside of it."""
+    return _names_in_code(function.__code__)
+
+
+@functools.lru_cache(maxsize=4096)
+def _names_in_code(code: CodeType) -> tuple[str, ...]:
+    names = dict.fromkeys(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            names |= dict.fromkeys(_names_in_code(constant))
+    return tuple(names)
+
+
+def cell_contents(cell: Any, default: Any = None) -> Any:
+    """Return what is in a cell of a closure; the default if it is not yet set."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return default
+
+
+@functools.lru_cache(maxsize=4096)
+def is_of_user(module: str | None) -> bool:
+    """Return whether a module, by its name, is the user's own: not a library's.
+
+    >>> is_of_user("__main__"), is_of_user("torch.nn"), is_of_user("collections")
+    (True, False, False)
+    """
+    if module is None:
+        return True
+    root = module.split(".")[0]
+    if root in sys.stdlib_module_names or root in ("heldin", "torch", "numpy"):
+        return root == "__main__"
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    return "site-packages" not in file and "dist-packages" not in file
+
+
+def is_object_of_user(value: Any) -> bool:
+    """Return whether an object is of a class of the user's own code, or a plain namespace."""
+    kind = type(value)
+    return is_of_user(kind.__module__) or f"{kind.__module__}.{kind.__name__}" in NAMESPACES
