@@ -14,7 +14,6 @@ from heldin_lab.figures import (
     IMAGES,
     ROOT,
     batch_flow,
-    hero,
     how,
     how_good,
     tutorials,
@@ -78,10 +77,16 @@ def test_the_page_how_good_has_the_numbers_of_its_runs() -> None:
         assert how_good.filled(text) == text
         named += text
     assert all(f"<!-- begin {name} -->\n" in named for name in how_good.BLOCKS)
-    for name in ("cost", "said", "size"):
+    for name in how_good.FIGURES:
         assert f"figures/how-good-{name}.png" in named
-        assert (IMAGES / f"how-good-{name}.png").stat().st_size > 5000
-    assert len(how_good.PAGES[0].read_text(encoding="utf-8").split()) <= 1200  # tables included
+        for variant in ("", "-dark", "-narrow", "-narrow-dark"):
+            assert (IMAGES / f"how-good-{name}{variant}.png").stat().st_size > 5000
+    assert len(how_good.PAGES[0].read_text(encoding="utf-8").split()) <= 1000  # tables included
+
+
+def test_the_picture_of_the_readme_has_the_numbers_of_its_runs() -> None:
+    for page in (DOCS / "index.md", DOCS.parent / "README.md"):
+        assert how_good.overview_words() in " ".join(page.read_text(encoding="utf-8").split())
 
 
 def test_the_interval_states_the_coverage_of_the_study() -> None:
@@ -181,11 +186,3 @@ def test_pictures_of_code_name_files_that_exist() -> None:
         assert len(named) > 10
         for name in named:
             assert (ROOT / name).exists() or f"/{name}\n" in files, name
-
-
-def test_hero_figure_can_be_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    hero.main(["--out", str(tmp_path)], epochs=5, frames=2)
-    for name in ("hero.png", "hero.gif"):
-        assert (tmp_path / name).stat().st_size > 5000
-        assert (IMAGES / name).stat().st_size < 400_000
-    assert "auto: 100 rows" in capsys.readouterr().out

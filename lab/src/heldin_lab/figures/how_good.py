@@ -96,9 +96,34 @@ SAID = {
     "heldin, one shadow": "heldin, one shadow",
     "heldin, three light shadows": "heldin, three light shadows",
 }
-INK = {"heldin": "#1b7f5c", "split": "#6b7280", "five": "#2b6cb0", "other": "#c2571a"}
+
+
+@dataclass(frozen=True)
+class Theme:
+    """Colours of a figure, on a transparent ground."""
+
+    ink: str  # of text and axes
+    ground: str  # of the page
+    muted: str
+    outside: str
+    rules: Mapping[str, str]  # by the first word of a rule
+
+    def of(self, rule: str) -> str:
+        """Return the colour of a rule."""
+        return self.rules.get(re.split("[ ,]", rule)[0], self.rules["other"])
+
+
+LIGHT = Theme(
+    "#24292f", "#ffffff", "#8b9199", "#c0392b",
+    {"heldin": "#1b7f5c", "split": "#6b7280", "five": "#2b6cb0", "other": "#c2571a"},
+)  # fmt: skip
+DARK = Theme(
+    "#d7dbe0", "#1e2129", "#868d96", "#ff8a80",
+    {"heldin": "#4cc796", "split": "#a3abb5", "five": "#7ab3f0", "other": "#f2a071"},
+)  # fmt: skip
 
 Line = Mapping[str, Any]
+Size = tuple[float, float]
 
 
 # -- numbers
@@ -561,59 +586,66 @@ def filled(text: str) -> str:
 # -- figures
 
 
-def _ink(rule: str) -> str:
-    return INK.get(re.split("[ ,]", rule)[0], INK["other"])
-
-
-def draw_cost(figure: Any) -> None:
+def draw_cost(figure: Any, theme: Theme, narrow: bool) -> None:
     """Draw loss and accuracy against the cost until the stop."""
-    panels = figure.subplots(2, 2, sharex="row")
-    for row, kind in zip(panels, KINDS, strict=True):
+    panels = figure.subplots(4, 1) if narrow else figure.subplots(2, 2, sharex="row")
+    ours = theme.rules["heldin"]
+    for row, kind in zip(panels.reshape(2, 2), KINDS, strict=True):
         lines = runs(kind)
         for number, rule in enumerate(MAIN, 1):
-            spent = cost(lines, rule)
+            spent, colour = cost(lines, rule), theme.of(rule)
             heights = (excess(lines, rule), compared(classified(lines), rule, "accuracy"))
             for ax, height in zip(row, heights, strict=True):
                 label = f"{number} {rule}" if kind == "tables" and ax is row[0] else None
-                ax.plot(spent, height.middle, "o", markersize=13, color=_ink(rule), label=label)
-                ax.text(spent, height.middle, str(number), color="white", fontsize=8,
+                ax.plot(spent, height.middle, "o", markersize=13, color=colour, label=label)
+                ax.text(spent, height.middle, str(number), color=theme.ground, fontsize=8,
                         ha="center", va="center", weight="bold")  # fmt: skip
-                if _ink(rule) == INK["heldin"]:  # stacked shadows take less time than steps
+                if colour == ours:  # stacked shadows take less time than steps
                     time = cost(lines, rule, "seconds")
-                    ax.plot([time, spent], [height.middle] * 2, ":", color=_ink(rule), linewidth=1)
-                    ax.plot(time, height.middle, "o", markersize=8, color=_ink(rule), mfc="white")
+                    ax.plot([time, spent], [height.middle] * 2, ":", color=colour, linewidth=1)
+                    ax.plot(time, height.middle, "o", markersize=8, color=colour, mfc=theme.ground)
         for ax, title in zip(
             row, ("loss above the best, %", "accuracy over the split, points"), strict=True
         ):
-            ax.set(xscale="log", title=f"{kind}: {title}", xlabel="cost until the stop, plain runs")
+            ax.set(xscale="log", xlabel="cost until the stop, plain runs")
+            ax.set_title(f"{kind}: {title}", fontsize=10)
             ax.set_xticks([0.25, 0.5, 1, 2, 4], ["¼", "½", "1", "2", "4"])
             ax.minorticks_off()
-        row[0].set_yscale("log")
-        row[0].set_yticks([1, 2, 5, 10, 20, 50, 100], ["1", "2", "5", "10", "20", "50", "100"])
+        row[0].set_yscale("symlog", linthresh=1)
+        row[0].set_yticks([0, 1, 2, 5, 10, 20, 50], ["0", "1", "2", "5", "10", "20", "50"])
         row[0].minorticks_off()
-    figure.legend(loc="outside lower center", ncols=3, fontsize=8, frameon=False, markerscale=0.6)
+    columns = 1 if narrow else 3
+    figure.legend(loc="outside lower center", ncols=columns, fontsize=8, frameon=False,
+                  markerscale=0.6)  # fmt: skip
 
 
-def draw_said(ax: Any) -> None:
-    """Draw the loss that heldin expects beside the measured one, for all runs."""
+def draw_said(figure: Any, theme: Theme, narrow: bool) -> None:
+    """Draw the loss that heldin expects beside the measured one, alone."""
+    _said_panel(figure.subplots(), theme)
+
+
+def _said_panel(ax: Any, theme: Theme) -> None:
     lines = runs("tables") + runs("networks")
     said = statements("heldin", lines)
     ends = [0.5 * min(s[3] for s in said), 1.6 * max(s[3] for s in said)]
-    ax.plot(ends, ends, color="#9aa0a6", linewidth=1)
-    for inside, colour in ((True, INK["heldin"]), (False, "#c0392b")):
+    ax.plot(ends, ends, color=theme.muted, linewidth=1)
+    for inside, colour in ((True, theme.rules["heldin"]), (False, theme.outside)):
         some = [s for s in said if is_inside(s) is inside]
         below = [max(0.0, s[0] - s[1]) for s in some], [max(0.0, s[2] - s[0]) for s in some]
-        label = f"{len(some)} of {len(said)} runs {'inside' if inside else 'outside'}"
+        where = "inside the interval" if inside else "outside"
+        label = f"{len(some)} of {len(said)} runs: {where}"
         ax.errorbar([s[3] for s in some], [s[0] for s in some], below, fmt="o", markersize=3,
                     linewidth=0.5, alpha=0.75, color=colour, label=label)  # fmt: skip
     ax.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
-    ax.set(xlabel="measured test loss", ylabel="what heldin says, 95 % interval")
-    ax.legend(frameon=False, fontsize=8, loc="upper left")
+    ax.set_xticks([0.01, 0.1, 1], ["0.01", "0.1", "1"])
+    ax.set_yticks([0.01, 0.1, 1], ["0.01", "0.1", "1"])
+    ax.set(xlabel="test loss, measured", ylabel="test loss that heldin expects")
+    ax.legend(frameon=False, fontsize=8, loc="lower right", borderpad=0, handletextpad=0.2)
 
 
-def draw_size(figure: Any) -> None:
+def draw_size(figure: Any, theme: Theme, narrow: bool) -> None:
     """Draw the gain over the split against the number of rows."""
-    panels = figure.subplots(1, 2)
+    panels = figure.subplots(2, 1) if narrow else figure.subplots(1, 2)
     lines = runs("tables") + runs("networks")
     groups = {
         "50": (50,),
@@ -630,77 +662,127 @@ def draw_size(figure: Any) -> None:
             some = [r for r in lines if r["spec"]["n"] in sizes]
             loss.append(ratio(some, rule, BASE).mapped(per_cent))
             accuracy.append(compared(classified(some), rule, "accuracy"))
+        colour = theme.rules["other"] if rule == "split, refit" else theme.of(rule)
         for ax, points in zip(panels, (loss, accuracy), strict=True):
             place = np.arange(len(points)) + 0.09 * (number - 1.5)
             middle = [p.middle for p in points]
             bars = [[p.middle - p.low for p in points], [p.high - p.middle for p in points]]
-            ax.errorbar(place, middle, bars, fmt=style, color=_shade(rule), label=rule,
+            ax.errorbar(place, middle, bars, fmt=style, color=colour, label=rule,
                         markersize=5, linewidth=1.2, capsize=2)  # fmt: skip
     for ax, title in zip(panels, ("loss, % against the split", "accuracy, points"), strict=True):
-        ax.axhline(0, color="#9aa0a6", linewidth=1)
+        ax.axhline(0, color=theme.muted, linewidth=1)
         ax.set_xticks(range(len(groups)), list(groups))
         ax.set(xlabel="training rows", title=title)
     panels[0].legend(frameon=False, fontsize=8)
 
 
-def _shade(rule: str) -> str:
-    return INK["other"] if rule == "split, refit" else _ink(rule)
-
-
 BARS = {
     "no early stopping": "no stopping",
-    "20 % held out": "split",
     "20 % held out, then refit": "split, refit",
     "five folds, then refit": "five folds, refit",
     "heldin": "heldin",
 }
+REACH = (-12.0, 14.0)  # per cent and points that are shown
 
 
-def draw_overview(figure: Any) -> None:
-    """Draw the picture for the README: loss and accuracy by rule, and what was said."""
-    loss, accuracy, said = figure.subplots(1, 3, width_ratios=(1, 0.8, 1.1))
+def gains() -> dict[str, tuple[Mean, Mean]]:
+    """Return by how much each rule is better than the split: loss in %, accuracy in points."""
     lines = runs("tables")
-    colours = [INK["heldin"] if label == "heldin" else "#9aa0a6" for label in BARS]
-    bars = [excess(lines, rule) for rule in BARS.values()]
-    gaps = [compared(classified(lines), rule, "accuracy", BEST) for rule in BARS.values()]
-    for ax, values, digits in ((loss, bars, 1), (accuracy, gaps, 1)):
-        middle = [v.middle for v in values]
-        ax.barh(list(BARS), middle, color=colours)
-        sign = 1 if middle[0] > 0 else -1
-        for place, v in enumerate(values):
-            ax.text(max(v.middle, 0) + 0.02 * max(map(abs, middle)), place,
-                    f"{v.middle:.{digits}f}", va="center", fontsize=9)  # fmt: skip
-        ax.invert_yaxis()
-        reach = 1.25 * max(map(abs, middle))
-        ax.set_xlim((0, reach) if sign > 0 else (-reach, 0.25 * reach))
-    accuracy.set_yticks([])
-    loss.set_xlabel("test loss above the best possible, %")
-    accuracy.set_xlabel("accuracy against it, points")
-    draw_said(said)
-    for ax in (loss, accuracy, said):
-        ax.spines[["top", "right"]].set_visible(False)
+
+    def lower(r: Any) -> Any:
+        return -per_cent(r)
+
+    found = {}
+    for label, rule in BARS.items():
+        loss = ratio(lines, rule, BASE).mapped(lower)
+        loss = Mean(loss.middle, loss.high, loss.low, loss.count)  # the sign was changed
+        found[label] = loss, compared(classified(lines), rule, "accuracy")
+    return found
+
+
+def overview_words() -> str:
+    """Return the text in place of the picture of the README."""
+    parts = [
+        f"{label} {loss.middle:+.1f} and {accuracy.middle:+.1f}"
+        for label, (loss, accuracy) in gains().items()
+    ]
+    lines = runs("tables") + runs("networks")
+    said = statements("heldin", lines)
+    return (
+        "Left: gain over holding out 20 % of the rows, test loss in per cent and accuracy in "
+        f"points: {'; '.join(parts)}. Right: the test loss that heldin expects against the "
+        f"measured one; {sum(map(is_inside, said))} of {len(said)} intervals hold it"
+    )
+
+
+def draw_overview(figure: Any, theme: Theme, narrow: bool) -> None:
+    """Draw the picture of the README: gain over the split, and what was said."""
+    if narrow:
+        gain, said = figure.subplots(2, 1, height_ratios=(1, 1.15))
+    else:
+        gain, said = figure.subplots(1, 2, width_ratios=(1.35, 1))
+    gain.axvline(0, color=theme.muted, linewidth=1)
+    for place, (label, pair) in enumerate(gains().items()):
+        for value, shift, marker, name in zip(
+            pair, (-0.15, 0.15), "oD", ("test loss, % lower", "accuracy, points higher"),
+            strict=True,
+        ):  # fmt: skip
+            ours = label == "heldin"
+            colour = theme.rules["heldin"] if ours else theme.rules["split"]
+            fill = colour if marker == "o" else theme.ground
+            if value.middle < REACH[0]:
+                gain.annotate("", (REACH[0], place + shift), (REACH[0] + 1.6, place + shift),
+                              arrowprops={"arrowstyle": "->", "color": colour})  # fmt: skip
+                gain.text(REACH[0] + 1.9, place + shift, f"{value.middle:+.1f}", va="center",
+                          fontsize=9, color=colour)  # fmt: skip
+                continue
+            bars = [[value.middle - value.low], [value.high - value.middle]]
+            gain.errorbar(value.middle, place + shift, xerr=bars, fmt=marker, color=colour,
+                          mfc=fill, markersize=6, linewidth=1.4,
+                          label=name if ours else None)  # fmt: skip
+            gain.text(value.high + 0.35, place + shift, f"{value.middle:+.1f}", va="center",
+                      fontsize=9, color=colour, weight="bold" if ours else "normal")  # fmt: skip
+    labels = [label.replace(", then", ",\nthen") for label in BARS]
+    if narrow:
+        labels = [label.replace("no early ", "no early\n") for label in labels]
+    gain.set_yticks(range(len(BARS)), labels, fontsize=9 if narrow else 10)
+    gain.set(ylim=(len(BARS) - 0.4, -0.6), xlim=REACH)
+    gain.set_xlabel("better than holding out 20 %" + (" →" if narrow else " of the rows →"))
+    gain.legend(frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1),
+                ncols=1 if narrow else 2, borderpad=0, handletextpad=0.3)  # fmt: skip
+    _said_panel(said, theme)
+
+
+FIGURES: dict[str, tuple[Callable[[Any, Theme, bool], None], Size, Size]] = {
+    "cost": (draw_cost, (9, 7.6), (3.7, 13)),
+    "said": (draw_said, (5.2, 4.6), (3.7, 3.5)),
+    "size": (draw_size, (9, 3.6), (3.7, 6)),
+    "overview": (draw_overview, (9.4, 3.5), (3.7, 6.4)),
+}
 
 
 def draw(folder: Path) -> None:
-    """Draw all figures."""
+    """Draw all figures: for light and dark pages, wide and narrow."""
+    import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    def alone(figure: Any) -> None:
-        draw_said(figure.subplots())
-
-    for name, draws, size in (
-        ("cost", draw_cost, (9, 7.6)),
-        ("said", alone, (5.2, 4.6)),
-        ("size", draw_size, (9, 3.6)),
-        ("overview", draw_overview, (11, 3.3)),
-    ):
-        figure = Figure(figsize=size, layout="constrained", facecolor="white")
-        FigureCanvasAgg(figure)
-        draws(figure)
-        for ax in figure.axes:
-            ax.spines[["top", "right"]].set_visible(False)
-        figure.savefig(folder / f"how-good-{name}.png", dpi=120)
+    names = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
+    for name, (draws, wide, slim) in FIGURES.items():
+        for theme, shade in ((LIGHT, ""), (DARK, "-dark")):
+            for narrow in (False, True):
+                with matplotlib.rc_context(dict.fromkeys(names, theme.ink)):
+                    figure = Figure(figsize=slim if narrow else wide, layout="constrained")
+                    FigureCanvasAgg(figure)
+                    draws(figure, theme, narrow)
+                    for ax in figure.axes:
+                        ax.spines[["top", "right"]].set_visible(False)
+                    width = "-narrow" if narrow else ""
+                    figure.savefig(
+                        folder / f"how-good-{name}{width}{shade}.png",
+                        dpi=160 if narrow else 120,
+                        transparent=True,
+                    )
 
 
 def gather(source: Path) -> None:
