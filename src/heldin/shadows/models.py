@@ -74,7 +74,7 @@ def warn_of_training(owner: str, model: nn.Module) -> None:
         "object before training begins. If the model was trained on other rows, all is well "
         + more("a-trained-model"),
         HeldinWarning,
-        stacklevel=5,
+        stacklevel=7,
     )
 
 
