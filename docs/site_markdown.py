@@ -5,6 +5,8 @@ An extension of Python-Markdown, which every program that builds the site can us
 - Formulas become MathML, which browsers draw by themselves: no script, no fonts to fetch.
 - Doctests, in pages and docstrings, become highlighted blocks without needing a fence.
 - `heldin.name` in running text links to the API page.
+- A picture that has twins, `name-dark.png` and `name-narrow.png`, becomes one that suits the page:
+  its colours and its width.
 - `<!-- site: every other name -->` becomes the entries of public names that no API page lists.
 - `<!-- site: CONTRIBUTING.md -->` becomes that file of the repository, and so does any other file:
   programs and what they print as blocks of code.
@@ -18,16 +20,21 @@ import re
 import unicodedata
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from xml.etree.ElementTree import Element, SubElement
 
 from latex2mathml.converter import convert
 from markdown import Markdown
 from markdown.extensions import Extension
 from markdown.postprocessors import Postprocessor
 from markdown.preprocessors import Preprocessor
+from markdown.treeprocessors import Treeprocessor
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "heldin"
-INTERNAL = {"cli", "lab", "pages"}  # not for users
+FIGURES = ROOT / "docs" / "figures"
+INTERNAL = {"cli", "lab", "model_hook", "pages", "pause", "verification"}  # not for users
+SHOWN = {"crossval": {"Committee", "Comparison", "OutOfFold"}}  # the others are internal
+PHONE = "(max-width: 600px)"
 FENCE = re.compile(r"\s*(```|~~~)")
 MARK = re.compile(r"^(\s*```\w+) illustration.*$")  # for the tests only
 FORMULA = re.compile(r'<(span|div) class="arithmatex">(.*?)</\1>', re.S)
@@ -53,7 +60,8 @@ def public() -> dict[str, list[str]]:
         if re.match(r"[a-z]", path.stem) and source.suffix == ".py" and source.exists():
             if path.stem not in INTERNAL:
                 own = [name for name in names_in(source) if name not in found["heldin"]]
-                found[f"heldin.{path.stem}"] = own
+                shown = SHOWN.get(path.stem, set(own))
+                found[f"heldin.{path.stem}"] = [name for name in own if name in shown]
     return found
 
 
@@ -84,19 +92,37 @@ class Doctests(Preprocessor):
         return f"[`{name}`][{name}]" if name in self.names else match[0]
 
 
+def expanded(lines: list[str]) -> list[str]:
+    """Lines with a comment that asks for a part, replaced by the part."""
+    result: list[str] = []
+    for line in lines:
+        named = FILE.match(line)
+        if line in PARTS:
+            result += PARTS[line]().splitlines()
+        else:
+            result += _block(ROOT / named[1]) if named else [line]
+    return result
+
+
 class Parts(Preprocessor):
     """What other files give to a page."""
 
     def run(self, lines: list[str]) -> list[str]:
-        """Lines with a comment that asks for a part, replaced by the part."""
-        result: list[str] = []
-        for line in lines:
-            named = FILE.match(line)
-            if line in PARTS:
-                result += PARTS[line]().splitlines()
-            else:
-                result += _block(ROOT / named[1]) if named else [line]
-        return result
+        """Called by Python-Markdown."""
+        return expanded(lines)
+
+
+class Pictures(Treeprocessor):
+    """Pictures for dark pages and for phones, where a file has twins."""
+
+    def run(self, root: Element) -> None:
+        """Each `img` with twins becomes two `picture`s, of which the style sheet shows one."""
+        for parent in list(root.iter()):
+            for place, child in enumerate(list(parent)):
+                source = child.get("src", "")
+                if child.tag == "img" and (FIGURES / f"{Path(source).stem}-dark.png").exists():
+                    parent.remove(child)
+                    parent.insert(place, _twins(child, source.removesuffix(".png")))
 
 
 class Formulas(Postprocessor):
@@ -114,12 +140,26 @@ class Site(Extension):
         """Called by Python-Markdown: parts before doctests, both before fences are looked for."""
         md.preprocessors.register(Parts(md), "heldin_parts", 210)
         md.preprocessors.register(Doctests(md), "heldin_doctests", 200)
+        md.treeprocessors.register(Pictures(md), "heldin_pictures", 5)
         md.postprocessors.register(Formulas(md), "heldin_formulas", 0)
 
 
 def makeExtension(**options: object) -> Site:
     """Called by Python-Markdown."""
     return Site(**options)
+
+
+def _twins(image: Element, stem: str) -> Element:
+    both = Element("span", {"class": "twins"})
+    both.tail = image.tail
+    for scheme, shade in (("light", ""), ("dark", "-dark")):
+        picture = SubElement(both, "picture", {"class": f"for-{scheme}"})
+        if (FIGURES / f"{Path(stem).name}-narrow{shade}.png").exists():
+            narrow = {"media": PHONE, "srcset": f"{stem}-narrow{shade}.png"}
+            SubElement(picture, "source", narrow)
+        attributes = {**image.attrib, "src": f"{stem}{shade}.png", "loading": "lazy"}
+        SubElement(picture, "img", attributes)
+    return both
 
 
 def _contributing() -> str:
