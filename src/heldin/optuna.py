@@ -56,6 +56,11 @@ def pruning(trial: Any) -> Callable[[RunResults], None]:
     def report(stopping: RunResults) -> None:
         check = stopping.last_check
         study = getattr(trial, "study", None)
+        if study is not None and len(study.directions) > 1:
+            raise HeldinError(
+                "heldin.optuna.pruning: a study with several objectives cannot prune; leave "
+                "on_check out, or make a study with one direction"
+            )
         wanted = "MAXIMIZE" if check.larger_is_better else "MINIMIZE"
         if study is not None and study.direction.name != wanted:
             raise HeldinError(

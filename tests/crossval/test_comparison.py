@@ -99,7 +99,7 @@ def test_a_run_and_itself() -> None:
     assert (comparison.difference, comparison.standard_error) == (0, 0)
     assert comparison.probability == 0.5
     assert comparison["accuracy"].probability == 0.5
-    assert repr(comparison).startswith("<heldin.Comparison: no clear difference between a and b")
+    assert repr(comparison).startswith("there is no clear difference between a and b on 60")
 
 
 def test_groups_are_drawn_jointly() -> None:
@@ -114,8 +114,8 @@ def test_groups_are_drawn_jointly() -> None:
 
 def test_one_sentence() -> None:
     text = repr(compare(run(0.0, 10, 1), run(0.2, 20, 2), names=("small", "large")))
-    assert text.startswith("<heldin.Comparison: small is better than large on 60 rows: loss ")
-    assert "accuracy 0.8333 against 0.6667, difference 0.17 +- " in text
+    assert text.startswith("small is better than large on 60 rows: loss ")
+    assert "accuracy 0.833 against 0.667, a difference of 0.17 [0.07, 0.26], better" in text
     assert text.count("better in") == 2  # not for the metric of unknown mode
     assert "\n" not in text
     assert "a is worse than b" in repr(compare(run(0.2, seed=2), run(0.0, seed=1)))
@@ -198,3 +198,29 @@ def test_side_by_side() -> None:
     assert len(lines) == 3
     with pytest.raises(HeldinError, match="at least one run"):
         table({})
+
+
+def test_different_losses_are_not_compared() -> None:
+    a, b = run(loss="mseloss"), run(0.2, loss="l1loss")
+    comparison = compare(a, b)
+    assert list(comparison) == ["accuracy", "spread"]
+    assert "loss" not in comparison
+    assert "the losses are different ones (mseloss and l1loss)" in repr(comparison)
+    with pytest.raises(HeldinError, match="different ones"):
+        comparison.difference  # noqa: B018
+    plain = {"metrics": {}, "outputs": None, "targets": None}
+    with pytest.raises(HeldinError, match="losses are different"):
+        compare(run(loss="mseloss", **plain), run(loss="l1loss", **plain))
+
+
+def test_metrics_of_one_name_with_different_functions_are_not_compared() -> None:
+    one, other, same = (
+        resolve_metrics({"accuracy": function})
+        for function in (accuracy, spread, lambda o, t: accuracy(o, t))
+    )
+    assert list(compare(run(metrics=one), run(metrics=one))) == ["loss", "accuracy"]
+    for metrics in (other, same):
+        comparison = compare(run(metrics=one), run(metrics=metrics))
+        assert list(comparison) == ["loss"]
+        with pytest.raises(HeldinError, match="different functions for the metric 'accuracy'"):
+            comparison["accuracy"]

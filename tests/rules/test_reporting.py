@@ -130,7 +130,7 @@ def test_runs_side_by_side() -> None:
     row = re.search(r'<th scope="row">small &lt;rate&gt;</th>(.*?)</tr>', page)
     assert row is not None
     assert f"<td>{second.estimates['loss']}</td>" in row[1]
-    assert f"<td>{difference.difference:+.3g} [" in row[1]
+    assert f"<td>{difference.interval}</td>" in row[1]
     assert f"<td>{difference.probability:.0%}</td>" in row[1]
     with pytest.raises(heldin.HeldinError, match="estimates no test loss"):
         first.report(beside={"other": trained("evidence")})

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import heldin
 from heldin import rules
 from heldin.crossval import statistic_interval
-from tests.support.outcome_runs import CASES, D, N, batches, network, rows, sgd
+from tests.support.outcome_runs import CASES, D, N, network, rows, sgd
 from tests.support.outcome_runs import trained as trained_on_batches
 
 ENGINES = ("dense", "vmap", "replay", "batch_loss")
@@ -25,19 +25,24 @@ def wrong(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs.argmax(1) != targets).double().mean()
 
 
-def stopping_of(model: nn.Module, engine: str = "dense", **options: Any) -> heldin.EarlyStopping:
+def stopping_of(
+    model: nn.Module, engine: str = "dense", optimizer: Any = None, **options: Any
+) -> heldin.EarlyStopping:
     rule = rules.Folds(folds=4, engine=engine)  # type: ignore[arg-type]
     options = {"patience": None, "rule": rule} | options
-    return heldin.EarlyStopping(model, sgd(model), F.cross_entropy, rows(), **options)
+    optimizer = optimizer or sgd(model)
+    return heldin.EarlyStopping(model, optimizer, F.cross_entropy, rows(), **options)
 
 
-def train(stopping: heldin.EarlyStopping, model: nn.Module, steps: int = 30) -> None:
+def trained(model: nn.Module, steps: int = 30, **options: Any) -> heldin.EarlyStopping:
     x, y = rows()
-    optimizer = stopping._opened_optimizer()
+    optimizer = sgd(model)
+    stopping = stopping_of(model, optimizer=optimizer, **options)
     for _ in range(steps):
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
+    return stopping
 
 
 # -- metrics
@@ -56,7 +61,7 @@ def test_metrics_are_those_of_the_pooled_outputs(engine: str) -> None:
 
     auc = roc_auc_score(held.targets, held.outputs.softmax(1), multi_class="ovr")
     assert stopping.estimates["auc"].value == pytest.approx(auc)
-    assert stopping.metrics()["heldin/wrong"] == expected.value
+    assert stopping.metrics()["heldin/best_wrong"] == expected.value
     assert f", wrong {expected.value:.4g}, auc {auc:.4g}>" in repr(stopping)
     assert [*stopping.estimates] == ["loss", "wrong", "auc"]
     stopping.close()
@@ -66,8 +71,7 @@ def test_metrics_are_those_of_the_pooled_outputs(engine: str) -> None:
 def test_intervals_are_over_groups() -> None:
     groups = [i // 4 for i in range(N)]
     model = network()
-    stopping = stopping_of(model, groups=groups, metrics={"wrong": wrong})
-    train(stopping, model)
+    stopping = trained(model, groups=groups, metrics={"wrong": wrong})
     held = stopping.out_of_fold
     by_groups = statistic_interval(wrong, held.outputs, held.targets, groups)
     assert stopping.estimates["wrong"] == by_groups
@@ -78,11 +82,10 @@ def test_intervals_are_over_groups() -> None:
 
 def test_the_interval_of_the_loss_is_wider_than_that_of_the_rows() -> None:
     model = network()
-    stopping = stopping_of(model, temperature=False)
-    train(stopping, model)
+    stopping = trained(model, temperature=False)
     interval = stopping.estimates["loss"]
     of_rows = heldin.crossval.mean_interval(stopping.record().row_losses)
-    assert interval.value == of_rows.value == pytest.approx(stopping._inner.estimate)
+    assert interval.value == of_rows.value == pytest.approx(stopping.following.estimate)
     assert interval.low < of_rows.low < of_rows.high < interval.high
     stopping.close()
 
@@ -90,8 +93,7 @@ def test_the_interval_of_the_loss_is_wider_than_that_of_the_rows() -> None:
 def test_a_report_shows_the_metrics() -> None:
     pytest.importorskip("jinja2")
     model = network()
-    stopping = stopping_of(model, metrics={"share of wrong rows": wrong})
-    train(stopping, model)
+    stopping = trained(model, metrics={"share of wrong rows": wrong})
     ends = str(stopping.estimates["share of wrong rows"]).partition(" ")[2]
     shown = ends.strip("[]").replace(", ", " to ")
     cells = re.search(r'<th scope="row">share of wrong rows</th>(.*?)</tr>', stopping.report())
@@ -111,17 +113,8 @@ def test_a_resumed_run_has_the_same_outputs(engine: str) -> None:
     file = io.BytesIO()
     torch.save(half.state_dict(), file)
     file.seek(0)
-    other, other_model = trained_on_batches(CASES[engine], steps=0, **options)
-    other_model.load_state_dict(model.state_dict())
-    other.load_state_dict(torch.load(file, weights_only=True))
-    x, y = rows()
-    optimizer = other._opened_optimizer()
-    for index in batches()[6:]:
-        batch = (x[index], y[index])
-        other.note_batch(batch, index)
-        optimizer.zero_grad()
-        F.cross_entropy(other_model(batch[0]), batch[1]).backward()
-        optimizer.step()
+    saved = model.state_dict(), torch.load(file, weights_only=True)
+    other, _ = trained_on_batches(CASES[engine], after=6, saved=saved, **options)
     assert torch.equal(other.out_of_fold.outputs, whole.out_of_fold.outputs)
     assert other.estimates == whole.estimates
     assert other.temperature == whole.temperature
@@ -265,11 +258,10 @@ def test_a_metric_chooses_the_check() -> None:
 
     model = network()
     weights = {0: copy.deepcopy(model.state_dict())}
-    stopping = stopping_of(
-        model, metrics={"wave": wave}, monitor="wave", mode="max", temperature=False
-    )
+    optimizer = sgd(model)
+    options: dict[str, Any] = {"monitor": "wave", "mode": "max", "temperature": False}
+    stopping = stopping_of(model, optimizer=optimizer, metrics={"wave": wave}, **options)
     x, y = rows()
-    optimizer = stopping._opened_optimizer()
     for step in range(1, 31):
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
@@ -287,10 +279,10 @@ def test_mode_is_known_by_the_name() -> None:
     for name, best in (("accuracy", max), ("error", min)):
         model = network()
         metric = "accuracy" if name == "accuracy" else wrong
-        stopping = stopping_of(model, metrics={name: metric}, monitor=name)
-        train(stopping, model)
-        monitored = stopping._inner.outcome.state_dict()["monitored"]
-        assert stopping.metrics()[f"heldin/{name}"] == best(monitored)
+        stopping = trained(model, metrics={name: metric}, monitor=name)
+        monitored = stopping.following.outcome.state_dict()["monitored"]
+        assert stopping.metrics()[f"heldin/best_{name}"] == best(monitored)
+        assert stopping.metrics()[f"heldin/{name}"] == monitored[-1]
         assert best(monitored) != monitored[0]
         stopping.close()
 

@@ -101,7 +101,7 @@ def test_a_run_that_would_stop_in_the_middle_is_warned_of_once() -> None:
     stopping.close()
 
 
-@pytest.mark.parametrize("options", [{"finish": False}, {"finish": True}, {"patience": None}])
+@pytest.mark.parametrize("options", [{"finish": False}, {"finish": True}])
 def test_who_has_decided_is_not_warned(options: dict[str, Any]) -> None:
     model, optimizer, scheduler, loader = parts()
     stopping = heldin.EarlyStopping(model, optimizer, LOSS, loader, **options)

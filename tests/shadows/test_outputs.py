@@ -130,7 +130,7 @@ def test_training_is_the_same_with_and_without_outputs() -> None:
 def test_outputs_are_thinned_to_the_memory() -> None:
     model, (x, y) = network(), rows()
     optimizer = sgd(model)
-    room = 3 * N * CLASSES * 8
+    room = 6 * N * CLASSES * 8  # half of it is for outputs
     stopping = heldin.EarlyStopping(
         model,
         optimizer,
@@ -143,7 +143,7 @@ def test_outputs_are_thinned_to_the_memory() -> None:
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
-    outcome = stopping._inner.outcome
+    outcome = stopping.following.outcome
     assert len(stopping.history) > 5
     assert len(outcome.state_dict()["outputs"]) == 3
     assert stopping.out_of_fold.outputs.shape == (N, CLASSES)

@@ -2,22 +2,34 @@
 
 from .committee import Committee
 from .comparison import Comparison, Difference, HasRecord, RunRecord, compare, table
-from .intervals import Interval, mean_interval, statistic_interval
-from .metrics import Metric, resolve_metrics
+from .intervals import Estimates, Interval, mean_interval, statistic_interval
+from .metrics import Metric, are_probabilities, described, resolve_metrics
 from .out_of_fold import OutOfFold
-from .temperature import cross_fitted, fit_temperature, scale_last_layer, temperature_losses
+from .temperature import (
+    Calibrated,
+    calibrate,
+    cross_fitted,
+    fit_temperature,
+    scale_last_layer,
+    temperature_losses,
+)
 
 __all__ = [
+    "Calibrated",
     "Committee",
     "Comparison",
     "Difference",
+    "Estimates",
     "HasRecord",
     "Interval",
     "Metric",
     "OutOfFold",
     "RunRecord",
+    "are_probabilities",
+    "calibrate",
     "compare",
     "cross_fitted",
+    "described",
     "fit_temperature",
     "mean_interval",
     "resolve_metrics",

@@ -30,6 +30,7 @@ class Committee(nn.Module):
         average: "outputs" (regression), "softmax" (logits of classes) or "sigmoid" (one logit for
             yes or no, or for each of several labels).
         dim: dimension of the classes, for "softmax".
+        temperature: that divides the logits of every member before they are averaged.
 
     >>> _ = torch.manual_seed(0)
     >>> members = [nn.Linear(3, 2) for _ in range(5)]
@@ -41,7 +42,11 @@ class Committee(nn.Module):
     """
 
     def __init__(
-        self, models: Iterable[nn.Module], average: str = "outputs", dim: int = -1
+        self,
+        models: Iterable[nn.Module],
+        average: str = "outputs",
+        dim: int = -1,
+        temperature: float = 1.0,
     ) -> None:
         super().__init__()
         self.members = nn.ModuleList(models)
@@ -52,11 +57,13 @@ class Committee(nn.Module):
                 f"heldin.Committee: average must be one of {', '.join(map(repr, AVERAGES))}, got "
                 f"{shown(average)}"
             )
-        self.average, self.dim = average, dim
+        self.average, self.dim, self.temperature = average, dim, temperature
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the average of the members' outputs; those with `.logits` are taken by these."""
         outputs = torch.stack([_tensor(model(*args, **kwargs)) for model in self.members])
+        if self.temperature != 1:
+            outputs = outputs / self.temperature
         if self.average == "outputs":
             return outputs.mean(0)
         if self.average == "sigmoid":

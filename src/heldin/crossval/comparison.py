@@ -22,7 +22,7 @@ from .intervals import (
     row_groups,
     statistic_interval,
 )
-from .metrics import Metric
+from .metrics import Metric, are_probabilities, described
 from .out_of_fold import check_rows
 
 __all__ = ["Comparison", "Difference", "HasRecord", "RunRecord", "compare", "table"]
@@ -40,6 +40,8 @@ class RunRecord:
         folds: (m,) number of the fold that each row is in.
         metrics: metrics by name, see `resolve_metrics`.
         groups: (m,) names or numbers; rows of one group are drawn jointly.
+        loss: what the losses are, in words; losses with different words are not compared.
+        weights: (m,) of the rows in the metrics.
 
     >>> rows = torch.arange(5)
     >>> RunRecord(torch.rand(5), None, None, rows, folds=rows % 2)
@@ -53,15 +55,21 @@ class RunRecord:
     folds: Tensor
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     groups: Any = None
+    loss: str = ""
+    weights: Tensor | None = None
 
     def __post_init__(self) -> None:
         check_rows(self.rows, self.folds)
-        for name in ("row_losses", "outputs", "targets", "groups"):
+        for name in ("row_losses", "outputs", "targets", "groups", "weights"):
             entries = getattr(self, name)
             if entries is not None and len(entries) != len(self.rows):
                 raise HeldinError(f"{name} has {len(entries)} entries for {len(self.rows)} rows")
         if self.metrics and (self.outputs is None or self.targets is None):
             raise HeldinError("metrics are computed from outputs and targets; give both")
+        if self.metrics:
+            probabilities = are_probabilities(*self._parts()[:2])
+            fixed = {n: each.of_probabilities(probabilities) for n, each in self.metrics.items()}
+            object.__setattr__(self, "metrics", fixed)
 
     def __repr__(self) -> str:
         folds = len(torch.unique(self.folds))
@@ -74,19 +82,19 @@ class RunRecord:
         """Return the loss and every metric with their intervals."""
         intervals = {"loss": mean_interval(self.row_losses, groups=self.groups)}
         for name, metric in self.metrics.items():
-            outputs, targets = self._outputs_and_targets()
-            intervals[name] = statistic_interval(metric, outputs, targets, self.groups)
+            outputs, targets = self._parts()[:2]
+            intervals[name] = statistic_interval(
+                metric, outputs, targets, self.groups, weights=self.weights
+            )
         return intervals
 
-    def _outputs_and_targets(self) -> tuple[Tensor, Tensor]:
-        if self.outputs is None or self.targets is None:
-            raise HeldinError("metrics are computed from outputs and targets; give both")
-        return self.outputs, self.targets
+    def _parts(self) -> list[Tensor]:
+        """Return outputs, targets and weights."""
+        return [part for part in (self.outputs, self.targets, self.weights) if part is not None]
 
     def resampled(self, metric: Metric, rows: Tensor) -> float:
         """Return a metric on some of the rows; nan where it is undefined."""
-        outputs, targets = self._outputs_and_targets()
-        return defined(metric, outputs[rows.to(outputs.device)], targets[rows.to(targets.device)])
+        return defined(metric, self._parts(), rows)
 
 
 @runtime_checkable
@@ -117,7 +125,7 @@ class Difference:
             unknown whether larger is better.
 
     >>> print(Difference("loss", 0.5, 0.6, -0.1, 0.04, 0.99))
-    loss 0.5 against 0.6, difference -0.1 +- 0.04, better in 99 % of the resamplings
+    loss 0.5 against 0.6, a difference of -0.10 [-0.18, -0.02], better in 99 % of the resamplings
     """
 
     name: str
@@ -127,11 +135,14 @@ class Difference:
     standard_error: float
     probability: float
 
+    @property
+    def interval(self) -> Interval:
+        """The difference with its interval of 95 %."""
+        reach = 1.96 * self.standard_error
+        return Interval(self.difference, self.difference - reach, self.difference + reach)
+
     def __str__(self) -> str:
-        text = (
-            f"{self.name} {self.a:.4g} against {self.b:.4g}, difference {self.difference:.2g} +- "
-            f"{self.standard_error:.2g}"
-        )
+        text = f"{self.name} {self.a:.3g} against {self.b:.3g}, a difference of {self.interval}"
         if math.isnan(self.probability):
             return text
         percent = math.floor(100 * self.probability + 0.5)
@@ -146,23 +157,30 @@ class Comparison(Mapping[str, Difference]):
 
     A mapping of "loss" and the metrics' names to a `Difference`; `difference`, `standard_error` and
     `probability` are those of the loss. The standard error is over rows. That the same training
-    with another seed would give another model is not in it.
+    with another seed would give another model is not in it. What cannot be compared, because the
+    runs measure different things by the same name, is missing, and asking for it says why.
 
     >>> rows = torch.arange(40)
     >>> losses = torch.linspace(0, 1, 40)
     >>> a = RunRecord(losses, None, None, rows, rows % 5)
     >>> b = RunRecord(losses + 0.1, None, None, rows, rows % 5)
     >>> compare(a, b)
-    <heldin.Comparison: a is better than b on 40 rows: loss 0.5 against 0.6, difference -0.1 +-
-    ..., better in 100 % of the resamplings>
+    a is better than b on 40 rows: loss 0.5 against 0.6, a difference of -0.1 [-0.1, -0.1],
+    better in 100 % of the resamplings
     """
 
     differences: Mapping[str, Difference]
     names: tuple[str, str]
     rows: int
+    refused: Mapping[str, str] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Difference:
+        if name in self.refused:
+            raise HeldinError(f"heldin.compare: {self.refused[name]}")
         return self.differences[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.differences
 
     def __iter__(self) -> Any:
         return iter(self.differences)
@@ -186,14 +204,14 @@ class Comparison(Mapping[str, Difference]):
         return self["loss"].probability
 
     def __repr__(self) -> str:
-        first, second = self.names
-        verdict = f"no clear difference between {first} and {second}"
-        if self.probability >= 0.95:
+        (first, second), decisive = self.names, next(iter(self.values()))
+        verdict = f"there is no clear difference between {first} and {second}"
+        if decisive.probability >= 0.95:
             verdict = f"{first} is better than {second}"
-        elif self.probability <= 0.05:
+        elif decisive.probability <= 0.05:
             verdict = f"{first} is worse than {second}"
-        numbers = "; ".join(str(each) for each in self.values())
-        return f"<heldin.Comparison: {verdict} on {self.rows} rows: {numbers}>"
+        numbers = "; ".join([*map(str, self.values()), *self.refused.values()])
+        return f"{verdict} on {self.rows} rows: {numbers}"
 
 
 def compare(
@@ -213,7 +231,8 @@ def compare(
         seed: of the resamplings.
 
     Returns:
-        Differences in loss and in every metric that both runs have.
+        Differences in loss and in every metric that both runs have. Losses of different kinds, such
+        as a squared and an absolute error, are not compared; without a metric that is an error.
 
     >>> rows = torch.arange(40)
     >>> a = RunRecord(torch.linspace(0, 1, 40), None, None, rows, rows % 5)
@@ -228,24 +247,40 @@ def compare(
     check_int("heldin.compare", "resamplings", resamplings, 2)
     _check_pair(first, second)
     groups = row_groups(first.groups, len(first.rows))
-    losses = [run.row_losses.detach().to("cpu", torch.float64) for run in (first, second)]
-    gaps = losses[0] - losses[1]
-    draws = resampled_rows(groups, resamplings, seed)
-    resampled = torch.stack([gaps[rows].mean() for rows in draws])
-    means = [float(each.mean()) for each in losses]
-    differences = {"loss": _difference("loss", means, float(gaps.mean()), resampled, False)}
+    refused = {}
+    if first.loss and second.loss and first.loss != second.loss:
+        refused["loss"] = (
+            f"the losses are different ones ({first.loss} and {second.loss}), so compare metrics, "
+            "or give both runs the same eval_loss"
+        )
+    for name in first.metrics.keys() & second.metrics.keys():
+        if described(first.metrics[name].function) != described(second.metrics[name].function):
+            refused[name] = f"the runs have different functions for the metric {name!r}"
+    differences = {}
+    if "loss" not in refused:
+        losses = [run.row_losses.detach().to("cpu", torch.float64) for run in (first, second)]
+        gaps = losses[0] - losses[1]
+        draws = resampled_rows(groups, resamplings, seed)
+        resampled = torch.stack([gaps[rows].mean() for rows in draws])
+        means = [float(each.mean()) for each in losses]
+        differences["loss"] = _difference("loss", means, float(gaps.mean()), resampled, False)
     for name, metric in first.metrics.items():
-        if name not in second.metrics:
+        if name not in second.metrics or name in refused:
             continue
-        values = [metric(*run._outputs_and_targets()) for run in (first, second)]
+        values = [run.metrics[name](*run._parts()) for run in (first, second)]
         draws = resampled_rows(groups, resamplings, seed)
         resampled = torch.tensor(
-            [first.resampled(metric, rows) - second.resampled(metric, rows) for rows in draws],
+            [
+                first.resampled(metric, rows) - second.resampled(second.metrics[name], rows)
+                for rows in draws
+            ],
             dtype=torch.float64,
         )
         gap = values[0] - values[1]
         differences[name] = _difference(name, values, gap, resampled, metric.larger_is_better)
-    return Comparison(differences, names, len(first.rows))
+    if not differences:
+        raise HeldinError(f"heldin.compare: {'; '.join(refused.values())}")
+    return Comparison(differences, names, len(first.rows), refused)
 
 
 def _difference(

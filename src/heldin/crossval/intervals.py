@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any
@@ -15,7 +15,14 @@ from torch import Tensor
 from heldin.errors import HeldinError
 from heldin.state.schema import check_int, shown
 
-__all__ = ["Interval", "mean_interval", "resampled_rows", "row_groups", "statistic_interval"]
+__all__ = [
+    "Estimates",
+    "Interval",
+    "mean_interval",
+    "resampled_rows",
+    "row_groups",
+    "statistic_interval",
+]
 
 # Both were chosen on development draws and measured on others by
 # `heldin_lab.study.interval_coverage`; docs/results/interval-coverage.json has the coverage.
@@ -42,6 +49,7 @@ class Interval:
     Interval(value=0.48, low=0.39, high=0.57, coverage=None)
     >>> print(interval)
     0.48 [0.39, 0.57]
+    >>> value, low, high = interval
     """
 
     value: float
@@ -62,24 +70,58 @@ class Interval:
         >>> print(Interval(0.5, 0.4, 0.7).widened(2))
         0.50 [0.30, 0.90]
         >>> print(Interval(0.5, 0.2, 0.9).widened(1, error=0.4))
-        0.5 [0.0, 1.1]
+        0.50 [0.00, 1.07]
         """
         low = self.value - math.hypot(factor * (self.value - self.low), error)
         high = self.value + math.hypot(factor * (self.high - self.value), error)
         return Interval(self.value, low, high, self.coverage)
 
+    def __iter__(self) -> Iterator[float]:
+        return iter((self.value, self.low, self.high))
+
     def __str__(self) -> str:
         if math.isnan(self.low) and math.isnan(self.high):
             return f"{self.value:.3g}"
-        width = self.high - self.low
-        if not math.isfinite(width) or width <= 0:
-            return f"{self.value:.3g} [{self.low:.3g}, {self.high:.3g}]"
-        places = 1 - math.floor(math.log10(width))  # two digits of the width
-        if not 0 <= places <= 6:
-            return f"{self.value:.3g} [{self.low:.3g}, {self.high:.3g}]"
-        numbers = (self.value, self.low, self.high)
-        value, low, high = (f"{number:.{places}f}" for number in numbers)
-        return f"{value} [{low}, {high}]"
+        # two digits of the width and of the value
+        sizes = [abs(size) for size in (self.high - self.low, self.value) if size]
+        if all(map(math.isfinite, self)) and sizes:
+            places = 1 - math.floor(math.log10(min(sizes)))
+            if 0 <= places <= 6:
+                value, low, high = (f"{number:.{places}f}" for number in self)
+                return f"{value} [{low}, {high}]"
+        return f"{self.value:.3g} [{self.low:.3g}, {self.high:.3g}]"
+
+
+class Estimates(Mapping[str, Interval]):
+    """Intervals by name; each is computed when it is first asked for.
+
+    >>> estimates = Estimates({"loss": lambda: Interval(0.48, 0.39, 0.57)})
+    >>> "loss" in estimates, estimates["loss"].value
+    (True, 0.48)
+    >>> estimates
+    {'loss': Interval(value=0.48, low=0.39, high=0.57, coverage=None)}
+    """
+
+    def __init__(self, functions: Mapping[str, Callable[[], Interval]]) -> None:
+        self._functions = dict(functions)
+        self._known: dict[str, Interval] = {}
+
+    def __getitem__(self, name: str) -> Interval:
+        if name not in self._known:
+            self._known[name] = self._functions[name]()
+        return self._known[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._functions
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._functions)
+
+    def __len__(self) -> int:
+        return len(self._functions)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
 
 
 def row_groups(groups: Any, rows: int) -> Tensor:
@@ -132,7 +174,7 @@ def mean_interval(
 
     >>> losses = torch.tensor([0.1, 0.3, 0.2, 0.2, 0.4, 0.1, 0.2, 2.5])
     >>> print(mean_interval(losses))
-    0.5 [0.1, 3.6]
+    0.50 [0.10, 3.65]
     """
     losses, row_weights = _checked_rows(row_losses, weights)
     _check_level("mean_interval", level)
@@ -276,21 +318,24 @@ def resampled_rows(groups: Tensor, resamplings: int, seed: int) -> Iterable[Tens
 
 
 def statistic_interval(
-    function: Callable[[Any, Any], float],
+    function: Callable[..., float],
     outputs: Tensor,
     targets: Tensor,
     groups: Any = None,
     level: float = 0.95,
     resamplings: int = 499,
     seed: int = 0,
+    weights: Tensor | None = None,
 ) -> Interval:
     """Return a metric on all rows with a bootstrap interval over rows, or over groups.
 
     The ends are percentiles of the metric's values on resampled rows, moved so that the value on
     all rows is their median (bias correction, Efron 1987), and outwards as Student's distribution
     is wider than the normal one (Hesterberg 2015). Resamplings in which the metric is undefined (an
-    AUC of rows of one class) are left out. The ends are nan if these are more than a fifth, if the
-    metric has the same value in all (an accuracy of 1), or for fewer than five rows or groups.
+    AUC of rows of one class) are left out. The ends are nan if these are more than a fifth, or for
+    fewer than five rows or groups. If the metric has the same value in all (an accuracy of 1), one
+    end is that of four rows or groups with targets of other rows: so many may be wrong with none
+    of them in the sample (the rule of three).
     For a mean of row losses with a long tail `mean_interval` is the better one.
 
     Args:
@@ -301,12 +346,15 @@ def statistic_interval(
         level: of confidence.
         resamplings: number of resamplings.
         seed: of the resamplings.
+        weights: (n,) of the rows, the third argument of the function.
 
     >>> outputs, targets = torch.tensor([0, 1, 1, 0, 1, 1, 0, 0]), torch.tensor([0, 1, 1, 0] * 2)
     >>> def accuracy(outputs, targets):
     ...     return (outputs == targets).double().mean().item()
     >>> print(statistic_interval(accuracy, outputs, targets))
     0.75 [0.38, 1.00]
+    >>> print(statistic_interval(accuracy, targets, targets))
+    1.00 [0.50, 1.00]
     """
     _check_level("statistic_interval", level)
     check_int("statistic_interval", "resamplings", resamplings, 1)
@@ -316,31 +364,46 @@ def statistic_interval(
             "give one of each for each row"
         )
     units = row_groups(groups, len(outputs))
-    value = float(function(outputs, targets))
+    parts = [outputs, targets] if weights is None else [outputs, targets, weights]
+    value = float(function(*parts))
     count = int(units.max()) + 1 if len(units) else 0
     if count < FEWEST_UNITS or not math.isfinite(value):
         return Interval(value, math.nan, math.nan)
-    draws = (
-        defined(function, outputs[rows.to(outputs.device)], targets[rows.to(targets.device)])
-        for rows in resampled_rows(units, resamplings, seed)
-    )
+    draws = (defined(function, parts, rows) for rows in resampled_rows(units, resamplings, seed))
     values = sorted(number for number in draws if math.isfinite(number))
-    if len(values) < (1 - MOST_UNDEFINED) * resamplings or values[0] == values[-1]:
+    if len(values) < (1 - MOST_UNDEFINED) * resamplings:
         return Interval(value, math.nan, math.nan)
+    if values[0] == values[-1]:
+        few = math.ceil(-math.log((1 - level) / 2))
+        parts[1] = _with_wrong(targets, units, few, seed)
+        end = defined(function, parts, torch.arange(len(units)))
+        return Interval(value, *((math.nan,) * 2 if end == value else sorted((end, value))))
     low, high = _percentiles(values, value, (1 - level) / 2, count)
     return Interval(value, min(value, low), max(value, high))
 
 
-def defined(function: Callable[[Any, Any], float], outputs: Any, targets: Any) -> float:
-    """Call a metric on resampled rows; nan where it is undefined there.
+def _with_wrong(targets: Tensor, units: Tensor, few: int, seed: int) -> Tensor:
+    """Return targets of which a few units' are those of other rows."""
+    order = targets.reshape(len(targets), -1).double().mean(1).argsort(stable=True)
+    others = targets.clone()  # from the other half of the rows, when these are sorted by targets
+    others[order] = targets[order.roll(len(order) // 2)]
+    differs = (others != targets).reshape(len(targets), -1).any(1).cpu()
+    wrong = units[differs].unique()
+    wrong = wrong[torch.randperm(len(wrong), generator=torch.Generator().manual_seed(seed))[:few]]
+    rows = (torch.isin(units, wrong) & differs).to(targets.device)
+    return torch.where(rows.reshape(-1, *[1] * (targets.dim() - 1)), others, targets)
 
-    >>> defined(lambda outputs, targets: 1 / 0, None, None)
+
+def defined(function: Callable[..., float], parts: Iterable[Any], rows: Tensor) -> float:
+    """Call a metric on some rows of outputs, targets and weights; nan where it is undefined.
+
+    >>> defined(lambda outputs: 1 / 0, [torch.zeros(3)], torch.tensor([0, 0]))
     nan
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # each of some hundred resamplings would give its warning
         try:
-            return float(function(outputs, targets))
+            return float(function(*(part[rows.to(part.device)] for part in parts)))
         except (ArithmeticError, HeldinError, RuntimeError, ValueError):
             return math.nan
 

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import copy
 import difflib
+import inspect
 import re
 import sys
+import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from heldin.errors import HeldinError
 from heldin.state.schema import shown
 
-__all__ = ["Metric", "resolve_metrics"]
+__all__ = ["Metric", "are_probabilities", "described", "resolve_metrics"]
 
 IGNORED = -100  # target of positions that do not count, as in torch.nn.CrossEntropyLoss
 # Words in a metric's name, in lower case.
@@ -42,7 +44,7 @@ class Metric:
 
     Attributes:
         name: the key in `estimates`.
-        function: (outputs, targets) -> number.
+        function: (outputs, targets) -> number; with `sample_weight=`, if rows have weights.
         larger_is_better: None: unknown.
 
     >>> metric = resolve_metrics({"mae": lambda outputs, targets: (outputs - targets).abs().mean()})
@@ -56,14 +58,81 @@ class Metric:
     function: Callable[[Any, Any], Any]
     larger_is_better: bool | None
 
-    def __call__(self, outputs: Any, targets: Any) -> float:
+    def __call__(self, outputs: Any, targets: Any, sample_weight: Any = None) -> float:
         """Return the metric on rows of outputs and targets; nan where it is undefined."""
         if len(outputs) != len(targets):
             raise HeldinError(
                 f"metric {self.name!r}: there are {len(outputs)} outputs, but {len(targets)} "
                 "targets; give one of each for each row"
             )
-        return _number(self.name, self.function(outputs, targets))
+        options = {} if sample_weight is None else {"sample_weight": sample_weight}
+        if options and not _takes_weights(self.function):
+            raise HeldinError(
+                f"metric {self.name!r} does not take the rows' weights; give the name of a "
+                "scikit-learn scorer, or a function (outputs, targets, sample_weight) -> number"
+            )
+        try:
+            value = self.function(outputs, targets, **options)
+        except Exception as error:
+            raise _refused(self, outputs, targets, error) from error
+        return _number(self.name, value)
+
+    def of_probabilities(self, probabilities: bool) -> Metric:
+        """Return the metric with outputs known to be probabilities, or known to be logits."""
+        function: Any = self.function
+        if getattr(function, "probabilities", True) is not None:
+            return self  # a user's function, or decided before
+        return replace(self, function=replace(function, probabilities=probabilities))
+
+
+def are_probabilities(outputs: Tensor, targets: Tensor) -> bool:
+    """Return whether outputs look like probabilities, not like logits.
+
+    >>> are_probabilities(torch.tensor([[0.2, 0.8], [0.5, 0.5]]), torch.tensor([0, 1]))
+    True
+    >>> are_probabilities(torch.tensor([[0.2, 0.9], [0.5, 0.5]]), torch.tensor([0, 1]))
+    False
+    """
+    if not bool(((outputs >= 0) & (outputs <= 1)).all()):
+        return False
+    single = outputs.dim() < 2 or outputs.shape[1] == 1 or outputs.shape == targets.shape
+    return single or bool(((outputs.double().sum(1) - 1).abs() < 1e-4).all())
+
+
+def described(function: Any) -> str:
+    """Return a text that is the same for functions that do the same, as far as that is known.
+
+    >>> described(torch.nn.MSELoss()) == described(torch.nn.functional.mse_loss)
+    True
+    >>> described(torch.nn.CrossEntropyLoss(label_smoothing=0.1))
+    'crossentropyloss(label_smoothing=0.1)'
+    >>> described(lambda a, b: a - b) == described(lambda a, b: a + b)
+    False
+    """
+    if isinstance(function, _Scorer):
+        return function.scorer_name or repr(function.scorer)
+    if isinstance(function, _TorchMetric):
+        return repr(function.metric)
+    if hasattr(function, "func"):  # functools.partial
+        return f"{described(function.func)}{function.args}{function.keywords}"
+    if hasattr(function, "__code__"):
+        name, code = function.__name__.lower().replace("_", ""), function.__code__
+        if function.__module__ == "torch.nn.functional":
+            return str(name if name.endswith("loss") else f"{name}loss")
+        enclosed = [cell.cell_contents for cell in function.__closure__ or ()]
+        options = [described(v) for v in enclosed if isinstance(v, nn.modules.loss._Loss)]
+        options += [repr(v) for v in enclosed if isinstance(v, (bool, int, float, str))]
+        text = (
+            f"{code.co_code!r} {code.co_names} {code.co_consts} {function.__defaults__} {options}"
+        )
+        return f"{name} {zlib.crc32(text.encode()):x}"
+    texts = [
+        f"{name}={value}"
+        for name, parameter in inspect.signature(type(function)).parameters.items()
+        if name != "reduction"
+        and str(value := getattr(function, name, parameter.default)) != str(parameter.default)
+    ]
+    return f"{type(function).__name__.lower()}({', '.join(texts)})".removesuffix("()")
 
 
 def resolve_metrics(metrics: Any, *, probabilities: bool | None = None) -> dict[str, Metric]:
@@ -73,15 +142,16 @@ def resolve_metrics(metrics: Any, *, probabilities: bool | None = None) -> dict[
     (n, classes) or (n, classes, ...) by argmax and softmax, of the shape (n,) or (n, 1) by the
     sign and a sigmoid, and so are logits with targets of the same shape, for several labels of
     one row. A scorer's value has the sign that scikit-learn gives it: "neg_log_loss" is negative.
-    torchmetrics objects get the outputs as they are.
+    torchmetrics objects for classification get the probabilities, where outputs are known to be
+    logits, and else the outputs as they are.
 
     Args:
         metrics: a mapping of names to functions (outputs, targets) -> number; the name of a scorer
             ("accuracy", "f1_macro", "roc_auc", "r2", ...), a torchmetrics object, or a list of
             these. Values of a mapping may be scorers' names and torchmetrics objects, too.
         probabilities: whether the outputs of a classifier are probabilities, not logits, for the
-            scorers of scikit-learn. None: so if the outputs of every row lie between 0 and 1 and,
-            of several classes, sum to 1.
+            scorers of scikit-learn and torchmetrics. None: so if those of every row of a call lie
+            between 0 and 1 and, of several classes, sum to 1; a run decides once for all calls.
 
     >>> def rmse(outputs, targets):
     ...     return (outputs - targets).square().mean().sqrt()
@@ -118,8 +188,7 @@ def _resolve(name: Any, metric: Any, probabilities: bool | None) -> list[Metric]
     if isinstance(metric, Metric):
         return [metric if name is None else Metric(name, metric.function, metric.larger_is_better)]
     if isinstance(metric, str):
-        scorer = _Scorer(name or metric, metric, _scorer(metric), probabilities)
-        return [Metric(scorer.name, scorer, True)]
+        return [Metric(name or metric, _Scorer(metric, _scorer(metric), probabilities), True)]
     if _is_torchmetrics(metric, "MetricCollection"):
         prefix = "" if name is None else f"{name}_"
         pairs = [(f"{prefix}{key}", member) for key, member in metric.items()]
@@ -127,24 +196,45 @@ def _resolve(name: Any, metric: Any, probabilities: bool | None) -> list[Metric]
     if _is_torchmetrics(metric, "Metric"):
         better = getattr(metric, "higher_is_better", None)
         title = name or type(metric).__name__
-        return [Metric(title, _TorchMetric(title, metric), better)]
+        return [Metric(title, _TorchMetric(metric, probabilities), better)]
     if _is_scorer(metric):
         if name is None:
             raise HeldinError(
                 f"metrics: {shown(metric)} has no name; give it one: metrics={{'name': scorer}}"
             )
-        return [Metric(name, _Scorer(name, "", metric, probabilities), True)]
+        return [Metric(name, _Scorer("", metric, probabilities), True)]
     if not callable(metric):
         raise HeldinError(
             f"metrics: {shown(metric)} is no metric; give a function (outputs, targets) -> number, "
             "the name of a scikit-learn scorer or a torchmetrics object"
         )
+    _refuse_swapped(metric)
     title = str(name or getattr(metric, "__name__", "<lambda>"))
     if title == "<lambda>":
         raise HeldinError(
             "metrics: a function without a name; give it one: metrics={'name': function}"
         )
     return [Metric(title, metric, _larger_is_better(title))]
+
+
+def _refuse_swapped(function: Any) -> None:
+    """Refuse a function of sklearn.metrics, whose arguments are (y_true, y_pred)."""
+    inner = getattr(function, "func", function)  # of functools.partial
+    if str(getattr(inner, "__module__", "")).startswith("sklearn.metrics"):
+        name = inner.__name__
+        raise HeldinError(
+            f"metrics: {name} of scikit-learn takes (y_true, y_pred) in this order, and no logits: "
+            f"give the name of its scorer ({name.removesuffix('_score')!r} or similar, see "
+            "sklearn.metrics.get_scorer_names()) or a function: lambda outputs, targets: "
+            f"{name}(targets, outputs)"
+        )
+
+
+def _takes_weights(function: Any) -> bool:
+    if isinstance(function, _Scorer):
+        return True
+    parameters = inspect.signature(function).parameters.values()
+    return any(p.name == "sample_weight" or p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def _larger_is_better(name: str) -> bool | None:
@@ -211,8 +301,8 @@ def _scorer(name: str) -> Any:
 class _TorchMetric:
     """A torchmetrics object as a function of all outputs; the object itself stays unchanged."""
 
-    name: str
     metric: Any
+    probabilities: bool | None
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Any:
         metric = copy.deepcopy(self.metric).to(outputs.device)
@@ -224,39 +314,61 @@ class _TorchMetric:
             outputs, targets = outputs.squeeze(-1), targets.squeeze(-1)
         if classification and targets.is_floating_point():
             targets = targets.long()
-        try:
-            metric.update(outputs, targets)
-            return metric.compute()
-        except (RuntimeError, TypeError, ValueError) as error:
-            raise _refused(self.name, outputs, targets, error) from error
+        if classification and self.probabilities is False and outputs.is_floating_point():
+            classes = outputs.dim() == targets.dim() + 1
+            outputs = outputs.softmax(1) if classes else outputs.sigmoid()
+        metric.update(outputs, targets)
+        return metric.compute()
 
 
 @dataclass(frozen=True)
 class _Scorer:
     """A scikit-learn scorer as a function of logits or numbers."""
 
-    name: str
     scorer_name: str  # that scikit-learn gives it; "" for a scorer that the user made
     scorer: Any
     probabilities: bool | None
 
-    def __call__(self, outputs: Tensor, targets: Tensor) -> float:
-        try:
-            answers = _answers(self.scorer_name, outputs, targets, self.probabilities)
-            labels = getattr(answers.estimator, "classes_", None)
-            if self.scorer_name == "neg_log_loss" and labels is not None and labels.ndim == 1:
-                from sklearn.metrics import log_loss  # the scorer fails where a class has no row
+    def __call__(self, outputs: Tensor, targets: Tensor, sample_weight: Any = None) -> float:
+        answers = _answers(self.scorer_name, outputs, targets, self.probabilities)
+        options = {}
+        if sample_weight is not None:
+            weights = torch.as_tensor(sample_weight).cpu()
+            counts = torch.ones(len(answers.inputs)) if answers.counts is None else answers.counts
+            lines = weights.repeat_interleave(len(counts) // len(weights))
+            options["sample_weight"] = lines[counts.bool()].numpy()
+        labels = getattr(answers.estimator, "classes_", None)
+        if self.scorer_name == "neg_log_loss" and labels is not None and labels.ndim == 1:
+            from sklearn.metrics import log_loss  # the scorer fails where a class has no row
 
-                predictions = answers.estimator.predict_proba(answers.inputs)
-                return -float(log_loss(answers.targets, predictions, labels=labels))
-            return float(self.scorer(answers.estimator, answers.inputs, answers.targets))
-        except (IndexError, RuntimeError, TypeError, ValueError) as error:
-            raise _refused(self.name, outputs, targets, error) from error
+            predictions = answers.estimator.predict_proba(answers.inputs)
+            return -float(log_loss(answers.targets, predictions, labels=labels, **options))
+        return float(self.scorer(answers.estimator, answers.inputs, answers.targets, **options))
 
 
-def _refused(name: str, outputs: Tensor, targets: Tensor, error: Exception) -> HeldinError:
-    shapes = f"outputs {tuple(outputs.shape)} and targets {tuple(targets.shape)}"
-    return HeldinError(f"metric {name!r} cannot be computed from {shapes}: {error}")
+def _refused(metric: Metric, outputs: Any, targets: Any, error: Exception) -> HeldinError:
+    """Return an error that names what the user can do about a metric that failed."""
+    shapes = " and ".join(
+        f"{name} {tuple(getattr(values, 'shape', (len(values),)))}"
+        for name, values in (("outputs", outputs), ("targets", targets))
+    )
+    if not isinstance(metric.function, _Scorer):
+        text = "it is called with tensors of all held-out rows, as the model returns them"
+    elif (absent := _absent_classes(outputs, targets)) and not isinstance(error, TypeError):
+        text = f"no row has class {', '.join(map(str, absent))}; leave the metric out or the class"
+    else:
+        text = "give another metric, or a function (outputs, targets) -> number"
+    kind = "" if isinstance(error, HeldinError) else f"{type(error).__name__}: "
+    return HeldinError(
+        f"metric {metric.name!r} cannot be computed from {shapes}: {kind}{error}; {text}"
+    )
+
+
+def _absent_classes(outputs: Tensor, targets: Tensor) -> list[int]:
+    """Return the classes of logits (n, classes) that no target has."""
+    if outputs.dim() < 2 or outputs.shape == targets.shape or outputs.shape[1] < 2:
+        return []
+    return sorted(set(range(outputs.shape[1])) - set(targets.flatten().tolist()))
 
 
 @dataclass(frozen=True)
@@ -266,6 +378,7 @@ class _Answers:
     estimator: Any
     inputs: Any
     targets: Any
+    counts: Any = None  # which lines of outputs they are; None: all
 
 
 def _answers(
@@ -283,15 +396,23 @@ def _answers(
         return _Answers(
             _regressor(), scores.reshape(rows, -1).numpy(), truth.double().reshape(rows, -1).numpy()
         )
+    if probabilities is None:
+        probabilities = are_probabilities(outputs, targets)
     scores, labels, several = _class_scores(scores, truth)
-    scores = _logits(scores, several, probabilities)
+    counts = None if several else labels != IGNORED
+    if counts is not None:
+        scores, labels = scores[counts], labels[counts]
+    if probabilities:
+        least = torch.finfo(scores.dtype).eps
+        single = several or scores.shape[1] == 1
+        scores = scores.logit(eps=least) if single else scores.clamp_min(least**4).log()
     if several:
         classes: Any = [[0, 1]] * scores.shape[1]
     elif scores.shape[1] == 1:
         classes = [-1, 1] if bool((labels == -1).any()) else [0, 1]
     else:
         classes = list(range(scores.shape[1]))
-    return _Answers(_classifier(classes, several), scores.numpy(), labels.numpy())
+    return _Answers(_classifier(classes, several), scores.numpy(), labels.numpy(), counts)
 
 
 def _compares_numbers(scorer_name: str, truth: Tensor) -> bool:
@@ -318,20 +439,7 @@ def _class_scores(scores: Tensor, truth: Tensor) -> tuple[Tensor, Tensor, bool]:
         scores, truth = scores.flatten(0, -2), truth.reshape(-1)
     else:
         raise ValueError("give logits (n, classes) and numbers of classes (n,)")
-    counts = truth != IGNORED
-    return scores[counts], truth[counts], False
-
-
-def _logits(scores: Tensor, several: bool, probabilities: bool | None) -> Tensor:
-    """Turn probabilities into logits; leave logits as they are."""
-    single = several or scores.shape[1] == 1
-    if probabilities is None:
-        within = bool(((scores >= 0) & (scores <= 1)).all())
-        probabilities = within and (single or bool(((scores.sum(1) - 1).abs() < 1e-4).all()))
-    if not probabilities:
-        return scores
-    least = torch.finfo(scores.dtype).eps
-    return scores.logit(eps=least) if single else scores.clamp_min(least**4).log()
+    return scores, truth, False
 
 
 def _regressor() -> Any:

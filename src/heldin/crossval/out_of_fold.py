@@ -21,7 +21,10 @@ class OutOfFold:
     that it does not see have one.
 
     Attributes:
-        outputs: (m, ...) of the shadow that was not trained on the row.
+        outputs: (m, ...) of the shadow that was not trained on the row. Logits of a run with a
+            temperature are divided by it (log-probabilities stay such), so softmax or sigmoid
+            make calibrated probabilities of them; times `stopping.temperature` they are the
+            shadow's own.
         rows: (m,) numbers of the rows that have an output, ascending.
         folds: (m,) number of the fold that each row is in.
         targets: (m, ...) of the same rows.

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import combinations
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +19,21 @@ from heldin.errors import HeldinError
 from heldin.loop.hooks import after_calls
 from heldin.state.schema import shown
 
-__all__ = ["cross_fitted", "fit_temperature", "scale_last_layer", "temperature_losses"]
+__all__ = [
+    "Calibrated",
+    "calibrate",
+    "cross_fitted",
+    "fit_temperature",
+    "scale_last_layer",
+    "temperature_losses",
+]
 
 HOTTEST = 100.0  # largest temperature that is fitted
 IGNORED = -100  # target of positions that do not count, as in torch.nn.CrossEntropyLoss
 STEPS = 60  # most steps of Newton's method
-LAST_STEP = 1e-5  # relative size of the last step; the error after it is about its square
+LAST_STEP = 1e-5  # relative size of the last step
+FOLD_STEP = 0.02  # the same without a fold, which the losses depend on by its square
+MOST_LINES = 20_000  # lines that a temperature is fitted on
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 MOST_BESIDE = 6  # parameters beside the last layer, whose subsets are tried
@@ -57,7 +66,7 @@ def fit_temperature(
     1.0
     """
     terms = _Terms(logits, targets, binary)
-    return terms.temperature(_checked_weights(weights, terms.rows))
+    return terms.temperature(_checked_weights(weights, terms.rows), 0.5)
 
 
 def temperature_losses(
@@ -104,6 +113,43 @@ def cross_fitted(
     >>> losses  # rows 0 and 1 at T = 100, rows 2 and 3 at T = 1
     tensor([0.6733, 0.6733, 0.0181, 4.0181], dtype=torch.float64)
     """
+    fit = calibrate(logits, targets, folds, weights, binary=binary, last_step=LAST_STEP)
+    return fit.temperature, fit.losses
+
+
+class Calibrated(NamedTuple):
+    """Logits with a temperature.
+
+    Attributes:
+        temperature: fitted on all rows.
+        curve: (n,) losses of the rows at it.
+        row_temperatures: (n,) fitted on the other folds.
+        losses: (n,) losses of the rows at these.
+    """
+
+    temperature: float
+    curve: Tensor
+    row_temperatures: Tensor
+    losses: Tensor
+
+
+def calibrate(
+    logits: Tensor,
+    targets: Tensor,
+    folds: Tensor,
+    weights: Tensor | None = None,
+    *,
+    binary: bool | None = None,
+    start: float = 2.0,
+    last_step: float = FOLD_STEP,
+) -> Calibrated:
+    """Return what `cross_fitted` returns, and more.
+
+    Args:
+        logits, targets, folds, weights, binary: see `cross_fitted`.
+        start: a temperature to start from.
+        last_step: relative size of the last step of Newton's method without a fold.
+    """
     terms = _Terms(logits, targets, binary)
     row_weights = _checked_weights(weights, terms.rows)
     numbers = torch.as_tensor(folds).detach().cpu()
@@ -111,20 +157,24 @@ def cross_fitted(
         raise HeldinError(
             f"folds has shape {tuple(numbers.shape)}; give the fold of each of {terms.rows} rows"
         )
-    names = torch.unique(numbers)
+    names, numbers = torch.unique(numbers, return_inverse=True)
     if len(names) == 1:
         numbers = torch.arange(terms.rows) % 2
-        names = torch.unique(numbers)
-    temperature = terms.temperature(row_weights)
-    sharpness = torch.empty(terms.rows, dtype=torch.float64)
-    for name in names:
-        inside = numbers == name
-        sharpness[inside] = 1 / terms.temperature(row_weights * ~inside, 1 / temperature)
-    return temperature, terms.losses(sharpness)
+    temperature = terms.temperature(row_weights, 1 / start)
+    sharpness = torch.tensor(
+        [
+            1 / terms.temperature(row_weights * (numbers != fold), 1 / temperature, last_step)
+            for fold in range(max(2, len(names)))
+        ],
+        dtype=torch.float64,
+    )[numbers]
+    return Calibrated(
+        temperature, terms.losses(1 / temperature), 1 / sharpness, terms.losses(sharpness)
+    )
 
 
 class _Terms:
-    """Logits and targets, one line for each softmax or sigmoid, and the rows that they are of."""
+    """Logits and targets, one line for each softmax or sigmoid; each row has as many lines."""
 
     def __init__(self, logits: Tensor, targets: Tensor, binary: bool | None) -> None:
         for name, value in (("logits", logits), ("targets", targets)):
@@ -138,17 +188,23 @@ class _Terms:
         if t.dim() == z.dim() - 1 and z.shape[1] == 1:
             t = t.unsqueeze(1)
         self.binary = _is_binary(z, t) if binary is None else binary
+        self.target_sums: Tensor | float = 1.0
+        counts = torch.ones((), dtype=torch.bool)
         if self.binary and t.shape == z.shape:
-            self.logits, self.targets = z.reshape(-1, 1), t.double().reshape(-1, 1)
-            counts = self.targets[:, 0] != IGNORED
-            used = self.targets[counts]
+            scores, t = z.reshape(-1, 1), t.double().reshape(-1)
+            counts = t != IGNORED
+            used = t[counts]
             if len(used) and not bool(((used >= 0) & (used <= 1)).all()):
                 raise HeldinError("targets of sigmoid logits must lie between 0 and 1")
+            self.target_scores = t * scores[:, 0]
         elif not self.binary and t.shape == z.shape:
-            self.logits, self.targets = _class_lines(z), _class_lines(t.double())
-            counts = torch.ones(len(self.logits), dtype=torch.bool)
+            scores, t = _class_lines(z), _class_lines(t.double())
+            scores = scores - scores.amax(1, keepdim=True)
+            self.target_sums = t.sum(1)
+            self.target_scores = torch.where(t > 0, t * scores, 0.0).sum(1)
         elif not self.binary and not t.is_floating_point() and t.shape == z[:, 0].shape:
-            self.logits, labels = _class_lines(z), t.reshape(-1).long()
+            scores, labels = _class_lines(z), t.reshape(-1).long()
+            scores = scores - scores.amax(1, keepdim=True)
             counts = labels != IGNORED
             used, classes = labels[counts], z.shape[1]
             if len(used) and not 0 <= int(used.min()) <= int(used.max()) < classes:
@@ -156,73 +212,82 @@ class _Terms:
                     f"targets must be numbers from 0 to {classes - 1}, the classes of the logits; "
                     f"they lie between {int(used.min())} and {int(used.max())}"
                 )
-            self.targets = torch.zeros_like(self.logits)
-            self.targets.scatter_(1, labels.clamp_min(0)[:, None], 1.0)
+            self.target_scores = scores.gather(1, labels.clamp_min(0)[:, None])[:, 0]
         else:
             raise HeldinError(
                 f"logits of shape {tuple(logits.shape)} do not match targets of shape "
                 f"{tuple(targets.shape)} and type {targets.dtype}; give logits (n, classes) with "
                 "whole numbers (n,), or logits (n,) with targets 0 and 1"
             )
-        per_row = len(self.logits) // self.rows
-        self.row_of = torch.arange(self.rows).repeat_interleave(per_row)
-        number = torch.zeros(self.rows, dtype=torch.float64).index_add_(
-            0, self.row_of, counts.double()
-        )
-        self.shares = counts.double() / number.clamp_min(1)[self.row_of]  # of the row's mean
-        self.finite = self.losses(1.0).isfinite() & (number > 0)
+        self.scores = scores
+        shares = counts.expand(len(scores)).double().reshape(self.rows, -1)
+        number = shares.sum(1, keepdim=True)
+        self.shares = (shares / number.clamp_min(1)).reshape(-1)  # of the row's mean
+        self.plain = torch.zeros(self.rows, dtype=torch.float64)
+        self.plain = self.losses(1.0)
+        self.finite = self.plain.isfinite() & (number[:, 0] > 0)
         # a class that is masked by -inf has probability 0 and no part in the derivatives
-        self.masked = self.logits.isneginf()
-        self.any_masked = bool(self.masked.any())
-        largest = self.logits.amax(1, keepdim=True) if not self.binary else 0.0
-        scores = torch.where(self.masked, 0.0, self.logits - largest)
-        self.scores = torch.where(self.finite[self.row_of, None], scores, 0.0)
-        self.target_sums = self.targets.sum(1)
-        self.target_scores = (self.targets * self.scores).sum(1)
+        self.scores = scores.clamp_min(-1e100)
+        if not bool(self.finite.all()):
+            used = self._of_lines(self.finite)
+            self.scores = torch.where(used[:, None], self.scores, 0.0)
+            self.target_scores = torch.where(used, self.target_scores, 0.0)
+        # lines that a temperature is fitted on
+        self.sample: Any = slice(None)
+        if len(scores) > MOST_LINES:
+            self.sample = torch.linspace(0, len(scores) - 1, MOST_LINES).round().long()
         self._latest: tuple[float, Tensor, Tensor] | None = None
+
+    def _of_lines(self, values: Tensor) -> Tensor:
+        """Repeat values of rows for their lines."""
+        return values.repeat_interleave(len(self.scores) // self.rows)
 
     def losses(self, sharpness: float | Tensor) -> Tensor:
         """Return the rows' losses at logits x sharpness: one for all, or one for each row."""
         if isinstance(sharpness, Tensor):
-            z = self.logits * sharpness[self.row_of, None]
-        else:
-            z = self.logits * sharpness
+            sharpness = self._of_lines(sharpness)[:, None]
+        z = self.scores * sharpness
         if self.binary:
-            lines = (z.clamp_min(0) - z * self.targets + torch.log1p((-z.abs()).exp()))[:, 0]
+            normaliser = (z.clamp_min(0) + torch.log1p((-z.abs()).exp()))[:, 0]
         else:
-            logarithms = z.log_softmax(1)
-            lines = -torch.where(self.targets > 0, self.targets * logarithms, 0.0).sum(1)
-        lines = torch.where(self.shares > 0, lines * self.shares, 0.0)
-        return torch.zeros(self.rows, dtype=torch.float64).index_add_(0, self.row_of, lines)
+            normaliser = self.target_sums * z.exp().sum(1).log()  # scores are at most 0
+        if isinstance(sharpness, Tensor):
+            sharpness = sharpness[:, 0]
+        lines = torch.where(
+            self.shares > 0, (normaliser - self.target_scores * sharpness) * self.shares, 0.0
+        )
+        rows = lines.reshape(self.rows, -1).sum(1)
+        return torch.where(self.plain.isfinite(), rows, self.plain)
 
     def slopes(self, sharpness: float) -> tuple[Tensor, Tensor]:
-        """Return two derivatives of every line's loss by the sharpness."""
+        """Return two derivatives of every sampled line's loss by the sharpness."""
         if self._latest is not None and self._latest[0] == sharpness:
             return self._latest[1:]
-        z = self.scores
+        z, target_scores = self.scores[self.sample], self.target_scores[self.sample]
         if self.binary:
             p = (z * sharpness).sigmoid()
-            first = (p * z)[:, 0] - self.target_scores
+            first = (p * z)[:, 0] - target_scores
             second = (p * (1 - p) * z.square())[:, 0]
         else:
-            p = (z * sharpness).exp_()  # scores are at most 0
-            if self.any_masked:
-                p = torch.where(self.masked, 0.0, p)
-            weighted, total = p * z, p.sum(1)
-            mean = weighted.sum(1) / total
-            first = self.target_sums * mean - self.target_scores
-            second = self.target_sums * ((weighted * z).sum(1) / total - mean.square())
+            p = (z * sharpness).exp_()
+            total, p = p.sum(1), p.mul_(z)
+            mean, square = p.sum(1) / total, p.mul_(z).sum(1) / total
+            sums = self.target_sums
+            sums = sums[self.sample] if isinstance(sums, Tensor) else sums
+            first = sums * mean - target_scores
+            second = sums * (square - mean.square())
         self._latest = (sharpness, first, second)
         return first, second
 
-    def temperature(self, weights: Tensor, start: float = 0.5) -> float:
+    def temperature(self, weights: Tensor, start: float, last_step: float = LAST_STEP) -> float:
         """Return the best temperature for weighted rows, by Newton's method with bisection.
 
         Args:
             weights: (n,) of the rows.
             start: sharpness, 1 / temperature, to start from.
+            last_step: relative size of the last step; the error after it is about its square.
         """
-        line_weights = (weights * self.finite)[self.row_of] * self.shares
+        line_weights = (self._of_lines(weights * self.finite) * self.shares)[self.sample]
         if not bool((line_weights > 0).any()):
             return 1.0
         low, high, sharpness = 1 / HOTTEST, 1.0, start
@@ -240,7 +305,7 @@ class _Terms:
                 after = 1.0
             elif not at_an_end and low == 1 / HOTTEST and step <= low:
                 after = low
-            if abs(after - sharpness) <= LAST_STEP * sharpness:
+            if abs(after - sharpness) <= last_step * sharpness and after not in (1.0, 1 / HOTTEST):
                 return 1 / after
             sharpness = after
         return 1 / sharpness

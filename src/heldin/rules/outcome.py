@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from heldin.crossval import (
+    Calibrated,
     Interval,
     Metric,
     OutOfFold,
-    cross_fitted,
+    are_probabilities,
+    calibrate,
     statistic_interval,
     temperature_losses,
 )
+from heldin.crossval.temperature import HOTTEST
 from heldin.errors import HeldinError
 from heldin.rules.policy import best_check, densest_check
 from heldin.state.schema import check_schema
@@ -78,6 +82,7 @@ class Outcome:
         required: whether it is an error if there is no temperature.
         calibrates: whether a temperature is fitted, if the loss is a cross-entropy.
         binary: whether the outputs are logits of a sigmoid, not of a softmax; None: of neither.
+        uncalibrated: why there is no temperature, in words.
         members: weights and buffers of the shadows at the chosen check, for a committee.
     """
 
@@ -93,6 +98,9 @@ class Outcome:
         self._larger, self._memory = larger_is_better, memory
         self.required, self.calibrates = temperature is True, temperature is not False
         self.binary: bool | None = None
+        self.uncalibrated = ""
+        self._probabilities = True  # whether all outputs of a loss that is none of logits look so
+        self._calibrated: tuple[int, Calibrated] | None = None  # of the latest check
         self.members: list[dict[str, Tensor]] = []
         self._outputs: dict[int, Tensor] = {}  # by number of the check
         self._temperatures: list[float] = []
@@ -123,14 +131,28 @@ class Outcome:
         """
         self._outputs[number] = outputs
         self._decide(number, losses)
-        temperature, curve, estimated = 1.0, losses, losses
-        if self._has_temperature and bool(outputs.isfinite().all()):
-            temperature, estimated = self._cross_fitted(number)
-            curve = self._log_losses(number, temperature)
+        self._look_for_logits(number)
+        fit, temperature, curve = self._calibration(number), 1.0, losses
+        if fit is not None:
+            temperature, curve, losses = (
+                fit.temperature,
+                *map(self._weighted, (fit.curve, fit.losses)),
+            )
         self._temperatures.append(temperature)
         if self._larger is not None:
             self._monitored.append(self.value(number, self.monitor))
-        return curve, estimated
+        return curve, losses
+
+    def _look_for_logits(self, number: int) -> None:
+        """Note outputs that are no probabilities, for all checks and resamplings to come."""
+        held = self._first()
+        if self._probabilities and not are_probabilities(self._outputs[number], held.targets):
+            self._probabilities = False
+            values = self._monitored
+            known = [i for i in range(len(values)) if i in self._outputs]
+            self._monitored = [
+                self.value(i, self.monitor) if i in known else v for i, v in enumerate(values)
+            ]
 
     def _decide(self, number: int, losses: Tensor) -> None:
         """Decide whether the loss is the cross-entropy of the outputs."""
@@ -142,6 +164,8 @@ class Outcome:
         self.binary = next((b for b in candidates if self._agrees(number, losses, b)), None)
         if self.binary is not None:
             return
+        if not self._first().targets.is_floating_point() and not self.uncalibrated:
+            self.uncalibrated = "the loss is not the cross-entropy of the outputs"
         if self.required:
             raise HeldinError(
                 "temperature: the loss is not the cross-entropy of the outputs (class weights, "
@@ -164,24 +188,30 @@ class Outcome:
         )
 
     def _log_losses(self, number: int, temperature: float, binary: bool | None = None) -> Tensor:
-        losses = temperature_losses(
-            self._outputs[number],
-            self._first().targets,
-            temperature,
-            binary=self.binary if binary is None else binary,
+        binary = self.binary if binary is None else binary
+        targets = self._first().targets
+        return self._weighted(
+            temperature_losses(self._outputs[number], targets, temperature, binary=binary)
         )
+
+    def _weighted(self, losses: Tensor) -> Tensor:
         return losses if self._weights is None else losses * self._weights
 
-    def _cross_fitted(self, number: int) -> tuple[float, Tensor]:
-        """Return the temperature of all rows, and losses of rows at that of the other folds."""
-        held = self._first()
-        folds = held.folds
-        if len(torch.unique(folds)) > MOST_FOLDS:
-            folds = torch.arange(len(folds)) % PARTS
-        temperature, losses = cross_fitted(
-            self._outputs[number], held.targets, folds, self._weights, binary=self.binary
-        )
-        return temperature, losses if self._weights is None else losses * self._weights
+    def _calibration(self, number: int) -> Calibrated | None:
+        """Return the temperatures of a check whose outputs are kept; None: it has none."""
+        outputs, held = self._outputs.get(number), self._first()
+        if not self._has_temperature or outputs is None or not bool(outputs.isfinite().all()):
+            return None
+        if self._calibrated is None or self._calibrated[0] != number:
+            folds = held.folds
+            if len(torch.unique(folds)) > MOST_FOLDS:
+                folds = torch.arange(len(folds)) % PARTS
+            start = self._temperatures[min(number, len(self._temperatures)) - 1] if number else 1.0
+            fit = calibrate(
+                outputs, held.targets, folds, self._weights, binary=self.binary, start=start
+            )
+            self._calibrated = number, fit
+        return self._calibrated[1]
 
     def best(self, first: int = 0) -> int:
         """Return the number of the check with the best monitored metric.
@@ -193,11 +223,24 @@ class Outcome:
         return first + best_check(-values if self._larger else values)
 
     def thin(self, best: int, steps: list[int]) -> None:
-        """Keep the outputs of the best check, and as many others as the memory allows."""
-        each = self._outputs[best].numel() * self._outputs[best].element_size()
-        while len(self._outputs) > 1 and len(self._outputs) * each > self._memory:
+        """Keep the outputs of the best check, and as many others as fit into half of the memory."""
+        while len(self._outputs) > 1 and self._bytes() > self._memory // 2:
             kept = {number: steps[number] for number in sorted(self._outputs)}
             del self._outputs[densest_check(kept, best)]
+
+    def _bytes(self) -> int:
+        return sum(map(_size, self._outputs.values()))
+
+    def take_members(self, members: list[dict[str, Tensor]]) -> None:
+        """Keep the weights of the shadows, if they fit into the memory beside the outputs."""
+        size = sum(_size(value) for member in members for value in member.values())
+        self.members = members if size <= self._memory - self._bytes() else []
+
+    @property
+    def room(self) -> int:
+        """The bytes that outputs and members leave for the weights of checks."""
+        used = sum(_size(value) for member in self.members for value in member.values())
+        return self._memory - self._bytes() - used
 
     # -- results
 
@@ -212,9 +255,9 @@ class Outcome:
         return self._larger
 
     @property
-    def last_monitored(self) -> float:
-        """The monitored metric at the last check."""
-        return self._monitored[-1]
+    def monitored(self) -> list[float]:
+        """The monitored metric at every check."""
+        return self._monitored
 
     def temperature(self, number: int) -> float:
         """Return the temperature of a check; 1: none."""
@@ -226,33 +269,76 @@ class Outcome:
 
     def out_of_fold(self, number: int) -> OutOfFold:
         """Return the outputs at a check, divided by its temperature."""
-        held, temperature = self._first(), self._temperatures[number]
-        outputs = self._outputs[number]
-        if temperature != 1:
+        return self._divided(number, self._temperatures[number])
+
+    def cross_fitted(self, number: int) -> OutOfFold:
+        """Return the outputs at a check, those of each fold at the temperature of the others."""
+        fit = self._calibration(number)
+        return self._divided(number, 1.0 if fit is None else fit.row_temperatures)
+
+    def _divided(self, number: int, temperature: float | Tensor) -> OutOfFold:
+        held, outputs = self._first(), self._outputs[number]
+        if isinstance(temperature, Tensor):
+            temperature = temperature.reshape(-1, *[1] * (outputs.dim() - 1)).to(outputs.dtype)
+        if not isinstance(temperature, float) or temperature != 1:
+            normal = self.binary is False and bool((outputs.logsumexp(1).abs() < 1e-4).all())
             outputs = outputs / temperature
+            if normal:  # log-probabilities
+                outputs = outputs.log_softmax(1)
         return OutOfFold(outputs, held.rows, held.folds, held.targets)
 
     def row_losses(self, number: int, curve: Tensor) -> Tensor:
         """Return the losses behind the estimate of a check, if its outputs are kept."""
-        outputs = self._outputs.get(number)
-        if not self._has_temperature or outputs is None or not bool(outputs.isfinite().all()):
-            return curve
-        return self._cross_fitted(number)[1]
+        fit = self._calibration(number)
+        return curve if fit is None else self._weighted(fit.losses)
+
+    @property
+    def fixed_metrics(self) -> dict[str, Metric]:
+        """The metrics, with outputs known to be logits or probabilities."""
+        probabilities = self.binary is None and self._probabilities
+        return {n: metric.of_probabilities(probabilities) for n, metric in self.metrics.items()}
 
     def value(self, number: int, name: str) -> float:
         """Return a metric at a check; nan where it is undefined."""
-        held = self.out_of_fold(number)
+        held = self.cross_fitted(number)
         if held.outputs.is_floating_point() and not bool(held.outputs.isfinite().all()):
             return math.nan
-        return self.metrics[name](held.outputs, held.targets)
+        return self.fixed_metrics[name](held.outputs, held.targets, self._weights)
 
-    def intervals(self, number: int) -> dict[str, Interval]:
-        """Return the metrics at a check with their intervals."""
-        held = self.out_of_fold(number)
+    def intervals(self, number: int) -> dict[str, Callable[[], Interval]]:
+        """Return functions that compute the metrics at a check with their intervals."""
+        held = self.cross_fitted(number)
+        arguments = (held.outputs, held.targets, self._groups)
         return {
-            name: statistic_interval(metric, held.outputs, held.targets, self._groups)
-            for name, metric in self.metrics.items()
+            name: functools.partial(statistic_interval, metric, *arguments, weights=self._weights)
+            for name, metric in self.fixed_metrics.items()
         }
+
+    def doubt(self, number: int) -> str:
+        """Return why the probabilities at a check are of no use; "": they are of some."""
+        fit, targets = self._calibration(number), self._first().targets
+        if fit is None:
+            return ""
+        if fit.temperature >= HOTTEST:
+            return "the largest temperature fits best, so the logits tell nothing of held-out rows"
+        if targets.dim() > 1 or targets.is_floating_point() or self.binary:
+            return ""
+        weights = torch.ones(len(targets)) if self._weights is None else self._weights
+        shares = torch.bincount(targets, weights.double())
+        shares = shares[shares > 0] / shares.sum()
+        entropy = -float((shares * shares.log()).sum())
+        loss = float(self._weighted(fit.losses).mean())
+        if loss < entropy:
+            return ""
+        return (
+            f"the estimated loss, {loss:.3g}, is not below {entropy:.3g}, that of answering with "
+            "the shares of the classes alone"
+        )
+
+    @property
+    def weights(self) -> Tensor | None:
+        """The weights of the rows in the loss."""
+        return self._weights
 
     @property
     def groups(self) -> Tensor | None:
@@ -287,3 +373,9 @@ class Outcome:
         self._temperatures = list(state["temperatures"])
         self._monitored = list(state["monitored"])
         self.members = [dict(member) for member in state["members"]]
+        self._calibrated, targets = None, self._first().targets
+        self._probabilities = all(are_probabilities(o, targets) for o in self._outputs.values())
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from heldin.capture.sharding import unwrapped
-from heldin.crossval import Interval, OutOfFold, RunRecord, mean_interval
+from heldin.crossval import Estimates, Interval, OutOfFold, RunRecord, described, mean_interval
 from heldin.distributed.shadow_group import refuse_unpooled_ddp, shadow_group_for
 from heldin.errors import HeldinError, HeldinWarning, more
 from heldin.loop.events import OptimizerStep
@@ -41,7 +41,7 @@ from heldin.rules.policy import (
 from heldin.rules.reporting import EstimateReport
 from heldin.rules.schedules import fixed_schedule, warn_of_schedule
 from heldin.shadows.exchange import group_settings
-from heldin.shadows.models import check_trainable
+from heldin.shadows.models import check_trainable, note_trained, warn_of_training
 from heldin.shadows.outputs import OutputRecipe
 from heldin.shadows.step_check import StepCheck
 from heldin.state.estimates import STATE_SCHEMA as HISTORY
@@ -112,7 +112,12 @@ class PathStopping(EstimateReport, StoppingRule):
         self._outcome: Outcome | None = None
         self.no_outcome = "heldin.EarlyStopping keeps them"  # why there are none
         self.calibration: Calibration | None = None
-        self._intervals: dict[tuple[int, int], dict[str, Interval]] = {}  # of the latest check
+        loss = inputs.eval_loss or inputs.batch_loss or inputs.loss_fn
+        self._loss_name = "" if loss is None else described(loss)
+        self._rates: dict[int, float] = {}  # by step of the checks: sum of learning rates x steps
+        self._doubted = False  # whether a warning was given that nothing was learnt
+        self._rate_sum, self._rated = 0.0, 0  # of the steps so far, and their number
+        self._intervals: dict[tuple[int, int], Estimates] = {}  # of the latest check
         self._values: dict[tuple[int, int], dict[str, float]] = {}  # the same for metrics
         self._levels: list[tuple[float, float]] = []  # of light shadows, see `matched_checks`
         self._void = 0  # first checks that do not count, as shadows have started again
@@ -139,6 +144,7 @@ class PathStopping(EstimateReport, StoppingRule):
         self._check_ranks_agree()
         self._check()
         self._observer.attach(self._model, optimizer)
+        warn_of_training(name, self._model)
 
     def _step_check(self) -> StepCheck | None:
         """Return what compares the loop's steps with those that the rule takes them for."""
@@ -251,6 +257,7 @@ class PathStopping(EstimateReport, StoppingRule):
         self._check_ranks_agree()
         for one in taken:
             self._step += 1
+            self._note_rate(one.settings, 1)
             self._follow(one, index, now=one is taken[-1])
         if self._due():
             self._check_and_tell()
@@ -284,6 +291,10 @@ class PathStopping(EstimateReport, StoppingRule):
             self._look_for_schedule()
         losses = self._held_out().detach().cpu().double()
         number, estimated = len(self._curves), losses
+        optimizer: Any = getattr(self, "_optimizer", None)
+        if optimizer is not None:
+            self._note_rate(optimizer.param_groups, self._step - self._rated)
+        self._rates[self._step] = self._rate_sum
         if self._outcome is not None:
             held = self._held_out_outputs()
             if number == 0:
@@ -302,18 +313,15 @@ class PathStopping(EstimateReport, StoppingRule):
         lowest, chosen = self._lowest(), self.best_number
         best = self._matched()[lowest]
         self.history.best_step = self.history[best].step
-        self._thin(number if self.finish else best)
         if self._outcome is not None:
             self._outcome.thin(chosen, self.history.columns()["step"])
             if chosen == number:
-                self._outcome.members = self._members()
+                self._outcome.take_members(self._members())
+        self._thin(number if self.finish else best)
         self._next_look, patience = 0, self._patience_in_steps()
         if self.should_stop:  # the reason is that of the stop
             return
-        self.reason = (
-            f"step {self._step}: estimated loss {middle:.4g}, lowest "
-            f"{self.history[lowest].estimate:.4g} at step {self.history[lowest].step}"
-        )
+        self.reason = f"step {self._step}: {self._compared(number, lowest)}"
         if patience is None:
             return
         if not patience.stops(*self._course(lowest), self._epochs()):
@@ -325,6 +333,27 @@ class PathStopping(EstimateReport, StoppingRule):
         else:
             self.should_stop, self.stopped_step = True, self._step
             self.history.stopped_step = self._step
+
+    def _compared(self, number: int, best: int) -> str:
+        """Return what is monitored at a check, and at the best one, in words."""
+        name, word = "estimated loss", "lowest"
+        values = [self.history[i].estimate for i in (number, best)]
+        if self._outcome is not None and self._outcome.by_metric:
+            name, word = self._outcome.monitor, "best"
+            values = [self._outcome.monitored[i] for i in (number, best)]
+        now, then = (f"{value:.4g}" for value in values)
+        return f"{name} {now}, {word} {then} at step {self.history[best].step}"
+
+    def _note_rate(self, groups: Any, steps: int) -> None:
+        """Add steps with the learning rates of now to the sum for `plan`."""
+        if steps and groups and "lr" in groups[0]:
+            self._rate_sum += float(groups[0]["lr"]) * steps
+            self._rated += steps
+
+    def rate_steps(self, step: int) -> float | None:
+        """Return the sum of the learning rates of the steps to one of a check; None: not known."""
+        rate = self._rates.get(step, math.nan)
+        return None if math.isnan(rate) else rate
 
     def _course(self, best: int) -> tuple[list[int], int, Tensor | None]:
         """Return what patience is decided by: steps of the checks, the best one, their curves.
@@ -347,7 +376,7 @@ class PathStopping(EstimateReport, StoppingRule):
         """What chooses the weights, at the last check: the estimated loss, or a metric."""
         if self._outcome is None or not self._outcome.by_metric:
             return self.history.last().estimate
-        return self._outcome.last_monitored
+        return self._outcome.monitored[-1]
 
     @property
     def larger_is_better(self) -> bool:
@@ -371,6 +400,8 @@ class PathStopping(EstimateReport, StoppingRule):
                 with self._trial():
                     model = self._average or self._opened("predict")
                     outcome.calibrates = is_scalable(model, *self._example())
+                if not outcome.calibrates:
+                    outcome.uncalibrated = "the last layer cannot be scaled exactly"
                 self._accept_weights()  # which were scaled, and put back bit for bit
             self._check()
             self.metric_values()  # an error now, not after the training
@@ -408,7 +439,7 @@ class PathStopping(EstimateReport, StoppingRule):
         """Warn of a schedule with a fixed end, once."""
         self.finish = False
         optimizer: Any = getattr(self, "_optimizer", None)
-        schedule = None if self.patience is None else fixed_schedule(optimizer)
+        schedule = fixed_schedule(optimizer)
         if schedule is not None:
             warn_of_schedule(self.owner, schedule)
 
@@ -458,7 +489,8 @@ class PathStopping(EstimateReport, StoppingRule):
             self._kept = {best: self._kept[best]}
             return
         each = sum(value.numel() * value.element_size() for _, value in self._state())
-        while len(self._kept) > 1 and len(self._kept) * each > self.memory:
+        room = self.memory if self._outcome is None else self._outcome.room
+        while len(self._kept) > 1 and len(self._kept) * each > room:
             steps = {number: self.history[number].step for number in sorted(self._kept)}
             del self._kept[densest_check(steps, best)]
 
@@ -495,6 +527,16 @@ class PathStopping(EstimateReport, StoppingRule):
         """By which logits at the best step have to be divided to be calibrated; 1: by none."""
         return 1.0 if self._outcome is None else self._outcome.temperature(self.best_number)
 
+    @property
+    def uncalibrated(self) -> str:
+        """Why the logits of a classifier have no temperature, in words; "": they have, or may."""
+        return "" if self._outcome is None else self._outcome.uncalibrated
+
+    @property
+    def lowest_temperature(self) -> float:
+        """The temperature at the best step, which is not that of the kept weights with `finish`."""
+        return 1.0 if self._outcome is None else self._outcome.temperature(self._lowest())
+
     def metric_values(self, number: int | None = None) -> dict[str, float]:
         """Return the metrics at a check (default: the chosen one), if its outputs are kept."""
         number = self.best_number if number is None else number
@@ -503,16 +545,17 @@ class PathStopping(EstimateReport, StoppingRule):
         key = (len(self.history), number)
         if key not in self._values:
             values = {name: self._outcome.value(number, name) for name in self._outcome.metrics}
-            self._values = {key: values}
+            self._values = {key: values, **dict([*self._values.items()][-1:])}
         return dict(self._values[key])
 
-    def intervals(self) -> dict[str, Interval]:
+    def intervals(self) -> Estimates:
         """Return the estimated test loss and the metrics, with their intervals."""
         key = (len(self.history), self.best_number)
         if self._intervals.get(key) is None:
             metrics = {} if self._outcome is None else self._outcome.intervals(self.best_number)
-            self._intervals = {key: {"loss": self.loss_interval(), **metrics}}
-        return dict(self._intervals[key])
+            loss = self.loss_interval()
+            self._intervals = {key: Estimates({"loss": lambda: loss, **metrics})}
+        return self._intervals[key]
 
     def row_losses(self, number: int | None = None) -> Tensor:
         """Return the losses of rows, or of blocks of them, that an estimate is the mean of.
@@ -528,15 +571,26 @@ class PathStopping(EstimateReport, StoppingRule):
 
     def record(self) -> RunRecord:
         """Return the out-of-fold losses and outputs at the chosen check."""
-        held, losses = self.outcome.out_of_fold(self.best_number), self.row_losses()
+        held, losses = self.outcome.cross_fitted(self.best_number), self.row_losses()
         if len(losses) != len(held):
             raise HeldinError(
                 f"heldin.EarlyStopping.record: the loss is that of {len(losses)} blocks of rows, "
                 "because batch_loss does not give it row by row; give eval_loss=(model, batch) -> "
                 "one loss for each row"
             )
-        metrics, groups = self.outcome.metrics, self.outcome.groups
-        return RunRecord(losses, held.outputs, held.targets, held.rows, held.folds, metrics, groups)
+        binary = self.outcome.binary
+        name = self._loss_name if binary is None else f"{'sigmoid ' * binary}cross-entropy"
+        return RunRecord(
+            losses,
+            held.outputs,
+            held.targets,
+            held.rows,
+            held.folds,
+            self.outcome.fixed_metrics,
+            self.outcome.groups,
+            name,
+            self.outcome.weights,
+        )
 
     def loss_interval(self, number: int | None = None) -> Interval:
         """Return the estimated test loss at a check (default: the chosen one) with its interval."""
@@ -637,6 +691,8 @@ class PathStopping(EstimateReport, StoppingRule):
         self._calibrate()
         if self._average is not None:
             self._opened("restore").load_state_dict(self._average.state_dict())
+        if not untrained:
+            note_trained(self._opened("restore"))
 
     def _calibrate(self) -> None:
         """Divide the outputs of the restored model by the temperature."""
@@ -647,10 +703,20 @@ class PathStopping(EstimateReport, StoppingRule):
             model = self._average or self._opened("restore")
             with paused():
                 self.calibration = Calibration.of(model, self.temperature, *self._example())
+        over = self._outcome is not None and bool(self.should_stop or self.finish)
+        doubt = self.outcome.doubt(self.best_number) if over and not self._doubted else ""
+        if doubt and self.best_step:
+            self._doubted = True
+            warnings.warn(
+                f"{self.owner}: {doubt}: the model has learnt nothing that holds on other rows. Do "
+                "the inputs say anything about the targets? " + more("no-better-than-a-constant"),
+                HeldinWarning,
+                stacklevel=3,
+            )
 
     def metrics(self) -> dict[str, float]:
         """Return the state as a flat mapping for any tracker, without values that do not exist."""
-        last = self.history.last()
+        last, number = self.history.last(), len(self.history) - 1
         values = {
             "heldin/estimate": last.estimate,
             "heldin/standard_error": last.standard_error,
@@ -658,7 +724,8 @@ class PathStopping(EstimateReport, StoppingRule):
             "heldin/best_estimate": self.estimate,
             "heldin/best_step": float(self.best_step),
             "heldin/should_stop": float(self.should_stop),
-            **{f"heldin/{name}": value for name, value in self.metric_values().items()},
+            **{f"heldin/{n}": value for n, value in self.metric_values(number).items()},
+            **{f"heldin/best_{n}": value for n, value in self.metric_values().items()},
         }
         return {name: value for name, value in values.items() if not math.isnan(value)}
 
@@ -730,6 +797,7 @@ class PathStopping(EstimateReport, StoppingRule):
         self._load_rule_state(state["rule"])
         self.history.load_state_dict(state["history"])
         self._curves = list(state["curves"].unbind(1))
+        self._rate_sum = math.nan  # rates before the state are not known
         self._void, self._behind = state["void"], state["behind"]
         self._next_look = state["next_look"]
         self._levels = [(shadows, model) for shadows, model in levels]
@@ -743,6 +811,7 @@ class PathStopping(EstimateReport, StoppingRule):
         self._release()
         if self.calibration is not None:
             self.calibration.close()
+        self._kept = {number: {} for number in self._kept}
         self._model = self._average = None
 
     def __exit__(

@@ -286,11 +286,11 @@ class ValidationReport(Reporting):
     def _sections(self) -> list[Section]:
         columns = self.history.columns()
         losses = Series("validation loss", columns["step"], columns["raw"], "a")
-        figure = chart([losses], "Validation loss", "check", "loss")
-        facts = [("checks", str(self._step)), ("last validation loss", f"{self.last_loss:.4g}")]
+        figure = chart([losses], "Validation loss", "step", "loss")
+        facts = [("steps", str(self._step)), ("last validation loss", f"{self.last_loss:.4g}")]
         if self.best_step is not None:
-            facts += [("lowest", f"{self.best_loss:.6g} at check {self.best_step}")]
-        files = {"history.csv": csv_link({"check": columns["step"], "loss": columns["raw"]})}
+            facts += [("lowest", f"{self.best_loss:.6g} at step {self.best_step}")]
+        files = {"history.csv": csv_link({"step": columns["step"], "loss": columns["raw"]})}
         return [Section("Validation loss", "", [figure], [Table([], facts)], files)]
 
 
@@ -311,13 +311,43 @@ class EstimateReport(Reporting):
     stop_limit: Any
     best_step: Any
     best_number: Any
+    finish: Any
+    shares: Any
+    temperature: Any
+    uncalibrated: Any
+    _lowest: Any
 
     def _headline(self) -> tuple[str, str]:
         title = f"Test loss {self.intervals()['loss']}"
         weights = f"The weights are those of {self.run.place(self.best_step)}"
+        if self.finish:
+            end = self.run.place(self.history.last().step)
+            lowest = self.run.place(self.best_step)
+            return title, f"Kept weights: {end} (the end); lowest estimate at {lowest}."
         if self.stopped_step is None:
             return title, f"{weights}; training had not stopped after {self._step:,} steps."
         return title, f"{weights}; training stopped at {self.run.place(self.stopped_step)}."
+
+    def conclusions(self) -> list[str]:
+        """Return why the run ended, what was chosen and the temperature, in words."""
+        reason = self.reason.partition(": ")[2].partition("; stops by")[0]
+        if self.stopped_step is None:
+            words = [f"not stopped after {self.run.place(self._step)}: {reason}"]
+        else:
+            since = f"no improvement since step {self.history[self._lowest()].step:,}"
+            words = [f"stopped after {self.run.place(self.stopped_step)}: {since}, {reason}"]
+        averaged = "the average of those around " if len(self.shares) > 1 else "those of "
+        if self.finish:
+            last = self.history.last().step
+            words.append(f"kept weights: step {last:,} (the end)")
+            words.append(f"lowest estimate at step {self.best_step:,}")
+        else:
+            words.append(f"the chosen weights are {averaged}step {self.best_step:,}")
+        if self.temperature != 1:
+            words.append(f"temperature {self.temperature:.3g}")
+        elif self.uncalibrated:
+            words.append(f"no temperature, as {self.uncalibrated}")
+        return words
 
     def _estimates(self) -> list[tuple[str, str]]:
         intervals = self.intervals().items()
@@ -343,6 +373,7 @@ class EstimateReport(Reporting):
             ("training loss at the chosen weights", f"{best.training_loss:.4g}"),
             ("steps", f"{self._step:,}, with {len(self.history)} checks"),
             *([("choice of the rule", self.reason_chosen)] if self.reason_chosen else []),
+            *([("temperature", f"none, as {self.uncalibrated}")] if self.uncalibrated else []),
         ]
         predictions = [] if self._outcome is None else prediction_sections(self._predictions())
         return [
@@ -365,7 +396,8 @@ class EstimateReport(Reporting):
                 columns["estimate"], "a", columns["low"], columns["high"],
             ),
         ]  # fmt: skip
-        marks: list[tuple[float, str]] = [(float(self.best_step), "chosen")]
+        best = "lowest" if self.finish else "chosen"
+        marks: list[tuple[float, str]] = [(float(self.best_step), best)]
         if self.stopped_step is not None:
             marks.append((float(self.stopped_step), "stopped"))
         figure = chart(
@@ -458,9 +490,7 @@ def side_by_side(run: Any, others: Mapping[str, Any]) -> Section:
             except HeldinError as error:
                 difference = str(error).removeprefix("heldin.compare: ")
             else:
-                two = 2 * paired.standard_error
-                low, high = paired.difference - two, paired.difference + two
-                difference = f"{paired.difference:+.3g} [{low:+.3g}, {high:+.3g}]"
+                difference = str(paired.interval)
                 better = f"{paired.probability:.0%}"
         cells = [str(each.intervals().get(key, "")) for key in metrics]
         rows.append([name, *cells, each.run.place(each.best_step), difference, better])

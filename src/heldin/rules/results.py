@@ -19,6 +19,7 @@ from heldin.crossval import Committee, Interval, Metric, OutOfFold, RunRecord, r
 from heldin.errors import HeldinError
 from heldin.pages import Report
 from heldin.rules.evidence import EvidenceStopping
+from heldin.rules.leave_one_out import LeaveOneOutStopping
 from heldin.rules.outcome import Outcome, check_monitor
 from heldin.rules.path import PathStopping
 from heldin.rules.validation import ValidationStopping
@@ -38,14 +39,17 @@ class Plan:
         steps: number of optimiser steps until the lowest estimate.
         epochs: number of epochs that these steps lie in; None if they are unknown.
         temperature: to divide the logits by; 1: none.
+        rate_steps: sum of the learning rates of the steps (of the first parameter group), to choose
+            the steps of a run with another rate or schedule; None: not known, as after resuming.
 
-    >>> Plan(steps=340, epochs=17, temperature=1.3)
-    Plan(steps=340, epochs=17, temperature=1.3)
+    >>> Plan(steps=340, epochs=17, temperature=1.3, rate_steps=3.4)
+    Plan(steps=340, epochs=17, temperature=1.3, rate_steps=3.4)
     """
 
     steps: int
     epochs: int | None
     temperature: float
+    rate_steps: float | None = None
 
 
 class Check(NamedTuple):
@@ -152,12 +156,14 @@ class RunResults:
         """The epoch, from 0 on, in which the best step lies; None if epochs are not known."""
 
     @property
-    def estimates(self) -> dict[str, Interval]:
+    def estimates(self) -> Mapping[str, Interval]:
         """The estimated test loss, by the name "loss", and every metric, with their intervals.
 
         Intervals of 95 %: of the loss by a bootstrap over rows that allows for long tails, widened
         because other training rows would change the losses of all rows; of metrics by a bootstrap
-        over rows, or over groups. rule="evidence" estimates no loss.
+        over rows, or over groups, which is not widened. An interval is computed when it is asked
+        for. Metrics are those of `out_of_fold` but for the temperature: each fold has that of the
+        others. rule="evidence" estimates no loss.
         """
         inner = self._followed()
         if isinstance(inner, PathStopping):
@@ -171,7 +177,9 @@ class RunResults:
         """Outputs at the chosen check, for each row of a model that was not trained on it.
 
         What `sklearn.model_selection.cross_val_predict` returns, for a confusion matrix, a ROC
-        curve, wrong labels or conformal prediction.
+        curve, wrong labels or conformal prediction. Logits are divided by `temperature`, so that
+        softmax or sigmoid make calibrated probabilities of them; times `temperature` they are as
+        the shadows gave them.
         """
         inner = self._estimating("out_of_fold")
         return inner.outcome.out_of_fold(inner.best_number)
@@ -192,8 +200,8 @@ class RunResults:
         inner = self._estimating("committee")
         if not self._has_copies:
             raise HeldinError(
-                f"{self._owner}.committee: models of this framework cannot be copied with other "
-                "weights; average out_of_fold, or train in a loop of your own"
+                f"{self._owner}.committee: models of this framework cannot be copied to hold the "
+                "weights of the shadows; train a torch.nn.Module with heldin.EarlyStopping for one"
             )
         chosen = self._trained() if model is None else model
         if chosen is None:
@@ -259,12 +267,17 @@ class RunResults:
         """Return the length and the temperature of this run, to repeat it without heldin.
 
         For other seeds, or a final model, at the cost of a plain run. The steps count from the
-        first one; a run with another batch size or learning rate needs another plan.
+        first one; a run with another batch size needs another plan. A plain run of that length ends
+        with the weights of one step, where this one averaged those around the best step, and may
+        be a little worse. With finish=True the plan is that of the lowest estimate, not of the end.
         """
         step, epoch = self.best_step, self.best_epoch
         if step is None:
             raise HeldinError(f"{self._owner}.plan: the run has no best step yet; train first")
-        return Plan(step, None if epoch is None else epoch + 1, self._temperature())
+        inner, epochs = self._followed(), None if epoch is None else epoch + 1
+        if not isinstance(inner, PathStopping):
+            return Plan(step, epochs, 1.0)
+        return Plan(step, epochs, inner.lowest_temperature, inner.rate_steps(step))
 
     def summary(self) -> dict[str, float]:
         """Return the results as a flat mapping, for the summary of a run in a tracker.
@@ -285,12 +298,15 @@ class RunResults:
         inner = self._followed()
         if inner is None:
             return "no run yet"
-        stopped = f"stopped at step {inner.stopped_step}" if inner.should_stop else "not stopped"
-        words = [f"{stopped} ({inner.reason})"]
-        if self.best_step is not None:
-            words.append(f"the best weights are those of step {self.best_step}")
-        if self._temperature() != 1:
-            words.append(f"temperature {self._temperature():.3g}")
+        if not isinstance(inner, PathStopping):
+            stopped = (
+                f"stopped at step {inner.stopped_step}" if inner.should_stop else "not stopped"
+            )
+            words = [f"{stopped} ({inner.reason})"]
+            if self.best_step is not None:
+                words.append(f"the best weights are those of step {self.best_step}")
+        else:
+            words = inner.conclusions()
         expected = ", ".join(f"{name} {interval}" for name, interval in self.estimates.items())
         return "; ".join([*words, f"expect {expected}"] if expected else words)
 
@@ -337,10 +353,14 @@ def _committee(inner: PathStopping, model: nn.Module, owner: str) -> Committee:
     """Return the average of a restored model and its shadows at the chosen check."""
     outcome = inner.outcome
     if not outcome.members:
+        if isinstance(inner, LeaveOneOutStopping):
+            raise HeldinError(
+                f"{owner}.committee: leave-one-out has no shadows to average; use rule='folds'"
+            )
         raise HeldinError(
-            f"{owner}.committee: the weights of the shadows at the chosen check were not kept: "
-            "leave-one-out has no shadows, and those of folds must fit into snapshot_memory "
-            f"({inner.memory:,} bytes)"
+            f"{owner}.committee: the weights of the shadows at the chosen check were not kept, as "
+            "they do not fit beside the outputs into snapshot_memory of the rule "
+            f"({inner.memory:,} bytes); raise it"
         )
     members = [_copy(model)]
     names = set() if inner.calibration is None else set(inner.calibration.names)
@@ -354,7 +374,7 @@ def _committee(inner: PathStopping, model: nn.Module, owner: str) -> Committee:
                     places[name].div_(inner.temperature)
         members.append(member)
     average = {None: "outputs", False: "softmax", True: "sigmoid"}[outcome.binary]
-    return Committee(members, average, dim=1).eval()
+    return Committee(members, average, 1, 1.0 if names else inner.temperature).eval()
 
 
 def _copy(model: nn.Module) -> nn.Module:

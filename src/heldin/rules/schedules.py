@@ -34,7 +34,7 @@ def fixed_schedule(optimizer: Optimizer) -> str | None:
     if "initial_lr" not in optimizer.param_groups[0]:  # which every scheduler sets
         return None
     kinds = (*ENDS, lr_scheduler.LambdaLR)
-    schedulers = [each for each in gc.get_objects() if type(each) in kinds]
+    schedulers = [each for each in gc.get_objects() if issubclass(type(each), kinds)]
     mine = [
         each
         for each in schedulers
@@ -52,12 +52,12 @@ def _described(scheduler: Any) -> str | None:
     if isinstance(scheduler, lr_scheduler.LinearLR):
         if scheduler.end_factor >= scheduler.start_factor:
             return None  # a warm-up
-    end = ENDS[type(scheduler)]
+    end = next(end for kind, end in ENDS.items() if isinstance(scheduler, kind))
     return f"{type(scheduler).__name__}({end}={getattr(scheduler, end)})"
 
 
 def warn_of_schedule(owner: str, schedule: str) -> None:
-    """Warn that a run with a fixed end is going to be stopped before it.
+    """Warn that weights from before the end of a run with a fixed end are going to be chosen.
 
     Args:
         owner: the public name of the rule.
@@ -67,7 +67,7 @@ def warn_of_schedule(owner: str, schedule: str) -> None:
         f"{owner}: {schedule} lowers the learning rate until a fixed end. Weights from the middle "
         "of such a run, at a high rate, are often worse than those of a shorter run to its end. "
         "finish=True trains to the end, keeps the weights and the estimate of the end, and "
-        "best_step is advice for the length of the next run; finish=False stops early as ever "
+        "best_step is advice for the length of the next run; finish=False chooses weights as ever "
         + more("a-schedule-with-an-end"),
         HeldinWarning,
         stacklevel=6,
