@@ -86,18 +86,18 @@ def test_rows_that_are_equal_by_chance_are_not() -> None:
 def test_a_page_without_a_step_says_so() -> None:
     stopping = made()
     stopping.close()
-    assert [text for text, _ in stopping._inner._advice()] == [
+    assert [text for text, _ in stopping.following._advice()] == [
         "No step was taken yet: call step() after each optimizer.step()."
     ]
 
 
 def test_other_rows_in_between_are_named_as_a_cause() -> None:
-    stopping = made()
-    model: Any = stopping._model
+    model = nn.Linear(5, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    stopping = made(model=model, optimizer=optimizer)
     model(X + 1)  # nobody asks for gradients of it
     loss = nn.CrossEntropyLoss()(model(X[:10]), Y[:10])
     loss.backward()
-    optimizer: Any = stopping._optimizer
     optimizer.step()
     loss = nn.CrossEntropyLoss()(model(X[:10]), Y[:10]) + model(X + 1).square().mean()
     loss.backward()

@@ -365,7 +365,7 @@ def test_labels_of_padding_may_be_written_into_the_batch() -> None:
         loop.step(batch)
         loop.stopping.step()
     twin = loop.twin(0)
-    found = loop.stopping._backend.weights_of(0)["0.weight"].detach()
+    found = loop.stopping.backend.weights_of(0)["0.weight"].detach()
     torch.testing.assert_close(found, twin[0].weight.detach())  # type: ignore[index, union-attr]
 
 
@@ -385,8 +385,8 @@ def test_sparse_gradients() -> None:
         optimizer.step()
         optimizer.zero_grad()
         stopping.step()
-    moved = (stopping._backend.weights_of(0)["0.weight"].detach() != before).any(1)
-    assert torch.equal(moved, stopping._label != 0)
+    moved = (stopping.backend.weights_of(0)["0.weight"].detach() != before).any(1)
+    assert torch.equal(moved, stopping.fold_of_row != 0)
 
 
 class Halving(torch.optim.SGD):
@@ -419,7 +419,7 @@ def test_a_step_that_calls_another_one_is_one_step() -> None:
             optimizer.zero_grad()
             nn.functional.mse_loss(model(inputs), targets).backward()
             optimizer.step()
-    assert stopping._step == 4
+    assert stopping.history.last().step == 4  # the last weights are checked at the end
     assert optimizer.taken == 4
 
 

@@ -92,12 +92,12 @@ def test_batches_of_any_structure(kind: str) -> None:
         stopping.step(batch=batch)
         assert all(type(one) is type(batch) for one in seen)
         x, y = read(batch)
-        kept = stopping._label[8 * number : 8 * number + len(x)] != 1
+        kept = stopping.fold_of_row[8 * number : 8 * number + len(x)] != 1
         own.zero_grad()
         F.mse_loss(start(x[kept]), y[kept]).backward()
         own.step()
     torch.testing.assert_close(
-        stopping._backend.weights_of(1)["weight"].detach(), start.weight.detach()
+        stopping.backend.weights_of(1)["weight"].detach(), start.weight.detach()
     )
     if kind == "encoding":
         assert all(one.encodings == "kept" for one in seen)
@@ -145,11 +145,11 @@ def test_batches_that_cannot_be_sliced_are_collated_again(collate: Any) -> None:
         optimizer.step()
         stopping.step()
         a, b = read(batch)
-        kept = stopping._label[8 * number : 8 * number + len(a)] != 1
+        kept = stopping.fold_of_row[8 * number : 8 * number + len(a)] != 1
         own.zero_grad()
         F.mse_loss(start(a[kept]), b[kept]).backward()
         own.step()
-    torch.testing.assert_close(stopping._backend.weights_of(1)["weight"], start.weight.detach())
+    torch.testing.assert_close(stopping.backend.weights_of(1)["weight"], start.weight.detach())
 
 
 class LongFirst(BatchSampler):
@@ -274,11 +274,11 @@ def test_tensors_in_a_dictionary() -> None:
         optimizer.step()
         optimizer.zero_grad()
         stopping.step(indices=index)
-        kept = index[stopping._label[index] != 0]
+        kept = index[stopping.fold_of_row[index] != 0]
         own.zero_grad()
         F.mse_loss(twin(x[kept]), x[kept, :1]).backward()
         own.step()
-    found = stopping._backend.weights_of(0)["weight"]  # type: ignore[union-attr]
+    found = stopping.backend.weights_of(0)["weight"]  # type: ignore[union-attr]
     torch.testing.assert_close(found.detach(), twin.weight.detach())
 
 
@@ -297,7 +297,7 @@ def test_loss_fn_on_tensors_is_the_same_in_every_engine(engine: Any) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
                 stopping.step()
-        return [float(stopping._held_out().mean()), stopping.estimate > 0]
+        return [float(stopping.backend.held_out().mean()), stopping.estimate > 0]
 
     assert history(engine) == pytest.approx(history("auto"), rel=1e-9)
 
@@ -327,7 +327,7 @@ def test_checks_thin_out_and_take_a_small_share() -> None:
     assert steps == 2000
     assert 20 <= len(stopping.history) <= 40
     assert calls["checked"] < 0.05 * 3 * calls["trained"]
-    label = stopping._label.view(-1, 2)
+    label = stopping.fold_of_row.view(-1, 2)
     assert torch.equal(label[:, 0], label[:, 1])
     assert int((label == 0).sum()) == 600
 
@@ -365,7 +365,7 @@ def test_the_view_without_augmentation_is_evaluated() -> None:
         stopping.step()
     assert {value for grad, value in seen if grad} == {2.0}
     assert (False, 1.0) in seen
-    assert len(stopping._held_out()) == N
+    assert len(stopping.backend.held_out()) == N
     few = DataLoader(list(zip(torch.ones(3, D), torch.ones(3, 1), strict=True)), batch_size=2)
     stopping.close()
     with pytest.raises(heldin.HeldinError, match="eval_data must show the same rows"):

@@ -50,7 +50,7 @@ def run(
 def test_the_check_is_chosen_after_a_temperature(engine: str) -> None:
     _, y = rows()
     plain, _ = run(network(), F.cross_entropy, y, engine, temperature=False)
-    outputs = plain._inner.outcome.state_dict()["outputs"]
+    outputs = plain.following.outcome.state_dict()["outputs"]
     held = plain.out_of_fold
     means, estimates = [], []
     for number in range(len(plain.history)):
@@ -199,7 +199,7 @@ def test_weights_are_not_changed_by_looking_at_the_last_layer() -> None:
     model = network()
     before = copy.deepcopy(model.state_dict())
     stopping = heldin.EarlyStopping(model, sgd(model), F.cross_entropy, rows())
-    assert stopping._inner.outcome.calibrates
+    assert stopping.following.outcome.calibrates
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     stopping.close()
 

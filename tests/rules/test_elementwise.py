@@ -26,6 +26,7 @@ from tests.support.elementwise_runs import (
     wrapped,
 )
 from tests.support.loops import data, net
+from tests.support.reading import averages
 
 PLAIN_BACKWARD = torch.autograd.backward
 
@@ -118,7 +119,7 @@ def test_corrections_reach_the_averages() -> None:
         optimizer = wrapped(model, smoothing=0.25, start=4.0, correction=correction)
         model(c).sum().backward()
         optimizer.step()
-        average = optimizer._averages["weight"][0]
+        average = averages(optimizer)["weight"][0]
         assert torch.allclose(average, 0.25 * 4 + 0.75 * value), correction
         optimizer.close()
     assert torch.allclose(moments.snr, f)
@@ -211,16 +212,16 @@ def test_tensors_of_any_size_and_memory_layout() -> None:
     x = torch.randn(10, 300).double()
     for step in range(8):
         before, masks = values(model), wrapper.masks()
-        averages = {n: a.clone() for n, a in wrapper._averages.items()}
+        before_step = averages(wrapper)
         with heldin.observe(model) as seen:
             model(x).square().sum().backward()
         wrapper.step()
         wrapper.zero_grad()
         for name, p in model.named_parameters():
-            old = averages.get(name, torch.full_like(seen[name].total, 2.0))
+            old = before_step.get(name, torch.full_like(seen[name].total, 2.0))
             f = seen[name].snr
             expected = torch.where((old < 1) | f.isnan(), old, 0.5 * old + 0.5 * f)
-            assert torch.allclose(wrapper._averages[name], expected), (step, name)
+            assert torch.allclose(averages(wrapper)[name], expected), (step, name)
             off = wrapper.masks()[name]
             assert bool((off | ~masks[name]).all())
             assert torch.equal(p[off], before[name][off])
@@ -318,6 +319,6 @@ def test_foreign_states_are_refused_and_change_nothing() -> None:
     for foreign, message in bad:
         with pytest.raises(heldin.HeldinError, match=message):
             run.optimizer.load_state_dict(foreign)
-    for name, average in run.optimizer._averages.items():
+    for name, average in averages(run.optimizer).items():
         assert torch.equal(average, own["averages"][name])
     run.optimizer.close()

@@ -52,7 +52,8 @@ def test_train_takes_the_steps_of_the_loop(name: str) -> None:
     saved = copy.deepcopy(second.state_dict())
     second.train(12, max_steps=11)  # nothing left to do
     assert [r.step for r in second.history] == [r.step for r in first.history if r.step <= 11]
-    second = runs.FoldStopping(trained, make(trained.parameters()), F.mse_loss, rows, 3)
+    optimizer = make(trained.parameters())
+    second = runs.FoldStopping(trained, optimizer, F.mse_loss, rows, 3)
     with pytest.raises(heldin.HeldinError, match="follows a loop of yours"):
         first.train(12)
     third = copy.deepcopy(start)
@@ -66,7 +67,7 @@ def test_train_takes_the_steps_of_the_loop(name: str) -> None:
     second.load_state_dict(saved)
     assert list(second.history) == list(whole.history)[: len(second.history)]
     with pytest.raises(heldin.HeldinError, match="one or the other"):
-        train_once(second, trained, second._optimizer, x, y)
+        train_once(second, trained, optimizer, x, y)
 
 
 class Pairs(Dataset[Any]):
@@ -151,12 +152,12 @@ def test_rows_of_a_loader_are_known_even_when_augmented() -> None:
             optimizer.zero_grad()
             index = torch.stack([(y == row).all(1).nonzero()[0, 0] for row in b])
             stopping.step()
-            kept = stopping._label[index] != 2
+            kept = stopping.fold_of_row[index] != 2
             own.zero_grad()
             F.mse_loss(twin(a[kept]), b[kept]).backward()
             own.step()
         for name, p in twin.named_parameters():
-            torch.testing.assert_close(stopping._backend.weights_of(2)[name].detach(), p.detach())
+            torch.testing.assert_close(stopping.backend.weights_of(2)[name].detach(), p.detach())
 
 
 def test_rows_with_equal_inputs_and_other_targets_are_known_by_the_loader() -> None:
@@ -257,7 +258,7 @@ def test_a_check_shows_the_training_loss_of_no_more_rows_than_are_held_out() -> 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x, y = torch.randn(500, 3), torch.randn(500, 1)
     with runs.ShadowStopping(model, optimizer, F.mse_loss, (x, y)) as stopping:
-        assert stopping._backend.cost == 100 + 100
+        assert stopping.backend.cost == 100 + 100
         with torch.no_grad():
             some = F.mse_loss(model(x[::5]), y[::5])
         assert stopping.history[0].training_loss == pytest.approx(some.item())

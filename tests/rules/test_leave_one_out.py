@@ -16,6 +16,12 @@ import heldin
 from heldin.rules import leave_one_out as _leaveoneout
 from tests.support import runs
 from tests.support.leave_one_out_runs import ADAM, SGD, normal
+from tests.support.reading import rule_state
+
+
+def displacements(stopping: Any) -> Tensor:
+    moved: Tensor = rule_state(stopping)["rule"]["moved"]
+    return moved
 
 
 def naive(
@@ -87,7 +93,7 @@ def test_the_whole_rule_against_dense_matrices(classes: int, decay: float) -> No
             estimates.append(float(rows.mean()))
             since = 0.0
     assert stopping.outputs == classes
-    torch.testing.assert_close(stopping._displacements, moved)
+    torch.testing.assert_close(displacements(stopping), moved)
     torch.testing.assert_close(
         torch.tensor(stopping.history.columns()["estimate"]), torch.tensor(estimates)
     )
@@ -209,7 +215,7 @@ def test_gram_matrices_alone_lose_little_where_one_output_is_followed() -> None:
 def test_probes_carry_the_gap() -> None:
     off, rule = against_retraining(*SINGLE["sgd"], probes=20)
     whole, _ = against_retraining(*SINGLE["sgd"])
-    assert len(rule._probes) == 20
+    assert len(rule_state(rule)["rule"]["probes"]) == 20
     assert off < 0.2
     assert whole < off
 
@@ -316,7 +322,7 @@ def test_schedules_and_groups() -> None:
             optimizer.zero_grad()
             stopping.step()
         stopping.restore()
-        assert torch.equal(stopping._displacements[:, -1], torch.zeros(20, dtype=torch.float64))
+        assert torch.equal(displacements(stopping)[:, -1], torch.zeros(20, dtype=torch.float64))
         ends.append(stopping.history[-1].estimate)
     assert math.isclose(ends[0], ends[1], rel_tol=2e-3)
 
@@ -347,7 +353,7 @@ def test_a_resumed_run_goes_on_bit_for_bit() -> None:
         part.load_state_dict(state)
     go(*second, 37)
     assert list(second[2].history) == list(whole[2].history)
-    assert torch.equal(second[2]._displacements, whole[2]._displacements)
+    assert torch.equal(displacements(second[2]), displacements(whole[2]))
 
 
 def test_refusals() -> None:

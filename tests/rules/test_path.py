@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import heldin
+from heldin._private_torch import forward_hooks
 from heldin.rules import policy as _curves
 from tests.support import runs
 from tests.support.folds_runs import MODELS, OPTIMIZERS, data, minibatches, train_once
+from tests.support.reading import curves, rule_state
 
 
 def overfitting(n: int = 40, d: int = 30) -> tuple[Tensor, Tensor]:
@@ -55,7 +57,7 @@ def test_each_rule_says_how_many_rows_its_error_rests_on(
             "eval_loss": lambda model, batch: (model(batch[0]) - batch[1]).square()[:, 0],
         }
     stopping = runs.FoldStopping(model, optimizer, data=(x, y), shadows=shadows, **how)
-    (curve,) = stopping._curves
+    (curve,) = curves(stopping)
     assert len(curve) == held
     seen = stopping.history[0].training_loss  # nan for copies that have not trained yet
     assert math.isnan(seen) == general
@@ -91,7 +93,7 @@ def test_rows_that_shadows_miss_widen_the_error_unless_another_loss_is_estimated
             optimizer.zero_grad()
             stopping.step(indices=range(20))
         held = 20 / 16
-        curve, last = stopping._curves[-1], stopping.history[-1]
+        curve, last = curves(stopping)[-1], stopping.history[-1]
         assert last.estimate > last.training_loss
         without = _curves.mean_and_error(curve, held)[1]
         found.append(last.standard_error > without)
@@ -141,10 +143,10 @@ def test_bagged_weights_are_the_average_by_votes() -> None:
     shares = stopping.shares
     assert math.isclose(sum(shares.values()), 1)
     assert len(shares) > 1
-    curves = torch.stack(stopping._curves, dim=1)
-    assert curves.shape == (40, len(stopping.history))
+    losses = torch.stack(curves(stopping), dim=1)
+    assert losses.shape == (40, len(stopping.history))
     torch.testing.assert_close(
-        curves.mean(0), torch.tensor(stopping.history.columns()["estimate"], dtype=torch.float64)
+        losses.mean(0), torch.tensor(stopping.history.columns()["estimate"], dtype=torch.float64)
     )
     stopping.restore()
     expected = sum(share * path[step] for step, share in stopping.shares.items())
@@ -163,16 +165,17 @@ def test_memory_thins_the_checkpoints_and_keeps_the_best() -> None:
     each = 31 * 8
     full, _, _ = fit(500, patience=None)
     thin, model, path = fit(500, patience=None, memory=6 * each)
-    assert len(full._kept) == len(full.history)
-    assert len(thin._kept) == 6
-    steps = [thin.history[i].step for i in sorted(thin._kept)]
+    assert len(rule_state(full)["kept"]) == len(full.history)
+    kept = rule_state(thin)["kept"]
+    assert len(kept) == 6
+    steps = [thin.history[i].step for i in sorted(kept)]
     assert thin.best_step in steps
     assert thin.best_step == full.best_step
     thin.restore()
     expected = sum(share * path[step] for step, share in thin.shares.items())
     torch.testing.assert_close(model.weight.detach(), expected)
     none, _, _ = fit(50, patience=None, memory=0)
-    assert len(none._kept) == 1
+    assert len(rule_state(none)["kept"]) == 1
 
 
 def test_context_manager_restores_unless_an_error_passes() -> None:
@@ -185,7 +188,7 @@ def test_context_manager_restores_unless_an_error_passes() -> None:
         last = model.weight.detach().clone()
         assert train_once_more
     assert not torch.equal(model.weight, last)
-    assert not model._forward_pre_hooks
+    assert not forward_hooks(model)
     assert stopping.best_step > 0  # still readable
     broken = runs.FoldStopping(model, optimizer, F.mse_loss, (x, y))
     train_once(broken, model, optimizer, x, y)
@@ -193,7 +196,7 @@ def test_context_manager_restores_unless_an_error_passes() -> None:
     with pytest.raises(ZeroDivisionError), broken:
         raise ZeroDivisionError
     assert torch.equal(model.weight, before)
-    assert not model._forward_pre_hooks
+    assert not forward_hooks(model)
 
 
 def test_integer_buffers_survive_restoring() -> None:
@@ -250,7 +253,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(name: str) -> None:
         part.load_state_dict(state)
     go(*second, batches[17:])
     assert str(second[2].history.columns()) == str(whole[2].history.columns())  # nan at first
-    assert torch.equal(second[2]._held_out(), whole[2]._held_out())
+    assert torch.equal(second[2].backend.held_out(), whole[2].backend.held_out())
     for stopping in (whole[2], second[2]):
         stopping.restore()
     for a, b in zip(whole[0].parameters(), second[0].parameters(), strict=True):
@@ -273,10 +276,12 @@ def test_nothing_is_printed_warned_or_left_behind(capsys: pytest.CaptureFixture[
         warnings.simplefilter("error")
         stopping, model, _ = fit(30)
     state = torch.random.get_rng_state()
-    stopping._check()
+    checks = len(stopping.history)
+    stopping.restore()  # after a check of the last step
+    assert len(stopping.history) == checks + 1
     assert torch.equal(state, torch.random.get_rng_state())
     del stopping
-    assert not model._forward_pre_hooks
+    assert not forward_hooks(model)
     assert capsys.readouterr() == ("", "")
 
 
@@ -319,14 +324,14 @@ def test_a_shadow_left_with_one_row_skips_a_batch_normalisation() -> None:
         model, optimizer, F.mse_loss, (x, y), folds=folds, patience=None
     ) as stopping:
         assert stopping.engine == "replay"
-        before = [stopping._backend.weights_of(k) for k in range(3)]
+        before = [stopping.backend.weights_of(k) for k in range(3)]
         before = [{n: t.clone() for n, t in each.items()} for each in before]
         index = torch.tensor([0, 1, 2, 3])  # the first shadow may see the last row only
         F.mse_loss(model(x[index]), y[index]).backward()
         optimizer.step()
         stopping.step(indices=index)
         moved = [
-            any(not torch.equal(t, then[n]) for n, t in stopping._backend.weights_of(k).items())
+            any(not torch.equal(t, then[n]) for n, t in stopping.backend.weights_of(k).items())
             for k, then in enumerate(before)
         ]
         assert moved == [False, True, True]
@@ -349,10 +354,10 @@ def test_one_row_is_enough_where_a_batch_normalisation_takes_it(frozen: bool) ->
     with runs.FoldStopping(
         model, optimizer, F.mse_loss, (x, y), folds=folds, engine="replay", patience=None
     ) as stopping:
-        before = [stopping._backend.weights_of(k)["2.weight"].clone() for k in range(2)]
+        before = [stopping.backend.weights_of(k)["2.weight"].clone() for k in range(2)]
         index = torch.tensor([0, 1])  # each shadow may see one of them
         F.mse_loss(model(x[index]), y[index]).backward()
         optimizer.step()
         stopping.step(indices=index)
         for k in range(2):
-            assert not torch.equal(stopping._backend.weights_of(k)["2.weight"], before[k])
+            assert not torch.equal(stopping.backend.weights_of(k)["2.weight"], before[k])

@@ -142,7 +142,7 @@ def problem() -> tuple[Tensor, Tensor]:
     return x, x[:, :1] + torch.randn(60, 1, dtype=torch.float64, generator=generator)
 
 
-def trained(patience: Any, steps: int) -> Any:
+def started(patience: Any) -> tuple[Any, nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     x, y = problem()
     model = nn.Linear(20, 1).double()
@@ -150,12 +150,17 @@ def trained(patience: Any, steps: int) -> Any:
     stopping: Any = heldin.EarlyStopping(
         model, optimizer, nn.MSELoss(), (x, y), "folds", patience=patience
     )
-    go_on(stopping, steps)
+    return stopping, model, optimizer
+
+
+def trained(patience: Any, steps: int) -> Any:
+    stopping, model, optimizer = started(patience)
+    go_on(stopping, model, optimizer, steps)
     return stopping
 
 
-def go_on(stopping: Any, steps: int) -> None:
-    (x, y), model, optimizer = problem(), stopping._model, stopping._optimizer
+def go_on(stopping: Any, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    x, y = problem()
     for _ in range(steps):
         optimizer.zero_grad()
         F.mse_loss(model(x), y).backward()
@@ -275,9 +280,10 @@ def test_epochs_of_a_validation_set_with_checks_in_steps() -> None:
 def test_a_resumed_run_keeps_its_patience_in_epochs() -> None:
     stops = []
     for resumed in (False, True):
-        stopping = trained(3, 37)
+        stopping, model, optimizer = started(3)
+        go_on(stopping, model, optimizer, 37)
         if resumed:
-            state, model = stopping.state_dict(), stopping._model
+            state = stopping.state_dict()
             stopping.close()
             model.zero_grad()
             optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -286,7 +292,7 @@ def test_a_resumed_run_keeps_its_patience_in_epochs() -> None:
                 model, optimizer, nn.MSELoss(), (x, y), "folds", patience=3
             )
             stopping.load_state_dict(state)
-        go_on(stopping, 2000)
+        go_on(stopping, model, optimizer, 2000)
         stops.append((stopping.stopped_step, stopping.best_step))
         stopping.close()
     assert stops[0] == stops[1]

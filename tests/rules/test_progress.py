@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import re
 
@@ -9,10 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+from heldin import early_stopping
 from heldin.pages.live import Live
 from heldin.rules.progress import RunProgress
 from heldin.rules.reporting import RunFacts
-from tests.support.report_runs import RULES, data, stopping_by, trained
+from tests.support.report_runs import RULES, data, started, trained
 
 
 def test_nothing_is_printed_unless_asked(capsys: pytest.CaptureFixture[str]) -> None:
@@ -23,9 +25,9 @@ def test_nothing_is_printed_unless_asked(capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("own_loop", [True, False])
 def test_progress_is_shown(rule: str, own_loop: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    stopping = stopping_by(rule)
+    stopping, model, optimizer = started(rule)
     if own_loop:
-        (x, y), model, optimizer = data(), stopping._model, stopping._optimizer
+        x, y = data()
         for _ in stopping.epochs(4, progress=True):
             optimizer.zero_grad()
             nn.functional.mse_loss(model(x), y).backward()
@@ -43,8 +45,8 @@ def test_progress_is_shown(rule: str, own_loop: bool, capsys: pytest.CaptureFixt
 
 def test_progress_and_reports_leave_the_training_alone() -> None:
     def weights(progress: bool) -> torch.Tensor:
-        stopping = stopping_by("folds", metrics=["r2"])
-        (x, y), model, optimizer = data(), stopping._model, stopping._optimizer
+        stopping, model, optimizer = started("folds", metrics=["r2"])
+        x, y = data()
         for _ in stopping.epochs(6, progress=progress):
             optimizer.zero_grad()
             nn.functional.mse_loss(model(x), y).backward()
@@ -57,13 +59,12 @@ def test_progress_and_reports_leave_the_training_alone() -> None:
     assert torch.equal(weights(True), weights(False))
 
 
-def test_the_line_says_what_the_run_has() -> None:
+def test_the_line_says_what_the_run_has(monkeypatch: pytest.MonkeyPatch) -> None:
     file = io.StringIO()
-    stopping = stopping_by("folds", metrics=["r2"])
-    stopping._progress = RunProgress(
-        stopping._inner, stopping._facts, 60, Live(file=file, between=0)
-    )
-    stopping.fit(20, 60)
+    shown = functools.partial(RunProgress, live=Live(file=file, between=0))
+    monkeypatch.setattr(early_stopping, "RunProgress", shown)
+    stopping, _, _ = started("folds", metrics=["r2"])
+    stopping.fit(20, 60, progress=True)
     first, *_, last = file.getvalue().splitlines()
     form = (
         r"epoch (\d+) \| step (\d+) \| loss (\S+) \| test loss (\S+) \[\S+, \S+\] \| r2 \S+ \| "
@@ -72,7 +73,7 @@ def test_the_line_says_what_the_run_has() -> None:
     assert re.fullmatch(form, first)
     match = re.fullmatch(form, last)
     assert match is not None
-    assert int(match[2]) == stopping._step == 2 * int(match[1])
+    assert int(match[2]) == (stopping.stopped_step or 120) == 2 * int(match[1])
     assert float(match[5]) == pytest.approx(stopping.estimates["loss"].value, rel=0.01)
     assert int(match[6]) == stopping.best_epoch + 1
 
@@ -105,11 +106,11 @@ def test_a_short_run_may_stay_silent() -> None:
 
 
 def test_only_the_first_process_shows_progress(monkeypatch: pytest.MonkeyPatch) -> None:
-    stopping, file = stopping_by("folds"), io.StringIO()
+    (stopping, _, _), file = started("folds"), io.StringIO()
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     for rank, shown in ((1, False), (0, True)):
         monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
-        progress = RunProgress(stopping._inner, RunFacts(), 5, Live(file=file, between=0))
+        progress = RunProgress(stopping.following, RunFacts(), 5, Live(file=file, between=0))
         progress.show(1)
         progress.close()
         assert bool(file.getvalue()) == shown

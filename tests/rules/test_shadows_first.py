@@ -75,7 +75,7 @@ def test_the_same_result_with_fewer_steps_of_the_model(monkeypatch: Any, case: s
     torch.testing.assert_close(
         first.committee(model)(rows()[0]), twin.committee(expected)(rows()[0]), rtol=0, atol=1e-9
     )
-    assert steps == max(first._inner.shares)
+    assert steps == max(first.following.shares)
     if case in ("norm", "best", "little memory", "metric"):
         assert steps < 0.8 * all_steps
     assert all_steps == twin.history.last().step

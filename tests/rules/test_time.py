@@ -14,7 +14,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import heldin
+from heldin.rules.policy import mean_and_error
 from heldin.shadows.labels import time_labels, visible
+from tests.support.reading import curves
 
 N, D = 31, 4
 OPTIMIZERS: dict[str, Any] = {
@@ -100,11 +102,9 @@ def test_shadows_are_twins_that_saw_the_past(
         outputs[tested] = twin(x[tested]).detach()
         losses[tested] = (outputs[tested] - y[tested]).square().mean(1)
     tested = ~losses.isnan()
-    inner = stopping._inner
-    torch.testing.assert_close(inner._held_out(), losses[tested], rtol=1e-8, atol=1e-10)
-    inner._check()
-    inner.history.best_step = inner._step
-    held = inner._held_out_outputs()
+    inner = stopping.following
+    torch.testing.assert_close(inner.backend.held_out(), losses[tested], rtol=1e-8, atol=1e-10)
+    held = inner.backend.held_out_outputs()
     assert torch.equal(held.rows, tested.nonzero().flatten())
     torch.testing.assert_close(held.outputs, outputs[tested], rtol=1e-8, atol=1e-10)
     stopping.close()
@@ -151,8 +151,17 @@ def test_the_band_grows_with_the_rows_that_shadows_miss() -> None:
     )
     seen = [10, 20, 30, 40, 50]
     mean = sum(1 / rows for rows in seen) / 5
-    assert stopping._inner._missing() == pytest.approx(1 - 1 / (60 * mean))
-    assert stopping._inner._held_per_trained() == pytest.approx(50 * mean)
+    for _ in range(80):
+        optimizer.zero_grad()
+        LOSS(model(x), y).backward()
+        optimizer.step()
+    losses, check = curves(stopping)[-1], stopping.history.last()
+    assert check.training_loss < check.estimate
+    missing = 1 - 1 / (60 * mean)
+    for share, same in ((missing, True), (0.2, False)):
+        _, error = mean_and_error(losses, 50 * mean, share, check.training_loss)
+        assert (check.standard_error == pytest.approx(error)) == same
+    assert len(losses) == 50
     stopping.close()
 
 
@@ -200,7 +209,7 @@ def test_times_may_be_dates() -> None:
         model = network()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         stopping: Any = heldin.EarlyStopping(model, optimizer, LOSS, (x, y), "folds", time=given)
-        labels.append(stopping._inner._label)
+        labels.append(stopping.following.fold_of_row)
         stopping.close()
     assert torch.equal(labels[0], labels[2])
     assert torch.equal(labels[1], labels[2])
@@ -259,7 +268,7 @@ def test_a_resumed_run_is_the_same() -> None:
         ({"rule": "evidence"}, "has no effect with rule 'evidence'"),
         (
             {"rule": heldin.rules.Validation(data=rows())},
-            "time has no effect with rule 'validation'.*rule='folds'",
+            "time has no effect with rule 'Validation'.*rule='folds'",
         ),
     ],
 )
@@ -277,8 +286,8 @@ def test_auto_takes_the_last_blocks() -> None:
     model = nn.Sequential(nn.Linear(D, 5), nn.BatchNorm1d(5), nn.Linear(5, 1)).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     stopping: Any = heldin.EarlyStopping(model, optimizer, LOSS, (x, y), time=range(1200))
-    label = stopping._inner._label
-    assert stopping._inner._backend.copies == 1
+    label = stopping.following.fold_of_row
+    assert stopping.following.backend.copies == 1
     assert torch.equal((label == 0).nonzero().flatten(), torch.arange(1000, 1200))
     stopping.close()
 

@@ -92,14 +92,14 @@ def test_estimate_and_restored_weights_are_those_of_the_average(kind: str) -> No
         states.append(plain.state())
     loop, loader = Loop(kind), batches()
     stopping = follow(loop, loader)
-    inner, number = stopping._inner, 0
+    inner, number = stopping.following, 0
     for _ in range(EPOCHS):
         for batch in loader:
             stopping.train(batch)
             for mine, theirs in zip(loop.state(), states[number], strict=True):
                 assert torch.equal(mine, theirs)
             number += 1
-    losses, labels = inner._held_out(), inner._label
+    losses, labels = inner.backend.held_out(), inner.fold_of_row
     for k in range(FOLDS):
         twin = Loop(kind)
         for index in order():
@@ -110,7 +110,7 @@ def test_estimate_and_restored_weights_are_those_of_the_average(kind: str) -> No
         held = labels == k
         expected = (twin.average(x[held]) - y[held]).square().mean(1).detach()
         torch.testing.assert_close(losses[held], expected)
-    members = inner._backend.members()
+    members = inner.backend.members()
     stopping.restore()
     assert inner.best_step > 0
     for module in (loop.average.module, loop.model):
@@ -138,7 +138,9 @@ def test_outputs_and_temperature_are_those_of_the_average() -> None:
         loss_fn(model(batch[0]), batch[1]).backward()
         optimizer.step()
         average.update_parameters(model)
+        path.append({name: p.detach().clone() for name, p in average.module.named_parameters()})
 
+    path = [{name: p.detach().clone() for name, p in model.named_parameters()}]
     stopping = heldin.EarlyStopping(
         model,
         optimizer,
@@ -154,7 +156,7 @@ def test_outputs_and_temperature_are_those_of_the_average() -> None:
             stopping.train(batch)
     assert stopping.temperature > 1
     assert 0.5 < stopping.estimates["accuracy"].value < 1
-    kept = stopping._inner._kept[stopping._inner.best_number]
+    kept = path[stopping.best_step or 0]
     with torch.no_grad():
         assert torch.equal(average(x), model(x))
         for name, value in model.named_parameters():
@@ -233,7 +235,7 @@ def test_schedule_free_weights_are_those_of_evaluation(evaluates: bool) -> None:
     model, made = build()
     rule = rules.Folds(folds=FOLDS, average="best")
     stopping = heldin.EarlyStopping(model, made, nn.MSELoss(), (x, y), rule, patience=None)
-    assert stopping._inner.engine == "replay"
+    assert stopping.following.engine == "replay"
     for number, index in enumerate(order()):
         if evaluates and number % 6 == 0:
             made.train()
@@ -242,8 +244,7 @@ def test_schedule_free_weights_are_those_of_evaluation(evaluates: bool) -> None:
             made.eval()
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(mine, theirs)
-    stopping._inner._check()
-    losses, labels = stopping._inner._curves[-1], stopping._inner._label
+    losses, labels = stopping.following.backend.held_out(), stopping.following.fold_of_row
     for k in range(FOLDS):
         twin, other = build()
         for index in order():

@@ -56,7 +56,7 @@ def run(engine: str, optimizer: str, size: int) -> Any:
         F.mse_loss(model(x[index]), y[index]).backward()
         made.step()
         stopping.step()
-    losses = stopping._held_out()
+    losses = stopping.backend.held_out()
     return stopping, losses
 
 
@@ -83,7 +83,7 @@ def twin_losses(label: Tensor, optimizer: str, size: int) -> Tensor:
 @pytest.mark.parametrize("engine", ["dense", "vmap", "replay"])
 def test_engine_gives_the_numbers_of_the_twin(engine: str, optimizer: str, size: int) -> None:
     stopping, losses = run(engine, optimizer, size)
-    expected = twin_losses(stopping._label, optimizer, size)
+    expected = twin_losses(stopping.fold_of_row, optimizer, size)
     torch.testing.assert_close(losses, expected, rtol=1e-8, atol=1e-10)
 
 
@@ -100,5 +100,5 @@ def test_resume_after_a_copy_has_skipped_a_step() -> None:
     made = OPTIMIZERS["adam"](model.parameters())
     other: Any = runs.FoldStopping(model, made, nn.MSELoss(), (x, y), engine="dense", patience=None)
     other.load_state_dict(stopping.state_dict())
-    assert torch.equal(other._held_out(), losses)
+    assert torch.equal(other.backend.held_out(), losses)
     other.close()

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import heldin
+from heldin._private_torch import forward_hooks
 from tests.support import runs
 
 ROWS, WIDTH = 30, 6
@@ -63,7 +64,7 @@ def train(model: nn.Module, epochs: int = 6, **options: Any) -> Any:
             optimizer.step()
             stopping.step()
             batches.append(batch)
-    return stopping, batches
+    return stopping, batches, optimizer
 
 
 def twin_of(shadow: int, label: Tensor, batches: list[Any], last: nn.Module | None = None) -> Any:
@@ -81,27 +82,28 @@ def twin_of(shadow: int, label: Tensor, batches: list[Any], last: nn.Module | No
 
 def test_shadows_agree_with_models_trained_by_hand() -> None:
     model = probe()
-    stopping, batches = train(model)
-    assert stopping._backend.frozen.reused > 0
+    stopping, batches, _ = train(model)
+    assert stopping.backend.frozen.reused > 0
     for shadow in range(5):
-        twin = twin_of(shadow, stopping._label, batches)
-        weights = stopping._backend.weights_of(shadow)
+        twin = twin_of(shadow, stopping.fold_of_row, batches)
+        weights = stopping.backend.weights_of(shadow)
         for name, p in twin[1].named_parameters():
             torch.testing.assert_close(weights[f"1.{name}"], p.detach(), rtol=1e-10, atol=1e-12)
-        held = stopping._label == shadow
+        held = stopping.fold_of_row == shadow
         x, y = rows()
         expected = (twin(x[held]) - y[held]).square().flatten().detach()
-        torch.testing.assert_close(stopping._held_out()[held], expected, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(
+            stopping.backend.held_out()[held], expected, rtol=1e-9, atol=1e-12
+        )
     stopping.close()
 
 
 def test_the_trunk_is_computed_once_for_a_batch_and_once_for_held_out_rows() -> None:
     model: Any = probe()
-    stopping, batches = train(model, epochs=1)
+    stopping, batches, optimizer = train(model, epochs=1)
     start, checks = model[0].rows, len(stopping.history)
     loader_rows = 0
     torch.manual_seed(3)
-    optimizer = stopping._optimizer
     x, y = rows()
     for index in torch.randperm(ROWS).split(10)[:2]:  # steps 5 and 6, which are not checked
         batch = (x[index], y[index])
@@ -126,12 +128,12 @@ def test_the_users_training_is_untouched() -> None:
             optimizer.zero_grad()
             loss_of(plain, batch).backward()
             optimizer.step()
-    stopping, _ = train(followed)
+    stopping, *_ = train(followed)
     for a, b in zip(plain.parameters(), followed.parameters(), strict=True):
         assert torch.equal(a, b)
     stopping.close()
     assert "forward" not in vars(followed[0])
-    assert not followed[0]._forward_hooks
+    assert not forward_hooks(followed[0])
 
 
 class Mixing(nn.Module):
@@ -146,14 +148,14 @@ class Mixing(nn.Module):
 )
 def test_trunks_whose_rows_are_not_independent_are_computed_every_time(last: nn.Module) -> None:
     model = probe(copy.deepcopy(last))
-    stopping, batches = train(model, shadows=2)
+    stopping, batches, _ = train(model, shadows=2)
     if not isinstance(last, nn.Dropout):
-        twin = twin_of(1, stopping._label, batches, copy.deepcopy(last))
+        twin = twin_of(1, stopping.fold_of_row, batches, copy.deepcopy(last))
         for name, p in twin[1].named_parameters():
-            weights = stopping._backend.weights_of(1)[f"1.{name}"]
+            weights = stopping.backend.weights_of(1)[f"1.{name}"]
             torch.testing.assert_close(weights, p.detach(), rtol=1e-9, atol=1e-12)
     checks = len(stopping.history)
-    assert stopping._backend.frozen.reused <= 2 * checks  # blocks of held-out rows, at checks only
+    assert stopping.backend.frozen.reused <= 2 * checks  # blocks of held-out rows, at checks only
     stopping.close()
 
 
@@ -190,11 +192,11 @@ def test_other_arguments_are_noticed() -> None:
     twin.load_state_dict(start)
     own = torch.optim.SGD(twin.head.parameters(), lr=0.01)
     for number, (inputs, targets) in enumerate(batches):
-        seen = stopping._label[10 * number : 10 * number + 10] != 0
+        seen = stopping.fold_of_row[10 * number : 10 * number + 10] != 0
         own.zero_grad()
         F.mse_loss(twin(inputs[seen]), targets[seen]).backward()
         own.step()
-    weights = stopping._backend.weights_of(0)["head.weight"]
+    weights = stopping.backend.weights_of(0)["head.weight"]
     torch.testing.assert_close(weights, twin.head.weight.detach(), rtol=1e-10, atol=1e-12)
     stopping.close()
 
@@ -218,14 +220,14 @@ def test_a_step_of_the_users_own() -> None:
     for _ in range(4):
         for batch in loader:
             stopping.train(batch)
-    inner: Any = stopping._inner
-    assert inner._backend.frozen.reused > 10
+    inner: Any = stopping.following
+    assert inner.backend.frozen.reused > 10
     stopping.close()
 
 
 def test_copies_and_pickles_of_the_model_have_no_hooks_of_ours() -> None:
     model = probe()
-    stopping, _ = train(model, epochs=1)
+    stopping, *_ = train(model, epochs=1)
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)

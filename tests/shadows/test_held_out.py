@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import heldin
 from heldin import rules
+from tests.support.reading import curves
 
 N = 32
 
@@ -29,8 +30,7 @@ def made(model: nn.Module, loader: Any, batch_loss: Callable[[Any, Any], Tensor]
 
 
 def losses(stopping: Any) -> Tensor:
-    curve: Tensor = stopping._inner._curves[0]
-    return curve
+    return curves(stopping)[0]
 
 
 def test_rows_of_different_sizes_are_evaluated_one_by_one() -> None:
@@ -55,7 +55,7 @@ def test_a_ratio_over_the_batch_is_no_mean() -> None:
         return 1 - 2 * (guess * batch[1]).sum() / (guess.sum() + batch[1].sum())
 
     stopping = made(model, DataLoader(TensorDataset(x, y), batch_size=8), dice)
-    label = stopping._inner._label
+    label = stopping.following.fold_of_row
     blocks = [(label == k).nonzero().flatten() for k in range(4)]
     with torch.no_grad():
         expected = [float(dice(model, (x[block], y[block]))) for block in blocks]

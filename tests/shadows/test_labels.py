@@ -9,17 +9,27 @@ import pytest
 import torch
 
 import heldin
+from tests.support.reading import step_of
+
+
+def network() -> torch.nn.Module:
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)]
+    return torch.nn.Sequential(*layers).double()
 
 
 def run(
-    folds: Any, max_epochs: int = 6, batch_size: int = 8, fit: Any = None, **options: Any
+    folds: Any,
+    max_epochs: int = 6,
+    batch_size: int = 8,
+    fit: Any = None,
+    model: torch.nn.Module | None = None,
+    **options: Any,
 ) -> heldin.EarlyStopping:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(24, 3, generator=generator, dtype=torch.float64)
     y = x[:, :1] + torch.randn(24, 1, generator=generator, dtype=torch.float64)
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
-    model = model.double()
+    model = model or network()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     rule = heldin.rules.Folds(folds=folds)
     stopping = heldin.EarlyStopping(
@@ -69,13 +79,13 @@ def test_wrong_pairs_are_refused(pairs: Any, message: str) -> None:
 
 
 def test_fit_calls_after_every_epoch_with_the_weights_of_that_moment() -> None:
-    steps, weights = [], []
+    model, steps, weights = network(), [], []
 
     def note(stopping: heldin.EarlyStopping) -> None:
-        steps.append(stopping._step)
-        weights.append(stopping._opened("fit").get_parameter("0.weight").detach().clone())
+        steps.append(step_of(stopping))
+        weights.append(model.get_parameter("0.weight").detach().clone())
 
-    run(torch.arange(24) % 3, 4, fit={"on_epoch": note})
+    run(torch.arange(24) % 3, 4, fit={"on_epoch": note}, model=model)
     assert steps == [3, 6, 9, 12]
     assert all(not torch.equal(a, b) for a, b in pairwise(weights))
     ordered = [run(torch.arange(24) % 3, fit={"shuffle": False}) for _ in range(2)]

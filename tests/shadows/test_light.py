@@ -17,6 +17,7 @@ import heldin
 from heldin.rules.policy import bootstrap_shares, matched_checks
 from heldin.shadows.light import LEVEL_ROWS, RowDraw, level_rows
 from heldin.state.estimates import INTERVAL_COVERAGE
+from tests.support.reading import curves, held_per_trained, missing_share, rule_state
 
 N, D, SEED = 24, 4, 3
 
@@ -101,20 +102,22 @@ def twin(label: Tensor, shadow: int, optimizer: str, batches: list[Tensor]) -> n
 def test_engine_gives_the_numbers_of_the_twin(engine: str, optimizer: str, size: int) -> None:
     stopping, model, made = start(engine, optimizer)
     train(stopping, model, made, minibatches(size))
-    inner = stopping._inner
+    inner = stopping.following
     x, y = rows()
     model.requires_grad_(False)
     shadow_levels, model_levels = [], []
-    for number, some in enumerate(level_rows(inner._label)):
-        expected = twin(inner._label, number, optimizer, minibatches(size)).requires_grad_(False)
+    for number, some in enumerate(level_rows(inner.fold_of_row)):
+        expected = twin(inner.fold_of_row, number, optimizer, minibatches(size)).requires_grad_(
+            False
+        )
         for name, weight in expected.named_parameters():
             torch.testing.assert_close(
-                inner._backend.weights_of(number)[name], weight.detach(), rtol=1e-9, atol=1e-11
+                inner.backend.weights_of(number)[name], weight.detach(), rtol=1e-9, atol=1e-11
             )
         shadow_levels.append(float(F.mse_loss(expected(x[some]), y[some])))
         model_levels.append(float(F.mse_loss(model(x[some]), y[some])))
     model.requires_grad_()
-    levels = inner._backend.levels()
+    levels = inner.backend.levels()
     assert levels == pytest.approx((sum(shadow_levels) / 3, sum(model_levels) / 3))
     stopping.close()
 
@@ -153,7 +156,7 @@ def test_losses_of_stacked_shadows(loss_fn: Any, weighted: bool) -> None:
         patience=None,
         seed=SEED,
     )
-    label = stopping._inner._label
+    label = stopping.following.fold_of_row
     twins = [made(), made()]
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.3) for each in twins]
     draw = RowDraw(0.25, SEED)
@@ -172,11 +175,11 @@ def test_losses_of_stacked_shadows(loss_fn: Any, weighted: bool) -> None:
             own.zero_grad()
             loss(shadow, index[draw(label[index] != number, step, number)]).backward()
             own.step()
-    assert stopping._inner.engine == ("vmap" if isinstance(loss_fn, nn.NLLLoss) else "dense")
+    assert stopping.following.engine == ("vmap" if isinstance(loss_fn, nn.NLLLoss) else "dense")
     for number, shadow in enumerate(twins):
         for name, weight in shadow.named_parameters():
             torch.testing.assert_close(
-                stopping._inner._backend.weights_of(number)[name], weight.detach()
+                stopping.following.backend.weights_of(number)[name], weight.detach()
             )
     stopping.close()
 
@@ -186,7 +189,7 @@ def test_levels_leave_the_model_as_it_was(engine: str) -> None:
     stopping, model, made = start(engine, "adam")
     train(stopping, model, made, minibatches(8))
     before, state = copy.deepcopy(model.state_dict()), copy.deepcopy(made.state_dict())
-    stopping._inner._backend.levels()
+    stopping.following.backend.levels()
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name])
     assert str(made.state_dict()) == str(state)
@@ -220,7 +223,7 @@ def test_shadows_with_batch_normalisation_and_accumulated_batches() -> None:
             if number == 2:
                 optimizer.step()
                 optimizer.zero_grad()
-    label = stopping._inner._label
+    label = stopping.following.fold_of_row
     shadow = normed()
     own = torch.optim.Adam(shadow.parameters(), lr=0.01)
     draw = RowDraw(0.25, SEED)
@@ -233,7 +236,7 @@ def test_shadows_with_batch_normalisation_and_accumulated_batches() -> None:
         own.step()
     for name, weight in shadow.named_parameters():
         torch.testing.assert_close(
-            stopping._inner._backend.weights_of(0)[name], weight.detach(), rtol=1e-9, atol=1e-11
+            stopping.following.backend.weights_of(0)[name], weight.detach(), rtol=1e-9, atol=1e-11
         )
     stopping.close()
 
@@ -242,7 +245,7 @@ def test_fit_draws_the_rows_of_the_loop() -> None:
     """The model in the stack sees all rows, its shadows the ones that are drawn."""
     stopping, model, _made = start("dense", "momentum")
     orders = torch.Generator().manual_seed(5)
-    inner = stopping._inner
+    inner = stopping.following
     inner.train(8, max_steps=12, generator=orders)
     again = torch.Generator().manual_seed(5)
     batches = [p for _ in range(4) for p in torch.randperm(N, generator=again).split(8)]
@@ -255,12 +258,12 @@ def test_fit_draws_the_rows_of_the_loop() -> None:
         optimizer.step()
     for name, weight in alone.named_parameters():
         torch.testing.assert_close(dict(model.named_parameters())[name], weight)
-    expected = twin(inner._label, 2, "momentum", batches)
+    expected = twin(inner.fold_of_row, 2, "momentum", batches)
     for name, weight in expected.named_parameters():
-        torch.testing.assert_close(inner._backend.weights_of(2)[name], weight.detach())
-    some = torch.cat(level_rows(inner._label))
+        torch.testing.assert_close(inner.backend.weights_of(2)[name], weight.detach())
+    some = torch.cat(level_rows(inner.fold_of_row))
     with torch.no_grad():
-        assert inner._backend.levels()[1] == pytest.approx(
+        assert inner.backend.levels()[1] == pytest.approx(
             float(F.mse_loss(alone(x[some]), y[some]))
         )
     stopping.close()
@@ -280,10 +283,11 @@ def test_a_resumed_run_is_the_same(engine: str) -> None:
     optimizer.load_state_dict(moments)
     resumed.load_state_dict(state)
     train(resumed, other, optimizer, batches[12:])
-    assert resumed._inner._levels == whole._inner._levels
-    assert len(whole._inner._levels) == len(whole.history) > 5
+    levels = [rule_state(each)["levels"] for each in (resumed, whole)]
+    assert torch.equal(*levels)
+    assert len(levels[1]) == len(whole.history) > 5
     assert resumed.history.columns() == whole.history.columns()
-    assert resumed._inner.shares == whole._inner.shares
+    assert resumed.following.shares == whole.following.shares
     whole.close()
     resumed.close()
 
@@ -310,18 +314,18 @@ def test_the_weights_of_matched_steps_are_restored(average: str) -> None:
         made.step()
         snapshots[step] = copy.deepcopy(model.state_dict())
     stopping.restore()  # after a check of the last step
-    inner = stopping._inner
+    inner = stopping.following
     columns = inner.history.columns()
     numbers = range(len(columns["step"]))
-    matched = matched_checks(columns["step"], inner._levels, numbers)
+    matched = matched_checks(columns["step"], rule_state(stopping)["levels"].tolist(), numbers)
     if average == "best":
         lowest = min(numbers, key=lambda i: columns["estimate"][i])
         expected = {matched[lowest]: 1.0}
         assert columns["step"][matched[lowest]] < columns["step"][lowest]  # shadows are slower
         assert stopping.best_step == columns["step"][matched[lowest]]
     else:
-        curves = torch.stack(inner._curves, 1)
-        shares = bootstrap_shares(curves, 100, SEED, inner._held_per_trained())
+        losses = torch.stack(curves(stopping), 1)
+        shares = bootstrap_shares(losses, 100, SEED, held_per_trained(inner.fold_of_row))
         expected = {}
         for number, share in enumerate(shares.tolist()):
             expected[matched[number]] = expected.get(matched[number], 0.0) + share
@@ -336,16 +340,16 @@ def test_the_weights_of_matched_steps_are_restored(average: str) -> None:
 def test_the_error_of_light_shadows_has_a_tenth_of_the_estimate() -> None:
     stopping, model, made = start("dense", "sgd")
     train(stopping, model, made, minibatches(8))
-    inner = stopping._inner
+    inner = stopping.following
     record = min(inner.history, key=lambda r: r.estimate)
     assert stopping.estimates["loss"].value == record.estimate
     assert record.standard_error > 0.1 * record.estimate
     plain = math.sqrt(record.standard_error**2 - (0.1 * record.estimate) ** 2)
     number = list(inner.history).index(record)
     expected = heldin.rules.policy.mean_and_error(
-        inner._curves[number],
-        inner._held_per_trained(),
-        inner._missing(),
+        curves(stopping)[number],
+        held_per_trained(inner.fold_of_row),
+        missing_share(inner.fold_of_row),
         record.training_loss,
     )[1]
     assert plain == pytest.approx(expected)
@@ -428,11 +432,12 @@ def hot(engine: str, rate: float = 0.25, **options: Any) -> Any:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(60, D, generator=generator, dtype=torch.float64)
     y = x @ torch.tensor([[1.0], [2.0], [-1.0], [0.5]], dtype=torch.float64)
+    y += 0.3 * x[:, :1] * x[:, 1:2]
     model = nn.Linear(D, 1).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.5)
     rule = heldin.rules.Folds(rows=0.1, shadows=3, engine=engine)
     stopping: Any = heldin.EarlyStopping(
-        model, optimizer, nn.MSELoss(), (x, y + 0.3 * x[:, :1] * x[:, 1:2]), rule, seed=1, **options
+        model, optimizer, nn.MSELoss(), (x, y), rule, seed=1, **options
     )
     orders = torch.Generator().manual_seed(1)
 
@@ -441,43 +446,42 @@ def hot(engine: str, rate: float = 0.25, **options: Any) -> Any:
         for _ in range(count):
             for index in torch.randperm(60, generator=orders).split(12):
                 optimizer.zero_grad()
-                F.mse_loss(model(x[index]), stopping._targets[index]).backward()
+                F.mse_loss(model(x[index]), y[index]).backward()
                 optimizer.step()
                 batches.append(index)
         return batches
 
-    stopping._targets = y + 0.3 * x[:, :1] * x[:, 1:2]
-    return stopping, model, optimizer, x, epochs
+    return stopping, model, optimizer, (x, y), epochs
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_shadows_that_leave_the_model_start_again_on_all_rows(engine: str) -> None:
-    stopping, _, _, x, epochs = hot(engine, patience=None)
-    start = copy.deepcopy(stopping._inner._kept[0])
-    inner, batches, reasons = stopping._inner, [], []
+    stopping, _, _, (x, y), epochs = hot(engine, patience=None)
+    start = copy.deepcopy(rule_state(stopping)["kept"][0])
+    inner, batches, reasons = stopping.following, [], []
     while len(batches) < 60:
         batches += epochs(1)
         reasons.append(stopping.reason)
     assert any("start again on all rows" in reason for reason in reasons)
-    behind = inner._behind
+    behind, void = rule_state(stopping)["behind"], rule_state(stopping)["void"]
     assert 10 <= behind < 60
-    assert inner._backend.draw.share == 1.0
+    assert inner.backend.draw.share == 1.0
     for number in range(3):
         twin = nn.Linear(D, 1).double()
         twin.load_state_dict(start)
         own = torch.optim.SGD(twin.parameters(), lr=0.25, momentum=0.5)
         for index in batches[behind:]:
-            seen = index[inner._label[index] != number]
+            seen = index[inner.fold_of_row[index] != number]
             own.zero_grad()
-            F.mse_loss(twin(x[seen]), stopping._targets[seen]).backward()
+            F.mse_loss(twin(x[seen]), y[seen]).backward()
             own.step()
         for name, weight in twin.named_parameters():
-            torch.testing.assert_close(inner._backend.weights_of(number)[name], weight.detach())
+            torch.testing.assert_close(inner.backend.weights_of(number)[name], weight.detach())
     # The checks before do not count, and the step that is kept is that of the shadows.
     steps = inner.history.columns()["step"]
-    assert inner.best_number >= inner._void > 0
+    assert inner.best_number >= void > 0
     matched = inner._matched()
-    for number in range(inner._void, len(steps)):
+    for number in range(void, len(steps)):
         nearest = min(steps, key=lambda s: abs(math.log1p(s) - math.log1p(steps[number] - behind)))
         assert steps[matched[number]] == nearest
     assert sum(inner.shares.values()) == pytest.approx(1.0)
@@ -490,7 +494,7 @@ def test_shadows_that_leave_the_model_start_again_on_all_rows(engine: str) -> No
 def test_a_run_resumed_before_or_after_the_restart_is_the_same(engine: str, before: int) -> None:
     stopping, model, optimizer, _, epochs = hot(engine, patience=None)
     epochs(before)
-    assert bool(stopping._inner._behind) == (before == 8)
+    assert bool(rule_state(stopping)["behind"]) == (before == 8)
     saved = copy.deepcopy((stopping.state_dict(), model.state_dict(), optimizer.state_dict()))
     epochs(12)
 
@@ -500,9 +504,9 @@ def test_a_run_resumed_before_or_after_the_restart_is_the_same(engine: str, befo
     other.load_state_dict(saved[1])
     second.load_state_dict(saved[2])
     again(12)
-    assert resumed._inner._behind == stopping._inner._behind > 0
+    assert rule_state(resumed)["behind"] == rule_state(stopping)["behind"] > 0
     assert resumed.history.columns() == stopping.history.columns()
-    assert resumed._inner.shares == stopping._inner.shares
+    assert resumed.following.shares == stopping.following.shares
     stopping.close()
     resumed.close()
 
@@ -510,16 +514,17 @@ def test_a_run_resumed_before_or_after_the_restart_is_the_same(engine: str, befo
 def test_shadows_that_follow_the_model_stay_light() -> None:
     stopping, *_, epochs = hot("dense", rate=0.01, patience=None)
     epochs(30)
-    assert stopping._inner._behind == 0
-    assert stopping._inner._backend.draw.share == 0.1
+    assert rule_state(stopping)["behind"] == 0
+    assert stopping.following.backend.draw.share == 0.1
     stopping.close()
 
 
 def test_fit_starts_shadows_again_and_not_the_model() -> None:
-    stopping, model, *_ = hot("dense")
-    stopping.fit(batch_size=12, max_epochs=100)
-    assert stopping._inner._behind > 0
+    stopping, model, _, (x, y), _ = hot("dense")
+    behind: list[int] = []
+    note = lambda each: behind.append(rule_state(each)["behind"])  # noqa: E731
+    stopping.fit(batch_size=12, max_epochs=100, on_epoch=note)
+    assert behind[-1] > 0
     assert stopping.should_stop
-    x, y = (t for t in stopping._data)
     with torch.no_grad():
         assert float(F.mse_loss(model(x), y)) < 0.3

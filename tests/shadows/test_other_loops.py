@@ -82,19 +82,19 @@ def test_a_step_with_memory_and_two_optimisers() -> None:
             assert torch.equal(one, other)
     assert (run.calls, run.losses) == (alone.calls, alone.losses)
 
-    rule: Any = stopping._inner
+    rule: Any = stopping.following
     for number in range(FOLDS):
         twin = Trained()
         for index in lists():
-            visible = [i for i in index if rule._label[i] != number]
+            visible = [i for i in index if rule.fold_of_row[i] != number]
             if visible:
                 twin.step((x[visible], y[visible]))
-        for name, weight in rule._backend.weights_of(number).items():
+        for name, weight in rule.backend.weights_of(number).items():
             torch.testing.assert_close(weight, twin.model.state_dict()[name], rtol=1e-12, atol=0)
 
 
 def test_a_large_tensor_changed_in_place_is_refused() -> None:
-    run, large = Trained(), torch.zeros(1000)
+    run, large = Trained(), torch.zeros(5000)
 
     def step(batch: Any) -> None:
         large.add_(1)
@@ -123,7 +123,7 @@ def trained_weights(loader: Any, model: nn.Module, loss_fn: Any = None) -> Any:
         optimizer.zero_grad()
         mse(model, batch).backward()
         optimizer.step()
-    return stopping._inner
+    return stopping.following
 
 
 def test_a_collate_function_that_drops_rows() -> None:
@@ -144,12 +144,14 @@ def test_a_collate_function_that_drops_rows() -> None:
         optimizer = torch.optim.SGD(twin.parameters(), 0.1)
         for start in range(0, N, 8):
             visible = [
-                i for i in range(start, start + 8) if rule._label[i] != number and x[i, 0] != last
+                i
+                for i in range(start, start + 8)
+                if rule.fold_of_row[i] != number and x[i, 0] != last
             ]
             optimizer.zero_grad()
             mse(twin, (x[visible], y[visible])).backward()
             optimizer.step()
-        for name, weight in rule._backend.weights_of(number).items():
+        for name, weight in rule.backend.weights_of(number).items():
             torch.testing.assert_close(weight, twin.state_dict()[name], rtol=1e-12, atol=0)
 
 
@@ -257,9 +259,9 @@ def test_what_a_model_remembers_is_its_own() -> None:
         twin = remembering()
         optimizer = torch.optim.SGD(twin.parameters(), 0.1)
         for start in range(0, N, 8):
-            visible = [i for i in range(start, start + 8) if rule._label[i] != number]
+            visible = [i for i in range(start, start + 8) if rule.fold_of_row[i] != number]
             optimizer.zero_grad()
             mse(twin, (x[visible], y[visible])).backward()
             optimizer.step()
-        for name, weight in rule._backend.weights_of(number).items():
+        for name, weight in rule.backend.weights_of(number).items():
             torch.testing.assert_close(weight, twin.state_dict()[name], rtol=1e-12, atol=0)

@@ -165,11 +165,11 @@ def train(
 
 def check(stopping: Any, start: nn.Module, make: Any, steps: Any, **more: Any) -> None:
     """Weights, buffers and held-out losses are those of the slow twins."""
-    data, label = Sentences(), stopping._label
+    data, label = Sentences(), stopping.fold_of_row
     losses: dict[int, float] = {}
     for k in range(int(label.max()) + 1):
         twin = twin_of(start, make, steps, label, k, **more)
-        shadow, weights = stopping._backend.shadows[k], stopping._backend.weights_of(k)
+        shadow, weights = stopping.backend.shadows[k], stopping.backend.weights_of(k)
         for name, p in twin.named_parameters():
             if p.requires_grad:
                 torch.testing.assert_close(
@@ -179,7 +179,7 @@ def check(stopping: Any, start: nn.Module, make: Any, steps: Any, **more: Any) -
         twin.eval()
         for i in (label == k).nonzero().flatten().tolist():
             losses[i] = float(batch_loss(twin, pad([data[i]])).detach())
-    found = stopping._held_out()
+    found = stopping.backend.held_out()
     assert len(found) == len(losses)
     expected = [losses[i] for i in sorted(losses)]
     torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
@@ -204,8 +204,8 @@ def test_some_of_the_folds() -> None:
     every, _, _ = train(start, make, loader, folds=5)
     every.close()
     some, _, steps = train(start, make, loader, folds=5, shadows=2)
-    assert torch.equal(some._label, torch.where(every._label < 2, every._label, -1))
-    assert len(some._backend.shadows) == 2
+    assert torch.equal(some.fold_of_row, torch.where(every.fold_of_row < 2, every.fold_of_row, -1))
+    assert len(some.backend.shadows) == 2
     check(some, start, make, steps)
 
 
@@ -214,8 +214,8 @@ def test_batch_statistics_are_those_of_the_samples_seen() -> None:
     start, make = Pooled(norm=True).double(), MAKERS["sgd"]
     loader = DataLoader(Sentences(), batch_size=4, shuffle=True, collate_fn=pad, drop_last=True)
     stopping, _, steps = train(start, make, loader, folds=2)
-    twin = twin_of(start, make, steps, stopping._label, 1, least=2)
-    found = [b for b in stopping._backend.shadows[1].buffers if b.shape == (D,)]
+    twin = twin_of(start, make, steps, stopping.fold_of_row, 1, least=2)
+    found = [b for b in stopping.backend.shadows[1].buffers if b.shape == (D,)]
     for mine, own in zip(found, [twin.norm.running_mean, twin.norm.running_var], strict=True):
         torch.testing.assert_close(mine, own)
 
@@ -246,7 +246,7 @@ def test_a_shadow_without_samples_takes_no_step() -> None:
     start, make = Pooled().double(), MAKERS["adamw"]
     loader = DataLoader(Sentences(), batch_size=1, shuffle=True, collate_fn=pad)
     stopping, _, steps = train(start, make, loader, 1, folds=2)
-    counts = [int(s.optimizer[0]["step"]) for s in stopping._backend.shadows]
+    counts = [int(s.optimizer[0]["step"]) for s in stopping.backend.shadows]
     assert sum(counts) == N < 2 * len(steps)
     check(stopping, start, make, steps)
 
@@ -257,7 +257,7 @@ def test_frozen_weights_are_shared_and_never_copied() -> None:
     loader = DataLoader(Sentences(), batch_size=4, collate_fn=pad)
     stopping = runs.FoldStopping(model.double(), optimizer, data=loader, batch_loss=batch_loss)
     for number in range(5):
-        weights = stopping._backend.weights_of(number)
+        weights = stopping.backend.weights_of(number)
         assert set(weights) == {"first.weight", "first.bias", "last.weight", "last.bias"}
         assert weights["first.weight"].data_ptr() != model.first.weight.data_ptr()
 
@@ -368,7 +368,7 @@ def test_a_resumed_run_goes_on_bit_for_bit() -> None:
     go(*second, order[17:])
     a, b = whole[2].history.columns(), second[2].history.columns()
     assert str(a) == str(b)
-    assert torch.equal(whole[2]._held_out(), second[2]._held_out())
+    assert torch.equal(whole[2].backend.held_out(), second[2].backend.held_out())
     for stopping in (whole[2], second[2]):
         stopping.restore()
     for p, q in zip(whole[0].parameters(), second[0].parameters(), strict=True):
@@ -397,7 +397,7 @@ def test_arguments_that_would_be_ignored_are_refused() -> None:
         ({"batch_loss": 3}, "must be a function of"),
         ({"batch_loss": mse, "groups": [1, 2]}, "one for each of the 6 rows"),
         ({"batch_loss": mse, "groups": "aabbcc"}, "3 groups for 5 folds"),
-        ({"batch_loss": mse, "shadows": 6}, "6 shadows for 5 folds"),
+        ({"batch_loss": mse, "shadows": 6}, "at most the number of folds, 5, got 6"),
         ({"batch_loss": mse, "groups": "abcdef", "stratify": "aabbcc"}, "cannot both"),
         ({"batch_loss": lambda m, b: m(b[0])}, "must return the loss of a batch"),
         ({"loss_fn": F.mse_loss, "clip": print}, "by the norm only"),
@@ -457,15 +457,18 @@ def test_stacked_shadows_clip_each_by_itself() -> None:
         twin = copy.deepcopy(start)
         own = torch.optim.SGD(twin.parameters(), lr=0.1)
         for _ in range(4):
-            for m, o, rows in ((model, optimizer, slice(None)), (twin, own, stopping._label != 1)):
+            for m, o, rows in (
+                (model, optimizer, slice(None)),
+                (twin, own, stopping.fold_of_row != 1),
+            ):
                 o.zero_grad()
                 F.mse_loss(m(x[rows]), y[rows]).backward()
                 nn.utils.clip_grad_norm_(m.parameters(), 0.3)
                 o.step()
             stopping.step()
         expected = torch.stack([(twin(x[i : i + 1]) - y[i]).square().sum() for i in range(N)])
-        found = stopping._held_out()
-        mine = stopping._label == 1
+        found = stopping.backend.held_out()
+        mine = stopping.fold_of_row == 1
         torch.testing.assert_close(found[mine], expected.detach()[mine])
 
 
@@ -502,6 +505,6 @@ def test_lbfgs() -> None:
     for _ in range(3):
         optimizer.step(closure(model, optimizer, slice(None)))
         stopping.step(indices=torch.arange(N))
-        own.step(closure(twin, own, stopping._label != 0))
-    found = stopping._backend.weights_of(0)["weight"]  # type: ignore[union-attr]
+        own.step(closure(twin, own, stopping.fold_of_row != 0))
+    found = stopping.backend.weights_of(0)["weight"]  # type: ignore[union-attr]
     torch.testing.assert_close(found.detach(), twin.weight.detach())

@@ -24,6 +24,7 @@ from tests.support.folds_runs import (
     minibatches,
     separately,
 )
+from tests.support.reading import curves
 
 
 class Two(nn.Module):
@@ -121,9 +122,9 @@ def test_lbfgs_evaluates_each_shadow_by_itself() -> None:
         twin = copy.deepcopy(start)
         own = torch.optim.LBFGS(twin.parameters(), lr=0.5, max_iter=4)
         for _ in range(3):
-            own.step(one(twin, own, stopping._label != k))
+            own.step(one(twin, own, stopping.fold_of_row != k))
         for name, p in twin.named_parameters():
-            torch.testing.assert_close(stopping._backend.weights_of(k)[name].detach(), p.detach())
+            torch.testing.assert_close(stopping.backend.weights_of(k)[name].detach(), p.detach())
 
 
 def test_parameter_groups_and_schedules_are_followed() -> None:
@@ -224,12 +225,14 @@ def test_class_weights_train_exactly() -> None:
     batches, make = minibatches(8, 6), OPTIMIZERS["sgd"]
     stopping = run(copy.deepcopy(start), make, weighted, rows, batches, folds=3)
     assert stopping.engine == "replay"
-    assert stopping._backend._held_out.kind == "neither"
+    assert stopping.backend.describe_rows().endswith("its neither")
     for k in range(3):
         twin = copy.deepcopy(start)
-        separately(twin, make(twin.parameters()), weighted, rows, batches, stopping._label != k)
+        separately(
+            twin, make(twin.parameters()), weighted, rows, batches, stopping.fold_of_row != k
+        )
         for name, p in twin.named_parameters():
-            torch.testing.assert_close(stopping._backend.weights_of(k)[name].detach(), p.detach())
+            torch.testing.assert_close(stopping.backend.weights_of(k)[name].detach(), p.detach())
 
 
 def test_a_mean_with_its_own_denominator() -> None:
@@ -240,14 +243,14 @@ def test_a_mean_with_its_own_denominator() -> None:
     x, y = rows
     expected = 0.0
     for k in range(3):
-        twin, seen = copy.deepcopy(start), stopping._label != k
+        twin, seen = copy.deepcopy(start), stopping.fold_of_row != k
         separately(twin, make(twin.parameters()), with_own_mean, rows, batches, seen)
         twin.eval()
         own = (~seen).nonzero().flatten()
         for block in own.split(32):  # batches of the loop's size, which nobody has told
             loss = with_own_mean(twin(x[block]).detach(), y[block])
             expected += float(loss) * len(block) / N
-    assert math.isclose(float(stopping._held_out().mean()), expected, rel_tol=1e-9)
+    assert math.isclose(float(stopping.backend.held_out().mean()), expected, rel_tol=1e-9)
 
 
 def test_several_inputs_and_keywords() -> None:
@@ -346,13 +349,13 @@ def test_dropout_draws_for_each_shadow(engine: str) -> None:
     stopping = run(model, OPTIMIZERS["sgd"], F.mse_loss, data(), whole, folds=3, engine=engine)
     assert stopping.engine == engine
     model.eval()  # evaluation has none
-    assert torch.equal(stopping._held_out(), stopping._held_out())
+    assert torch.equal(stopping.backend.held_out(), stopping.backend.held_out())
     stopping.close()
     model.train()
     label = torch.full((N,), 3)
     label[:3] = torch.arange(3)  # shadows that hardly differ in their rows
     other = run(model, OPTIMIZERS["sgd"], F.mse_loss, data(), whole, folds=label, engine=engine)
-    first, second = (other._backend.weights_of(k)["0.weight"] for k in (0, 1))
+    first, second = (other.backend.weights_of(k)["0.weight"] for k in (0, 1))
     assert (first - second).abs().max() > 1e-3
 
 
@@ -366,7 +369,7 @@ def test_dropout_of_a_dense_stack_repeats_itself_and_leaves_the_loop_alone() -> 
         stopping = run(model, OPTIMIZERS["adam"], F.mse_loss, data(), batches, folds=3, seed=seed)
         assert stopping.engine == "dense"
         states.append(torch.get_rng_state())
-        weights.append(stopping._backend.weights_of(1)["1.weight"].clone())
+        weights.append(stopping.backend.weights_of(1)["1.weight"].clone())
     assert torch.equal(states[0], states[2])  # the model's own dropout draws the same
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2])
@@ -393,9 +396,9 @@ def test_one_shadow(
         model = copy.deepcopy(start)
         hidden = torch.randperm(N) < round(share * N)
         stopping = run(model, make, F.mse_loss, rows, batches, hidden=hidden, **options)
-        assert torch.equal(stopping._label == 0, hidden)
-        assert len(stopping._curves[0]) == round(share * N)
+        assert torch.equal(stopping.fold_of_row == 0, hidden)
+        assert len(curves(stopping)[0]) == round(share * N)
         check_shadows(stopping, start, make, F.mse_loss, rows, batches)
-    assert size == 8 or any(bool((stopping._label[b] == 0).all()) for b in batches)
+    assert size == 8 or any(bool((stopping.fold_of_row[b] == 0).all()) for b in batches)
     stopping = runs.ShadowStopping(start, make(start.parameters()), F.mse_loss, rows)
-    assert int((stopping._label == 0).sum()) == -(-N // 5)
+    assert int((stopping.fold_of_row == 0).sum()) == -(-N // 5)

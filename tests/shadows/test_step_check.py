@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import heldin
 from heldin import HeldinError
+from tests.support.reading import curves, step_of
 
 
 def rows() -> tuple[Tensor, Tensor]:
@@ -99,7 +100,7 @@ class Swapping(torch.optim.SGD):
 
 def test_an_optimiser_with_an_evaluation_mode_is_followed() -> None:
     run = Run(make=lambda p: Swapping(p, 0.05))
-    curve = run.stopping._inner._curves[0]
+    curve = curves(run.stopping)[0]
     with torch.no_grad():
         x, y = rows()
         halved = F.mse_loss(0.5 * run.model(x), y)
@@ -140,7 +141,7 @@ def test_clipping_at_one_step_is_noticed(usual: float | None) -> None:
         for batch in run.loader:
             run.optimizer.zero_grad()
             mse(run.model, batch).backward()
-            step = run.stopping._step + 1
+            step = step_of(run.stopping) + 1
             if step == 5 or usual is not None:
                 norm = 0.01 if step == 5 else usual
                 nn.utils.clip_grad_norm_(run.model.parameters(), norm or 0.0)
@@ -157,7 +158,7 @@ def test_weights_changed_through_data_are_noticed_at_any_step() -> None:
         for batch in run.loader:
             run.optimizer.zero_grad()
             mse(run.model, batch).backward()
-            if run.stopping._step == 5:
+            if step_of(run.stopping) == 5:
                 run.model.weight.data.mul_(0.5)
                 with pytest.raises(HeldinError, match="after step 5"):
                     run.optimizer.step()
@@ -188,4 +189,4 @@ def test_an_incomplete_step_may_have_its_own_factor() -> None:
             for a, b in part:
                 (nn.functional.mse_loss(model(a), b) / len(part)).backward()
             optimizer.step()
-    assert stopping._inner._backend.check.factors == {2: 0.5, 1: 1.0}
+    assert stopping.following.backend.check.factors == {2: 0.5, 1: 1.0}

@@ -122,7 +122,7 @@ def test_training_is_untouched_and_shadows_equal_fresh_twins(name: str) -> None:
     _, stopping = train(make, True, followed)
     assert plain == followed
     assert stopping is not None
-    labels = stopping._inner._label
+    labels = stopping.following.fold_of_row
     for k in range(FOLDS):
         twin = Loop(make)
         x, y = table()
@@ -132,17 +132,17 @@ def test_training_is_untouched_and_shadows_equal_fresh_twins(name: str) -> None:
                 kept = index[labels[index] != k]
                 if len(kept) > 1:
                     twin.step((x[kept], y[kept]))
-        weights = stopping._inner._backend.weights_of(k)
+        weights = stopping.following.backend.weights_of(k)
         for key, p in twin.model.named_parameters():
             torch.testing.assert_close(weights[key], p.detach(), rtol=0, atol=0)
-        shadow = stopping._inner._backend.shadows[k]
+        shadow = stopping.following.backend.shadows[k]
         averages = list(twin.average.parameters())
         for mine, theirs in zip(shadow.weights[-len(averages) :], averages, strict=True):
             assert torch.equal(mine, theirs.detach())
         twin.model.eval()
         held = labels == k
         expected = (twin.model(x[held]) - y[held]).square().mean(1).detach()
-        torch.testing.assert_close(stopping._inner._held_out()[held], expected)
+        torch.testing.assert_close(stopping.following.backend.held_out()[held], expected)
 
 
 def _order(epoch: int) -> list[Tensor]:
@@ -296,7 +296,7 @@ def test_a_resumed_run_has_the_variables_of_its_shadows(tmp_path: Path) -> None:
     train(resumed, rows[9:])
     assert resumed.history.columns()["estimate"] == whole.history.columns()["estimate"]
     for number in range(FOLDS):
-        shadows = [run._inner._backend.shadows[number] for run in (whole, resumed)]
+        shadows = [run.following.backend.shadows[number] for run in (whole, resumed)]
         assert torch.equal(shadows[0].weights[0], shadows[1].weights[0])
     assert torch.equal(other.model.weight, loop.model.weight)
 
@@ -352,7 +352,7 @@ def test_shadows_have_the_hidden_state_of_their_rows() -> None:
         stopping.train(part)
 
     loop.run(everything, step)
-    label, losses = stopping._inner._label, stopping._inner._held_out()
+    label, losses = stopping.following.fold_of_row, stopping.following.backend.held_out()
     for k in range(FOLDS):
         twin = Recurrent()
         twin.run((label != k).nonzero().flatten(), twin.step)

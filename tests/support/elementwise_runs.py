@@ -55,10 +55,13 @@ def values(model: nn.Module) -> dict[str, Tensor]:
 def stop_some(optimizer: heldin.ElementwiseStopping, share: float = 0.5) -> dict[str, Tensor]:
     """Let a random share of the weights be stopped, and say which."""
     generator = torch.Generator().manual_seed(7)
-    for name, average in optimizer._averages.items():
+    state = optimizer.state_dict()
+    own = state["heldin"]
+    for name, average in own["averages"].items():
         low = torch.rand(average.shape, generator=generator) < share
-        optimizer._averages[name] = torch.where(low, 0.5, average).contiguous()
-    optimizer._updates = 10**6
+        own["averages"][name] = torch.where(low, 0.5, average).contiguous()
+    own["updates"] = 10**6
+    optimizer.load_state_dict(state)
     return optimizer.masks()
 
 

@@ -52,6 +52,13 @@ def last_shadows(state: Any) -> list[dict[str, dict[str, Tensor]]]:
     return saved
 
 
+def followed(stopping: Any) -> Any:
+    """Return what follows the run, for the class for plain loops or that of a framework."""
+    if isinstance(stopping, heldin.EarlyStopping):
+        return stopping.following
+    return stopping.stopping_ if hasattr(stopping, "stopping_") else stopping.stopping
+
+
 cases = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 

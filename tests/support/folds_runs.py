@@ -118,24 +118,24 @@ def check_shadows(
 ) -> None:
     *inputs, y = rows
     expected = torch.full((N,), math.nan, dtype=torch.float64)
-    for k in range(int(stopping._label.max()) + 1):
+    for k in range(int(stopping.fold_of_row.max()) + 1):
         twin = copy.deepcopy(start)
         separately(
-            twin, make(twin.parameters()), loss_fn, rows, batches, stopping._label != k, **more
+            twin, make(twin.parameters()), loss_fn, rows, batches, stopping.fold_of_row != k, **more
         )
         for name, p in twin.named_parameters():
             if name == "unused":  # has no gradient: engines may pass over it
                 continue
             torch.testing.assert_close(
-                stopping._backend.weights_of(k)[name].detach(), p.detach(), rtol=1e-9, atol=1e-11
+                stopping.backend.weights_of(k)[name].detach(), p.detach(), rtol=1e-9, atol=1e-11
             )
-        held = stopping._label == k
+        held = stopping.fold_of_row == k
         twin.eval()
         with torch.no_grad():
             for i in held.nonzero().flatten().tolist():
                 expected[i] = loss_fn(twin(*(x[i : i + 1] for x in inputs)), y[i : i + 1])
-    losses = stopping._held_out()
-    torch.testing.assert_close(losses, expected[stopping._label >= 0], rtol=1e-8, atol=1e-10)
+    losses = stopping.backend.held_out()
+    torch.testing.assert_close(losses, expected[stopping.fold_of_row >= 0], rtol=1e-8, atol=1e-10)
 
 
 def train_once(stopping: Any, model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> bool:

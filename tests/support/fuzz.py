@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 import heldin
+from tests.support import inside
 from tests.support.grammar import Net
 from tests.support.truth import error, truth
 
@@ -52,7 +53,7 @@ def check(seed: int) -> str:
                 for name, part in sampled.items():
                     whole, where = exact[name], ()
                     if part.total.shape != whole.total.shape:
-                        where = sampled._collector.sampler._blocks[name][0]
+                        where = inside.block(sampled, name)[0]
                     close = torch.allclose(part.squares, whole.squares[where], atol=1e-9)
                     assert close, f"seed {seed}: sampled {name} {net.names}"
     except heldin.HeldinError as refusal:

@@ -52,9 +52,9 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def trained(
-    case: dict[str, Any], steps: int = 12, **options: Any
+    case: dict[str, Any], steps: int = 12, *, after: int = 0, saved: Any = None, **options: Any
 ) -> tuple[heldin.EarlyStopping, nn.Module]:
-    """Train a network with shadows for some steps."""
+    """Train a network with shadows for some steps, or go on after some with what was saved."""
     case = {"kind": "plain", "shadows": None} | case
     model, (x, y) = network(case["kind"]), rows()
     optimizer = sgd(model)
@@ -70,7 +70,11 @@ def trained(
         patience=None,
         **options,
     )
-    for index in batches()[:steps]:
+    if saved is not None:
+        weights, state = saved
+        model.load_state_dict(weights)
+        stopping.load_state_dict(state)
+    for index in batches()[after:steps]:
         batch = (x[index], y[index])
         stopping.note_batch(batch, index)
         optimizer.zero_grad()

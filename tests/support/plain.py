@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 import heldin
+from heldin._private_torch import forward_hooks
 from heldin.adapters.patches import MethodWrapper
 from tests.support import runs
 
@@ -193,8 +194,7 @@ def expect_no_trace(model: nn.Module) -> None:
     assert not _global_optimizer_pre_hooks
     assert not _global_optimizer_post_hooks
     for module in model.modules():
-        assert not module._forward_hooks
-        assert not module._forward_pre_hooks
+        assert not forward_hooks(module)
         assert not [
             name for name, value in vars(module).items() if isinstance(value, MethodWrapper)
         ]

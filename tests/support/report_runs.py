@@ -18,20 +18,22 @@ def data() -> tuple[torch.Tensor, torch.Tensor]:
     return x, 2 * x[:, :1] + torch.randn(40, 1, dtype=torch.float64)
 
 
-def stopping_by(rule: Any, rate: float = 0.05, **options: Any) -> Any:
+def started(rule: Any, rate: float = 0.05, **options: Any) -> tuple[Any, nn.Module, Any]:
+    """Return the stopping object, the model and the optimiser of a run by a rule."""
     x, y = data()
     model = nn.Linear(4, 1).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.5)
     if rule == "evidence":
-        return heldin.EarlyStopping(model, optimizer, rule=rule)
+        return heldin.EarlyStopping(model, optimizer, rule=rule), model, optimizer
     if rule == "validation":
         rule = heldin.rules.Validation(data=(x, y))
-    return heldin.EarlyStopping(model, optimizer, nn.MSELoss(), (x, y), rule, **options)
+    stopping = heldin.EarlyStopping(model, optimizer, nn.MSELoss(), (x, y), rule, **options)
+    return stopping, model, optimizer
 
 
 def trained(rule: Any, epochs: int = 20, **options: Any) -> Any:
-    stopping = stopping_by(rule, **options)
-    (x, y), model, optimizer = data(), stopping._model, stopping._optimizer
+    stopping, model, optimizer = started(rule, **options)
+    x, y = data()
     for _ in stopping.epochs(epochs):
         for index in torch.arange(40).split(20):
             if rule not in ("evidence", "validation"):

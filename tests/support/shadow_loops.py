@@ -60,7 +60,7 @@ class Loop:
 
     def twin(self, k: int) -> nn.Module:
         """A model in a plain loop on exactly the rows that shadow k may see."""
-        model, label = copy.deepcopy(self.start), self.stopping._label
+        model, label = copy.deepcopy(self.start), self.stopping.fold_of_row
         optimizer = sgd(model)
         for batches in self.steps:
             kept = [label[batch["number"]] != k for batch in batches]
@@ -74,10 +74,10 @@ class Loop:
         return model
 
     def check(self) -> None:
-        label = self.stopping._label
+        label = self.stopping.fold_of_row
         expected = torch.zeros(len(label), dtype=torch.float64)
         for k in range(5):
-            twin, weights = self.twin(k), self.stopping._backend.weights_of(k)
+            twin, weights = self.twin(k), self.stopping.backend.weights_of(k)
             for name, p in twin.named_parameters():
                 torch.testing.assert_close(
                     weights[name].detach(), p.detach(), rtol=1e-9, atol=1e-11
@@ -85,7 +85,7 @@ class Loop:
             twin.eval()
             own = label == k
             expected[own] = F.cross_entropy(twin(x[own]), y[own], reduction="none").detach()
-        torch.testing.assert_close(self.stopping._held_out(), expected)
+        torch.testing.assert_close(self.stopping.backend.held_out(), expected)
 
 
 def trained(loop: Loop) -> Loop:

@@ -125,9 +125,9 @@ def expect_same(one: Run, other: Run, rtol: float = 1e-9) -> None:
         expected = torch.tensor(b.history.columns()[name], dtype=torch.float64)
         torch.testing.assert_close(found, expected, rtol=rtol, atol=rtol, equal_nan=True)
     assert (a.stopped_step, a.best_step) == (b.stopped_step, b.best_step)
-    for number in range(a._backend.copies):
-        theirs = b._backend.weights_of(number)
-        for name, weight in a._backend.weights_of(number).items():
+    for number in range(a.backend.copies):
+        theirs = b.backend.weights_of(number)
+        for name, weight in a.backend.weights_of(number).items():
             torch.testing.assert_close(weight, theirs[name], rtol=rtol, atol=rtol)
     for run in (one, other):
         run.stopping.restore()
@@ -258,7 +258,7 @@ def by_hand(run: Run, shadow: int, least: int, scale: float | None = None) -> nn
     torch.manual_seed(3)
     model = copy.deepcopy(run.start)  # type: ignore[attr-defined]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
-    data, label = table(), run.stopping._label
+    data, label = table(), run.stopping.fold_of_row
     for parts in run.plan[: run.first]:
         kept = [[i for i in part if int(label[i]) != shadow] for part in parts]
         used = [some if len(some) >= least else [] for some in kept]
@@ -282,9 +282,9 @@ def by_hand(run: Run, shadow: int, least: int, scale: float | None = None) -> nn
 
 
 def expect_twin(run: Run, least: int = 1, scale: float | None = None) -> None:
-    for number, shadow in enumerate(run.stopping._backend.shadows):
+    for number, shadow in enumerate(run.stopping.backend.shadows):
         twin = by_hand(run, number, least, scale)
-        weights = run.stopping._backend.weights_of(number)
+        weights = run.stopping.backend.weights_of(number)
         for name, p in twin.named_parameters():
             torch.testing.assert_close(weights[name].detach(), p.detach())
         for found, b in zip(shadow.buffers, twin.buffers(), strict=True):
@@ -501,8 +501,8 @@ def shadows_train_step(rank: int, world: int) -> None:
 
     (mine, net), (alone, other) = run(True), run(False)
     for number in range(3):
-        theirs = alone._inner._backend.weights_of(number)
-        for name, weight in mine._inner._backend.weights_of(number).items():
+        theirs = alone.following.backend.weights_of(number)
+        for name, weight in mine.following.backend.weights_of(number).items():
             torch.testing.assert_close(weight, theirs[name], rtol=1e-5, atol=1e-6)
     for p, q in zip(net.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
