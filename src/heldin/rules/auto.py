@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,8 +15,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from heldin._private_torch import BatchNorm
 from heldin.distributed.ranks import groups_of
-from heldin.errors import HeldinError
+from heldin.errors import HeldinError, HeldinWarning
 from heldin.loop.matching import Rows
+from heldin.loop.randomness import separate_random_stream
 from heldin.loop.rows import RowSource
 from heldin.rules.folds import FoldStopping
 from heldin.rules.inputs import RunInputs
@@ -21,6 +25,7 @@ from heldin.rules.leave_one_out import LeaveOneOutStopping
 from heldin.rules.options import Auto, Folds, LeaveOneOut
 from heldin.rules.path import PathStopping
 from heldin.rules.unit_steps import KNOWN
+from heldin.shadows.bare_model import copy_without_hooks
 from heldin.shadows.dense import is_plain
 from heldin.shadows.models import check_trainable
 from heldin.shadows.replayed import LossIsSum
@@ -30,6 +35,7 @@ __all__ = ["follow"]
 FEW, MANY = 1000, 10_000  # rows from which two shadows, and one, are worth their time
 TENSORS = 4  # of the size of the weights, for each copy: weights, gradients, two moments
 SIZES = (20_000, 100_000)  # parameters up to which calls, not arithmetic, are what a step costs
+WORK = (20_000, 500_000)  # multiplications with a row, where there are more than parameters
 ARITHMETIC = (  # works much with few parameters, or belongs to models of many layers
     nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
     nn.RNNBase, nn.MultiheadAttention, nn.Embedding, nn.EmbeddingBag,
@@ -46,9 +52,11 @@ COSTS: dict[str, tuple[tuple[float, float], ...]] = {
 FOLDS_ONLY = ("batch_loss", "clip", "groups", "stratify", "time", "train_step", "averaged_model")
 # Time of a light shadow, in full ones: small ones and large ones measured, medium ones in between.
 LIGHT = (1.2, 0.7, 0.5)
+FROZEN = 1_000_000  # first parameters that do not move from which replay, which computes them once
+MOVED = 0.3  # of a shadow's time is not arithmetic, and not saved by them
 BUDGET = 6.0  # times a plain run, where shadows are stacked
-GENERAL_BUDGET = 2.0  # where shadows are not stacked; the cheapest rule is never refused for it,
-SLACK = 1.25  # and one that costs so much more is as cheap
+GENERAL_BUDGET = 2.0  # where they are not
+SLACK = 1.25  # where nothing fits the budget: what costs so much more is as cheap as the cheapest
 # Test loss of what is kept, over the lowest on the path, by the number of shadows and the share of
 # rows that each is trained on, up to 200 rows and beyond: geometric means of 63 runs of networks on
 # images, texts and in fine-tuning (docs/study), for light shadows of 35 other runs.
@@ -61,12 +69,20 @@ REGRETS: dict[tuple[int, float], tuple[float, float]] = {
     (5, 1.0): (1.019, 1.004),
 }
 REGRET_ROWS = 200
+EQUAL = 0.01  # differences of regrets that the runs cannot tell
 PROBES = 5e7  # samples^2 x parameters up to which leave-one-out costs as said below
 LEAVE_ONE_OUT = 2.0  # runs, in runs of 1,000 steps and more
 
 
-NAMES = {1: "one shadow", 2: "two of five folds", 3: "three of five folds"}
-NAMES |= {4: "four of five folds", 5: "five folds"}
+NAMES = {
+    (1, 1.0): "one shadow",
+    (2, 1.0): "two of five folds",
+    (3, 1.0): "three of five folds",
+    (4, 1.0): "four of five folds",
+    (5, 1.0): "five folds",
+    (3, 0.25): "three light shadows, on a quarter of each batch",
+}
+Option = tuple[int, float]  # number of shadows, and the share of rows that each is trained on
 
 
 @dataclass(frozen=True)
@@ -79,84 +95,125 @@ class _Case:
     engine: str  # that shadows are run by
     size: int  # 0, 1 or 2: small, medium or large in `COSTS`
     known: bool = False  # an optimiser whose steps leave-one-out can follow, on tensors
+    moving: float = 1.0  # share of the model that shadows compute again, behind frozen modules
 
     def cost(self, shadows: int, share: float = 1.0) -> float:
         """Time of a run with so many shadows, in runs without: see `COSTS`."""
         base, each = COSTS[self.engine][self.size]
-        return round(base + each * shadows * (1.0 if share == 1.0 else LIGHT[self.size]), 1)
+        part = self.moving * (1.0 if share == 1.0 else LIGHT[self.size])
+        return round(base + each * shadows * max(MOVED, part), 1)
 
     def regret(self, shadows: int, share: float = 1.0) -> float:
         """Test loss that is reached, over the lowest on the path: see `REGRETS`."""
         return REGRETS[shadows, share][self.rows > REGRET_ROWS]
+
+    @property
+    def text(self) -> str:
+        return f"{self.rows} rows and {self.parameters} parameters"
+
+    @property
+    def usual_budget(self) -> float:
+        """What a run may cost where nobody says."""
+        return GENERAL_BUDGET if self.engine == "replay" else BUDGET
 
     def wanted(self) -> int:
         """How many shadows are worth their time."""
         return 5 if self.rows < FEW else 2 if self.rows < MANY else 1
 
 
-def _chosen(case: _Case, budget: float, memory: int) -> tuple[int, str]:
-    """Return a number of shadows, 0 for leave-one-out, and the reason."""
-    size = f"{case.rows} rows and {case.parameters} parameters"
-    room = memory // max(1, TENSORS * case.bytes)
-    shadows = max(
-        (k for k in range(1, case.wanted() + 1) if k <= room and case.cost(k) <= budget), default=0
-    )
-    followed = case.known and float(min(case.rows, 1024)) ** 2 * case.parameters <= PROBES
-    followed = followed and budget >= LEAVE_ONE_OUT
+@dataclass(frozen=True)
+class _Choice:
+    """Shadows, or leave-one-out where there are none, and why."""
+
+    shadows: int
+    share: float
+    reason: str
+    over: bool = False  # whether it costs more than the budget
+
+
+def _choose(case: _Case, budget: float | None, memory: int, light: bool = True) -> _Choice:
+    """Choose the rule with the lowest test loss in the budget, and the surer of equals.
+
+    Where nothing fits the budget, the cheapest is chosen: of those that cost up to `SLACK` times as
+    much, the one with the lowest test loss.
+
+    Args:
+        case: what the choice depends on.
+        budget: in runs without shadows; None: the default.
+        memory: bytes of shadows.
+        light: whether light shadows can be trained.
+    """
+    limit = case.usual_budget if budget is None else budget
+    options = _options(case, memory, light)
+    affordable = [each for each in options if case.cost(*each) <= limit]
     enough = min(3, case.wanted())
-    if followed and shadows < enough:
-        return 0, (
-            f"{size}: leave-one-out, for about {LEAVE_ONE_OUT:g} times the time of a run; "
-            f"{enough} shadow{'s' if enough > 1 else ''} would take {case.cost(enough):g} times "
-            f"and {enough * TENSORS * case.bytes:,} bytes (budget {budget:g}, {memory:,} bytes)"
+    followed = case.known and float(min(case.rows, 1024)) ** 2 * case.parameters <= PROBES
+    if followed and not any(k >= enough for k, _ in affordable):
+        if limit >= LEAVE_ONE_OUT or not affordable:
+            return _leave_one_out(case, enough, limit, memory)
+    if not options:
+        raise HeldinError(
+            f"heldin.EarlyStopping: with {case.text} no rule that estimates the test loss fits "
+            f"{memory:,} bytes (one shadow takes {TENSORS * case.bytes:,} bytes and "
+            f"{case.cost(1):g} times the time); raise memory=, or use rule='evidence', which needs "
+            "no shadow"
         )
-    if shadows:
-        what = NAMES[shadows]
-        spent = (
-            f"for about {case.cost(shadows):g} times the time of a run of 1,000 steps or more "
-            f"(budget {budget:g})"
-        )
-        why = _more(case, shadows, 1.0, room)
-        return shadows, f"{size}: {what}, {spent}; {why}"
-    raise HeldinError(
-        f"heldin.EarlyStopping: with {size} no rule that estimates the test loss fits a budget of "
-        f"{budget:g} and {memory:,} bytes (one shadow takes {case.cost(1):g} times the time and "
-        f"{TENSORS * case.bytes:,} bytes); raise them, or use "
-        "rule='evidence', which needs neither"
+    over = not affordable
+    if over:
+        most = SLACK * min(case.cost(*each) for each in options)
+        affordable = [each for each in options if case.cost(*each) <= most]
+    best = _best(case, affordable, surest=not over)
+    spent = (
+        f"for about {case.cost(*best):g} times the time of a run of 1,000 steps or more "
+        f"({'' if budget is not None else 'default '}budget {limit:g}"
+        f"{', which no rule fits: this is the cheapest' if over else ''})"
     )
+    more = _more(case, best, options, memory)
+    reason = f"{case.text}: {NAMES[best]}, {spent}; {more}"
+    return _Choice(*best, reason, over and budget is not None)
 
 
-def _more(case: _Case, shadows: int, share: float, room: int) -> str:
+def _options(case: _Case, memory: int, light: bool) -> list[Option]:
+    """Return the rules that the rows make worthwhile and the memory holds."""
+    most = min(case.wanted(), memory // max(1, TENSORS * case.bytes))
+    return [(k, share) for k, share in REGRETS if k <= most and (light or share == 1.0)]
+
+
+def _best(case: _Case, options: list[Option], surest: bool) -> Option:
+    """Return the lowest regret; of those that are equal, most full shadows, or the cheapest."""
+    lowest = min(case.regret(*each) for each in options)
+    equal = [each for each in options if case.regret(*each) < lowest + EQUAL]
+    if surest:
+        return max(equal, key=lambda each: (each[1] == 1.0, each[0]))
+    return min(equal, key=lambda each: case.cost(*each))
+
+
+def _leave_one_out(case: _Case, enough: int, budget: float, memory: int) -> _Choice:
+    what = NAMES[enough, 1.0]
+    reason = (
+        f"{case.text}: leave-one-out, for about {LEAVE_ONE_OUT:g} times the time of a run; {what} "
+        f"would take {case.cost(enough):g} times and {enough * TENSORS * case.bytes:,} bytes "
+        f"(budget {budget:g}, {memory:,} bytes)"
+    )
+    return _Choice(0, 1.0, reason, budget < LEAVE_ONE_OUT)
+
+
+def _more(case: _Case, chosen: Option, options: list[Option], memory: int) -> str:
     """Say what a larger budget, or more memory, would buy."""
     wanted = case.wanted()
-    if shadows == 5:
+    if chosen == (5, 1.0):
         return f"the best rule with fewer than {FEW} rows"
-    if shadows >= wanted and share == 1.0:
+    if chosen[0] >= wanted and chosen[1] == 1.0:
         return "more would gain little"
-    if room < wanted:
-        return f"more do not fit; {NAMES[wanted]} take {wanted * TENSORS * case.bytes:,} bytes"
-    return (
-        f"budget={case.cost(wanted):g} buys {NAMES[wanted]}, whose test loss was "
-        f"{case.regret(wanted):.3f} times the lowest, in place of {case.regret(shadows, share):.3f}"
-        ", and a surer estimate"
-    )
-
-
-def _frugal(case: _Case, memory: int, light: bool) -> tuple[int, float, str]:
-    """Return the best rule in the default budget of a general model: shadows, rows, and why."""
-    room = memory // max(1, TENSORS * case.bytes)
-    if not room:
-        _chosen(case, case.cost(1), memory)  # refuses, and says what would fit
-    options = [each for each in REGRETS if each[0] <= room and (light or each[1] == 1.0)]
-    budget = max(GENERAL_BUDGET, SLACK * min(case.cost(*each) for each in options))
-    cheap = [each for each in options if case.cost(*each) <= budget]
-    shadows, share = min(cheap, key=lambda each: case.regret(*each))
-    what = NAMES[shadows]
-    if share < 1.0:
-        what = "three light shadows, on a quarter of each batch"
-    spent = f"for about {case.cost(shadows, share):g} times the time of a run of 1,000 steps"
-    size = f"{case.rows} rows and {case.parameters} parameters"
-    return shadows, share, f"{size}: {what}, {spent}; {_more(case, shadows, share, room)}"
+    best = _best(case, options, surest=True)
+    if best == chosen:
+        takes = f"{NAMES[wanted, 1.0]} take {wanted * TENSORS * case.bytes:,}"
+        return f"more do not fit {memory:,} bytes, {takes}"
+    now, then = case.regret(*chosen), case.regret(*best)
+    buys = f"budget={case.cost(*best):g} buys {NAMES[best]}"
+    if then > now - EQUAL:
+        return f"{buys}: a surer estimate, not better weights"
+    return f"{buys}, whose test loss was {then:.3f} times the lowest, in place of {now:.3f}"
 
 
 def follow(inputs: RunInputs, rule: Auto | Folds | LeaveOneOut) -> PathStopping:
@@ -189,43 +246,54 @@ def _follow_best(inputs: RunInputs, rule: Auto) -> PathStopping:
     else:
         parameter = check_trainable("heldin.EarlyStopping", inputs.model)
         data = inputs.data
-        if _may_stack(inputs.model) or not _is_read_by_rows(data):
+        if _may_stack(inputs.model, data) or not _is_read_by_rows(data):
             data = Rows.of(data, parameter.device, inputs.store)
         case = _case(inputs.model, inputs.optimizer, data, "auto")
         if case.engine != "replay":
             inputs = replace(inputs, data=data)  # which are read once
     if any(getattr(inputs, name) is not None for name in FOLDS_ONLY):
         case = replace(case, known=False)
-    budget, share = rule.budget, 1.0
-    if budget is None and case.engine == "replay":
-        light = not several and inputs.time is None
-        shadows, share, reason = _frugal(case, rule.memory, light)
-    else:
-        shadows, reason = _chosen(case, budget or BUDGET, rule.memory)
-    if not shadows:
+    light = case.engine == "replay" and not several
+    light = light and inputs.time is None and inputs.sample_weight is None
+    choice = _choose(case, rule.budget, rule.memory, light)
+    if not choice.shadows:
         followed: PathStopping = LeaveOneOutStopping(inputs, LeaveOneOut())
     else:
         engine: Any = "replay" if case.engine == "replay" else "auto"
         if inputs.sample_weight is not None:
             engine = "auto"  # only stacked shadows have weights
-        folds = Folds(shadows=shadows, rows="all" if share == 1.0 else share, engine=engine)
+        folds = Folds(shadows=choice.shadows, rows=_rows(choice), engine=engine)
         try:
             followed = FoldStopping(inputs, folds)
         except LossIsSum:  # which light shadows cannot be trained by
-            shadows, _, reason = _frugal(case, rule.memory, light=False)
-            followed = FoldStopping(inputs, replace(folds, shadows=shadows, rows="all"))
-    followed.reason_chosen = reason
+            choice = _choose(case, rule.budget, rule.memory, light=False)
+            followed = FoldStopping(inputs, replace(folds, shadows=choice.shadows, rows="all"))
+    if choice.over:
+        warnings.warn(
+            f"heldin.EarlyStopping: nothing that estimates the test loss fits budget="
+            f"{rule.budget:g}; for {choice.reason}. rule='evidence' has no shadow",
+            HeldinWarning,
+            stacklevel=2,
+        )
+    followed.reason_chosen = choice.reason
     return followed
+
+
+def _rows(choice: _Choice) -> Any:
+    return "all" if choice.share == 1.0 else choice.share
 
 
 def _case(model: nn.Module, optimizer: Optimizer, data: Any, engine: str) -> _Case:
     check_trainable("heldin.EarlyStopping", model)  # or there is none
     params = [p for p in model.parameters() if p.requires_grad]
-    known = engine == "auto" and type(optimizer) in KNOWN
+    every = sum(p.numel() for p in model.parameters())
+    size, frozen = _size(model), _first_frozen(model)
     if isinstance(data, Rows):
-        count = len(data)
-        plain = is_plain(model, data.inputs)
-        engine = "dense" if plain else "vmap" if _gains_by_stack(model) else "replay"
+        count, size = len(data), _size(model, data.inputs)
+        if is_plain(model, data.inputs) and frozen < FROZEN:
+            engine = "dense"
+        else:
+            engine = "vmap" if size < len(SIZES) and not _is_normed(model) else "replay"
     else:
         count, engine = RowSource(data, seed=0, records=False).count, "replay"
     return _Case(
@@ -233,20 +301,34 @@ def _case(model: nn.Module, optimizer: Optimizer, data: Any, engine: str) -> _Ca
         parameters=sum(p.numel() for p in params),
         bytes=sum(p.numel() * p.element_size() for p in params),
         engine=engine,
-        size=_size(model),
-        known=known,
+        size=size,
+        known=engine != "replay" and type(optimizer) in KNOWN,
+        moving=1 - frozen / every if frozen >= FROZEN else 1.0,
     )
 
 
-def _may_stack(model: nn.Module) -> bool:
-    """Return whether shadows of a model may be trained in one stack, whatever the rows are."""
-    return _gains_by_stack(model) or is_plain(model, [torch.zeros(1, 1)])
+def _may_stack(model: nn.Module, data: Any) -> bool:
+    """Return whether shadows of a model may be trained in one stack, whatever the rows are.
+
+    Small networks on images or texts are, but many rows of a data set that is read row by row are
+    not taken into memory for it.
+    """
+    if is_plain(model, [torch.zeros(1, 1)]):
+        return True
+    source: Any = data.dataset if isinstance(data, DataLoader) else data
+    many = _is_read_by_rows(data) and len(source) > FEW
+    if _is_normed(model) or (many and _works_much(model)):
+        return False
+    return sum(p.numel() for p in model.parameters()) <= SIZES[-1]
 
 
-def _gains_by_stack(model: nn.Module) -> bool:
-    """Return whether it is worth mapping: BatchNorm cannot be, large models gain nothing by it."""
-    normed = any(isinstance(module, BatchNorm) for module in model.modules())
-    return not normed and _size(model) < len(SIZES)
+def _is_normed(model: nn.Module) -> bool:
+    """Return whether there is a BatchNorm, which cannot be mapped over shadows."""
+    return any(isinstance(module, BatchNorm) for module in model.modules())
+
+
+def _works_much(model: nn.Module) -> bool:
+    return any(isinstance(module, ARITHMETIC) for module in model.modules())
 
 
 def _is_read_by_rows(data: Any) -> bool:
@@ -256,9 +338,35 @@ def _is_read_by_rows(data: Any) -> bool:
     return isinstance(source, Dataset) and not fixed
 
 
-def _size(model: nn.Module) -> int:
+def _first_frozen(model: nn.Module) -> int:
+    """Return how many parameters come before the first trained one.
+
+    The outputs of frozen modules are computed once for all replayed shadows.
+    """
+    frozen = itertools.takewhile(lambda p: not p.requires_grad, model.parameters())
+    return sum(p.numel() for p in frozen)
+
+
+def _size(model: nn.Module, inputs: Sequence[torch.Tensor] | None = None) -> int:
     """Which column of `COSTS` a model belongs to: how much of a step is arithmetic."""
-    if any(isinstance(module, ARITHMETIC) for module in model.modules()):
-        return len(SIZES)
     parameters = sum(p.numel() for p in model.parameters())
-    return sum(parameters > size for size in SIZES)
+    if not _works_much(model):
+        return sum(parameters > size for size in SIZES)
+    work = None if inputs is None or parameters > SIZES[-1] else _work(model, inputs)
+    return len(SIZES) if work is None else sum(work > most for most in WORK)
+
+
+def _work(model: nn.Module, inputs: Sequence[torch.Tensor]) -> int | None:
+    """Return the number of multiplications with one row; None if it cannot be counted."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    counter = FlopCounterMode(display=False)
+    row = [each[:1] for each in inputs]
+    with separate_random_stream(row[0].device, 0), torch.no_grad():
+        try:
+            bare = copy_without_hooks(model).eval()
+            with counter:
+                bare(*row)
+        except Exception:  # whatever the model raises for one row
+            return None
+    return int(counter.get_total_flops()) // 2

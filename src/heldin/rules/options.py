@@ -57,16 +57,17 @@ class Rule(NamedArguments):
 class Auto(Rule):
     """Choose a rule that estimates the test loss, within a budget.
 
-    With a budget: five folds below 1,000 rows, two from there on and one shadow from 10,000 rows
-    on, as far as `budget` and `memory` allow; leave-one-out where fewer fit and it is cheaper.
+    Of one to five folds and three light shadows (`Folds(shadows=3, rows=0.25)`), those that the
+    budget and the memory allow, the one with the lowest test loss in a measured table; of those
+    that the table cannot tell apart, the one with the most shadows, whose estimate is the surest.
+    From 1,000 rows on at most two shadows, from 10,000 on one; leave-one-out where fewer than three
+    shadows fit and it is cheap. Where nothing fits the budget, the cheapest, with a warning.
     `reason_chosen` says what a larger budget buys.
 
     Attributes:
         budget: how many times the time of a plain run training may take. None: 6 for networks whose
-            shadows are trained in one stack. For other models, whose shadows cost as much as the
-            model, 2, or what the cheapest rule costs: the one with the lowest test loss in a
-            measured table, three light shadows (`Folds(shadows=3, rows=0.25)`) up to 200 rows where
-            they are about as cheap as one shadow, else one shadow.
+            shadows are trained in one stack; for other models, whose shadows cost as much as the
+            model, 2, or what the cheapest rule costs.
         memory: bytes that the shadows may take.
 
     >>> Auto(budget=2)
