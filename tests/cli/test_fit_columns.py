@@ -222,7 +222,7 @@ def test_rows_in_time(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
     dates = pandas.to_datetime(pandas.Series(days), format="%d.%m.%Y")
     assert [*pandas.Series(seen[0]).rank()] == [*dates.rank()]
     assert "48, all of them trained on; tested in the order of 'day'" in out
-    assert "one network, beside shadows; 11 trained" in out
+    assert "trained together with 10 shadows" in out
     assert "columns:         2," in out  # it stays an input
 
 

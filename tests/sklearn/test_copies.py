@@ -94,7 +94,7 @@ def test_a_row_given_twice_is_a_row_of_weight_two() -> None:
     expected, scores = by_copies.predict_proba(X), by_copies.estimates_
     by_weight = model.fit(X[order], y[order], sample_weight=times[order])
     np.testing.assert_allclose(by_weight.predict_proba(X), expected, rtol=1e-12)
-    assert by_weight.estimates_["accuracy"] == pytest.approx(scores["accuracy"])
+    assert str(by_weight.estimates_["accuracy"]) == str(scores["accuracy"])
 
 
 def test_scores_weigh_rows_and_not_classes() -> None:
@@ -111,34 +111,18 @@ def test_scores_weigh_rows_and_not_classes() -> None:
 # -- few rows, one class, extreme numbers
 
 
-@pytest.mark.parametrize("n", [4, 5, 6])
-def test_intervals_of_few_rows_have_a_width(n: int) -> None:
-    X, _ = coin_flips(n)
-    for y in (np.arange(n) % 2, (X[:, 0] > np.median(X[:, 0])).astype(int)):
-        model = MLPClassifier((3,), **OPTIONS).fit(X, y)
-        for value, low, high in model.estimates_.values():
-            assert low <= value <= high
-            assert high - low > 0.3
+def test_four_rows_have_no_interval() -> None:
+    X, _ = coin_flips(4)
     line = MLPRegressor((3,), **OPTIONS).fit(X, X[:, 0])
-    for value, low, high in line.estimates_.values():
-        assert low <= value <= high
-        assert high - low > 0.1 * abs(value)
-
-
-@pytest.mark.filterwarnings("ignore:.*no better than a constant")
-def test_equal_losses_of_few_rows_have_a_standard_error() -> None:
-    """Inputs without information: the class frequencies lose the same on every row."""
-    X, y = np.random.default_rng(2).normal(size=(8, 2)), np.arange(8) % 2
-    model = MLPClassifier((3,), max_iter=20, random_state=0, cv=4).fit(X, y)
-    assert model.shrinkage_ == 1
-    assert np.ptp(model.oof_predictions_[:, 1]) < 1e-6
-    assert model.estimate_error_ > 0.1
+    assert line.estimate_ > 0
+    assert all(np.isnan(interval.low) for interval in line.estimates_.values())
+    assert np.isnan(line.estimate_error_)
 
 
 def test_a_constant_has_an_area_of_one_half() -> None:
     X, y = coin_flips()
     model = MLPClassifier(**OPTIONS).fit(X, y)
-    assert model.shrinkage_ == 1
+    assert model.temperature_ == np.inf
     assert model.estimates_["auc"].value == 0.5
 
 
@@ -181,4 +165,4 @@ def test_large_weights_are_those_divided() -> None:
     model = MLPClassifier((3,), **OPTIONS)
     plain = model.fit(X, y, sample_weight=weights).estimates_
     large = model.fit(X, y, sample_weight=2.0**1000 * weights).estimates_
-    assert plain["accuracy"] == pytest.approx(large["accuracy"])
+    assert str(plain["accuracy"]) == str(large["accuracy"])

@@ -27,6 +27,7 @@ from sklearn.preprocessing import StandardScaler
 
 import heldin.sklearn.base as base
 from heldin.sklearn import MLPClassifier, MLPRegressor
+from heldin.sklearn.base import WHOLE_EPOCHS
 from tests.support import runs
 
 pytestmark = pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
@@ -71,7 +72,7 @@ def twins(
 def test_evidence_is_that_of_a_plain_loop(solver: str) -> None:
     config = TrainingConfig(solver, alpha=0.3, batch_size=16, learning_rate_init=0.02, max_iter=200)
     trainer, twin, x, t = twins(50, config)
-    outcome = trainer.run("evidence")
+    outcome = trainer.run(WHOLE_EPOCHS)
     groups: list[dict[str, Any]] = [
         {"params": [twin[0].weight, twin[2].weight], "weight_decay": 0.3 / 16},
         {"params": [twin[0].bias, twin[2].bias]},

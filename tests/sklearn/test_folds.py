@@ -95,7 +95,7 @@ def test_the_network_is_that_of_early_stopping(kind: str, solver: str) -> None:
     np.testing.assert_allclose(estimator.coefs_[0], model[0].weight.detach().T, rtol=1e-9)
     np.testing.assert_allclose(estimator.coefs_[1], model[2].weight.detach().T, rtol=1e-9)
     assert estimator.estimate_ == pytest.approx(stopping.estimates["loss"].value)
-    assert estimator.shrinkage_ == pytest.approx(1 - 1 / stopping.temperature)
+    assert estimator.temperature_ == pytest.approx(stopping.temperature)
     outputs = stopping.out_of_fold.outputs.double()
     expected = {"numbers": outputs, "two": outputs.sigmoid(), "classes": outputs.softmax(1)}[kind]
     found = estimator.oof_predictions_[order].reshape(60, -1)
@@ -176,9 +176,9 @@ def test_a_hundred_thousand_rows() -> None:
         warnings.simplefilter("ignore")
         model = MLPClassifier((4,), learning_rate_init=0.05, **options).fit(X, y)
     assert model.oof_predictions_.shape == (100_000, 2)
-    value, low, high = model.estimates_["accuracy"]
-    assert 0.7 < low < value < high < 0.8
-    assert high - low < 0.02
+    accuracy = model.estimates_["accuracy"]
+    assert 0.7 < accuracy.low < accuracy.value < accuracy.high < 0.8
+    assert accuracy.high - accuracy.low < 0.02
 
 
 def test_standardised_inputs_are_trained_in_single_precision() -> None:
@@ -210,7 +210,7 @@ def test_noise_is_predicted_by_a_constant(kind: Any, hidden: tuple[int, ...]) ->
     y = y.astype(float) if kind is MLPRegressor else y
     with pytest.warns(heldin.HeldinWarning, match="no better than a constant"):
         model = kind(hidden, **QUICK).fit(X, y)
-    assert model.shrinkage_ == 1
+    assert model.temperature_ == np.inf
     new = 100 * rng.normal(size=(5, 20))
     found = model.predict(new) if kind is MLPRegressor else model.predict_proba(new)[:, 1]
     np.testing.assert_allclose(found, y.mean(), rtol=1e-6)

@@ -11,6 +11,7 @@ import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from importlib import import_module
+from typing import Any
 
 from heldin import __version__
 from heldin.errors import HeldinError, did_you_mean
@@ -40,6 +41,17 @@ def parser(only: str | None = None) -> ArgumentParser:
     return top
 
 
+def _check_options(top: ArgumentParser, command: str, words: Sequence[str]) -> None:
+    """Refuse an unknown option, and name the one that is meant."""
+    commands: Any = next(action.choices for action in top._actions if action.dest == "command")
+    known = [*top._option_string_actions, *commands[command]._option_string_actions]
+    for word in words[: words.index("--")] if "--" in words else words:
+        name = word.partition("=")[0]
+        if name.startswith("--") and not any(option.startswith(name) for option in known):
+            hint = did_you_mean(name, known) or f"heldin {command} --help lists the options"
+            raise HeldinError(f"there is no option {name!r}; {hint}")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; errors that heldin raises on purpose are one line on stderr."""
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -50,6 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             hint = did_you_mean(command, COMMANDS) or f"commands are {names}"
             raise HeldinError(f"there is no command {command!r}; {hint}")
         top = parser(command)
+        if command:
+            _check_options(top, command, words)
         options = top.parse_args(words)
         if not command:
             top.print_help()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from numbers import Integral, Real
 from typing import Any
@@ -16,7 +16,7 @@ from sklearn import neural_network
 from sklearn.base import BaseEstimator, is_classifier, is_regressor
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.impute import SimpleImputer
-from sklearn.model_selection import check_cv, train_test_split
+from sklearn.model_selection import PredefinedSplit, check_cv, train_test_split
 from sklearn.utils import check_array, check_random_state, check_X_y
 from sklearn.utils._param_validation import (
     Interval,
@@ -32,10 +32,18 @@ from sklearn.utils.validation import (
 )
 from torch import Tensor, nn
 
-from heldin.crossval import Metric, resolve_metrics, statistic_interval
+from heldin import crossval
+from heldin.crossval import Metric, RunRecord, resolve_metrics, statistic_interval
 from heldin.errors import HeldinError, HeldinWarning, more
-from heldin.rules.options import Folds
-from heldin.shadows.labels import fold_labels, numbered, split_labels, time_labels, visible
+from heldin.rules.options import Auto, Evidence, Folds, Rule
+from heldin.shadows.labels import (
+    fold_labels,
+    keep_first_folds,
+    numbered,
+    split_labels,
+    time_labels,
+    visible,
+)
 from heldin.state.estimates import EstimateHistory
 from heldin.tables.mlp import (
     ACTIVATIONS,
@@ -66,24 +74,38 @@ from .inputs import (
     largest_input,
     missing_labels,
 )
-from .scores import Interval as ScoreInterval
+
+try:
+    from sklearn.callback import CallbackSupportMixin, with_callbacks
+except ImportError:  # scikit-learn before 1.9
+    CallbackSupportMixin = object
+
+    def with_callbacks(fit: Any) -> Any:
+        """Return the method as it is."""
+        return fit
+
 
 __all__ = ["Estimator", "Layers"]
 
 MEMORY = 2**30  # bytes of the network and its shadows in training
 TENSORS = 4  # of the size of the weights per network: weights, gradients, two moments
 FOLDS, FEW_ROWS, FOLDS_OF_FEW = 5, 100, 10  # up to this number of rows, ten folds
+MANY_ROWS = 10_000  # rows from which intervals of scores have fewer resamplings
 TANH_ROWS = 300  # classes are learnt with tanh up to this number of rows
 UNSCALED = 10.0  # root mean square of an input above which scaling is recommended
 ONE_SHADOW_ROWS = 1000  # rows in time from which one shadow is tested, on the last block
 DENSE = 2**28  # bytes up to which sparse inputs are made dense at once
 DECAY = 0.3  # default weight decay
 CLIP = 4.0  # standard deviations beyond which an input is cut off
+CALLER = 3 if CallbackSupportMixin is object else 4  # levels from a warning to the call of fit
+SIDE = 1.96  # standard errors on each side of an estimate
+WHOLE_EPOCHS = Evidence(window="epoch", estimator="exact")
 
+Score = Callable[[Any, Any, Any], float]  # of predictions, targets and weights
 Layers = list[tuple[Any, Any]]  # weights (inputs, outputs) and biases (outputs,)
 
 
-class Estimator(BaseEstimator):  # type: ignore[misc]
+class Estimator(CallbackSupportMixin, BaseEstimator):  # type: ignore[misc]
     """A network with a parameter list; subclasses define targets and predictions."""
 
     _parameter_constraints: Mapping[str, Any] = {
@@ -92,7 +114,7 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
         "solver": [StrOptions({"adam", "sgd"})],
         "weight_decay": [None, Interval(Real, 0, None, closed="left")],
         "verbose": ["verbose", callable],
-        "early_stopping": [StrOptions(set(RULE_NAMES)), "boolean"],
+        "early_stopping": [StrOptions(set(RULE_NAMES)), "boolean", Rule],
         "standardize": ["boolean"],
         "cv": ["cv_object"],
         "class_weight": [dict, StrOptions({"balanced"}), None],
@@ -105,7 +127,11 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
     _imputer: SimpleImputer
     _scaler: Scaler | None
     _optimizer_state: Any
-    estimates_: dict[str, ScoreInterval] | None
+    _evaluated: Any  # out-of-fold predictions of different rows, and these without inputs
+    _intervals: dict[str, crossval.Interval] | None
+    _loss_interval: Any
+    _root: Any = None  # of scikit-learn's callbacks, while they are called
+    oof_predictions_: Any
     _unit: float = 1.0  # factor from a loss in training to a loss of the targets
 
     # -- defined by subclasses
@@ -124,8 +150,16 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
         """Convert layers between the scale of training and that of the targets (`back`)."""
         return layers
 
-    def _assess(self, out_of_fold: Any, data: Data) -> None:
-        """Set the attributes that follow from out-of-fold predictions, or set them to None."""
+    def _truth(self, y: Any) -> Any:
+        """Return the targets in the shape of predictions: class numbers, or numbers."""
+        raise NotImplementedError
+
+    def _scores(self) -> Mapping[str, Score]:
+        """Return functions of predictions, targets and weights, by name."""
+        raise NotImplementedError
+
+    def _row_losses(self, predicted: Any, y: Any) -> Any:
+        """Return the (n,) losses of predictions."""
         raise NotImplementedError
 
     def _predictions(self, outputs: Any) -> Any:
@@ -148,6 +182,19 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
     def _refuse(self, message: str) -> InvalidParameter:
         return InvalidParameter(f"{type(self).__name__}: {message}")
 
+    def _chosen(self) -> Rule | None:
+        """Return the rule that is not one of the usual ones."""
+        chosen = Folds(shadows=1) if self.early_stopping == "shadow" else self.early_stopping
+        return chosen if isinstance(chosen, Rule) else None
+
+    def _cv(self) -> Any:
+        """Return the folds that the user asked for: a number, a splitter, splits or None."""
+        if not isinstance(self.early_stopping, Folds):
+            return self.cv
+        folds = self.early_stopping.folds
+        given = isinstance(folds, Integral) or isinstance(folds[0], (tuple, list))
+        return folds if given else PredefinedSplit(np.asarray(folds))
+
     def _rule(self, groups: Any = None, time: Any = None) -> str:
         """Check the parameters and return the name of the rule."""
         parameters = self.get_params(deep=False)
@@ -161,15 +208,21 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
             raise InvalidParameter(str(error)) from error
         if any(np.atleast_1d(np.asarray(parameters["hidden_layer_sizes"])) < 1):
             raise self._refuse("hidden_layer_sizes must be whole numbers above 0")
-        rule: str = {True: "auto", False: "none"}.get(self.early_stopping, self.early_stopping)
+        chosen, rule = self._chosen(), "none" if self.early_stopping is False else "auto"
+        if chosen is not None:
+            rule = chosen.name
+            self._check_rule(chosen)
+        elif isinstance(self.early_stopping, str):
+            rule = self.early_stopping
         adaptive = parameters["learning_rate"] == "adaptive" and parameters["solver"] == "sgd"
         if adaptive and rule != "none":
             raise self._refuse(
                 "learning_rate='adaptive' waits until the training loss no longer falls, which a "
                 "stopping rule is to prevent; use early_stopping=False or another learning_rate"
             )
+        cv = self._cv()
         needs_folds = {
-            f"cv={self.cv!r} needs": self.cv is not None,
+            f"cv={cv!r} needs": cv is not None,
             "metrics need": bool(self._metrics()),
             "groups need": groups is not None,
             "time needs": time is not None,
@@ -180,7 +233,7 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
                     f"{name} folds, and early_stopping={self.early_stopping!r} has none; use "
                     "early_stopping='auto'"
                 )
-        is_number = self.cv is None or isinstance(self.cv, Integral)
+        is_number = cv is None or isinstance(cv, Integral)
         if time is not None and (groups is not None or not is_number):
             raise self._refuse(
                 "with time, shadows are tested on the rows after those they see; leave groups out, "
@@ -188,29 +241,26 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
             )
         return rule
 
+    def _check_rule(self, rule: Rule) -> None:
+        """Refuse rules, and options of rules, that the estimators do not have."""
+        problem = ""
+        if not isinstance(rule, (Auto, Folds, Evidence)):
+            problem = "estimators take Auto, Folds and Evidence, or one of the names"
+        elif isinstance(rule, Auto) and rule.budget is not None:
+            problem = "estimators train in one stack and have no budget; use Folds(folds=...)"
+        elif isinstance(rule, Folds) and rule.rows != "all":
+            problem = "light shadows are not trained in one stack; leave rows out"
+        elif rule is self.early_stopping and isinstance(rule, Folds) and self.cv is not None:
+            problem = "the rule has folds, and so has cv; leave one of them out"
+        if problem:
+            raise self._refuse(f"early_stopping={rule!r}: {problem}")
+
     def _metrics(self) -> dict[str, Metric]:
         """Return the metrics by their names."""
         try:
             return resolve_metrics(self.metrics, probabilities=is_classifier(self))
         except HeldinError as error:
             raise self._refuse(str(error)) from error
-
-    def _add_metrics(self, data: Data, targets: Any, predicted: Any) -> None:
-        """Add the metrics of the rows as the user gave them to `estimates_`.
-
-        Args:
-            data: rows without copies.
-            targets: of these.
-            predicted: (n, ...) out of fold, of the user's rows; nan for rows without.
-        """
-        assert self.estimates_ is not None
-        is_predicted = np.isfinite(predicted.reshape(len(predicted), -1)).all(1)
-        rows = data.row_of[is_predicted]
-        groups = rows if data.groups is None else data.groups[rows]
-        outputs, truth = torch.as_tensor(predicted[is_predicted]), torch.as_tensor(targets[rows])
-        for name, metric in self._metrics().items():
-            interval = statistic_interval(metric, outputs, truth, groups)
-            self.estimates_[name] = ScoreInterval(interval.value, interval.low, interval.high)
 
     def _config(self) -> TrainingConfig:
         parameters = self.get_params(deep=False)
@@ -283,10 +333,10 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
             groups = np.unique(np.asarray(groups), return_inverse=True)[1]
             if groups.max() < 1:
                 raise self._refuse("groups: all rows are in one group; there must be at least two")
-        splits = None
+        splits, cv = None, self._cv()
         times = numbered(type(self).__name__, "time", time, len(weights), in_order=True)
-        if self.cv is not None and not isinstance(self.cv, Integral):
-            splitter = check_cv(self.cv, y, classifier=is_classifier(self))
+        if cv is not None and not isinstance(cv, Integral):
+            splitter = check_cv(cv, y, classifier=is_classifier(self))
             pairs = list(splitter.split(X, y, groups))
             splits = np.zeros((len(weights), 2 * len(pairs)), bool)
             for number, (train, test) in enumerate(pairs):
@@ -341,6 +391,7 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
 
     # -- fitting
 
+    @with_callbacks  # type: ignore[untyped-decorator]
     def fit(
         self, X: Any, y: Any, sample_weight: Any = None, groups: Any = None, time: Any = None
     ) -> Any:
@@ -395,11 +446,15 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
                 "warm_start goes on with a network that has seen every row, and no fold is new to "
                 "it; set warm_start=False, or use early_stopping='evidence' or False"
             )
+        report = self._report(X, y)
         if plan is not None:
-            trainer.run_folds(plan, self._report())
+            trainer.run_folds(plan, report)
+        elif rule in ("validation", "none"):
+            trainer.run(rule, self._held_out_rows(held_out, targets, trainer), report)
         else:
-            rule = "evidence" if rule in ("auto", "folds") else rule
-            trainer.run(rule, self._held_out_rows(held_out, targets, trainer), self._report())
+            chosen = self._chosen()
+            evidence = chosen if isinstance(chosen, Evidence) else WHOLE_EPOCHS
+            trainer.run(evidence, report=report)
         self._keep(trainer, used.X.dtype)
         self._shadows = [
             self._scale_layers(_layers(shadow, used.X.dtype), back=True)
@@ -413,6 +468,11 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
             out_of_fold = self._out_of_fold(used.X, labels)
         self._assess(out_of_fold, used)
         self._warn(trainer.outcome, used.X)
+        if self._root is not None:
+            self._root.call_on_fit_task_end(
+                estimator=self, X=X, y=y, reconstruction_attributes=lambda: vars(self)
+            )
+            self._root = None
         return self
 
     def partial_fit(self, X: Any, y: Any, sample_weight: Any = None) -> Any:
@@ -481,40 +541,45 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
     ) -> FoldPlan | None:
         """Return which rows each shadow does not see; None if the memory is too small."""
         n, seed, name = len(data.y), trainer.seed, type(self).__name__
-        usual = FOLDS_OF_FEW if n <= FEW_ROWS else FOLDS
-        folds = usual if self.cv is None or data.splits is not None else int(self.cv)
+        usual, cv, chosen = FOLDS_OF_FEW if n <= FEW_ROWS else FOLDS, self._cv(), self._chosen()
+        folds = usual if cv is None or data.splits is not None else int(cv)
+        asked = chosen if isinstance(chosen, Folds) else Folds()
         codes = torch.as_tensor(data.y.ravel().astype(np.int64)) if targets.single else None
         groups = torch.arange(n) if data.groups is None else torch.as_tensor(data.groups)
         if data.times is not None:
             times = torch.as_tensor(data.times)
-            shadows = 1 if n >= ONE_SHADOW_ROWS and self.cv is None else folds
+            shadows = asked.shadows or (1 if n >= ONE_SHADOW_ROWS and cv is None else folds)
             labels = time_labels(name, times, folds, shadows)
             numbers = torch.arange(shadows).unsqueeze(1)
             sees = visible(labels, numbers, in_time=True)
-            plan = FoldPlan(Folds(folds=folds, shadows=shadows), labels, sees, None, times)
+            plan = FoldPlan(replace(asked, folds=folds, shadows=shadows), labels, sees, None, times)
         elif data.splits is not None:
             masks = zip(*data.split_masks(), strict=True)
             pairs = [(np.flatnonzero(train), np.flatnonzero(test)) for train, test in masks]
+            pairs = pairs[: asked.shadows]
             try:
-                labels, sees = split_labels(f"{name}: cv={self.cv!r}", pairs, n)
+                labels, sees = split_labels(f"{name}: cv={cv!r}", pairs, n)
             except HeldinError as error:
                 raise InvalidParameter(str(error)) from error
-            plan = FoldPlan(Folds(folds=pairs), labels, sees, groups)
+            plan = FoldPlan(replace(asked, folds=pairs, shadows=None), labels, sees, groups)
         else:
             folds = min(folds, len(groups.unique()))
-            labels = fold_labels(n, folds, seed, None if data.groups is None else groups, codes)
-            sees = visible(labels, torch.arange(folds).unsqueeze(1), in_time=False)
-            plan = FoldPlan(Folds(folds=labels), labels, sees, groups)
+            every = fold_labels(n, folds, seed, None if data.groups is None else groups, codes)
+            shadows = min(asked.shadows or folds, folds)
+            labels = keep_first_folds(every, shadows)
+            sees = visible(labels, torch.arange(shadows).unsqueeze(1), in_time=False)
+            plan = FoldPlan(replace(asked, folds=every, shadows=shadows), labels, sees, groups)
         networks = len(plan.sees) + 1
         parameters = sum(p.numel() for p in trainer.model.parameters())
         needed = networks * TENSORS * parameters * _dtype(trainer.model).itemsize
         size = f"{n} rows and {parameters} parameters"
-        if needed > MEMORY:
+        memory = chosen.memory if isinstance(chosen, Auto) else MEMORY
+        if needed > memory:
             problem = f"{networks} networks would take {needed:,} bytes to train"
-            asked = (self.cv, data.groups, data.times, self.metrics or None)
-            if rule != "auto" or any(argument is not None for argument in asked):
+            needs_folds = (cv, data.groups, data.times, self.metrics or None)
+            if rule != "auto" or any(argument is not None for argument in needs_folds):
                 raise self._refuse(f"with {size}, {problem}; use early_stopping='evidence'")
-            trainer.outcome.chosen = f"{size}: {problem}, more than {MEMORY:,}"
+            trainer.outcome.chosen = f"{size}: {problem}, more than {memory:,}"
             return None
         if codes is not None and any(len(codes[seen].unique()) < 2 for seen in plan.sees):
             raise self._refuse(
@@ -523,7 +588,7 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
                 "which has no folds"
             )
         trainer.outcome.chosen = (
-            f"{size}: one network, beside shadows; {networks} trained in lock-step"
+            f"{size}: one network, trained together with {networks - 1} shadows"
         )
         return plan
 
@@ -556,16 +621,100 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
         self.stopping_rule_, self.stopping_choice_ = outcome.rule, outcome.chosen
         self.stopping_reason_, self.stopped_ = outcome.reason, outcome.stopped
         self.evidence_curve_, self.history_ = outcome.evidence, outcome.history
-        self.shrinkage_ = outcome.shrinkage
-        self.estimate_curve_ = self.estimate_ = self.estimate_error_ = None
+        self.temperature_, self.run_ = outcome.temperature, outcome.run
+        self._facts = trainer.facts.rows()
+        self._run_network = trainer.model  # in the units of training, for `run_`
+        self.estimate_curve_ = self.estimate_ = self.estimate_error_ = self._loss_interval = None
         if isinstance(outcome.history, EstimateHistory):
             self.history_ = in_units(outcome.history, unit)
             self.estimate_curve_ = [record.estimate for record in self.history_]
-            assert outcome.estimate is not None
-            assert outcome.standard_error is not None
-            self.estimate_ = outcome.estimate * unit
-            self.estimate_error_ = outcome.standard_error * unit
+            said = outcome.estimate
+            assert said is not None
+            self._loss_interval = crossval.Interval(
+                said.value * unit, said.low * unit, said.high * unit, said.coverage
+            )
+            self.estimate_ = self._loss_interval.value
+            self.estimate_error_ = (said.high - said.low) / (2 * SIDE) * unit
         self._optimizer_state = None
+
+    def _assess(self, out_of_fold: Any, data: Data) -> None:
+        """Keep what follows from out-of-fold predictions, None for rules without."""
+        self._evaluated = self._intervals = self.oof_predictions_ = None
+        if out_of_fold is not None:
+            self._evaluated = out_of_fold, replace(data, X=None)
+            self.oof_predictions_ = given_rows(out_of_fold, data)
+
+    def _given(self) -> tuple[Any, Any, Any]:
+        """Return predictions and targets of the rows given, and which of them have both."""
+        _, data = self._evaluated
+        predicted = self.oof_predictions_
+        tested = np.flatnonzero(np.isfinite(predicted.reshape(len(predicted), -1)).all(1))
+        return predicted[tested], self._truth(data.y)[data.row_of[tested]], tested
+
+    def _groups(self, tested: Any) -> Any:
+        """Return the groups of the rows given; a row and its copies are one."""
+        _, data = self._evaluated
+        rows = data.row_of[tested]
+        return rows if data.groups is None else data.groups[rows]
+
+    @property
+    def estimates_(self) -> dict[str, crossval.Interval] | None:
+        """The loss and the scores on new rows, with 95 % intervals; None without folds."""
+        check_is_fitted(self, "n_iter_")
+        if self._evaluated is not None and self._intervals is None:
+            self._intervals = self._bootstrapped()
+        return self._intervals
+
+    def _bootstrapped(self) -> dict[str, crossval.Interval]:
+        predicted, data = self._evaluated
+        used = np.isfinite(predicted).all(1)
+        predicted, y, weights = predicted[used], self._truth(data.y)[used], data.counts[used]
+        groups, rows = None if data.groups is None else data.groups[used], torch.arange(len(y))
+        intervals = {"loss": self._loss_interval}
+        for name, score in self._scores().items():
+
+            def of_rows(index: Tensor, _: Any, score: Score = score) -> float:
+                return score(predicted[index], y[index], weights[index])
+
+            draws = 499 if len(rows) < MANY_ROWS else 199
+            interval = statistic_interval(of_rows, rows, rows, groups, resamplings=draws)
+            if math.isfinite(interval.value):
+                intervals[name] = interval
+        if "auc" in intervals and self.temperature_ == math.inf:  # constants differ between folds
+            intervals["auc"] = crossval.Interval(0.5, math.nan, math.nan)
+        outputs, targets, tested = map(torch.as_tensor, self._given())
+        for name, metric in self._metrics().items():
+            groups = self._groups(tested.numpy())
+            intervals[name] = statistic_interval(metric, outputs, targets, groups)
+        return intervals
+
+    def _bands(self) -> list[tuple[float, float]]:
+        """Return the ends of the intervals of all checks."""
+        rule: Any = None if self.run_ is None else self.run_._followed()
+        count = 0 if rule is None else len(rule.history)
+        intervals = (rule.loss_interval(number) for number in range(count))
+        return [(each.low * self._unit, each.high * self._unit) for each in intervals]
+
+    def record(self) -> RunRecord:
+        """Return the out-of-fold losses and predictions of the rows, for `heldin.compare`."""
+        if getattr(self, "_evaluated", None) is None:
+            raise self._refuse("record: there are no out-of-fold predictions; fit with folds")
+        predicted, targets, tested = self._given()
+        losses = self._row_losses(predicted, targets)
+        weights = self._evaluated[1].counts[self._evaluated[1].row_of[tested]]
+        if not self.n_copies_ and len(np.unique(weights)) > 1:
+            losses = losses * weights / weights.mean()
+        shadows: Any = self._shadow_of
+        parts = map(torch.as_tensor, (losses, predicted, targets, tested, shadows[tested]))
+        losses, predicted, targets, rows, folds = parts
+        metrics, groups = self._metrics(), self._groups(tested)
+        return RunRecord(losses, predicted, targets, rows, folds, metrics, groups)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(super().__getstate__())
+        if "run_" in state:  # it holds the data and every shadow
+            state |= {"run_": None, "_run_network": None}
+        return state
 
     def _warn(self, outcome: Outcome, X: Any) -> None:
         name, scaling = type(self).__name__, ""
@@ -576,14 +725,14 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
                     f" The inputs are not scaled (numbers of about {size:.3g} in column {column}): "
                     "standardize=True scales them."
                 )
-        if outcome.shrinkage == 1 and outcome.estimate:  # a loss of 0 cannot be improved
+        if outcome.temperature == math.inf and self.estimate_:  # a loss of 0 cannot be improved
             warnings.warn(
                 f"{name}: on rows that were not trained on, the network was no better than a "
                 "constant, which is predicted now. Do the inputs tell anything about the targets, "
                 f"are there enough rows, do groups of rows belong together?{scaling} "
                 + more("no-better-than-a-constant"),
                 HeldinWarning,
-                stacklevel=3,
+                stacklevel=CALLER,
             )
         elif not outcome.converged:
             warnings.warn(
@@ -591,20 +740,29 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
                 f"early_stopping={self.early_stopping!r} asked to stop ({outcome.reason}); raise "
                 f"max_iter or learning_rate_init.{scaling} {more('epochs-were-over')}",
                 ConvergenceWarning,
-                stacklevel=3,
+                stacklevel=CALLER,
             )
 
-    def _report(self) -> Report | None:
-        """Return the function to call after each epoch, as `verbose` asks for."""
-        if not self.verbose:
-            return None
-        unit = self._unit
-        if callable(self.verbose):
-            function: Report = self.verbose
-            return lambda epoch, loss, status: function(epoch, loss * unit, status)
-        return lambda epoch, loss, status: print(
-            f"Iteration {epoch}, loss = {loss * unit:.8f} ({status})"
-        )
+    def _report(self, X: Any, y: Any) -> Report:
+        """Return the function to call after each epoch, for `verbose` and callbacks."""
+        unit, root = self._unit, None
+        if getattr(self, "_skl_callbacks", None):
+            root = self._init_callback_context(task_name="fit", max_subtasks=self.max_iter)
+            root.call_on_fit_task_begin(estimator=self, X=X, y=y)
+        self._root = root
+
+        def report(epoch: int, loss: float, status: str) -> bool:
+            if callable(self.verbose):
+                self.verbose(epoch, loss * unit, status)
+            elif self.verbose:
+                print(f"Iteration {epoch}, loss = {loss * unit:.8f} ({status})")
+            if root is None:
+                return False
+            task = root.subcontext(task_name="epoch")
+            task.call_on_fit_task_begin(estimator=self, X=X, y=y)
+            return bool(task.call_on_fit_task_end(estimator=self, X=X, y=y))
+
+        return report
 
     def _network(self) -> Layers:
         return list(zip(self.coefs_, self.intercepts_, strict=True))
@@ -657,3 +815,13 @@ def _numpy_dtype(model: nn.Sequential) -> Any:
 def _tensor(y: Any, model: nn.Sequential) -> Tensor:
     tensor = torch.from_numpy(np.ascontiguousarray(y))
     return tensor if tensor.dtype == torch.int64 else tensor.to(_dtype(model))
+
+
+def given_rows(values: Any, data: Data) -> Any:
+    """Return the values of the rows as the user gave them; nan for rows of weight 0.
+
+    >>> data = Data(None, None, None, None, np.array([0, 0, -1]))
+    >>> given_rows(np.array([[1.0], [3.0]]), data).ravel()
+    array([ 1.,  1., nan])
+    """
+    return np.vstack([values, np.full((1, values.shape[1]), np.nan)])[data.row_of]

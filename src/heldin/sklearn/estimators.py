@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from scipy.special import expit, softmax
 from sklearn.base import ClassifierMixin, RegressorMixin
+from sklearn.calibration import calibration_curve
 from sklearn.utils.class_weight import compute_class_weight
 from sklearn.utils.multiclass import (
     _check_partial_fit_first_call,
@@ -17,14 +20,12 @@ from sklearn.utils.multiclass import (
 from sklearn.utils.validation import column_or_1d
 from torch import nn
 
-from heldin.tables.trainer import widening
-
-from .base import Estimator, Layers
+from .base import Estimator, Layers, Score
 from .data import Data, Targets
-from .scores import calibration, class_scores, number_scores
 
 __all__ = ["MLPClassifier", "MLPRegressor"]
 
+BINS = 10  # of the calibration curve
 SMALL, LARGE = 1e-100, 1e100  # deviations whose squares, and sums of these, are in range
 
 
@@ -45,6 +46,7 @@ class MLPClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
     - "validation": by the loss on `validation_fraction` of the rows, which are held out, with
       `n_iter_no_change` and `tol`.
     - False: until the training loss has not improved by `tol` for `n_iter_no_change` epochs.
+    - A rule of `heldin.rules`: Auto(memory=), Folds(folds=3), Evidence(...).
 
     Rows that are equal in every input and in the target share a fold: they are trained on as one
     row with the sum of their weights, so that a row given twice is a row of weight 2. Equal rows
@@ -80,20 +82,22 @@ class MLPClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
         activation_: the one between the layers.
         oof_predictions_: (n, classes) out-of-fold predictions (nan for rows of weight 0), or None
             for rules without folds.
-        estimates_: "accuracy" and "auc" on new rows, each with the ends of its 95 % interval, from
-            out-of-fold predictions. So are `metrics`, with intervals by a bootstrap over rows, or
-            over groups.
+        estimates_: the loss on new rows as "loss", "accuracy", "auc" and `metrics`, each a
+            `heldin.Interval` by a bootstrap of out-of-fold rows, or of groups.
+        run_: the finished `heldin.EarlyStopping`, with `report()`, `plan()`, `committee()` and so
+            on, for rules with folds; its targets are standardised. A pickle does not contain it.
+            `heldin.compare` takes fitted estimators as they are.
         calibration_curve_: predicted probabilities and observed frequencies, out of fold.
         n_copies_: number of rows that repeat another one and share its fold.
-        shrinkage_: 1 - 1 / temperature, from 0 on; 1 if the class frequencies are predicted; None
-            for rules without folds.
+        temperature_: by which the logits were divided; inf if the class frequencies are predicted;
+            None for rules without folds.
         stopping_rule_, stopping_choice_, stopping_reason_: the rule, why it was chosen, and its
             last status.
         stopped_: whether the rule asked to stop before `max_iter` epochs were over.
         n_steps_, best_step_: optimiser steps taken, and the step whose weights were kept.
         evidence_curve_: the criterion after each epoch (early_stopping="evidence"), or None.
-        estimate_, estimate_error_: estimated loss on new rows and its standard error, for the rules
-            that have one, or None.
+        estimate_, estimate_error_: estimated loss on new rows, and the width of its interval over
+            3.92; None for rules without folds.
         estimate_curve_: the estimated loss at every check.
         history_: record of the rule, with `plot()`.
 
@@ -102,8 +106,8 @@ class MLPClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
     >>> model = MLPClassifier((10,), learning_rate_init=0.02, random_state=0)
     >>> model.fit(X[:200], y[:200]).score(X[200:], y[200:]) > 0.93
     True
-    >>> value, low, high = model.estimates_["accuracy"]
-    >>> 0.9 < low < value < high
+    >>> accuracy = model.estimates_["accuracy"]
+    >>> 0.9 < accuracy.low < accuracy.value < accuracy.high
     True
     """
 
@@ -221,20 +225,25 @@ class MLPClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
         return shares if self._several else np.concatenate([1 - shares, shares], 1)
 
     def _assess(self, out_of_fold: Any, data: Data) -> None:
-        self.oof_predictions_ = self.calibration_curve_ = self.estimates_ = None
-        if out_of_fold is None:
-            return
-        self.oof_predictions_ = given_rows(out_of_fold, data)
-        tested = np.isfinite(out_of_fold).all(1)
-        self.estimates_ = {}
-        if not self._several:
-            codes, shares = data.y.ravel()[tested].astype(int), out_of_fold[tested]
-            self.estimates_ = class_scores(
-                shares, codes, data.counts[tested], widening(len(codes)), self.shrinkage_ == 1
-            )
-            self.calibration_curve_ = calibration(shares, codes)
-        targets = data.y if self._several else data.y.ravel()
-        self._add_metrics(data, targets.astype(int), self.oof_predictions_)
+        super()._assess(out_of_fold, data)
+        self.calibration_curve_ = None
+        if out_of_fold is not None and not self._several:
+            tested = np.isfinite(out_of_fold).all(1)
+            self.calibration_curve_ = calibration(out_of_fold[tested], self._truth(data.y)[tested])
+
+    def _truth(self, y: Any) -> Any:
+        return (y if self._several else y.ravel()).astype(int)
+
+    def _scores(self) -> Mapping[str, Score]:
+        return {} if self._several else {"accuracy": _accuracy, "auc": _areas}
+
+    def _row_losses(self, predicted: Any, y: Any) -> Any:
+        several = self._several
+        chosen = (
+            np.where(y, predicted, 1 - predicted) if several else predicted[np.arange(len(y)), y]
+        )
+        losses = -np.log(np.maximum(chosen, np.finfo(float).tiny))
+        return losses.reshape(len(y), -1).mean(1)
 
     def predict_log_proba(self, X: Any) -> Any:
         """Return the (n, classes) logarithms of the probabilities."""
@@ -332,24 +341,64 @@ class MLPRegressor(RegressorMixin, Estimator):  # type: ignore[misc]
         return [*others, (weight.astype(kind), bias.astype(kind))]
 
     def _assess(self, out_of_fold: Any, data: Data) -> None:
-        self.oof_predictions_ = self.estimates_ = None
-        if out_of_fold is None:
-            return
-        tested = np.isfinite(out_of_fold).all(1)
-        self.estimates_ = number_scores(
-            out_of_fold[tested], data.y[tested], data.counts[tested], widening(int(tested.sum()))
-        )
-        predicted = given_rows(out_of_fold, data)
-        self.oof_predictions_ = predicted[:, 0] if self._one_dimensional else predicted
-        targets = data.y[:, 0] if self._one_dimensional else data.y
-        self._add_metrics(data, targets, self.oof_predictions_)
+        super()._assess(out_of_fold, data)
+        if self.oof_predictions_ is not None and self._one_dimensional:
+            self.oof_predictions_ = self.oof_predictions_[:, 0]
+
+    def _truth(self, y: Any) -> Any:
+        return y[:, 0] if self._one_dimensional else y
+
+    def _scores(self) -> Mapping[str, Score]:
+        return {"rmse": _root_mean_square, "r2": _r2}
+
+    def _row_losses(self, predicted: Any, y: Any) -> Any:
+        return np.square(predicted - y).reshape(len(y), -1).mean(1)
 
 
-def given_rows(values: Any, data: Data) -> Any:
-    """Return the values of the rows as the user gave them; nan for rows of weight 0.
+def _accuracy(shares: Any, codes: Any, weights: Any) -> float:
+    return float(np.average(shares.argmax(1) == codes, weights=weights))
 
-    >>> data = Data(None, None, None, None, np.array([0, 0, -1]))
-    >>> given_rows(np.array([[1.0], [3.0]]), data).ravel()
-    array([ 1.,  1., nan])
+
+def _areas(shares: Any, codes: Any, weights: Any) -> float:
+    """Return the area under the ROC curve; the mean over classes, each against the others.
+
+    >>> _areas(np.array([[0.9, 0.1], [0.2, 0.8], [0.6, 0.4]]), np.array([0, 1, 1]), np.ones(3))
+    1.0
     """
-    return np.vstack([values, np.full((1, values.shape[1]), np.nan)])[data.row_of]
+    areas = []
+    for number in range(shares.shape[1]) if shares.shape[1] > 2 else [1]:
+        truth = codes == number
+        if truth.any() and not truth.all():
+            different, place = np.unique(shares[:, number], return_inverse=True)
+            ones, zeros = (
+                np.bincount(place, weights * part, len(different)) for part in (truth, ~truth)
+            )
+            below = zeros.cumsum() - zeros / 2  # a tie counts half
+            areas.append((ones * below).sum() / (ones.sum() * zeros.sum()))
+    return float(np.mean(areas)) if areas else math.nan
+
+
+def _root_mean_square(predicted: Any, y: Any, weights: Any) -> float:
+    squares = np.square(predicted.reshape(len(y), -1) - y.reshape(len(y), -1)).mean(1)
+    return math.sqrt(np.average(squares, weights=weights))
+
+
+def _r2(predicted: Any, y: Any, weights: Any) -> float:
+    around = _root_mean_square(np.average(y, axis=0, weights=weights)[None] + 0 * y, y, weights)
+    return 1 - (_root_mean_square(predicted, y, weights) / around) ** 2 if around else math.nan
+
+
+def calibration(probabilities: Any, codes: Any) -> tuple[Any, Any]:
+    """Return predicted probabilities and observed shares, in up to ten bins of equal counts.
+
+    They are of the second class, or of the predicted class if there are more than two.
+    """
+    if probabilities.shape[1] == 2:
+        predicted, truth = probabilities[:, 1], codes == 1
+    else:
+        predicted, truth = probabilities.max(1), probabilities.argmax(1) == codes
+    bins = max(1, min(BINS, len(codes) // 10))
+    shares, means = calibration_curve(
+        truth, np.clip(predicted, 0, 1), n_bins=bins, strategy="quantile"
+    )
+    return means, shares

@@ -38,10 +38,8 @@ def importances(estimator: Any, inputs: Any, targets: Any, columns: Columns) -> 
 
     def loss(x: Any) -> float:
         predicted = estimator._out_of_fold(x, shadow_of)
-        if hasattr(estimator, "classes_"):
-            chosen = predicted[np.arange(len(y)), y]
-            return float(-np.log(np.maximum(chosen, np.finfo(float).tiny)).mean())
-        return float(np.square(predicted[:, 0] - y).mean())
+        single = predicted.shape[1] == 1  # numbers
+        return float(estimator._row_losses(predicted[:, 0] if single else predicted, y).mean())
 
     baseline, first, rises = loss(x), 0, {}
     for column in columns.used:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +14,7 @@ import numpy as np
 import pandas
 import torch
 
+from heldin.crossval import mean_interval
 from heldin.errors import HeldinError
 from heldin.pages.predictions import Predictions
 from heldin.state.estimates import EstimateHistory
@@ -168,17 +169,16 @@ def _baseline(targets: Any, target: Target) -> dict[str, float]:
     }
 
 
-def _out_of_fold(predicted: Any, targets: Any, target: Target) -> Predictions | None:
+def _out_of_fold(estimator: Any, targets: Any, target: Target) -> Predictions | None:
     """Return out-of-fold predictions for the report; rows count from 1."""
+    predicted = estimator.oof_predictions_
     if predicted is None:
         return None
     rows = np.flatnonzero(np.isfinite(predicted.reshape(len(targets), -1)).all(1))
     numbers, truth, predicted = (rows + 1).tolist(), targets[rows], predicted[rows]
+    losses = estimator._row_losses(predicted, truth).tolist()
     if target.task == "regression":
-        losses = np.square(predicted - truth).tolist()
         return Predictions(numbers, truth.tolist(), losses, (), predicted.tolist())
-    chosen = predicted[np.arange(len(rows)), truth]
-    losses = (-np.log(np.maximum(chosen, np.finfo(float).tiny))).tolist()
     return Predictions(numbers, truth.tolist(), losses, predicted.tolist(), (), target.classes)
 
 
@@ -193,6 +193,8 @@ class TabularModel:
         activation: between layers.
         facts: the course of training, for summaries.
         history: record of the rule, if the model has just been trained.
+        bands: (low, high) of the estimates in it.
+        run: names and values for the report: optimiser, duration and so on.
         out_of_fold: predictions of rows that were not trained on, if it has.
     """
 
@@ -205,6 +207,8 @@ class TabularModel:
     activation: str
     facts: dict[str, Any] = field(default_factory=dict)
     history: Any = None
+    bands: Sequence[tuple[float, float]] = ()
+    run: Sequence[tuple[str, str]] = ()
     out_of_fold: Predictions | None = None
 
     @classmethod
@@ -230,11 +234,7 @@ class TabularModel:
         estimator.fit(inputs, targets, groups=groups, time=time)
         history, reason = estimator.history_, estimator.stopping_reason_
         if isinstance(history, EstimateHistory):
-            last = history.last()
-            reason = (
-                f"estimated loss {last.estimate:.4g} at step {last.step}, lowest "
-                f"{min(record.estimate for record in history):.4g} at step {estimator.best_step_}"
-            )
+            reason = ""
         elif estimator.stopping_rule_ == "validation" and target.task == "regression":
             reason += " (of the target divided by its standard deviation)"
         facts = {
@@ -251,10 +251,10 @@ class TabularModel:
             "training_loss": estimator.loss_,
             "loss_curve": estimator.loss_curve_,
             "estimate": estimator.estimate_,
-            "standard_error": estimator.estimate_error_,
             **_baseline(targets, target),
             "scores": {name: list(score) for name, score in (estimator.estimates_ or {}).items()},
-            "shrinkage": estimator.shrinkage_,
+            "temperature": estimator.temperature_,
+            "seed": estimator.random_state,
             "copies": estimator.n_copies_,
             "importance": importances(estimator, inputs, targets, columns),
         }
@@ -262,8 +262,11 @@ class TabularModel:
         mean, spread, clip = scaler.standard.mean_, scaler.standard.scale_, scaler.clip
         activation = estimator.activation_
         layers = list(zip(estimator.coefs_, estimator.intercepts_, strict=True))
-        rows = _out_of_fold(estimator.oof_predictions_, targets, target)
-        return cls(columns, target, layers, mean, spread, clip, activation, facts, history, rows)
+        rows = _out_of_fold(estimator, targets, target)
+        return cls(
+            columns, target, layers, mean, spread, clip, activation, facts, history,
+            estimator._bands(), estimator._facts, rows,
+        )  # fmt: skip
 
     def outputs(self, frame: Any, path: str | Path) -> tuple[Any, dict[str, int]]:
         """Return (n, classes) probabilities or (n, 1) numbers.
@@ -289,7 +292,7 @@ class TabularModel:
         table |= {f"p({label})": outputs[:, i] for i, label in enumerate(classes)}
         return pandas.DataFrame(table), unknown
 
-    def test(self, frame: Any, path: str | Path) -> dict[str, float]:
+    def test(self, frame: Any, path: str | Path) -> dict[str, Any]:
         """Return loss and score on rows that were not trained on."""
         rows = frame[frame[self.target.name].notna()]
         if not len(rows):
@@ -305,9 +308,8 @@ class TabularModel:
             with np.errstate(divide="ignore"):
                 losses = -np.log(outputs[np.arange(len(truth)), truth])
             score = float((outputs.argmax(1) == truth).mean())
-        count = len(losses)
-        error = float(losses.std(ddof=1) / math.sqrt(count)) if count > 1 else math.nan
-        return {"rows": count, "loss": float(losses.mean()), "error": error, "score": score}
+        loss = mean_interval(torch.from_numpy(losses))
+        return {"rows": len(losses), "loss": loss.value, "interval": list(loss), "score": score}
 
     # -- the folder
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
+from heldin.crossval import Interval
+
 from .number_formats import looks_like_id
 
-__all__ = ["remarks", "summary"]
+__all__ = ["interval", "number", "remarks", "summary"]
 
-SCORES = {"accuracy": "accuracy", "auc": "AUC", "rmse": "RMSE", "r2": "R2"}
+SCORES = {"loss": "estimate", "accuracy": "accuracy", "auc": "AUC", "rmse": "RMSE", "r2": "R2"}
 FEW_ROWS = 20  # rows below which an estimate means little
 MANY_VALUES = 20  # categories from which rows may be grouped by them
 
@@ -47,7 +50,7 @@ def _lines(model: Any) -> Iterator[Line]:
     classes = target.task == "classification"
     kind = "log loss" if classes else "squared error"
     tested = "" if facts["time"] is None else f"; tested in the order of {facts['time']!r}"
-    yield "rows", f"{facts['rows']}, all of them trained on{tested}"
+    yield "rows", f"{facts['rows']}, all of them trained on{tested}; numbered from 1"
     if facts["dropped_rows"]:
         yield "left out", f"{facts['dropped_rows']} without a value of {target.name!r}"
     if facts["copies"]:
@@ -65,44 +68,67 @@ def _lines(model: Any) -> Iterator[Line]:
         yield "constant", f"{names}: the same in all rows, not used"
     yield "target", f"{target.name!r}, {target.task} ({target.why})"
     yield "rule", facts["rule"] + (f" ({facts['choice']})" if facts["choice"] else "")
-    yield "steps", f"{facts['steps']} in {facts['epochs']} epochs"
-    yield "stopped", ("" if facts["stopped"] else "limit of epochs reached; ") + facts["reason"]
-    yield "training loss", f"{facts['training_loss']:.4g} ({kind})"
-    yield from _estimates(facts)
+    yield "stopped", _stopped(facts)
+    yield "training loss", f"{number(facts['training_loss'])} ({kind})"
+    yield from _estimates(facts, kind)
     if "test" in facts:
         test, score = facts["test"], "accuracy" if classes else "R2"
         yield (
             "test",
-            f"{kind} {test['loss']:.4g}, standard error {test['error']:.2g}, {score} "
-            f"{test['score']:.3f} on {test['rows']} rows of {test['data']}",
+            f"{kind} {interval(test['interval'])}, {score} {test['score']:.3f} on {test['rows']} "
+            f"rows of {test['data']}",
         )
     else:
         yield "test", "none: no row was held out, so no loss was measured; --test FILE measures one"
 
 
-def _estimates(facts: Any) -> Iterator[Line]:
-    """Yield the estimates for new rows."""
+def _stopped(facts: Any) -> str:
+    """Return when training ended, and which weights are kept."""
+    epochs = facts["epochs"]
+    best = -(-facts["best_step"] * epochs // facts["steps"])  # the epoch that the step lies in
+    end = f"stopped at epoch {epochs}"
+    if not facts["stopped"]:
+        end = f"not stopped: the limit of {epochs} epochs came first"
     if facts["estimate"] is not None:
-        yield (
-            "estimate",
-            f"{facts['estimate']:.4g} on new rows, standard error "
-            f"{facts['standard_error']:.2g}; {facts['constant']:.4g} if it always said the same",
-        )
-    for name, (value, low, high) in facts["scores"].items():
-        usual = ""
-        if name == "accuracy":
-            usual = f"; {facts['most_frequent']:.4g} by always saying the most frequent class"
-        interval = f"95 % interval {low:.4g} to {high:.4g}"
-        yield SCORES[name], f"{value:.4g} on new rows, {interval}{usual}"
-    if facts["shrinkage"] == 1:
+        end += f"; best at epoch {best}"
+    reason = f" ({facts['reason']})" if facts["reason"] else ""
+    return f"{end}, {facts['steps']:,} steps in all{reason}"
+
+
+def number(value: float) -> str:
+    """Return a number in four digits, or all of those before the point.
+
+    >>> number(23970.4), number(0.39861)
+    ('23,970', '0.3986')
+    """
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"
+
+
+def interval(ends: Any) -> str:
+    """Return an estimate with its interval, without powers of ten.
+
+    >>> interval([23970.4, 20111.0, 31000.0]), interval([0.4, 0.31, 0.53])
+    ('23,970 [20,111, 31,000]', '0.40 [0.31, 0.53]')
+    """
+    value, low, high = ends
+    if abs(value) < 1000 or math.isnan(low):
+        return number(value) if math.isnan(low) else str(Interval(value, low, high))
+    return f"{number(value)} [{low:,.0f}, {high:,.0f}]"
+
+
+def _estimates(facts: Any, kind: str) -> Iterator[Line]:
+    """Yield the estimates for new rows, with 95 % intervals."""
+    constants = {"loss": facts["constant"], "accuracy": facts.get("most_frequent")}
+    for name, score in facts["scores"].items():
+        constant = constants.get(name)
+        usual = "" if constant is None else f"; {number(constant)} for a constant prediction"
+        said = f"{kind} {interval(score)}" if name == "loss" else interval(score)
+        yield SCORES[name], f"{said} on new rows{usual}"
+    if facts["temperature"] == math.inf:
         yield (
             "warning",
             "on rows that were not trained on the model was no better than a constant, which it "
             "predicts now; do the columns tell anything about the target?",
         )
-    if facts["estimate"] is not None and facts["rows"] < FEW_ROWS:
-        yield (
-            "warning",
-            f"{facts['rows']} rows are too few for the estimate and its standard error to mean "
-            "much",
-        )
+    if facts["scores"] and facts["rows"] < FEW_ROWS:
+        yield "warning", f"{facts['rows']} rows are too few for the estimate to mean much"

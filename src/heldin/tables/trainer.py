@@ -5,17 +5,21 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from heldin.crossval import Interval
 from heldin.early_stopping import EarlyStopping
 from heldin.errors import HeldinError, HeldinWarning
+from heldin.rules.arguments import evidence_arguments
 from heldin.rules.evidence import EvidenceStopping
-from heldin.rules.options import Folds
+from heldin.rules.options import Evidence, Folds
+from heldin.rules.path import PathStopping
+from heldin.rules.reporting import RunFacts
 from heldin.rules.validation import ValidationStopping
 from heldin.shadows.losses import LossFunction, PerRowLoss
 from heldin.state.estimates import Estimate, EstimateHistory
@@ -31,18 +35,14 @@ __all__ = [
     "Trainer",
     "TrainingConfig",
     "in_units",
-    "widening",
 ]
 
-RULE_NAMES = ("auto", "folds", "evidence", "validation")  # besides "none"
+RULE_NAMES = ("auto", "folds", "shadow", "evidence", "validation")  # besides "none"
 SHOWN_ROWS = 2048  # rows whose training loss is computed after an epoch
 PASSED = 3  # checks after the lowest estimate from which the minimum counts as passed
 ROUNDING = 1e-6  # relative difference of mean losses in single precision
-# Standard errors over few independent rows are too small: rare large losses are missing, and the
-# same rows chose the step and the temperature.
-WIDENING, FEW_ROWS = 1.2, 20
 
-Report = Callable[[int, float, str], None]  # epoch, training loss, status of the rule
+Report = Callable[[int, float, str], Any]  # epoch, loss, status of the rule; True: stop
 
 
 @dataclass(frozen=True)
@@ -132,9 +132,10 @@ class Outcome:
         losses: training loss after each epoch.
         loss: training loss of the weights that were kept.
         evidence: criterion after each epoch, for "evidence".
-        estimate, standard_error: of the test loss, for "folds".
-        shrinkage: 1 - 1 / temperature of the logits; 1 if a constant is predicted ("folds").
+        estimate: of the test loss, for "folds".
+        temperature: of the logits; inf if a constant is predicted ("folds").
         shadows: the networks that were not trained on some rows ("folds").
+        run: the object that followed the run ("folds").
         history: record of the rule.
     """
 
@@ -149,10 +150,10 @@ class Outcome:
     losses: list[float] = field(default_factory=list)
     loss: float = math.nan
     evidence: list[float] | None = None
-    estimate: float | None = None
-    standard_error: float | None = None
-    shrinkage: float | None = None
+    estimate: Interval | None = None
+    temperature: float | None = None
     shadows: list[nn.Sequential] = field(default_factory=list)
+    run: EarlyStopping | None = None
     history: History | EstimateHistory | None = None
 
 
@@ -186,6 +187,9 @@ class Trainer:
         self.loss = PerRowLoss.of(loss_fn, network_outputs(model, x[slice(0, 256)]), y[:256])
         self.generator = torch.Generator().manual_seed(seed)
         self.rows_seen = 0  # in all epochs
+        self.facts = RunFacts()
+        self.facts.describe(model, self.optimizer)
+        self.facts.note_step()
         self.outcome = Outcome("none")
 
     def batches(self) -> Sequence[Tensor]:
@@ -217,6 +221,7 @@ class Trainer:
         """Record the training loss, and set the rate of the next epoch."""
         self.outcome.epochs += 1
         self.outcome.losses.append(loss)
+        self.facts.note_step()
         self.rows_seen += len(self.y)
         if self.config.solver == "sgd" and self.config.learning_rate == "invscaling":
             rate = self.config.learning_rate_init / (self.rows_seen + 1) ** self.config.power_t
@@ -228,20 +233,23 @@ class Trainer:
         losses = self.loss.per_row(network_outputs(self.model, x), y).double()
         return float((losses if weights is None else losses * weights).mean())
 
-    def run(self, rule: str, held_out: Any = None, report: Report | None = None) -> Outcome:
+    def run(
+        self, rule: str | Evidence, held_out: Any = None, report: Report | None = None
+    ) -> Outcome:
         """Train until the rule asks to stop; the weights that it keeps are in the model.
 
         Args:
-            rule: "evidence", "validation", or "none" for the training loss, as in scikit-learn.
+            rule: evidence, "validation", or "none" for the training loss, as in scikit-learn.
             held_out: inputs, targets and weights, for "validation".
             report: called after every epoch.
         """
         out = self.outcome
-        out.rule = rule
-        if rule == "evidence":
-            window = -(-len(self.y) // self.batch_rows)
+        out.rule = rule if isinstance(rule, str) else "evidence"
+        if isinstance(rule, Evidence):
+            steps = -(-len(self.y) // self.batch_rows)
+            arguments = evidence_arguments(rule, steps if rule.window == "epoch" else rule.window)
             out.evidence = []
-            with EvidenceStopping(self.model, window=window, estimator="exact") as evidence:
+            with EvidenceStopping(self.model, **arguments) as evidence:
 
                 def follow() -> bool:
                     self.train_epoch(evidence.step)
@@ -285,14 +293,18 @@ class Trainer:
         rows = slice(None, None, -(-len(self.y) // SHOWN_ROWS))
         shown = self.x[rows], self.y[rows], None if self.weights is None else self.weights[rows]
 
+        inner = stopping._followed()
+        assert isinstance(inner, PathStopping)
+
         def end_epoch(stopping: EarlyStopping) -> None:
             out.reason = stopping.reason
             self.end_epoch(self.mean_loss(*shown))
-            if report is not None:
-                report(out.epochs, out.losses[-1], out.reason)
+            asked = report is not None and report(out.epochs, out.losses[-1], out.reason)
+            if asked and not inner.should_stop:
+                inner.should_stop, inner.stopped_step = True, inner.history.last().step
 
         with warnings.catch_warnings():  # estimators have a warning of their own
-            warnings.filterwarnings("ignore", ".*never fell below", HeldinWarning)
+            warnings.filterwarnings("ignore", ".*(never fell below|has learnt nothing)", HeldinWarning)
             stopping.fit(
                 self.batch_rows,
                 config.max_iter,
@@ -300,22 +312,22 @@ class Trainer:
                 shuffle=config.shuffle,
                 on_epoch=end_epoch,
             )
-        history = stopping.history
-        out.rule, out.stopped, out.history = "folds", stopping.should_stop, history
+        if isinstance(plan.rule.folds, Tensor):  # too long for a repr
+            stopping.rule = replace(plan.rule, folds=int(plan.rule.folds.max()) + 1)
+        history = inner.history
+        out.rule, out.stopped, out.history, out.run = "folds", inner.should_stop, history, stopping
         out.steps = history.last().step
         out.shadows = list(stopping.committee().members[1:])  # type: ignore[arg-type]
-        out.shrinkage = 1 - 1 / stopping.temperature
-        best = next(check for check in history if check.step == stopping.best_step)
-        if best.estimate >= history[0].estimate * (1 - ROUNDING):
-            best, out.shrinkage = history[0], 1.0
+        number, out.temperature = inner.best_number, inner.temperature
+        if history[number].estimate >= history[0].estimate * (1 - ROUNDING):
+            number, out.temperature = 0, math.inf
             constants.append(self._constant(torch.ones_like(plan.sees[0])))
             for network, constant in zip([*out.shadows, self.model], constants, strict=True):
                 start_at(network, constant)
-        history.best_step = out.best_step = best.step
-        out.converged = out.stopped or sum(check.step > best.step for check in history) >= PASSED
-        record = stopping.record()
-        out.estimate = best.estimate
-        out.standard_error = _standard_error(best, record.row_losses, record.groups)
+        history.best_step = out.best_step = history[number].step
+        later = sum(check.step > out.best_step for check in history)
+        out.converged = out.stopped or later >= PASSED
+        out.estimate = inner.loss_interval(number)
         out.loss = self.mean_loss(self.x, self.y, self.weights)
         return out
 
@@ -330,8 +342,8 @@ class Trainer:
         out = self.outcome
         while out.epochs < self.config.max_iter and not out.stopped:
             out.stopped = train_epoch()
-            if report is not None:
-                report(out.epochs, out.losses[-1], out.reason)
+            if report is not None and report(out.epochs, out.losses[-1], out.reason):
+                break
 
     def _run_until_flat(self, report: Report | None) -> None:
         """Train until the training loss has not improved for a number of epochs."""
@@ -383,38 +395,6 @@ class Trainer:
             rule.restore()
         out.history = rule.history
         out.best_step = rule.best_step * (out.steps // out.epochs)
-
-
-def widening(rows: int) -> float:
-    """Return the factor on a plain standard error over this number of rows.
-
-    >>> round(widening(50), 2), round(widening(500), 2)
-    (1.42, 1.22)
-    """
-    return WIDENING * math.sqrt(1 + FEW_ROWS / max(rows, 1))
-
-
-def _standard_error(best: Estimate, row_losses: Tensor, groups: Tensor | None) -> float:
-    """Return the standard error of an estimate whose row losses depend on each other in groups.
-
-    It is at least that of rows of which one has twice the mean loss, because a few rows may happen
-    to have equal losses.
-
-    >>> best = Estimate(1, 2.0, 0.5, 1.0)
-    >>> _standard_error(best, torch.tensor([1.0, 1.0, 3.0, 3.0] * 20), torch.arange(80) // 2)
-    0.707...
-    """
-    deviations = row_losses - row_losses.mean()
-    ratio = 1.0
-    if groups is not None:
-        _, which = groups.unique(return_inverse=True)
-        sums = deviations.new_zeros(int(which.max()) + 1).index_add_(0, which, deviations)
-        squares = float(deviations.square().sum())
-        ratio = math.sqrt(float(sums.square().sum()) / squares) if squares else 1.0
-    rows = len(row_losses) if groups is None else len(sums)
-    least = best.estimate / math.sqrt(max(1, rows * (rows - 1))) * widening(rows)
-    error = best.standard_error * ratio
-    return least if math.isnan(error) else max(error, least)
 
 
 def in_units(history: EstimateHistory, unit: float) -> EstimateHistory:
