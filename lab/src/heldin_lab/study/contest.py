@@ -54,6 +54,8 @@ LIGHT = 0.25
 LIGHT_UP_TO = 200  # rows up to which networks that are not tables get light shadows
 CHUNK = 500  # rows in one evaluation
 
+EVIDENCE_EPOCHS = 100  # cap of the variant of evidence
+
 UNITS = ("loss", "accuracy", "auc", "ece", "steps", "seconds")
 NOISE = (0.0, 0.2, 0.4)
 WAYS: dict[str, Ways] = {
@@ -289,6 +291,7 @@ class Run:
         self.setting = Setting(spec, task)
         self.lines: dict[str, Line] = {}
         self.said: dict[str, list[float]] = {}
+        self.chosen: dict[str, str] = {}  # number and kind of the shadows, by the name of the rule
 
     def add(self, name: str, outputs: Tensor, cost: float, seconds: float | None = None) -> None:
         """Measure what a rule keeps; without seconds, those of so many plain steps."""
@@ -503,25 +506,51 @@ class Run:
 
     # heldin
 
-    def evidence(self) -> None:
-        """Stop by the evidence of an epoch, median over tensors."""
+    def evidence(self, name: str = "evidence", **options: Any) -> tuple[Tensor, int]:
+        """Stop by the evidence of an epoch, median over tensors; return test outputs and steps."""
         setting, problem = self.setting, self.setting.problem
         model, optimizer = setting.new()
         torch.manual_seed(setting.spec.seed)
-        rule = heldin.rules.Evidence(window=setting.epoch_steps)
+        epochs = min(setting.epochs, options.pop("epochs", setting.epochs))
+        rule = heldin.rules.Evidence(window=setting.epoch_steps, **options)
         rows, order, taken = torch.arange(setting.spec.n), setting.order(), 0
         start = time.process_time()
         stopping = heldin.EarlyStopping(model, optimizer, rule=rule)
         stream = steps(setting, model, optimizer, rows, order)
-        for _ in stopping.epochs(setting.epochs):
+        for _ in stopping.epochs(epochs):
             for over in stream:
                 taken += 1
                 if over:
                     break
         seconds = time.process_time() - start
-        self.add("evidence", setting.outputs(model, problem.x_test), taken, seconds)
+        outputs = setting.outputs(model, problem.x_test)
+        self.add(name, outputs, taken, seconds)
+        return outputs, taken
 
-    def heldin(self, name: str, rule: Any) -> None:
+    def evidences(self) -> None:
+        """Follow evidence: as it is, smoother with a cap, and with a temperature.
+
+        The temperature is that of a second model, trained without a fifth of the rows for as many
+        epochs; its steps count.
+        """
+        setting, spec = self.setting, self.setting.spec
+        outputs, taken = self.evidence()
+        self.evidence("evidence, smoothing 0.95", smoothing=0.95, epochs=EVIDENCE_EPOCHS)
+        if not setting.classes:
+            return
+        order = torch.randperm(spec.n, generator=torch.Generator().manual_seed(spec.seed))
+        held = order[: max(1, round(spec.n / FOLDS))]
+        split = HeldOut(setting, held, 7000 + spec.seed)
+        for _ in range(round(taken / setting.epoch_steps)):
+            split.epoch()
+        y, losses = setting.problem.y[held], split.losses[-1]
+        temperature, _ = refined(setting, split.outputs[-1], y, losses)
+        cost = taken + (len(split.states) - 1) * split.epoch_steps
+        line = self.lines["evidence"]
+        seconds = line["seconds"] + (cost - taken) * self.step_seconds
+        self.add("evidence, temperature", outputs / temperature, cost, seconds)
+
+    def heldin(self, name: str, rule: Any, temperature: bool | str = "auto") -> None:
         """Train by `heldin.EarlyStopping.fit`."""
         setting, problem = self.setting, self.setting.problem
         model, optimizer = setting.new()
@@ -531,14 +560,19 @@ class Run:
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             stopping = heldin.EarlyStopping(
-                model, optimizer, problem.loss_fn, data, rule, seed=setting.spec.seed
+                model,
+                optimizer,
+                problem.loss_fn,
+                data,
+                rule,
+                temperature=temperature,
+                seed=setting.spec.seed,
             )
             stopping.fit(setting.spec.batch, max_epochs=setting.epochs, generator=setting.order())
         # a user who is told so divides the outputs by the temperature
         divided = any("divide its outputs" in str(each.message) for each in told)
         seconds = time.process_time() - start
-        light = getattr(rule, "rows", "all") != "all" or "light" in stopping.reason_chosen
-        shadows = len(torch.unique(stopping.out_of_fold.folds))
+        shadows, light = shadows_of(stopping)
         taken = stopping.stopped_step if stopping.should_stop else self.total
         assert taken is not None
         cost = taken * (1 + shadows * (LIGHT if light else 1 - 1 / FOLDS))
@@ -547,8 +581,7 @@ class Run:
             outputs = outputs / stopping.temperature
         self.add(name, outputs, cost, seconds)
         self.say(name, stopping.estimates["loss"], outputs)
-        if name == "heldin":
-            self.chosen = f"{shadows} light" if light else f"{shadows}"
+        self.chosen[name] = f"{shadows} light" if light else f"{shadows}"
         if shadows > 1 and not divided and name in ("heldin", "heldin, five folds"):
             committee = stopping.committee(model)
             voted = setting.outputs(committee, problem.x_test)
@@ -565,26 +598,49 @@ class Run:
 
     def ours(self) -> None:
         """Follow heldin's rules."""
-        self.evidence()
+        self.evidences()
         self.heldin("heldin", "auto")
-        rules = heldin.rules
-        same = {
-            "5": "heldin, five folds",
-            "2": "heldin, two shadows",
-            "1": "heldin, one shadow",
-            "3 light": "heldin, three light shadows",
-        }
         few = isinstance(self.setting.task, Table) or self.setting.spec.n <= LIGHT_UP_TO
-        for name, rule in (
-            ("heldin, five folds", rules.Folds()),
-            ("heldin, two shadows", rules.Folds(shadows=2)),
-            ("heldin, one shadow", rules.Folds(shadows=1)),
-            ("heldin, three light shadows", rules.Folds(shadows=3, rows=LIGHT)),
-        ):
-            if name == same.get(self.chosen):  # is what "auto" was
-                self.lines[name], self.said[name] = self.lines["heldin"], self.said["heldin"]
-            elif rule.rows == "all" or few:
-                self.heldin(name, rule)
+        for name, rule in OURS.items():
+            if rule.rows == "all" or few:
+                light = "" if rule.rows == "all" else " light"
+                self._once(name, rule, f"{rule.shadows or FOLDS}{light}")
+        self.heldin_of_budget()
+        if self.setting.classes:
+            self.heldin("heldin, without temperature", "auto", temperature=False)
+
+    def heldin_of_budget(self) -> None:
+        """Follow the default with a budget of 6, which may be the same rule."""
+        name, setting = "heldin, budget 6", self.setting
+        model, optimizer = setting.new()
+        data = (setting.problem.x, setting.problem.y)
+        rule = heldin.rules.Auto(budget=6.0)
+        stopping = heldin.EarlyStopping(model, optimizer, setting.problem.loss_fn, data, rule)
+        shadows, light = shadows_of(stopping)
+        stopping.close()
+        self._once(name, rule, f"{shadows} light" if light else f"{shadows}")
+
+    def _once(self, name: str, rule: Any, shadows: str) -> None:
+        """Follow a rule, unless the default had the same shadows."""
+        if shadows == self.chosen["heldin"]:
+            self.lines[name], self.said[name] = self.lines["heldin"], self.said["heldin"]
+        else:
+            self.heldin(name, rule)
+
+
+OURS = {
+    "heldin, five folds": heldin.rules.Folds(),
+    "heldin, four shadows": heldin.rules.Folds(shadows=4),
+    "heldin, three shadows": heldin.rules.Folds(shadows=3),
+    "heldin, two shadows": heldin.rules.Folds(shadows=2),
+    "heldin, one shadow": heldin.rules.Folds(shadows=1),
+    "heldin, three light shadows": heldin.rules.Folds(shadows=3, rows=LIGHT),
+}
+
+
+def shadows_of(stopping: Any) -> tuple[int, bool]:
+    """Return the number of shadows, and whether they are light."""
+    return stopping._inner._backend.copies, stopping._inner.rule.rows != "all"
 
 
 def averaged(problem: Problem, members: list[Tensor]) -> Tensor:
@@ -637,7 +693,7 @@ def _line(run: Run) -> Line:
     rules = {name: [_short(line[unit]) for unit in UNITS] for name, line in run.lines.items()}
     said = {name: [_short(value) for value in values] for name, values in run.said.items()}
     facts: Line = {"classes": run.setting.problem.outputs if run.setting.classes else 0}
-    facts |= {"total": run.total, "auto": run.chosen}
+    facts |= {"total": run.total, "auto": run.chosen["heldin"]}
     return {"spec": asdict(run.setting.spec), **facts, "rules": rules, "said": said}
 
 
@@ -663,7 +719,7 @@ def contest(
     """
     ways, out = WAYS[kind], folder / f"{kind}.jsonl"
     folder.mkdir(parents=True, exist_ok=True)
-    tasks: Sequence[Task]
+    tasks: Sequence[Any]
     if kind == "tables":
         tasks = [t for t in tables(data) if datasets in ("all", role(t.name))]
     else:
