@@ -70,6 +70,8 @@ def study(parser: argparse.ArgumentParser) -> None:
     rivals.add_argument(
         "--role", default="confirmation", choices=["confirmation", "development", "all"]
     )
+    rivals.add_argument("--n", help="numbers of training rows, separated by commas (as --steps)")
+    rivals.add_argument("--steps", type=int, help="optimiser steps of a run (default: the task's)")
     rivals.add_argument("--out", default="out/rivals", help="folder for the results")
     rivals.add_argument(
         "--renew", action="store_true", help="compute heldin's rules of the stored runs again"
@@ -99,17 +101,20 @@ def study(parser: argparse.ArgumentParser) -> None:
     agree.set_defaults(run=_agreement)
 
 
+def _sizes(options: argparse.Namespace) -> list[int] | None:
+    try:
+        return None if options.n is None else [int(part) for part in options.n.split(",")]
+    except ValueError:
+        raise HeldinError(f"--n: expected numbers separated by commas, got {options.n!r}") from None
+
+
 def _quality(options: argparse.Namespace) -> int:
     from heldin_lab.study.quality import quality
 
-    try:
-        sizes = None if options.n is None else [int(part) for part in options.n.split(",")]
-    except ValueError:
-        raise HeldinError(f"--n: expected numbers separated by commas, got {options.n!r}") from None
     summary = quality(
         options.data,
         kind=options.task,
-        sizes=sizes,
+        sizes=_sizes(options),
         runs=options.runs,
         seed=options.seed,
         rules=options.rules,
@@ -139,6 +144,8 @@ def _rivals(options: argparse.Namespace) -> int:
         runs=options.runs,
         seed=options.seed,
         datasets=options.role,
+        sizes=_sizes(options),
+        steps=options.steps,
         renew=options.renew,
         progress=tell,
     )

@@ -710,10 +710,24 @@ def contest(
     runs: int,
     seed: int,
     datasets: Role = "confirmation",
+    sizes: Sequence[int] | None = None,
+    steps: int | None = None,
     renew: bool = False,
     progress: Callable[[str], None] = print,
 ) -> Path:
     """Compute the runs of a plan that the file KIND.jsonl does not have, one line for each.
+
+    Args:
+        kind: of the task, see `WAYS`.
+        data: folder of data sets.
+        folder: of the results.
+        runs: number of runs.
+        seed: of the plan.
+        datasets: which tables.
+        sizes: numbers of training rows; None: those of the task.
+        steps: optimiser steps of a run; None: those of the task.
+        renew: see below.
+        progress: is told of every run.
 
     With `renew`, heldin's rules of the stored runs are computed again into KIND-renewed.jsonl.
     """
@@ -736,7 +750,8 @@ def contest(
             progress(f"{number} of {len(lines)} renewed: {line['spec']['dataset']}")
         return fresh
     stored = {json.dumps(line["spec"]) for line in read_lines(out)}
-    for number, spec in enumerate(plan(tasks, ways.sizes, runs, seed, ways.steps, ways)):
+    specs = plan(tasks, sizes or ways.sizes, runs, seed, steps or ways.steps, ways)
+    for number, spec in enumerate(specs):
         if json.dumps(asdict(spec)) in stored:
             continue
         start = time.process_time()
