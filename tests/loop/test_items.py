@@ -108,7 +108,7 @@ def test_random_rows_are_drawn_again() -> None:
 def test_checks_of_light_shadows_read_no_row_again() -> None:
     images = Images()
     _, stopping = reads("conv", "batch_loss", RULES["light"], False, images)
-    inner = stopping._inner
+    inner = stopping.following
     before = images.reads.clone()
     for _ in range(3):
         inner._check()

@@ -189,7 +189,7 @@ def test_small_networks_on_images_are_stacked() -> None:
         model = nn.Sequential(*layers, *extra)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         stopping: Any = heldin.EarlyStopping(model, optimizer, F.mse_loss, (x, y))
-        assert (stopping.following.engine, stopping.following._backend.copies) == (engine, shadows)
+        assert (stopping.following.engine, stopping.following.backend.copies) == (engine, shadows)
         stopping.close()
 
 
@@ -201,7 +201,7 @@ def test_a_frozen_trunk_is_computed_once(frozen: bool) -> None:
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
     x = torch.randn(60, 3)
     stopping: Any = heldin.EarlyStopping(model, optimizer, F.mse_loss, (x, x[:, :1]))
-    copies = stopping.following._backend.copies
+    copies = stopping.following.backend.copies
     assert (stopping.following.engine, copies) == (("replay", 1) if frozen else ("dense", 4))
     assert ("budget=3 buys five folds" in stopping.reason_chosen) is frozen
     stopping.close()

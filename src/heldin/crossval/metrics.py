@@ -126,9 +126,13 @@ def described(function: Any) -> str:
             f"{code.co_code!r} {code.co_names} {code.co_consts} {function.__defaults__} {options}"
         )
         return f"{name} {zlib.crc32(text.encode()):x}"
+    try:
+        parameters = inspect.signature(type(function)).parameters
+    except ValueError:  # a type of Python's own, such as int, in the place of a function
+        return type(function).__name__.lower()
     texts = [
         f"{name}={value}"
-        for name, parameter in inspect.signature(type(function)).parameters.items()
+        for name, parameter in parameters.items()
         if name != "reduction"
         and str(value := getattr(function, name, parameter.default)) != str(parameter.default)
     ]
