@@ -6,8 +6,9 @@ import copy
 import functools
 import random
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -17,9 +18,11 @@ from torch import Tensor, nn
 __all__ = [
     "cell_contents",
     "generator_state",
-    "generators_left_alone",
+    "generators_in",
     "is_generator",
+    "is_object_of_user",
     "is_of_user",
+    "left_alone",
     "names_in",
     "same_generator_state",
     "set_generator",
@@ -80,18 +83,22 @@ def _global_generators() -> set[int]:
     return {id(torch.default_generator), id(getattr(random, "_inst", None))}
 
 
+def generators_in(*owners: Any) -> list[Any]:
+    """Return the generators that objects can reach, also through functions and their globals."""
+    return list(_generators_in(owners, DEPTH, set(_global_generators())))
+
+
 @contextmanager
-def generators_left_alone(*owners: Any) -> Iterator[None]:
-    """Restore all generators that objects can reach, also through functions and their globals.
+def left_alone(generators: Sequence[Any]) -> Iterator[None]:
+    """Restore generators afterwards.
 
     >>> generator = random.Random(0)
     >>> first = random.Random(0).random()
-    >>> with generators_left_alone(lambda: generator.random()):
+    >>> with left_alone(generators_in(lambda: generator.random())):
     ...     _ = generator.random()
     >>> generator.random() == first
     True
     """
-    generators = list(_generators_in(owners, DEPTH, set(_global_generators())))
     before = [generator_state(generator) for generator in generators]
     try:
         yield
@@ -116,9 +123,9 @@ def _parts(value: Any) -> Iterable[Any]:
     if isinstance(value, (Tensor, nn.Module, ModuleType, bytes)) or hasattr(value, "__array__"):
         return ()
     if isinstance(value, Mapping):
-        return list(value.values())[:LONG]
+        return list(islice(value.values(), LONG))
     if isinstance(value, (list, tuple, set)):
-        return list(value)[:LONG]
+        return list(islice(value, LONG))
     if isinstance(value, MethodType):
         return (value.__self__, value.__func__)
     if isinstance(value, functools.partial):

@@ -9,11 +9,11 @@ names (an average of weights, a gradient scaler, a second optimiser).
 from __future__ import annotations
 
 import copy
-import random
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -24,15 +24,23 @@ from torch.optim import Optimizer
 from heldin._private_torch import own_buffers, version_of
 from heldin.capture.sharding import fully_sharded
 from heldin.errors import HeldinError
+from heldin.loop.generators import (
+    generator_state,
+    is_generator,
+    is_object_of_user,
+    set_generator,
+)
 from heldin.loop.randomness import RandomState
 from heldin.pause import paused
+
+from .variables import Variables
 
 __all__ = ["Exchange", "Session", "ShadowState", "group_settings", "trained_parameters"]
 
 MODULE_FIELDS = {*vars(nn.Module())} | {"training"}
 OPTIMIZER_FIELDS = {*vars(torch.optim.SGD([nn.Parameter(torch.zeros(()))], 0.0))}
 
-SMALL = 4096  # elements of tensors among the attributes that are copied before every step
+FLAT = (Tensor, bool, int, float, complex, str, bytes, type(None), nn.Module)
 
 Place = tuple[dict[str, Any], str]  # attributes of an object, and the name of one
 _MISSING = object()
@@ -52,6 +60,8 @@ class ShadowState:
         grads: gradients that the user's function left for its next call.
         objects: state dictionaries of the objects given as `state`.
         variables: values of variables around the user's function that its calls changed.
+        nested: values inside of attributes (of a list in a dictionary, say) that a step changed.
+        others: state of the optimiser that belongs to no exchanged parameter, by key.
     """
 
     weights: list[Tensor]
@@ -63,6 +73,15 @@ class ShadowState:
     grads: list[Tensor | None] = field(default_factory=list)
     objects: list[Any] = field(default_factory=list)
     variables: dict[str, Any] = field(default_factory=dict)
+    nested: dict[str, Any] = field(default_factory=dict)
+    others: dict[Any, Any] = field(default_factory=dict)
+
+    def copy(self) -> ShadowState:
+        """Return a state that a step may change in place."""
+        copied = copy.copy(self)
+        for name in ("weights", "buffers", "optimizer", "grads", "objects", "others"):
+            setattr(copied, name, copy.deepcopy(getattr(self, name)))
+        return copied
 
 
 def trained_parameters(
@@ -149,19 +168,85 @@ class Exchange:
         self.modules = list(dict.fromkeys(m for root in roots for m in root.modules()))
         self.buffer_places = self._find_buffers()
         self.attribute_places: list[Place] = []
+        self._callable_places: list[Place] = []
         self._attribute_counts: list[int] = []
         self.find_attributes()
         self.group_state_keys: set[str] = set()
         self._shared = _shared_storages(self.tensors)
         self._sharded = fully_sharded(model)
         self.values_before: list[Any] | None = None  # of attributes, before the user's step
+        owners = (*self.modules, *self.tensors, *self.frozen, *self.objects, optimizer)
+        numbers = {id(owner) for owner in owners}
+        self.nested = Variables(self._nested_values, numbers, sum(p.numel() for p in self.tensors))
+        self.nested_before: dict[str, Any] | None = None  # the user's step
+        self._buffer_marks: list[tuple[int, int]] | None = self._marks_of_buffers()
+        self._moved_buffers: set[int] = set()  # by the loop, since its last step
+        self._new_buffers: dict[int, Tensor] = {}
 
     def note_attributes(self) -> None:
-        """Remember the attributes of modules before a step of the user changes them."""
+        """Remember attributes and buffers before a step of the user changes them."""
         self.find_attributes()
         self.values_before = [
             _copy_of(table.get(n, _MISSING)) for table, n in self.attribute_places
         ]
+        self.nested_before = self.nested.read()
+        for number in self.find_moved_buffers():
+            table, name = self.buffer_places[number]
+            self._new_buffers[number] = table[name].detach().clone()
+
+    def _nested_values(self) -> Iterator[tuple[str, Any]]:
+        """Yield what attributes contain beyond the containers that are exchanged themselves."""
+        for number, (table, name) in enumerate(self.attribute_places):
+            value = table.get(name)
+            if isinstance(value, FLAT) or is_generator(value):
+                continue
+            if _contents(value) is None:
+                yield f"{number}.{name}", value
+            elif not isinstance(value, set):
+                parts = value.items() if isinstance(value, dict) else enumerate(value)
+                for key, part in list(parts):
+                    if not isinstance(part, FLAT[1:]):
+                        yield f"{number}.{name}[{key!r}]", part
+        for table, name in self._callable_places:
+            yield name, table.get(name)
+
+    # -- buffers that the loop changes between two steps
+
+    def _marks_of_buffers(self) -> list[tuple[int, int]]:
+        """Return numbers that change if a buffer is replaced or changed in place."""
+        buffers = (table[name] for table, name in self.buffer_places)
+        return [(id(buffer), version_of(buffer)) for buffer in buffers]
+
+    def find_moved_buffers(self) -> set[int]:
+        """Return numbers of the buffers that changed outside of steps, since the last one."""
+        marks = self._marks_of_buffers()
+        if self._buffer_marks is None:
+            return self._moved_buffers
+        pairs = enumerate(zip(self._buffer_marks, marks, strict=True))
+        self._moved_buffers |= {number for number, (old, new) in pairs if old != new}
+        self._buffer_marks = marks
+        return self._moved_buffers
+
+    def accept_buffers(self, of_step: bool = True) -> None:
+        """Accept the present buffers.
+
+        Args:
+            of_step: whether a step of the user has changed them; else a session of shadows has.
+        """
+        if of_step or self._buffer_marks is not None:
+            self._buffer_marks = self._marks_of_buffers()
+        if of_step:
+            self._moved_buffers.clear()
+
+    def forget_buffers(self) -> None:
+        """Accept whatever buffers the next step finds: they are loaded on purpose."""
+        self._buffer_marks = None
+        self._moved_buffers.clear()
+
+    def take_new_buffers(self) -> dict[int, Tensor]:
+        """Return what the loop has put into buffers before its step, by number."""
+        values, self._new_buffers = self._new_buffers, {}
+        return values
 
     def _find_buffers(self) -> list[Place]:
         places, seen = [], set[int]()  # a buffer in two places is one
@@ -177,14 +262,19 @@ class Exchange:
         counts = [len(vars(owner)) for owner in (*self.modules, self.optimizer)]
         if counts == self._attribute_counts:
             return
-        known = {(id(table), name) for table, name in self.attribute_places}
+        places = (*self.attribute_places, *self._callable_places)
+        known = {(id(table), name) for table, name in places}
         tables = [(vars(module), MODULE_FIELDS) for module in self.modules]
         tables.append((vars(self.optimizer), OPTIMIZER_FIELDS))
         for table, standard in tables:
             for name, value in table.items():
                 if name in standard or (id(table), name) in known or isinstance(value, nn.Module):
                     continue
-                if "hook" in name or (callable(value) and not _is_generator(value)):
+                if "hook" in name:
+                    continue
+                if callable(value) and not is_generator(value):
+                    if is_object_of_user(value) and not isinstance(value, (type, FunctionType)):
+                        self._callable_places.append((table, name))
                     continue
                 self.attribute_places.append((table, name))
         self._attribute_counts = counts
@@ -192,7 +282,7 @@ class Exchange:
     def generators(self) -> list[Any]:
         """Return the random generators among the modules' attributes."""
         values = (table.get(name) for table, name in self.attribute_places)
-        return [value for value in values if _is_generator(value)]
+        return [value for value in values if is_generator(value)]
 
     def new_state(self, with_attributes: bool = False) -> ShadowState:
         """Return a copy of the user's present state.
@@ -205,20 +295,30 @@ class Exchange:
             [table[name].detach().clone() for table, name in self.buffer_places],
             [copy.deepcopy(dict(self.optimizer.state.get(p, {}))) for p in self.tensors],
             [{} for _ in self.optimizer.param_groups],
-            generators=[_generator_state(generator) for generator in self.generators()],
+            generators=[generator_state(generator) for generator in self.generators()],
             objects=[copy.deepcopy(each.state_dict()) for each in self.objects],
+            others=copy.deepcopy(self.other_state()),
         )
         if with_attributes:
             self.find_attributes()
+            state.nested = self.nested.read()
             for number, (table, name) in enumerate(self.attribute_places):
                 value = table.get(name)
                 if isinstance(value, Tensor):
                     if value.grad_fn is None:
                         state.attributes[number] = value.detach().clone()
-                elif not _is_generator(value):
+                elif not is_generator(value):
                     contents = _contents(value)
                     state.attributes[number] = value if contents is None else contents
         return state
+
+    def other_state(self) -> dict[Any, Any]:
+        """Return the optimiser's state that belongs to no exchanged parameter."""
+        state = self.optimizer.state
+        if len(state) <= len(self.tensors) and all(isinstance(key, Tensor) for key in state):
+            return {}
+        exchanged = {id(p) for p in self.tensors}
+        return {key: value for key, value in state.items() if id(key) not in exchanged}
 
     def _clone_weights(self) -> list[Tensor]:
         """Return copies of the parameters' data; parameters with one storage keep sharing it."""
@@ -254,12 +354,14 @@ class Exchange:
     def session(self) -> Iterator[Session]:
         """Keep the user's state aside while shadows use the objects; restore it at the end."""
         self.find_attributes()
+        self.find_moved_buffers()
         session = Session(self)
         with paused():
             try:
                 yield session
             finally:
                 session.restore()
+                self.accept_buffers(of_step=False)
 
     @contextmanager
     def modes(self, training: Sequence[bool] | None) -> Iterator[None]:
@@ -278,13 +380,13 @@ class Exchange:
 
     def random_state(self, device: torch.device) -> tuple[RandomState, list[Any]]:
         """Return the states of the global generators and of those that modules keep."""
-        return RandomState.current(device), [_generator_state(g) for g in self.generators()]
+        return RandomState.current(device), [generator_state(g) for g in self.generators()]
 
     def restore_random_state(self, state: tuple[RandomState, list[Any]]) -> None:
         """Set the generators to the states that `random_state` returned."""
         state[0].restore()
         for generator, own in zip(self.generators(), state[1], strict=False):
-            _set_generator(generator, own)
+            set_generator(generator, own)
 
 
 class Session:
@@ -311,9 +413,13 @@ class Session:
             new = len(self._attributes) - len(before)
             self._before = [*before, *([_MISSING] * new)]
         self._contents = [_contents(value) for value in self._attributes]
+        exchange.nested.note_changes()
+        self.nested = exchange.nested.read()
+        self._nested_before = exchange.nested_before or self.nested
+        self._nested_inserted = self._nested_before
         self._owners = [*exchange.modules, optimizer]
         self._counts = [len(vars(owner)) for owner in self._owners]
-        self._generators = [_generator_state(g) for g in exchange.generators()]
+        self._generators = [generator_state(g) for g in exchange.generators()]
         self._objects = [copy.deepcopy(each.state_dict()) for each in exchange.objects]
         self._frozen = [(p.data_ptr(), version_of(p)) for p in exchange.frozen]
         self._clones: dict[int, tuple[Tensor, int]] = {}  # of tensors among the attributes
@@ -348,6 +454,7 @@ class Session:
         for p, entries in zip(exchange.tensors, state.optimizer, strict=True):
             if entries:
                 optimizer.state[p] = entries
+        optimizer.state.update(state.others)
         if settings is not None:
             for group, setting, own in zip(
                 optimizer.param_groups, settings, state.group_state, strict=True
@@ -355,8 +462,11 @@ class Session:
                 group.update(setting)
                 group.update(own)
         self._insert_attributes(state)
+        if self.nested or state.nested:
+            self._nested_inserted = self._nested_before | state.nested
+            exchange.nested.write(self._nested_inserted)
         for generator, own in zip(exchange.generators(), state.generators, strict=False):
-            _set_generator(generator, own)
+            set_generator(generator, own)
         for each, own in zip(exchange.objects, state.objects, strict=True):
             each.load_state_dict(own)
 
@@ -403,7 +513,10 @@ class Session:
         if with_gradients:
             state.grads = [p.grad for p in exchange.tensors]
         self._collect_attributes(state)
-        state.generators = [_generator_state(g) for g in exchange.generators()]
+        state.others = exchange.other_state()
+        if self.nested:
+            state.nested |= exchange.nested.changes(self._nested_inserted, exchange.nested.read())
+        state.generators = [generator_state(g) for g in exchange.generators()]
         state.objects = [copy.deepcopy(each.state_dict()) for each in exchange.objects]
         for p, (pointer, version) in zip(exchange.frozen, self._frozen, strict=True):
             if p.data_ptr() != pointer or version_of(p) != version:
@@ -425,7 +538,7 @@ class Session:
                 inserted = before if before is not value else self._contents[number]
                 if not _same_contents(contents, state.attributes.get(number, inserted)):
                     state.attributes[number] = contents
-            elif value is not state.attributes.get(number, before) and not _is_generator(value):
+            elif value is not state.attributes.get(number, before) and not is_generator(value):
                 if isinstance(value, Tensor) and value.grad_fn is not None:
                     continue  # computed in every forward pass (weight normalisation)
                 state.attributes[number] = value
@@ -459,10 +572,45 @@ class Session:
             if contents is not None:
                 _restore_contents(value, contents)
         self._remove_new_attributes()
+        if self.nested:
+            exchange.nested.write(self.nested)
+            exchange.nested.read()  # the versions of its tensors
         for generator, own in zip(exchange.generators(), self._generators, strict=True):
-            _set_generator(generator, own)
+            set_generator(generator, own)
         for each, own in zip(exchange.objects, self._objects, strict=True):
             each.load_state_dict(own)
+
+    def difference(self, before: ShadowState) -> float:
+        """Return how far the present state is from that which the user's step has left.
+
+        Weights are compared relative to what the step changed, gradients and the optimiser's state
+        relative to themselves. Differences of a few units in the last place do not count.
+
+        Args:
+            before: the state before the step.
+        """
+        exchange, optimizer = self._exchange, self._exchange.optimizer
+        moved = _norm([a - b for a, b in zip(self._data, before.weights, strict=True)])
+        weights = [_read(p) for p in exchange.tensors]
+        pairs: list[tuple[list[Tensor], list[Tensor], float | None]]
+        pairs = [(weights, self._data, moved)]
+        grads = [(p.grad, g) for p, g in zip(exchange.tensors, self._grads, strict=True)]
+        both = [(a, b) for a, b in grads if a is not None and b is not None]
+        pairs.append(([a for a, _ in both], [b for _, b in both], None))
+        for p in exchange.tensors:
+            mine, user = optimizer.state.get(p) or {}, self._optimizer_state.get(p) or {}
+            names = [n for n, v in mine.items() if _is_number(v) and _is_number(user.get(n))]
+            pairs.append(([mine[n] for n in names], [user[n] for n in names], None))
+        worst = 0.0
+        for one, other, size in pairs:
+            alike = [(a.shape == b.shape) for a, b in zip(one, other, strict=True)]
+            if not all(alike):
+                return float("inf")
+            off, norm = _norm([a - b for a, b in zip(one, other, strict=True)]), _norm(other)
+            eps = max((torch.finfo(t.dtype).eps for t in other), default=0.0)
+            if off > 4 * eps * norm:
+                worst = max(worst, off / max(norm if size is None else size, 1e-300))
+        return worst
 
     def _remove_new_attributes(self) -> None:
         """Remove attributes that a shadow's step has added to modules or to the optimiser."""
@@ -511,6 +659,17 @@ def _shared_storages(tensors: Sequence[Tensor]) -> dict[int, int]:
     return {id(p): address for address, group in owners.items() if len(group) > 1 for p in group}
 
 
+def _norm(tensors: Sequence[Tensor]) -> float:
+    """Return the norm of tensors jointly; nan counts as nothing."""
+    dense = (t.to_dense() if t.is_sparse else _local(t).detach() for t in tensors)
+    total = sum(float(t.abs().double().nan_to_num().square().sum()) for t in dense)
+    return float(total**0.5)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and not value.is_sparse
+
+
 # --- attributes ------------------------------------------------------------------------------
 
 
@@ -523,7 +682,7 @@ def _copy_of(value: Any) -> Any:
     contents = _contents(value)
     if contents is not None:
         return contents
-    if isinstance(value, Tensor) and value.grad_fn is None and value.numel() <= SMALL:
+    if isinstance(value, Tensor) and value.grad_fn is None:
         return value.detach().clone().requires_grad_(value.requires_grad)
     return value
 
@@ -555,30 +714,3 @@ def _same(one: Any, other: Any) -> bool:
         return bool(one is other or one == other)
     except (RuntimeError, ValueError):  # arrays
         return False
-
-
-def _is_generator(value: Any) -> bool:
-    if isinstance(value, (torch.Generator, random.Random)):
-        return True
-    return type(value).__module__.startswith("numpy.random") and (
-        hasattr(value, "bit_generator") or hasattr(value, "set_state")
-    )
-
-
-def _generator_state(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    if hasattr(generator, "bit_generator"):
-        return copy.deepcopy(generator.bit_generator.state)
-    return generator.get_state()
-
-
-def _set_generator(generator: Any, state: Any) -> None:
-    if isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif isinstance(generator, torch.Generator) or not hasattr(generator, "bit_generator"):
-        generator.set_state(state)
-    else:
-        generator.bit_generator.state = copy.deepcopy(state)

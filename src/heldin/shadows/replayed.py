@@ -14,11 +14,16 @@ from torch.optim import Optimizer
 from heldin._private_torch import BatchNorm
 from heldin.capture.sharding import fully_sharded
 from heldin.crossval import OutOfFold
-from heldin.errors import HeldinError
+from heldin.errors import HeldinError, more
 from heldin.loop.batches import repack, tensors_in, to_device
 from heldin.loop.events import LoaderBatch, OptimizerStep
 from heldin.loop.hooks import scaled_gradients
-from heldin.loop.randomness import Autocast, full_precision, separate_random_stream
+from heldin.loop.randomness import (
+    Autocast,
+    RandomState,
+    full_precision,
+    separate_random_stream,
+)
 from heldin.loop.rows import RowSource
 from heldin.state.schema import check_schema
 
@@ -52,6 +57,7 @@ class LossIsSum(HeldinError):
     """Raised for light shadows with a loss that is a sum over the batch."""
 
 
+REPEATS = 6  # calls of the user's function that are compared with its first one
 EVALUATION = -3  # number of the random stream of evaluations
 
 
@@ -118,6 +124,7 @@ class ReplayedShadows:
         self._train_step = train_step
         self._surroundings: Variables | None = None
         self._values_after: dict[str, Any] | None = None  # of the user's variables
+        self._nested_after: dict[str, Any] | None = None  # values inside of attributes
         self.draw, self._in_time = RowDraw(rows, seed), in_time
         self.label, self.copies = labels.cpu(), int(labels.max()) + 1
         self._exchange = Exchange(model, optimizer, state)
@@ -202,6 +209,7 @@ class ReplayedShadows:
             )
         batches = self._source.micro_batches(announced, step.calls)
         self._refuse_changed(step, batches)
+        self._follow_the_loop()
         self._steps += 1
         self._settings = step.settings
         record = self.check.take(step.number)
@@ -217,7 +225,7 @@ class ReplayedShadows:
                 with self._random_stream(self._steps, number):
                     self._replay(session, shadow, number, step, batches)
         self.frozen.forget()
-        self.check.renew()
+        self.check.renew(buffers=False)
         rows = sum(len(batch.rows) for batch in batches)
         return rows if self._ranks is None else int(self._ranks.add([rows], self._device)[0])
 
@@ -242,19 +250,27 @@ class ReplayedShadows:
         modes = [module.training for module in exchange.modules]
         variables = self._variables()
         before = variables.read()
+        self._refuse_iterators(variables)
         for shadow in self.shadows:
             variables.take_over(shadow.variables, self._values_after, before)
+        looks = self.check.due
+        start = self._start_of_call() if looks else None
+        kept = repack(batch) if looks else None  # the function may take parts out of its batch
         result = self._train_step(batch)
         variables.note_changes()
         after = variables.read()
+        self._refuse_iterators(variables)
         self._refuse_kept_rows(before, after, len(record.rows))
         exchange.note_group_state(settings, group_settings(exchange.optimizer))
+        exchange.accept_buffers()
+        self._follow_the_loop()
         self._steps += 1
         self._settings = settings
-        looks = self._steps & (self._steps - 1) == 0
         guard = UnchangedObjects(self._train_step, exchange) if looks else None
         with torch.inference_mode(False), exchange.session() as session, exchange.modes(modes):
             try:
+                if start is not None:
+                    self._refuse_hidden_state(session, start, settings, before, kept)
                 for shadow_number, shadow in enumerate(self.shadows):
                     inserted = before | shadow.variables
                     variables.write(inserted)
@@ -269,6 +285,76 @@ class ReplayedShadows:
         self.frozen.forget()
         self.check.count_step()
         return result, len(record.rows)
+
+    def _start_of_call(self) -> tuple[ShadowState, RandomState]:
+        """Return what a call of the user's function starts from."""
+        state = self._exchange.new_state(with_attributes=True)
+        grads = [p.grad for p in self._exchange.tensors]
+        state.grads = [None if g is None else g.detach().clone() for g in grads]
+        return state, RandomState.current(self._device)
+
+    def _refuse_iterators(self, variables: Variables) -> None:
+        """Refuse a function that can draw from an iterator: a call cannot be taken back."""
+        for name in variables.iterators:
+            raise HeldinError(
+                f"train_step: it can draw from {name!r}, an iterator, and what a shadow draws "
+                "cannot be put back, so that the model would miss it. Draw before the call, into "
+                "a variable that the function reads: extra = next(iterator); stopping.train(batch)"
+            )
+
+    def _refuse_hidden_state(
+        self,
+        session: Session,
+        start: tuple[ShadowState, RandomState],
+        settings: Sequence[Mapping[str, Any]],
+        before: Mapping[str, Any],
+        batch: Any,
+    ) -> None:
+        """Refuse a function that does something else when it is called again from one state.
+
+        It is called before any shadow, several times at first: a counter may count to five.
+        """
+        assert self._train_step is not None
+        error, calls = 0.0, REPEATS if self._steps == 1 else 1
+        for _ in range(calls):
+            Variables.write(before)
+            session.insert(start[0].copy(), settings, with_gradients=True)
+            with self._random_stream(-1, 0), torch.enable_grad():
+                start[1].restore()
+                self._train_step(repack(batch))
+            error = max(error, session.difference(start[0]))
+        error = self.check.largest(error)
+        if error > self.check.tolerance(self._exchange.trained.values()):
+            raise HeldinError(
+                f"train_step: called a second time from the same state, at call {self._steps}, it "
+                f"trained otherwise (relative difference {error:.2g}): it changes something that "
+                "cannot be put back, such as an iterator, its batch, a file, or a counter or "
+                "random generator in another library. Shadows would change it, too. Pass the "
+                "object, state=[...], if it has state_dict and load_state_dict; or draw and count "
+                "outside of train_step, into variables that it reads. Start the run again: the "
+                "calls for this check have changed it"
+            )
+
+    def _follow_the_loop(self) -> None:
+        """Let shadows have what the loop has put into buffers and attributes between steps."""
+        exchange = self._exchange
+        for number, value in exchange.take_new_buffers().items():
+            name = exchange.buffer_places[number][1]
+            if value.numel() and not bool((value == value.flatten()[0]).all()):
+                raise HeldinError(
+                    f"{self._owner}: the loop changed the buffer {name!r} of the model between two "
+                    "steps, to values that may depend on the rows (statistics computed anew, a "
+                    "mask from weights, a call in training mode under no_grad?), and shadows would "
+                    "keep theirs; do so inside of train_step, or in evaluation mode or on a copy "
+                    "of the model " + more("another-training-step")
+                )
+            for shadow in self.shadows:
+                shadow.buffers[number] = value.clone()
+        nested = exchange.nested_before
+        if nested:
+            for shadow in self.shadows:
+                Variables.take_over(shadow.nested, self._nested_after, nested)
+        self._nested_after = nested and exchange.nested.read()
 
     def _refuse_kept_rows(
         self, before: Mapping[str, Any], after: Mapping[str, Any], rows: int
@@ -292,12 +378,12 @@ class ReplayedShadows:
         """Return the variables around the user's function."""
         if self._surroundings is None:
             assert self._train_step is not None
-            exchange = self._exchange
+            exchange, function = self._exchange, self._train_step
             owners = (*exchange.modules, *exchange.tensors, *exchange.objects, exchange.optimizer)
             exchanged = {id(owner) for owner in (*owners, *exchange.frozen)}
             exchanged |= {id(table[name]) for table, name in exchange.buffer_places}
             largest = sum(p.numel() for p in exchange.tensors)
-            self._surroundings = Variables(self._train_step, exchanged, largest)
+            self._surroundings = Variables(lambda: [("", function)], exchanged, largest)
         return self._surroundings
 
     def _replay_function(
@@ -777,6 +863,7 @@ class ReplayedShadows:
             },
             "objects": copy.deepcopy(shadow.objects),
             "variables": self._variables().saved(shadow.variables) if shadow.variables else {},
+            "nested": self._exchange.nested.saved(shadow.nested) if shadow.nested else {},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -805,9 +892,13 @@ class ReplayedShadows:
             self._variables().loaded(saved["variables"]) if saved["variables"] else {}
             for saved in state["shadows"]
         ]
-        for shadow, saved, values in zip(self.shadows, state["shadows"], variables, strict=True):
+        nested = [
+            self._exchange.nested.loaded(saved["nested"]) if saved["nested"] else {}
+            for saved in state["shadows"]
+        ]
+        for number, (shadow, saved) in enumerate(zip(self.shadows, state["shadows"], strict=True)):
             _load_saved(shadow, saved)
-            shadow.variables = values
+            shadow.variables, shadow.nested = variables[number], nested[number]
         if not state["start"]:
             self._start = None
         elif self._start is not None:
@@ -833,6 +924,7 @@ class ReplayedShadows:
             "attributes": {int: (bool, int, float, str, Tensor, None)},
             "objects": list,
             "variables": dict,
+            "nested": dict,
         }
         check_schema(saved, form, place)
         total = sum(weight.numel() for weight in shadow.weights)

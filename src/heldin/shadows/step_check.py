@@ -8,7 +8,7 @@ step of Adam hides the scale of a gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,8 +149,10 @@ class StepCheck:
 
     # -- what must not change between two steps
 
-    def renew(self) -> None:
-        """Accept the present weights and optimiser state."""
+    def renew(self, buffers: bool = True) -> None:
+        """Accept the present weights and optimiser state, and buffers unless they are followed."""
+        if buffers:
+            self._exchange.accept_buffers()
         trained = list(self._exchange.trained.values())
         self._versions = [version_of(p) for p in trained]
         self._sums = _sums(trained) if self.due or self._is_small else None
@@ -159,6 +161,7 @@ class StepCheck:
     def forget(self) -> None:
         """Accept whatever the next step finds: weights or a state were put in on purpose."""
         self._versions, self._sums, self._entries = None, None, []
+        self._exchange.forget_buffers()
 
     def count_step(self) -> None:
         """Count a step that the user's function took, and accept what it left."""
@@ -279,6 +282,13 @@ class StepCheck:
             return 1.0 / micro_batches
         return None
 
+    def tolerance(self, tensors: Iterable[Tensor]) -> float:
+        """Return the relative difference that rounding explains."""
+        if torch.is_autocast_enabled(self._device.type):
+            return COARSE
+        kinds = {tensor.dtype for tensor in tensors}
+        return max((TOLERANCE.get(kind, COARSE) for kind in kinds), default=COARSE)
+
     def _compare(
         self,
         number: int,
@@ -293,11 +303,7 @@ class StepCheck:
         least = max(10 * min(errors.values()), 1e-12)  # batches of one size do not separate them
         alike = [key for key in errors if errors[key] <= least]
         best = known if known in alike else alike[0]
-        dtypes = {t.dtype for t in actual if t is not None}
-        tolerance = max((TOLERANCE.get(dtype, COARSE) for dtype in dtypes), default=COARSE)
-        if torch.is_autocast_enabled(self._device.type):
-            tolerance = COARSE
-        if errors[best] <= tolerance:
+        if errors[best] <= self.tolerance([t for t in actual if t is not None]):
             self.differences[number] = errors[best]
             return best
         scale = _best_scale(actual, candidates[best])

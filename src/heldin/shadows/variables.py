@@ -1,16 +1,18 @@
-"""Exchange the variables around a user's function: counters, lists, averages.
+"""Exchange the variables around a user's function: counters, lists, averages, generators.
 
 A function that takes a training step may count its calls in a variable of the function around it,
-in a global one or in an attribute of its object, and append to lists. Called for shadows, too, it
-would count them in, and train otherwise from then on. So each shadow has its own values of whatever
-its calls change.
+in a global one or in an attribute of an object, append to lists and draw from its own random
+generator. Called for shadows, too, it would count them in, and train otherwise from then on. So
+each shadow has its own values of whatever its calls change.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
+import io
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -22,69 +24,104 @@ from torch.utils.data import DataLoader, Dataset
 
 from heldin._private_torch import version_of
 from heldin.errors import HeldinError
+from heldin.loop.generators import (
+    cell_contents,
+    generator_state,
+    is_generator,
+    is_object_of_user,
+    is_of_user,
+    names_in,
+    same_generator_state,
+    set_generator,
+)
 
 __all__ = ["Variables"]
 
-DEPTH = 3  # nested containers and objects
+DEPTH = 12  # nested containers, objects and functions
+MOST = 20_000  # values that are read
 LONG = 4096  # entries of a list that is restored by its length only; longer mappings are left alone
+SMALL = 4096  # elements of tensors that are always copied
 CONTAINERS = (list, dict, set, deque)
 SAVED = (bool, int, float, str, type(None))
-PLAIN = (bool, int, float, complex, str, bytes, tuple, type(None))
-FIXED = (nn.Module, Optimizer, DataLoader, Dataset, torch.Generator)
+PLAIN = (bool, int, float, complex, str, bytes, type(None))
+FIXED = (Optimizer, DataLoader, Dataset)
+MODULE_FIELDS = {*vars(nn.Module())} | {"training"}
 
 _MISSING = object()
 
 
+class _Entries(dict[Any, Any]):
+    """Some variables of an owner: a cell (named ""), globals, a class, an object with slots."""
+
+
+class _State:
+    """The state of a random generator."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
 @dataclass(frozen=True, eq=False)
 class _Kept:
-    """A value that can be changed in place, and a copy of its contents.
+    """An object that can be changed, and a copy of its contents.
 
-    The contents of a long list are its length; None: they are not kept.
+    The contents of a long list are its length.
     """
 
-    value: Any
-    contents: Any = None
+    owner: Any
+    contents: Any
 
     def restore(self) -> None:
-        """Fill the value with the contents."""
-        value, contents = self.value, self.contents
-        if contents is None:
-            return
-        if isinstance(value, Tensor):
-            with torch.no_grad():
-                value.detach().copy_(contents)
+        """Fill the owner with the contents."""
+        owner, contents = self.owner, self.contents
+        if isinstance(contents, _Entries):
+            for key, value in contents.items():
+                _set(owner, key, value)
+        elif isinstance(contents, _State):
+            if not same_generator_state(generator_state(owner), contents.value):
+                set_generator(owner, contents.value)
         elif isinstance(contents, int):
-            while len(value) > contents:
-                value.pop()
-        elif not _same_contents(value, contents):
-            value.clear()
-            if isinstance(value, (dict, set)):
-                value.update(contents)
+            while len(owner) > contents:
+                owner.pop()
+        elif _same_contents(owner, contents):
+            pass
+        elif isinstance(owner, Tensor):
+            with torch.no_grad():
+                owner.detach().copy_(contents)
+        elif _is_array(owner):
+            owner[...] = contents
+        else:
+            owner.clear()
+            if isinstance(owner, (dict, set)):
+                owner.update(contents)
             else:
-                value.extend(contents)
+                owner.extend(contents)
 
     def is_same(self, other: Any) -> bool:
-        """Return whether another one has the same value and contents."""
-        if not isinstance(other, _Kept) or self.value is not other.value:
+        """Return whether another one has the same owner and contents."""
+        if not isinstance(other, _Kept) or self.owner is not other.owner:
             return False
         one, two = self.contents, other.contents
         if type(one) is not type(two):
             return False
-        if one is None or isinstance(one, int):
-            return bool(one == two)
-        return bool(torch.equal(one, two) if isinstance(one, Tensor) else _same_contents(one, two))
+        if isinstance(one, _State):
+            return same_generator_state(one.value, two.value)
+        return one == two if isinstance(one, int) else _same_contents(one, two)
 
 
-Values = dict[str, Any]
+Values = dict[str, _Kept]
 
 
 class Variables:
-    """The variables that a function can reach, by name.
+    """The variables that functions and objects can reach, by name.
 
     Args:
-        function: of the user.
+        roots: returns names and values where to begin.
         exchanged: numbers (`id`) of objects that are exchanged in another way.
         largest: number of elements of a tensor that is copied.
+
+    Attributes:
+        iterators: names of iterators, which cannot be put back, as of the latest `read`.
 
     >>> def make():
     ...     count = 0
@@ -94,7 +131,7 @@ class Variables:
     ...         return count
     ...     return step
     >>> step = make()
-    >>> variables = Variables(step, set(), 100)
+    >>> variables = Variables(lambda: [("", step)], set(), 100)
     >>> before = variables.read()
     >>> step(None), step(None)
     (1, 2)
@@ -103,88 +140,174 @@ class Variables:
     1
     """
 
-    def __init__(self, function: Callable[[Any], Any], exchanged: set[int], largest: int) -> None:
-        self._function, self._exchanged, self._largest = function, exchanged, largest
+    def __init__(
+        self, roots: Callable[[], Iterable[tuple[str, Any]]], exchanged: set[int], largest: int
+    ) -> None:
+        self._roots, self._largest = roots, largest
+        self._exchanged = exchanged | {id(torch.default_generator)}
+        self.iterators: list[str] = []
         self._tensors: dict[str, Tensor] = {}  # as of the latest `read`
         self._versions: dict[str, int] = {}
-        self._changing: set[str] | None = None  # names of tensors that a step changes in place
+        self._changing: set[str] | None = None  # names of large tensors that a step changes
+        self._names: set[str] = set()  # in the functions that were read
 
     # -- reading
 
     def read(self) -> Values:
         """Return copies of all values."""
         values: Values = {}
-        self._tensors, seen = {}, set(self._exchanged)
-        for name, owner in self._objects():
-            seen.add(id(owner))
-            self._read_object(name, owner, values, seen, DEPTH)
-        for name, table, key in self._places():
-            value = _get(table, key)
-            if isinstance(value, PLAIN) or value is _MISSING:
-                values[name] = value
-            elif not isinstance(value, (type, ModuleType, FunctionType)):
-                values[name] = _Kept(value)
-                self._read(name, value, values, seen, DEPTH)
+        self._tensors, self.iterators, seen = {}, [], set(self._exchanged)
+        for name, value in self._roots():
+            self._read(name, value, values, seen, DEPTH)
         self._versions = {name: version_of(t) for name, t in self._tensors.items()}
         return values
 
     def _read(self, name: str, value: Any, values: Values, seen: set[int], depth: int) -> None:
         """Add what can be changed in place."""
-        if id(value) in seen or depth == 0 or isinstance(value, (*PLAIN, *FIXED)):
+        if type(value) in PLAIN or id(value) in seen or depth == 0 or len(seen) > MOST:
             return
+        seen.add(id(value))
+        below = (values, seen, depth - 1)
         if isinstance(value, Tensor):
-            seen.add(id(value))
             if isinstance(value, nn.Parameter) or value.grad_fn is not None:
                 return
             self._tensors[name] = value
             if self._is_copied(name, value):
                 values[name] = _Kept(value, value.detach().clone())
-        elif type(value) in CONTAINERS:
-            seen.add(id(value))
+        elif isinstance(value, CONTAINERS):
             if len(value) <= LONG:
                 values[name] = _Kept(value, value.copy())
                 parts = value.items() if isinstance(value, dict) else enumerate(value)
-                for key, part in parts:
-                    self._read(f"{name}[{key!r}]", part, values, seen, depth - 1)
+                for key, part in list(parts):
+                    if type(part) not in PLAIN:
+                        self._read(f"{name}[{key!r}]", part, *below)
             elif isinstance(value, list):
                 values[name] = _Kept(value, len(value))
-        elif self._is_users(value):
-            seen.add(id(value))
-            self._read_object(name, value, values, seen, depth)
+        elif isinstance(value, tuple):
+            for key, part in enumerate(value):
+                self._read(f"{name}[{key}]", part, *below)
+        elif isinstance(value, FunctionType):
+            self._read_function(name, value, *below)
+        elif isinstance(value, MethodType):
+            self._read(name or "self", value.__self__, *below)
+            self._read(name, value.__func__, *below)
+        elif isinstance(value, functools.partial):
+            for part in (value.func, *value.args, *value.keywords.values()):
+                self._read(name, part, *below) if callable(part) else None
+            self._read(f"{name}.args", value.args, *below)
+            self._read(f"{name}.keywords", value.keywords, *below)
+        elif is_generator(value):
+            values[name] = _Kept(value, _State(generator_state(value)))
+        elif _is_array(value):
+            if value.size <= self._largest and value.dtype != object and value.flags.writeable:
+                values[name] = _Kept(value, value.copy())
+        elif isinstance(value, type):
+            self._read_class(value, *below)
+        elif isinstance(value, nn.Module):
+            if is_of_user(type(value).__module__):
+                self._read_object(name, value, MODULE_FIELDS, *below)
+            for key, child in value.named_children():
+                self._read(f"{name}.{key}", child, *below)
+        elif hasattr(type(value), "__next__"):
+            if not isinstance(value, io.IOBase) and not type(value).__module__.startswith("heldin"):
+                self.iterators.append(name)
+        elif not isinstance(value, (*FIXED, ModuleType)) and is_object_of_user(value):
+            if not hasattr(value, "state_dict"):  # which is to be given as state
+                self._read_object(name, value, set(), *below)
 
     def _read_object(
-        self, name: str, owner: Any, values: Values, seen: set[int], depth: int
+        self,
+        name: str,
+        owner: Any,
+        fields: set[str],
+        values: Values,
+        seen: set[int],
+        depth: int,
     ) -> None:
-        table = vars(owner)
-        values[f"{name}.__dict__"] = _Kept(table, table.copy())
-        for key, part in list(table.items()):
-            self._read(f"{name}.{key}", part, values, seen, depth - 1)
+        """Add attributes and slots of an object, and those of its class."""
+        table = getattr(owner, "__dict__", {})
+        if table:
+            values[f"{name}.__dict__"] = _Kept(table, dict(table))
+        slots = [key for kind in type(owner).__mro__ for key in _slots_of(kind)]
+        entries = _Entries((key, getattr(owner, key)) for key in slots if hasattr(owner, key))
+        if entries:
+            values[f"{name}.__slots__"] = _Kept(owner, entries)
+        for key, part in [*table.items(), *entries.items()]:
+            is_foreign = key in fields or (_is_iterator(part) and key not in self._names)
+            if not is_foreign and type(part) not in PLAIN:
+                self._read(f"{name}.{key}", part, values, seen, depth)
+        self._read(type(owner).__qualname__, type(owner), values, seen, depth)
+
+    def _read_class(self, kind: type, values: Values, seen: set[int], depth: int) -> None:
+        """Add attributes of a class of the user, and variables of its methods that are named."""
+        for base in kind.__mro__:
+            if not is_of_user(base.__module__):
+                continue
+            entries = _Entries()
+            for key, part in list(vars(base).items()):
+                inner = getattr(part, "__func__", getattr(part, "fget", part))
+                if isinstance(inner, FunctionType):
+                    if key in self._names or (key.startswith("__") and key != "__init__"):
+                        self._read(f"{base.__qualname__}.{key}: ", inner, values, seen, depth)
+                elif not key.startswith("__") and not hasattr(part, "__get__"):
+                    entries[key] = part
+                    self._read(f"{base.__qualname__}.{key}", part, values, seen, depth)
+            if entries:
+                values[f"class {base.__qualname__}"] = _Kept(base, entries)
+
+    def _read_function(
+        self, prefix: str, function: FunctionType, values: Values, seen: set[int], depth: int
+    ) -> None:
+        """Add the variables of a function, and of the functions that it names."""
+        if not is_of_user(function.__module__):
+            return
+        names = names_in(function)
+        self._names.update(names)
+        nested: list[tuple[str, Any]] = []
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        for name, cell in cells:
+            self._add_variable(prefix + name, cell, "", values)
+            nested.append((prefix + name, cell_contents(cell)))
+        table = function.__globals__
+        for name in names:
+            if name in table:
+                value, label = table[name], f"globals()[{name!r}]"
+                self._add_variable(label, table, name, values)
+                nested.append((label, value))
+                if isinstance(value, ModuleType) and is_of_user(value.__name__):
+                    for part in names:
+                        if part in vars(value):
+                            label = f"{name}.{part}"
+                            self._add_variable(label, vars(value), part, values)
+                            nested.append((label, vars(value)[part]))
+        if vars(function):
+            nested.append((f"{prefix}{function.__name__}.__dict__", vars(function)))
+        nested.append((f"{prefix}defaults", function.__defaults__))
+        nested.append((f"{prefix}defaults", function.__kwdefaults__))
+        for name, value in nested:
+            is_code = isinstance(value, FunctionType)
+            self._read(f"{name}: " if is_code else name, value, values, seen, depth)
+
+    def _add_variable(self, name: str, table: Any, key: str, values: Values) -> None:
+        value = _get(table, key)
+        if not isinstance(value, (type, ModuleType, FunctionType)):
+            values[f"variable {name}"] = _Kept(table, _Entries({key: value}))
 
     def _is_copied(self, name: str, tensor: Tensor) -> bool:
-        if self._changing is not None:
-            return name in self._changing
-        return tensor.numel() <= self._largest and tensor.layout == torch.strided
-
-    def _is_users(self, value: Any) -> bool:
-        """Return whether an object is of a class of the user's own code."""
-        if isinstance(value, (*FIXED, type)) or callable(value) or not hasattr(value, "__dict__"):
+        if tensor.layout != torch.strided:
             return False
-        if hasattr(value, "state_dict"):
-            return False  # to be given as state
-        function = getattr(self._function, "__func__", self._function)
-        home = getattr(function, "__module__", None) or type(function).__module__
-        return type(value).__module__.split(".")[0] in (home.split(".")[0], "__main__")
+        if self._changing is not None and tensor.numel() > SMALL:
+            return name in self._changing
+        return tensor.numel() <= max(self._largest, SMALL)
 
     def note_changes(self) -> None:
         """Find the tensors that the user's call has changed in place since `read`."""
         changed = {
             name for name, t in self._tensors.items() if version_of(t) != self._versions[name]
         }
+        late = {name for name in changed if not self._is_copied(name, self._tensors[name])}
         if self._changing is None:
-            late = {name for name in changed if not self._is_copied(name, self._tensors[name])}
             self._changing = changed - late
-        else:
-            late = changed - self._changing
         for name in sorted(late):
             raise HeldinError(
                 f"train_step: it changes the tensor {name!r} in place, which all shadows share "
@@ -194,24 +317,20 @@ class Variables:
 
     # -- writing
 
-    def write(self, values: Mapping[str, Any]) -> None:
+    @staticmethod
+    def write(values: Mapping[str, _Kept]) -> None:
         """Set variables to values that `read` returned."""
         for value in values.values():
-            if isinstance(value, _Kept):
-                value.restore()
-        for name, table, key in self._places():
-            if name in values:
-                value = values[name]
-                _set(table, key, value.value if isinstance(value, _Kept) else value)
+            value.restore()
 
     @staticmethod
-    def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> Values:
+    def changes(before: Mapping[str, _Kept], after: Mapping[str, _Kept]) -> Values:
         """Return the values that are not the same as before."""
-        return {name: value for name, value in after.items() if not _same(before.get(name), value)}
+        return {name: v for name, v in after.items() if not v.is_same(before.get(name))}
 
     @staticmethod
     def take_over(
-        values: Values, before: Mapping[str, Any] | None, after: Mapping[str, Any]
+        values: Values, before: Mapping[str, _Kept] | None, after: Mapping[str, _Kept]
     ) -> None:
         """Put what the loop changed between two calls (a hidden state that it reset) into values.
 
@@ -220,56 +339,60 @@ class Variables:
             before: values of the user after the former call; None: there was none.
             after: values of the user now.
         """
-        for name, value in Variables.changes(before or after, after).items():
-            mine, former = values.pop(name, None), (before or after).get(name)
-            tables = [v.contents if isinstance(v, _Kept) else None for v in (mine, former, value)]
-            if all(isinstance(table, dict) for table in tables):
-                own, old, new = (dict(table) for table in tables)  # type: ignore[arg-type]
+        if before is None:
+            return
+        for name, value in Variables.changes(before, after).items():
+            mine, former = values.pop(name, None), before.get(name)
+            if mine is None or former is None:
+                continue
+            own, old, new = mine.contents, former.contents, value.contents
+            if isinstance(own, dict) and isinstance(old, dict) and isinstance(new, dict):
+                own = type(own)(own)
                 for key in {*old, *new}:
-                    if new.get(key, _MISSING) is not old.get(key, _MISSING):
+                    if not _is_equal(new.get(key, _MISSING), old.get(key, _MISSING)):
                         own.pop(key, None)
                         own |= {key: new[key]} if key in new else {}
-                values[name] = _Kept(value.value, own)
+                values[name] = _Kept(value.owner, own)
 
     @staticmethod
     def new_values(
-        before: Mapping[str, Any], after: Mapping[str, Any]
+        before: Mapping[str, _Kept], after: Mapping[str, _Kept]
     ) -> Iterator[tuple[str, Any]]:
         """Yield values that were assigned, to variables and inside of dictionaries and objects."""
         for name, value in Variables.changes(before, after).items():
-            if not isinstance(value, _Kept) or value.contents is None:
-                yield name, value.value if isinstance(value, _Kept) else value
-            elif isinstance(value.contents, dict):
+            if isinstance(value.contents, dict):
                 old = before.get(name)
-                former = old.contents if isinstance(old, _Kept) else {}
+                former = old.contents if old is not None else {}
                 for key, part in value.contents.items():
-                    if part is not (former or {}).get(key, _MISSING):
-                        owner = name.removesuffix(".__dict__")
-                        yield f"{name}[{key!r}]" if owner == name else f"{owner}.{key}", part
+                    if part is not former.get(key, _MISSING):
+                        owner = name.removesuffix(".__dict__").removesuffix(".__slots__")
+                        if isinstance(value.contents, _Entries) and owner == name:
+                            yield name.removeprefix("variable "), part
+                        else:
+                            yield f"{name}[{key!r}]" if owner == name else f"{owner}.{key}", part
 
     # -- saving
 
-    def saved(self, values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    def saved(self, values: Mapping[str, _Kept]) -> dict[str, dict[str, Any]]:
         """Return those of a shadow's values that are numbers, texts, lists of them, or tensors."""
-        now, assigned, in_place = self.read(), {}, {}
+        now = self.read()
+        assigned: dict[str, Any] = {}
+        in_place: dict[str, Any] = {}
         for name, value in values.items():
-            here = now.get(name)
-            live = here.value if isinstance(here, _Kept) else None
-            if isinstance(value, _Kept) and isinstance(value.contents, Tensor):
-                in_place[name] = value.contents.clone()
-            elif isinstance(value, _Kept) and isinstance(value.contents, dict):
-                others = live if isinstance(live, dict) else {}
+            here, contents = now.get(name), value.contents
+            if isinstance(contents, _State):
+                contents = contents.value
+            if isinstance(contents, Tensor):
+                in_place[name] = contents.clone()
+            elif isinstance(contents, dict):
+                others = here.contents if here is not None and type(here.contents) is dict else {}
                 assigned[name] = {
                     k: copy.deepcopy(v)
-                    for k, v in value.contents.items()
+                    for k, v in contents.items()
                     if isinstance(k, str) and _is_saved(v) and v is not others.get(k, _MISSING)
                 }
-            else:
-                plain = value
-                if isinstance(value, _Kept):
-                    plain = value.value if value.contents is None else value.contents
-                if _is_saved(plain) and plain is not live:
-                    assigned[name] = copy.deepcopy(plain)
+            elif type(contents) is list and _is_saved(contents):
+                assigned[name] = copy.deepcopy(contents)
         return {"assigned": assigned, "in_place": in_place}
 
     def loaded(self, state: Mapping[str, Mapping[str, Any]]) -> Values:
@@ -281,54 +404,28 @@ class Variables:
                 raise ValueError(f"train_step has no variable {name!r}")
         for name, saved in state["assigned"].items():
             here, value = now[name], copy.deepcopy(saved)
-            if isinstance(here, _Kept) and isinstance(here.contents, dict):
-                values[name] = _Kept(here.value, {**here.contents, **value})
-            elif isinstance(here, _Kept) and isinstance(here.contents, list):
-                values[name] = _Kept(here.value, value)
-            else:
-                values[name] = _Kept(value) if isinstance(value, Tensor) else value
+            if isinstance(here.contents, dict):
+                value = type(here.contents)({**here.contents, **value})
+            values[name] = _Kept(here.owner, value)
         for name, tensor in state["in_place"].items():
-            values[name] = _Kept(now[name].value, tensor.clone())
+            here, value = now[name], tensor.clone()
+            is_state = isinstance(here.contents, _State)
+            values[name] = _Kept(here.owner, _State(value) if is_state else value)
         return values
 
-    # -- places
 
-    def _objects(self) -> Iterator[tuple[str, Any]]:
-        """Yield the object that the function is a method of."""
-        owner: Any = self._function
-        if isinstance(owner, MethodType):
-            owner = owner.__self__
-        if not isinstance(owner, (FunctionType, type, *FIXED)) and hasattr(owner, "__dict__"):
-            yield "self", owner
-
-    def _places(self) -> Iterator[tuple[str, Any, Any]]:
-        """Yield name, table and key of every variable that the function names."""
-        function: Any = getattr(self._function, "__func__", self._function)
-        if not isinstance(function, FunctionType):
-            function = type(function).__call__
-        if isinstance(function, FunctionType):
-            yield from _variables_of(function, "", set())
+def _slots_of(kind: type) -> tuple[str, ...]:
+    slots = vars(kind).get("__slots__", ()) if is_of_user(kind.__module__) else ()
+    names = (slots,) if isinstance(slots, str) else tuple(slots)
+    return tuple(name for name in names if not name.startswith("__"))
 
 
-def _variables_of(
-    function: FunctionType, prefix: str, seen: set[int]
-) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the variables of a function and of the functions of the same module that it names."""
-    if id(function) in seen:
-        return
-    seen.add(id(function))
-    nested: list[tuple[str, Any]] = []
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        yield prefix + name, cell, None
-        nested.append((name, _get(cell, None)))
-    table = function.__globals__
-    for name in function.__code__.co_names:
-        if name in table:
-            yield f"globals()[{name!r}]", table, name
-            nested.append((name, table[name]))
-    for name, value in nested:
-        if isinstance(value, FunctionType) and value.__module__ == function.__module__:
-            yield from _variables_of(value, f"{prefix}{name}: ", seen)
+def _is_iterator(value: Any) -> bool:
+    return hasattr(type(value), "__next__")
+
+
+def _is_array(value: Any) -> bool:
+    return type(value).__module__ == "numpy" and type(value).__name__ == "ndarray"
 
 
 def _is_saved(value: Any) -> bool:
@@ -340,11 +437,11 @@ def _is_saved(value: Any) -> bool:
 
 def _get(table: Any, key: Any) -> Any:
     if isinstance(table, CellType):
-        try:
-            return table.cell_contents
-        except ValueError:  # not yet set
-            return _MISSING
-    return table.get(key, _MISSING)
+        return cell_contents(table, _MISSING)
+    if isinstance(table, dict):
+        return table.get(key, _MISSING)
+    owner = vars(table) if isinstance(table, type) else table
+    return owner.get(key, _MISSING) if isinstance(table, type) else getattr(table, key, _MISSING)
 
 
 def _set(table: Any, key: Any, value: Any) -> None:
@@ -355,28 +452,28 @@ def _set(table: Any, key: Any, value: Any) -> None:
             del table.cell_contents
         else:
             table.cell_contents = value
+    elif not isinstance(table, dict):
+        setattr(table, key, value)
     elif value is _MISSING:
         table.pop(key, None)
     else:
         table[key] = value
 
 
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, _Kept):
-        return one.is_same(other)
-    if one is other:
-        return True
-    try:
-        return type(one) is type(other) and bool(one == other)
-    except (RuntimeError, ValueError):  # tuples of tensors or arrays
-        return False
+def _is_equal(one: Any, other: Any) -> bool:
+    """Return whether two values are one, or equal numbers or texts."""
+    return one is other or (type(one) in PLAIN and type(one) is type(other) and one == other)
 
 
 def _same_contents(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return one.shape == other.shape and bool(torch.equal(one, other))
+    if _is_array(one):
+        return bool(one.shape == other.shape and one.tobytes() == other.tobytes())
     if len(one) != len(other):
         return False
     if isinstance(one, dict):
-        return one.keys() == other.keys() and all(one[key] is other[key] for key in one)
+        return one.keys() == other.keys() and all(_is_equal(one[key], other[key]) for key in one)
     if isinstance(one, set):
         return bool(one == other)
-    return all(a is b for a, b in zip(one, other, strict=True))
+    return all(map(_is_equal, one, other))
