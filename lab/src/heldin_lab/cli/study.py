@@ -76,6 +76,7 @@ def study(parser: argparse.ArgumentParser) -> None:
     rivals.add_argument(
         "--renew", action="store_true", help="compute heldin's rules of the stored runs again"
     )
+    rivals.add_argument("--only", default="", help="with --renew: which of them, separated by ';'")
     rivals.set_defaults(run=_rivals)
     choice = kinds.add_parser(
         "tables",
@@ -147,6 +148,7 @@ def _rivals(options: argparse.Namespace) -> int:
         sizes=_sizes(options),
         steps=options.steps,
         renew=options.renew,
+        only=[name.strip() for name in options.only.split(";") if name.strip()],
         progress=tell,
     )
     print(f"Results are in {out}")

@@ -15,7 +15,7 @@ import json
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
@@ -596,17 +596,23 @@ class Run:
         self.decays()
         self.ours()
 
-    def ours(self) -> None:
-        """Follow heldin's rules."""
-        self.evidences()
+    def ours(self, only: Collection[str] = ()) -> None:
+        """Follow heldin's rules, or the default and some of them."""
+
+        def is_wanted(name: str) -> bool:
+            return not only or name in only
+
+        if is_wanted("evidence"):
+            self.evidences()
         self.heldin("heldin", "auto")
         few = isinstance(self.setting.task, Table) or self.setting.spec.n <= LIGHT_UP_TO
         for name, rule in OURS.items():
-            if rule.rows == "all" or few:
+            if is_wanted(name) and (rule.rows == "all" or few):
                 light = "" if rule.rows == "all" else " light"
                 self._once(name, rule, f"{rule.shadows or FOLDS}{light}")
-        self.heldin_of_budget()
-        if self.setting.classes:
+        if is_wanted("heldin, budget 6"):
+            self.heldin_of_budget()
+        if self.setting.classes and is_wanted("heldin, without temperature"):
             self.heldin("heldin, without temperature", "auto", temperature=False)
 
     def heldin_of_budget(self) -> None:
@@ -662,15 +668,21 @@ def one_run(spec: Spec, task: Task) -> Line:
     return _line(run)
 
 
-def renewed(line: Line, task: Task) -> Line:
-    """Return a stored line with heldin's rules as they are now; rivals stay as they were."""
+def renewed(line: Line, task: Task, only: Collection[str] = ()) -> Line:
+    """Return a stored line with heldin's rules as they are now; all others stay as they were.
+
+    Args:
+        line: of a run.
+        task: that the run belongs to.
+        only: rules to follow again beside the default; none: all of heldin's.
+    """
     torch.set_num_threads(1)
     run = Run(Spec(**line["spec"]), task)
     with torch.random.fork_rng(devices=[]):
         run.path()
         if "weight decay by a split, to the end" not in line["rules"]:
             run.decays()
-        run.ours()
+        run.ours(only)
     scale = (
         line["rules"]["no stopping"][UNITS.index("seconds")] / run.lines["no stopping"]["seconds"]
     )
@@ -678,8 +690,10 @@ def renewed(line: Line, task: Task) -> Line:
         name: each | {"seconds": scale * each["seconds"]} for name, each in run.lines.items()
     }
     now = _line(run)
-    kept = {name: values for name, values in line["rules"].items() if not is_ours(name)}
-    said = {name: values for name, values in line["said"].items() if not is_ours(name)}
+    old = [name for name in line["rules"] if bool(only) or not is_ours(name)]
+    kept = {name: line["rules"][name] for name in old if name not in now["rules"]}
+    said = {name: line["said"][name] for name in old if name in line["said"]}
+    said = {name: values for name, values in said.items() if name not in now["said"]}
     return now | {"rules": now["rules"] | kept, "said": now["said"] | said}
 
 
@@ -713,6 +727,7 @@ def contest(
     sizes: Sequence[int] | None = None,
     steps: int | None = None,
     renew: bool = False,
+    only: Collection[str] = (),
     progress: Callable[[str], None] = print,
 ) -> Path:
     """Compute the runs of a plan that the file KIND.jsonl does not have, one line for each.
@@ -727,6 +742,7 @@ def contest(
         sizes: numbers of training rows; None: those of the task.
         steps: optimiser steps of a run; None: those of the task.
         renew: see below.
+        only: with `renew`, heldin's rules that are followed again; none: all of them.
         progress: is told of every run.
 
     With `renew`, heldin's rules of the stored runs are computed again into KIND-renewed.jsonl.
@@ -744,7 +760,7 @@ def contest(
         done = {json.dumps(line["spec"]) for line in read_lines(fresh)}
         lines = [line for line in read_lines(out) if json.dumps(line["spec"]) not in done]
         for number, line in enumerate(lines, 1):
-            text = json.dumps(renewed(line, by_name[line["spec"]["dataset"]]))
+            text = json.dumps(renewed(line, by_name[line["spec"]["dataset"]], only))
             with open(fresh, "a", encoding="utf-8") as file:
                 file.write(text + "\n")
             progress(f"{number} of {len(lines)} renewed: {line['spec']['dataset']}")
