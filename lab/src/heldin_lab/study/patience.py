@@ -16,7 +16,8 @@ import json
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any, cast
@@ -37,15 +38,41 @@ from .quality import plan
 
 __all__ = ["PATIENCES", "log", "main", "replay", "summary"]
 
+
+@dataclass(frozen=True)
+class Short:
+    """No stop before some epochs; then stop when the best check is so many checks old."""
+
+    epochs: int
+    checks: int
+
+    def stops(self, steps: Sequence[int], best: int, curves: Any, epochs: float) -> bool:
+        """Return whether to stop at the last check."""
+        return epochs >= self.epochs and len(steps) - 1 - best >= self.checks
+
+
+DEFAULT = "1.5 x best + 150, beyond doubt and one standard error (default)"
+SHORT = "30 epochs at least, turned two checks ago"
+HEAD = """# Patience, replayed
+
+By `python -m heldin_lab.study.patience`: runs to the last epoch by the defaults, each patience
+replayed on the held-out losses of their checks. Medians of lengths, geometric means of regrets
+(test loss with the temperature over the lowest on the path without one). *Window*: weights averaged
+over half to one and a half times each resampled stop, in place of the bagged ones; *present check*:
+the weights of the last check.
+"""
 PATIENCES: dict[str, Any] = {
     "none": None,
     "2 x best + 200": Patience(2.0, 200, 3),
     "2 x best + 200, beyond doubt": Patience(2.0, 200, 3, errors=2.0),
     "1.5 x best + 150, beyond doubt": Patience(1.5, 150, 3, errors=3.0),
-    "the same, improvements beyond one standard error (default)": PATIENCE,
+    DEFAULT: PATIENCE,
     "20 epochs": 20,
     "5 epochs": 5,
+    SHORT: Short(30, 2),
 }
+# what is kept at the stop: bagged weights, those averaged over a window, those of the last check
+KEPT = {"": "ends", ", window": "windows", ", present check": "present"}
 
 
 def log(
@@ -105,26 +132,54 @@ def run_to_the_end(setting: Setting) -> dict[str, Any]:
     curves, kept, levels, records = inner._curves, inner._kept, inner._levels, list(inner.history)
     steps = {record.step: number for number, record in enumerate(records)}
     path = [test([(1.0, kept[number])], 1.0)[0] for number in sorted(kept)]
-    ends = []
+    ends, windows, present = [], [], []
     for end in range(len(curves)):  # as if the run had ended at this check
         inner._curves, inner._levels = curves[: end + 1], levels[: end + 1]
         inner._kept = {number: state for number, state in kept.items() if number <= end}
         inner.history = type(inner.history)(inner.history.rule)
         for record in records[: end + 1]:
             inner.history.append(record)
-        states = [(share, kept[steps[step]]) for step, share in inner.shares.items()]
-        ends.append(test(states, inner.temperature))
+        shares, temperature = inner.shares, inner.temperature
+        states = [(share, kept[steps[step]]) for step, share in shares.items()]
+        ends.append(test(states, temperature))
+        wide = window_shares(shares, [records[number].step for number in sorted(inner._kept)])
+        states = [(share, kept[steps[step]]) for step, share in wide.items()]
+        windows.append(test(states, temperature))
+        last = max(inner._kept)
+        present.append(test([(1.0, kept[last])], temperature))
     return {
         "steps": np.array([record.step for record in records]),
         "epoch_steps": len(loader),
         "curves": torch.stack(curves, 1).numpy().astype(np.float32),
         "rows": rows,
         "ends": np.array(ends),
+        "windows": np.array(windows),
+        "present": np.array(present),
         "training": np.array([record.training_loss for record in records]),
         "lowest": np.array(np.nanmin(path)),
         "void": inner._void,
         "light": bool(levels),
     }
+
+
+def window_shares(shares: Mapping[int, float], steps: Sequence[int]) -> dict[int, float]:
+    """Spread every resampled stop over the checks from half of it to one and a half times it.
+
+    Checks count by the steps that they stand for, so that this is a mean over steps.
+
+    >>> shares = window_shares({10: 1.0}, [0, 5, 10, 15, 20])
+    >>> {step: round(share, 3) for step, share in shares.items()}
+    {5: 0.333, 10: 0.333, 15: 0.333}
+    """
+    lengths = np.gradient(np.array(steps, float)) if len(steps) > 1 else np.ones(1)
+    spread: dict[int, float] = {}
+    for stop, share in shares.items():
+        inside = [i for i, step in enumerate(steps) if stop / 2 <= step <= 1.5 * stop]
+        inside = inside or [steps.index(stop)]
+        whole = sum(lengths[i] for i in inside)
+        for i in inside:
+            spread[steps[i]] = spread.get(steps[i], 0.0) + share * float(lengths[i] / whole)
+    return dict(sorted(spread.items()))
 
 
 def replay(
@@ -153,7 +208,7 @@ def summary(results: dict[str, Any]) -> str:
     lines.append("|---|---|---|---|---|---|---|")
     for kind in ("tables", "networks"):
         runs = [values for key, values in results.items() if key.startswith(kind)]
-        for name in PATIENCES if runs else ():
+        for name in runs[0] if runs else ():
             values = [run[name] for run in runs]
             ratio = median(v["end"] / max(1, v["best"]) for v in values)
             regret = math.exp(sum(math.log(v["regret"]) for v in values) / len(values))
@@ -161,8 +216,9 @@ def summary(results: dict[str, Any]) -> str:
                 v["end"] / run["none"]["end"] for v, run in zip(values, runs, strict=True)
             )
             worst = max(v["regret"] for v in values)
+            accuracy = 100 * sum(v["accuracy"] for v in values) / len(values)
             cells = (kind, name, len(runs), f"{ratio:.2f}", f"{regret:.3f}", f"{worst:.2f}")
-            lines.append("| " + " | ".join(map(str, cells)) + f" | {length:.2f} |")
+            lines.append("| " + " | ".join(map(str, cells)) + f" | {length:.2f} | {accuracy:.1f} |")
     return "\n".join(lines) + "\n"
 
 
@@ -191,12 +247,18 @@ def main() -> None:
         run = results[f"{kind} {path.stem}"] = {}
         for name, patience in PATIENCES.items():
             end, best = replay(steps, curves, patience, float(stored["epoch_steps"]))
-            loss, accuracy = stored["ends"][end].tolist()
-            regret = loss / float(stored["lowest"])
-            run[name] = {"end": steps[end], "best": steps[best], "regret": regret}
-            run[name]["accuracy"] = accuracy
+            for what, key in KEPT.items():
+                if what and name not in (DEFAULT, SHORT):
+                    continue
+                loss, accuracy = stored[key][end].tolist()
+                regret = loss / float(stored["lowest"])
+                values = {"end": steps[end], "best": steps[best], "regret": regret}
+                run[name + what] = {k: float(f"{v:.5g}") for k, v in values.items()}
+                run[name + what]["accuracy"] = accuracy
     options.out.write_text(json.dumps(results, indent=1) + "\n")
-    print(summary(results))
+    text = HEAD + "\n" + summary(results)
+    options.out.with_suffix(".md").write_text(text)
+    print(text)
 
 
 if __name__ == "__main__":
