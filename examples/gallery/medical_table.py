@@ -31,6 +31,10 @@ print(f"accuracy on the other {len(test)} patients: {accuracy:.3f}")
 # %% Confusion matrix of out-of-fold predictions
 rows = stopping.out_of_fold
 ConfusionMatrixDisplay.from_predictions(
-    rows.targets, rows.outputs.argmax(1), display_labels=["malignant", "benign"], colorbar=False
+    rows.targets,
+    rows.outputs.argmax(1),
+    display_labels=["malignant", "benign"],
+    cmap="Blues",
+    colorbar=False,
 )
 plt.savefig("medical_table.png")

@@ -1,4 +1,4 @@
-"""Groups of patients: eight rows of each, and what happens if the folds tear them apart."""
+"""Groups of patients: eight rows of each, and folds that split a patient's rows."""
 
 # %% 40 patients with 8 rows each, and 200 patients whom nobody has seen
 import matplotlib.pyplot as plt
@@ -10,7 +10,7 @@ import heldin
 
 def patients(count):
     person = torch.randn(count, 10).repeat_interleave(8, 0)  # what all rows of a patient share
-    ill = (person[:, 0] + torch.randn(count).repeat_interleave(8) > 0).long()
+    ill = (3 * person[:, 0] + torch.randn(count).repeat_interleave(8) > 0).long()
     return person + 0.3 * torch.randn(len(person), 10), ill
 
 

@@ -54,3 +54,16 @@ def test_the_readme_has_the_numbers_of_the_study() -> None:
     share = float(steps["heldin"]) / 5  # of a run: a model and five shadows on 0.8 of the rows
     assert f"| {first[2]} | {folds[2]} | {2 * share:.1f} to {3 * share:.1f} |" in text
     assert f"{loss['evidence']} % above the lowest loss and {accuracy['evidence']} points" in text
+
+
+def test_the_page_on_groups_quotes_the_gallery() -> None:
+    printed = (FILL["RESULTS"] / "gallery" / "patients.txt").read_text(encoding="utf-8")
+    rows, patients = (
+        re.findall(r"estimate ([\d.]+) .* new patients ([\d.]+)", line)[0]
+        for line in printed.splitlines()
+    )
+    page = (FILL["ROOT"] / "docs" / "groups-time-imbalance.md").read_text(encoding="utf-8")
+    assert (
+        f"folds of rows promise a loss of {rows[0]}, and new patients have {rows[1]}; folds of "
+        f"patients promise {patients[0]}, and new patients have {patients[1]}."
+    ) in " ".join(page.split())

@@ -118,7 +118,7 @@ LIGHT = Theme(
     {"heldin": "#1b7f5c", "split": "#6b7280", "five": "#2b6cb0", "other": "#c2571a"},
 )  # fmt: skip
 DARK = Theme(
-    "#d7dbe0", "#1e2129", "#868d96", "#ff8a80",
+    "#d7dbe0", "#0e1013", "#868d96", "#ff8a80",
     {"heldin": "#4cc796", "split": "#a3abb5", "five": "#7ab3f0", "other": "#f2a071"},
 )  # fmt: skip
 
@@ -608,7 +608,8 @@ def draw_cost(figure: Any, theme: Theme, narrow: bool) -> None:
             ax.set_title(f"{kind}: {title}", fontsize=10)
             ax.set_xticks([0.25, 0.5, 1, 2, 4], ["¼", "½", "1", "2", "4"])
             ax.minorticks_off()
-        row[0].set_yscale("symlog", linthresh=1)
+        row[0].set_yscale("symlog", linthresh=1, linscale=0.5)
+        row[0].set_ylim(-0.5, 80)
         row[0].set_yticks([0, 1, 2, 5, 10, 20, 50], ["0", "1", "2", "5", "10", "20", "50"])
         row[0].minorticks_off()
     columns = 1 if narrow else 3
