@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-__all__ = ["copy_sharing_data"]
+from .generators import generators_in, left_alone
+
+__all__ = ["copied", "copy_sharing_data"]
 
 T = TypeVar("T")
 DEPTH = 6  # nested objects that are searched for data to share
@@ -17,7 +20,7 @@ DEPTH = 6  # nested objects that are searched for data to share
 def copy_sharing_data(value: T) -> T:
     """Return a deep copy that shares tensors, arrays, frames and modules with the original.
 
-    What cannot be copied (an open file, say) is returned as it is.
+    What cannot be copied (an open file, say) is shared, too.
 
     >>> import random, torch
     >>> class Noisy:
@@ -29,10 +32,35 @@ def copy_sharing_data(value: T) -> T:
     (True, False)
     """
     memo: dict[int, Any] = {id(data): data for data in _data_in(value, DEPTH, set())}
+    duplicate: T = _copy(value, memo)
+    return duplicate
+
+
+@contextmanager
+def copied(value: T) -> Iterator[T]:
+    """Give a copy as `copy_sharing_data` does, and restore the generators that it shares.
+
+    Functions are not copied, nor are the generators in their closures and globals.
+    """
+    with left_alone(generators_in(value)):
+        yield copy_sharing_data(value)
+
+
+def _copy(value: Any, memo: dict[int, Any]) -> Any:
+    """Copy deeply, or, where a part cannot be copied, everything but that part."""
     try:
-        return copy.deepcopy(value, memo)
+        return copy.deepcopy(value, dict(memo))
     except Exception:  # open files, locks, lambdas of other libraries
+        pass
+    if type(value) is tuple:
+        return tuple(_copy(part, memo) for part in value)
+    try:
+        duplicate = copy.copy(value)
+    except Exception:
         return value
+    for name, part in list(getattr(duplicate, "__dict__", {}).items()):
+        vars(duplicate)[name] = _copy(part, memo)
+    return duplicate
 
 
 def _data_in(value: Any, depth: int, seen: set[int]) -> Iterator[Any]:

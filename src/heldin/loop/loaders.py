@@ -21,7 +21,7 @@ from heldin._private_torch import ITERATOR_METHOD, pin_memory
 from heldin.errors import HeldinError
 
 from .batches import Layout, find_layout, fingerprint, is_sliceable, repack, tensors_in
-from .copying import copy_sharing_data
+from .copying import copied
 from .events import LoaderBatch
 from .items import shallow
 from .randomness import RandomState
@@ -417,11 +417,11 @@ class _RecordedCollate:
             after = RandomState.current()
             before.restore()
             try:
-                collate = copy_sharing_data(self.collate)
-                if self.layout is None:
-                    self.layout = find_layout(collate, copies[0])
-                before.restore()
-                self.sliceable = is_sliceable(collate, copies, batch, self.layout)
+                with copied(self.collate) as collate:
+                    if self.layout is None:
+                        self.layout = find_layout(collate, copies[0])
+                    before.restore()
+                    self.sliceable = is_sliceable(collate, copies, batch, self.layout)
             finally:
                 after.restore()
         ships = self.ships_items or not self.sliceable

@@ -19,7 +19,7 @@ from torch.utils.data import (
 
 from heldin.errors import HeldinError, HeldinWarning, more
 
-from .copying import copy_sharing_data
+from .copying import copied
 from .items import ItemStore
 from .randomness import separate_random_stream
 
@@ -75,8 +75,8 @@ class Rows:
             tensors = source
         elif isinstance(source, Dataset) or hasattr(source, "__getitem__"):
             collate = default_collate if loader is None else loader.collate_fn
-            with separate_random_stream(CPU, 0):  # the loop's own random numbers are left alone
-                rows, collate = copy_sharing_data((source, collate))  # and those of the dataset
+            # the loop's own random numbers are left alone, and those of the dataset
+            with separate_random_stream(CPU, 0), copied((source, collate)) as (rows, collate):
                 items = [rows[i] for i in range(len(source))]  # type: ignore[arg-type]
                 if store is not None:
                     store.add(dict(enumerate(items)))

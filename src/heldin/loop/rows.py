@@ -32,8 +32,9 @@ from .batches import (
     select,
     tensors_in,
 )
-from .copying import copy_sharing_data
+from .copying import copied, copy_sharing_data
 from .events import LoaderBatch, ModelCall
+from .generators import generator_state, generators_in, left_alone, set_generator
 from .items import ItemStore, shallow
 from .loaders import LoaderRecorder, inner_loader
 from .matching import RowMatcher, Rows
@@ -122,6 +123,9 @@ class RowSource:
         if records and isinstance(inner, DataLoader):
             self.recorder = LoaderRecorder(inner)
         self._copy: Any = None
+        self._shared: list[Any] | None = None
+        self._streams: dict[int, list[Any]] = {}
+        self._first_states = [generator_state(each) for each in generators_in(self._collate)]
 
     def _make_matcher(self, tensors: Any) -> None:
         if isinstance(tensors, (tuple, list)) and all(isinstance(t, Tensor) for t in tensors):
@@ -145,7 +149,7 @@ class RowSource:
                 "the stopping object was made, so that new rows are in no fold; make it again when "
                 "the dataset has grown"
             )
-        self._copy = None
+        self._copy = self._shared = None
 
     def items(self, index: Sequence[int], fresh: bool = False) -> list[Any]:
         """Return samples of the dataset, from the store or read from a copy of the dataset.
@@ -155,7 +159,8 @@ class RowSource:
             fresh: whether to read them in any case.
         """
         if fresh or not self.store.is_fixed:
-            return [self._copied()[0][i] for i in index]
+            with left_alone(self._generators()):
+                return [self._copied()[0][i] for i in index]
         missing = [i for i in index if i not in self.store]
         items = dict(zip(missing, self.items(missing, fresh=True), strict=True))
         self.store.add(items)
@@ -163,7 +168,14 @@ class RowSource:
 
     def collate(self, items: Sequence[Any]) -> Any:
         """Return the batch that the user's function makes of items."""
-        return self._copied()[1]([shallow(item) for item in items])
+        with left_alone(self._generators()):
+            return self._copied()[1]([shallow(item) for item in items])
+
+    def _generators(self) -> list[Any]:
+        """Return the user's random generators that a copy may share."""
+        if self._shared is None:
+            self._shared = generators_in(self._dataset, self._collate)
+        return self._shared
 
     def _copied(self) -> Any:
         """Return a copy of the dataset and of the collate function."""
@@ -217,16 +229,25 @@ class RowSource:
             return self.recorder.layout
         return self._layout
 
-    def part(self, batch: LoaderBatch, positions: Tensor) -> Any:
+    def part(self, batch: LoaderBatch, positions: Tensor, stream: int = 0) -> Any:
         """Return the batch that the user's loader would make of some rows of a batch.
 
         Args:
             batch: of the loop.
             positions: of the rows to keep, within the batch.
+            stream: number of the shadow, which has its own states of the generators that the
+                collate function keeps.
         """
         if batch.items is not None and not self._is_whole(batch):
             items = [shallow(batch.items[i]) for i in positions.tolist()]
-            return self._prepared(copy_sharing_data(self._collate)(items))
+            with copied(self._collate) as collate:
+                generators = generators_in(collate)
+                states = self._streams.get(stream, self._first_states)
+                for generator, state in zip(generators, states, strict=False):
+                    set_generator(generator, state)
+                part = collate(items)
+                self._streams[stream] = [generator_state(each) for each in generators]
+                return self._prepared(part)
         announced = batch.batch is None  # as the model saw it
         layout = (None if announced else self.layout) or self._find_layout(announced)
         if layout is None:
@@ -346,7 +367,7 @@ class RowSource:
         """Leave the loader as it was, and release the dataset."""
         if self.recorder is not None:
             self.recorder.close()
-        self._copy = None
+        self._copy = self._shared = None
 
 
 def _is_list_of_rows(data: Any) -> bool:

@@ -487,7 +487,7 @@ class ReplayedShadows:
             if len(rows) == len(batch.rows):
                 part = self._source.whole(batch)
             else:
-                part = self._source.part(batch, rows)
+                part = self._source.part(batch, rows, number)
             parts.append((to_device(part, self._device), len(rows)))
             selections.append((place, rows, len(batch.rows)))
         if self._ranks is None:

@@ -187,7 +187,8 @@ class Variables:
             for key, part in enumerate(value):
                 self._read(f"{name}[{key}]", part, *below)
         elif isinstance(value, FunctionType):
-            self._read_function(name, value, *below)
+            if depth == DEPTH or is_of_user(value.__module__):
+                self._read_function(name, value, *below)
         elif isinstance(value, MethodType):
             self._read(name or "self", value.__self__, *below)
             self._read(name, value.__func__, *below)
@@ -259,8 +260,6 @@ class Variables:
         self, prefix: str, function: FunctionType, values: Values, seen: set[int], depth: int
     ) -> None:
         """Add the variables of a function, and of the functions that it names."""
-        if not is_of_user(function.__module__):
-            return
         names = names_in(function)
         self._names.update(names)
         nested: list[tuple[str, Any]] = []
