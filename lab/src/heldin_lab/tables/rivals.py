@@ -129,6 +129,56 @@ def _xgboost(classes: bool, seed: int) -> Any:
     return kind(random_state=seed, n_jobs=1)
 
 
+# What a search draws from, by package. Ranges are those that the packages' own guides name.
+SPACES: Mapping[str, Mapping[str, Any]] = {
+    "lightgbm": {
+        "learning_rate": [0.01, 0.03, 0.1], "n_estimators": [50, 100, 300],
+        "num_leaves": [4, 8, 16, 31], "min_child_samples": [2, 5, 10, 20],
+        "reg_lambda": [0.0, 1.0, 10.0], "colsample_bytree": [0.5, 0.8, 1.0],
+    },
+    "xgboost": {
+        "learning_rate": [0.01, 0.03, 0.1, 0.3], "n_estimators": [50, 100, 300],
+        "max_depth": [2, 3, 4, 6], "min_child_weight": [1, 3, 10],
+        "reg_lambda": [0.1, 1.0, 10.0], "subsample": [0.6, 0.8, 1.0],
+    },
+    "catboost": {
+        "learning_rate": [0.01, 0.03, 0.1], "iterations": [100, 300],
+        "depth": [2, 4, 6], "l2_leaf_reg": [1.0, 3.0, 10.0],
+    },
+}  # fmt: skip
+TRIALS, TUNING_FOLDS = 20, 5
+
+
+def _tuned(package: str, plain: Callable[[bool, int], Any]) -> Callable[[bool, int], Any]:
+    """The best of 20 random settings by five folds, trained on all rows."""
+
+    def make(classes: bool, seed: int) -> Any:
+        from sklearn.model_selection import KFold, RandomizedSearchCV, StratifiedKFold
+
+        folds = StratifiedKFold if classes else KFold
+        return RandomizedSearchCV(
+            plain(classes, seed),
+            SPACES[package],
+            n_iter=TRIALS,
+            cv=folds(TUNING_FOLDS, shuffle=True, random_state=seed),
+            scoring="neg_log_loss" if classes else "neg_mean_squared_error",
+            random_state=seed,
+        )
+
+    return make
+
+
+def _tabular_prior(package: str, name: str) -> Callable[[bool, int], Any]:
+    """A pretrained network whose weights come from a hub; without them a fit fails."""
+
+    def make(classes: bool, seed: int) -> Any:
+        module = importlib.import_module(package)
+        kind = getattr(module, f"{name}{'Classifier' if classes else 'Regressor'}")
+        return kind(random_state=seed)
+
+    return make
+
+
 def _pytabkit(name: str) -> Callable[[bool, int], Any]:
     def make(classes: bool, seed: int) -> Any:
         import pytabkit
@@ -164,6 +214,11 @@ METHODS: Mapping[str, Method] = {
     "CatBoost": Method(_catboost, "trees", "catboost"),
     "LightGBM": Method(_lightgbm, "trees", "lightgbm"),
     "XGBoost": Method(_xgboost, "trees", "xgboost"),
+    "CatBoost (tuned)": Method(_tuned("catboost", _catboost), "trees", "catboost"),
+    "LightGBM (tuned)": Method(_tuned("lightgbm", _lightgbm), "trees", "lightgbm"),
+    "XGBoost (tuned)": Method(_tuned("xgboost", _xgboost), "trees", "xgboost"),
+    "TabPFN": Method(_tabular_prior("tabpfn", "TabPFN"), "network", "tabpfn"),
+    "TabICL": Method(_tabular_prior("tabicl", "TabICL"), "network", "tabicl"),
     "RealMLP": Method(_pytabkit("RealMLP_TD"), "network", "pytabkit", single=True),
     "TabM": Method(_pytabkit("TabM_D"), "network", "pytabkit", single=True),
 }
