@@ -13,7 +13,7 @@ from .adapters.arguments import check_type, missing_framework, strict_kwargs
 from .adapters.stopping import FrameworkStopping
 from .errors import HeldinError
 from .rules.options import Rule
-from .shadows.held_out import BatchLoss
+from .shadows.held_out import BatchLoss, FrameworkLoss
 from .shadows.replayed import Clip
 
 try:
@@ -178,7 +178,7 @@ def _check_accelerator(accelerator: Accelerator) -> None:
         )
 
 
-class DividedLoss:
+class DividedLoss(FrameworkLoss):
     """The loss of a batch, which `accelerator.backward` divides by the batches of a full step."""
 
     def __init__(self, batch_loss: BatchLoss, accelerator: Accelerator) -> None:

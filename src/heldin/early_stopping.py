@@ -34,6 +34,7 @@ from heldin.rules.progress import RunProgress
 from heldin.rules.reporting import RunFacts
 from heldin.rules.results import RunResults, follow_outputs
 from heldin.rules.validation import ValidationStopping
+from heldin.shadows.held_out import loss_of_pairs
 from heldin.shadows.stacked import StackedShadows
 from heldin.state.schema import check_int, check_schema, checked_state
 
@@ -177,7 +178,9 @@ class EarlyStopping(NamedArguments, RunResults, PlainLoopOnly):
         self._model: nn.Module | None = unwrapped(model)
         self._trained_model = weakref.ref(self._model)
         self._loader = data if isinstance(data, DataLoader) else None
-        self._data, self._loss = data, _as_batch_loss(loss_fn, batch_loss)
+        self._data, self._loss = data, batch_loss
+        if batch_loss is None and loss_fn is not None:
+            self._loss = loss_of_pairs(loss_fn)
         self._train_step, self._training = _check_train_step(train_step, state), False
         _check_average(averaged_model, train_step)
         described = {
@@ -218,7 +221,7 @@ class EarlyStopping(NamedArguments, RunResults, PlainLoopOnly):
         check = self._inner._step_check() if isinstance(self._inner, PathStopping) else None
         if check is None:
             raise HeldinError(f"{NAME}: verify has no effect with this rule; leave it out")
-        check.every_step = True
+        check.check_every_step()
 
     # -- making the rule
 
@@ -846,20 +849,6 @@ def _check_model(model: Any) -> None:
             f"{NAME}: model must be a torch.nn.Module, got a {type(model).__name__}; the order is "
             "EarlyStopping(model, optimizer, loss_fn, data)"
         )
-
-
-def _as_batch_loss(loss_fn: Any, batch_loss: Any) -> Callable[[nn.Module, Any], Tensor] | None:
-    """Return the loss as a function of model and batch."""
-    if batch_loss is not None or loss_fn is None:
-        function: Callable[[nn.Module, Any], Tensor] | None = batch_loss
-        return function
-
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        *inputs, targets = batch
-        value: Tensor = loss_fn(model(*inputs), targets)
-        return value
-
-    return loss
 
 
 def _check_train_step(train_step: Any, state: Sequence[Any]) -> Callable[[Any], Any] | None:

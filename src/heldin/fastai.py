@@ -19,6 +19,7 @@ from .adapters.stopping import FrameworkStopping
 from .criterion.evidence import grouping
 from .errors import HeldinError, HeldinWarning, more
 from .rules.options import Rule
+from .shadows.held_out import FrameworkLoss
 from .shadows.replayed import Clip
 
 try:
@@ -236,7 +237,7 @@ def epoch_steps(learn: Any) -> float | None:
     return None if size is None else steps / math.ceil(accumulates.n_acc / size)
 
 
-class LearnerLoss:
+class LearnerLoss(FrameworkLoss):
     """The Learner's loss of a batch."""
 
     def __init__(self, learn: Any) -> None:

@@ -17,6 +17,7 @@ from .adapters.stopping import FrameworkStopping
 from .errors import HeldinError
 from .rules.elementwise import ElementwiseStopping as Elementwise
 from .rules.options import Rule
+from .shadows.held_out import FrameworkLoss
 from .shadows.replayed import Clip
 
 try:
@@ -370,7 +371,7 @@ def clip_by(value: float, algorithm: str | None) -> Callable[[list[nn.Parameter]
     return lambda parameters: nn.utils.clip_grad_value_(parameters, value)
 
 
-class ShadowTrainingStep:
+class ShadowTrainingStep(FrameworkLoss):
     """The loss of a batch by a module's `training_step`, without its logs and steps.
 
     With manual optimisation the loss is the sum of what is given to `manual_backward` (of held-out

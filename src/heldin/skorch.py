@@ -20,6 +20,7 @@ from .loop.hooks import add_to_state
 from .rules.elementwise import ElementwiseStopping as Elementwise
 from .rules.optimizer_state import GROUP_KEY
 from .rules.options import Rule
+from .shadows.held_out import FrameworkLoss
 from .shadows.replayed import Clip
 
 try:
@@ -270,7 +271,7 @@ class EarlyStopping(FrameworkStopping, Callback):
         self.sink(message)
 
 
-class NetLoss:
+class NetLoss(FrameworkLoss):
     """The loss of a batch by the net's own `infer` and `get_loss`."""
 
     divided = True  # a net that accumulates gradients divides its loss

@@ -20,6 +20,7 @@ from .errors import HeldinError
 from .loop.batches import repack
 from .rules.elementwise import ElementwiseStopping
 from .rules.options import Rule
+from .shadows.held_out import FrameworkLoss
 from .state.checkpoint import load, save
 
 try:
@@ -183,7 +184,7 @@ class EarlyStoppingCallback(FrameworkStopping, TrainerCallback):
         self._trainer = None
 
 
-class TrainerLoss:
+class TrainerLoss(FrameworkLoss):
     """The mean loss of a batch by a Trainer's own `compute_loss`, which leaves no trace there."""
 
     def __init__(self, trainer: Any) -> None:

@@ -16,7 +16,6 @@ from heldin.diagnostics.verification import verify as verify_moments
 from heldin.errors import HeldinError
 from heldin.loop.randomness import RandomState
 from heldin.rules.folds import FoldStopping
-from heldin.shadows.replayed import ReplayedShadows
 
 __all__ = ["RunVerification", "verify"]
 
@@ -92,7 +91,7 @@ def verify(subject: Any, *args: Any, **options: Any) -> RunVerification | Verifi
             ("versions", True, _versions(team)),
             ("gradients", *_gradients(inner)),
             ("your state", *_user_state(inner)),
-            ("rows", *_rows(team)),
+            ("rows", True, team.describe_rows()),
         )
     )
 
@@ -139,9 +138,3 @@ def _summary(inner: FoldStopping) -> list[Any]:
 def _checksum(tensor: Tensor) -> int:
     data = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
     return crc32(data.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-
-
-def _rows(team: Any) -> tuple[bool | None, str]:
-    if not isinstance(team, ReplayedShadows):
-        return True, f"{len(team.data)} rows, found by their contents"
-    return True, team.describe_rows()

@@ -16,6 +16,7 @@ import heldin
 from heldin.adapters.session import Session, Settings
 from heldin.pause import is_paused
 from heldin.rules.options import Evidence
+from heldin.shadows.held_out import FrameworkLoss
 from tests.support import plain, runs
 
 ROWS = 24
@@ -31,7 +32,7 @@ def mse(model: nn.Module, batch: Any) -> Tensor:
     return F.mse_loss(model(batch[0]), batch[1])
 
 
-class ByWeight:
+class ByWeight(FrameworkLoss):
     """Accumulated batches count by a weight of their own."""
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import heldin
 from heldin.rules.path import PathStopping
+from heldin.shadows.held_out import FrameworkLoss
 from tests.support import plain, runs
 
 CASES = [
@@ -66,7 +67,7 @@ def batch_loss(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
-class Divided:
+class Divided(FrameworkLoss):
     """The loss in a loop that divides by the batches of a full step, also where fewer are left.
 
     None: it divides by those that are left.

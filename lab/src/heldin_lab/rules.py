@@ -19,8 +19,9 @@ from heldin.rules.options import Auto, Folds, LeaveOneOut, Validation
 from heldin.rules.path import PathStopping
 from heldin.rules.policy import PATIENCE, best_check, bootstrap_shares, mean_and_error, next_check
 from heldin.rules.validation import ValidationStopping
+from heldin.shadows.exchange import group_settings
 from heldin.shadows.losses import LossFunction, PerRowLoss
-from heldin.shadows.stack import Stack, hyperparameters
+from heldin.shadows.stack import Stack
 
 __all__ = [
     "COLUMNS",
@@ -44,7 +45,7 @@ __all__ = [
     "best_check",
     "bootstrap_shares",
     "follow",
-    "hyperparameters",
+    "group_settings",
     "leave_one_out",
     "mapped",
     "mean_and_error",

@@ -17,7 +17,7 @@ from heldin._private_torch import version_of
 from heldin.errors import more
 from heldin.pause import is_paused
 
-__all__ = ["GradientLedger", "failed_backward_warning", "register_step_hook"]
+__all__ = ["GradientLedger", "failed_backward_warning", "is_zeroed", "register_step_hook"]
 
 
 class GradientLedger:
@@ -72,10 +72,14 @@ def _address(grad: Tensor) -> int:
 
 def _is_gone(leaf: Tensor, version: int, address: int) -> bool:
     grad = leaf.grad
+    unchanged = grad is not None and (version_of(grad), _address(grad)) == (version, address)
+    return not unchanged and is_zeroed(grad)
+
+
+def is_zeroed(grad: Tensor | None) -> bool:
+    """Return whether a gradient was thrown away: it is None, or zero."""
     if grad is None:
         return True
-    if version_of(grad) == version and _address(grad) == address:  # unchanged
-        return False
     return grad.numel() > 0 and not bool((grad.to_dense() if grad.is_sparse else grad).any())
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -25,8 +25,6 @@ class ModelCall:
         modes: `training` of every module of the model.
         autocast: the mixed precision of the call.
         random_state: states of the random generators before the call, at steps that are checked.
-        backward_passes: numbers of the backward passes that went through the call; None if they
-            cannot be seen.
     """
 
     tensors: tuple[Tensor, ...]
@@ -34,12 +32,6 @@ class ModelCall:
     modes: tuple[bool, ...]
     autocast: Autocast
     random_state: Any = None
-    backward_passes: set[int] | None = field(default_factory=set)
-
-    @property
-    def has_gradient(self) -> bool:
-        """Whether a backward pass went through the call, as far as that can be seen."""
-        return self.backward_passes is None or bool(self.backward_passes)
 
     def changed_storages(self) -> set[int]:
         """Return the addresses of arguments that were changed in place since the call."""

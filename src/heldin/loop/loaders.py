@@ -144,7 +144,7 @@ class LoaderRecorder:
         self.layout: Layout | None = None
         self._rows_only = rows_only
         self.epochs = 0  # iterators that were made
-        self.records_random_state: Callable[[], bool] = lambda: False
+        self._records_random_state: Callable[[], bool] = lambda: False
         self.has_new_size = False  # whether the latest batch has a number of rows not seen before
         self._sizes: set[int] = set()
         self._sliceable = True
@@ -205,6 +205,10 @@ class LoaderRecorder:
         self.epochs += 1
         return _RecordedIterator(inner, handed_out, weakref.ref(self))
 
+    def record_random_state(self, is_wanted: Callable[[], bool]) -> None:
+        """Record the random state at batches for which a function returns true."""
+        self._records_random_state = is_wanted
+
     def take_new_size(self) -> bool:
         """Return `has_new_size`, once for each batch."""
         is_new, self.has_new_size = self.has_new_size, False
@@ -220,7 +224,7 @@ class LoaderRecorder:
             self.layout = returned.layout if self._sliceable else None
         self.has_new_size = len(rows) not in self._sizes and len(self._sizes) < SIZES
         self._sizes.add(len(rows))
-        state = RandomState.current() if self.records_random_state() else None
+        state = RandomState.current() if self._records_random_state() else None
         kept = repack(batch)  # the loop may take parts out of its batch
         record = LoaderBatch(torch.tensor(rows, dtype=torch.long), kept, items, state)
         self._delivered.append(_Delivery.from_batch(record, batch))
@@ -341,7 +345,7 @@ class LoaderRecorder:
         for loader, installed in self._followed:
             if vars(loader).get(ITERATOR_METHOD) is installed:  # not a later recorder's
                 del vars(loader)[ITERATOR_METHOD]
-        self._followed, self.records_random_state = [], lambda: False
+        self._followed, self._records_random_state = [], lambda: False
         self.forget()
 
     def __del__(self) -> None:

@@ -138,6 +138,11 @@ def _hashes(words: Tensor) -> tuple[Tensor, Tensor]:
     return (words * form).sum(1), form
 
 
+IF_COPIES = (
+    ". If copies are one observation (a class that was drawn again, files or tables put together), "
+    "shadows are tested on rows that they were trained on, and the estimate is too low: leave the "
+    "copies out, or give groups=, the same number for all copies of a row " + more("copies-of-rows")
+)
 MANY_COPIES = 0.05  # share of the rows that may have one without a warning
 LOOKED_AT = 4096  # rows at a time, so that large tables take no memory
 COLUMNS = 64  # of the inputs, in which different values are counted
@@ -190,10 +195,7 @@ def warn_of_copies(owner: str, data: Any) -> None:
     found = rows_with_copies(rows)
     if found > MANY_COPIES * len(rows):
         warnings.warn(
-            f"{owner}: {found} of the {len(rows)} rows of data have an exact copy. If both are one "
-            "observation (a class that was drawn again, tables put together), shadows are tested "
-            "on rows that they were trained on, and the estimate is too low: leave the copies out, "
-            "or give groups=, the same number for all copies of a row " + more("copies-of-rows"),
+            f"{owner}: {found} of the {len(rows)} rows of data have an exact copy{IF_COPIES}",
             HeldinWarning,
             stacklevel=4,
         )

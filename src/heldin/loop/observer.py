@@ -6,7 +6,7 @@ Rules by an estimated loss observe the loop through this class.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,9 +28,28 @@ from heldin.pause import is_paused
 
 from .batches import tensors_in
 from .events import ModelCall, OptimizerStep
+from .gradients import were_thrown_away
 from .randomness import Autocast
 
 __all__ = ["LoopObserver"]
+
+
+@dataclass(eq=False)
+class _ObservedCall:
+    """A call of the model, and the backward passes that have gone through it.
+
+    Attributes:
+        call: what is known of the call.
+        passes: numbers of the backward passes; None if they cannot be seen.
+    """
+
+    call: ModelCall
+    passes: set[int] | None = None
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a backward pass went through the call, as far as that can be seen."""
+        return self.passes is None or bool(self.passes)
 
 
 class LoopObserver:
@@ -60,7 +79,7 @@ class LoopObserver:
         self._owner, self._settings_of = owner, settings
         self._on_call, self._on_step, self._on_stepped = on_call, on_step, on_stepped
         self._refuse = refuse
-        self._calls: list[ModelCall] = []
+        self._calls: list[_ObservedCall] = []
         self._steps: list[OptimizerStep] = []
         self._settings: list[dict[str, Any]] = []
         self._calls_before = 0  # calls with gradients when the optimiser's step began
@@ -148,16 +167,14 @@ class LoopObserver:
             return  # an evaluation, or a derivative by torch.func
         tensors = [t.detach() for t in tensors_in([*args, *kwargs.values()])]
         compiling = torch.compiler.is_compiling()
-        self._calls.append(
-            ModelCall(
-                tuple(tensors),
-                () if compiling else tuple(version_of(t) for t in tensors),
-                () if compiling else tuple([each.training for each in self._modules]),
-                Autocast.current(self._device),
-                None if compiling or self._on_call is None else self._on_call(),
-                backward_passes=None,
-            )
+        call = ModelCall(
+            tuple(tensors),
+            () if compiling else tuple(version_of(t) for t in tensors),
+            () if compiling else tuple([each.training for each in self._modules]),
+            Autocast.current(self._device),
+            None if compiling or self._on_call is None else self._on_call(),
         )
+        self._calls.append(_ObservedCall(call))
 
     def _returned(self, module: nn.Module, args: Any, output: Any) -> None:
         """Look for backward passes through the call that has just ended."""
@@ -171,19 +188,19 @@ class LoopObserver:
         nodes = {tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None}
         if not nodes and (not outputs or any(tensor.requires_grad for tensor in outputs)):
             return  # an output without tensors
-        call = replace(self._calls[-1], backward_passes=set())
-        self._calls[-1] = call
+        observed = self._calls[-1]
+        observed.passes = set()
         for node in nodes:  # cheaper than hooks of the tensors
-            node.register_prehook(lambda _: self._backward(call))
+            node.register_prehook(lambda _: self._backward(observed))
 
-    def _backward(self, call: ModelCall) -> None:
+    def _backward(self, observed: _ObservedCall) -> None:
         """Record a backward pass; the loop may have thrown the gradients of earlier ones away."""
         now = graph_task_id()
-        earlier = [c for c in self._calls if c.backward_passes and now not in c.backward_passes]
-        if earlier and not any(_has_gradient(p) for p in self._trained):
+        earlier = [c for c in self._calls if c.passes and now not in c.passes]
+        if earlier and were_thrown_away(self._trained):
             self._calls = [c for c in self._calls if c not in earlier]
-        if call.backward_passes is not None:
-            call.backward_passes.add(now)
+        if observed.passes is not None:
+            observed.passes.add(now)
         after_backward(self._note_gradients)
 
     def _note_gradients(self) -> None:
@@ -199,7 +216,7 @@ class LoopObserver:
             return
         self.passes += 1
         self._reached = True
-        if self._in_grad and self.passes > 1 and not any(map(_has_gradient, self._trained)):
+        if self._in_grad and self.passes > 1 and were_thrown_away(self._trained):
             self._fresh = self.passes
 
     def _steps_now(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -211,7 +228,7 @@ class LoopObserver:
                 "that no step belongs to one batch; call optimizer.step() after backward()"
             )
         self._settings = self._settings_of(optimizer)
-        self._calls_before = sum(call.has_gradient for call in self._calls)
+        self._calls_before = sum(observed.has_gradient for observed in self._calls)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         self._with_closure = closure is not None
         if self._on_step is not None:
@@ -222,7 +239,7 @@ class LoopObserver:
         if is_paused() or is_inner_step(optimizer):
             return
         # A closure calls the model inside the step, a line search more than once: the same rows.
-        calls = [call for call in self._calls if call.has_gradient]
+        calls = [observed.call for observed in self._calls if observed.has_gradient]
         calls = calls if self._calls_before else calls[:1]
         self._count += 1
         self._steps.append(
@@ -245,7 +262,3 @@ class LoopObserver:
         self._handles, self._calls, self._steps = [], [], []
         self._modules, self._trained = [], []
         self._optimizer = self._on_call = self._on_step = self._on_stepped = self._refuse = None
-
-
-def _has_gradient(p: Tensor) -> bool:
-    return p.grad is not None and (p.grad.is_sparse or bool(p.grad.any()))

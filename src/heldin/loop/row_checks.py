@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 from heldin.errors import HeldinError, HeldinWarning, more
 
 from .batches import equal, fingerprint, tensors_in
-from .matching import MANY_COPIES
+from .matching import IF_COPIES, MANY_COPIES
 from .randomness import separate_random_stream
 from .rows import CPU, RowSource, repeated_rows
 
@@ -41,9 +41,7 @@ def check_rows(owner: str, source: RowSource, grouped: bool, compares: bool = Tr
     if copies:
         _warn(
             f"{owner}: {copies} rows of the dataset (a Subset or ConcatDataset) are the same row "
-            "of another one, so that shadows are tested on rows that they were trained on and the "
-            "estimate is too low; leave the copies out, or give groups=, the same number for all "
-            "copies of a row " + more("copies-of-rows")
+            f"of another one{IF_COPIES}"
         )
     pairs, again = _read_pairs_twice(source)
     is_fixed = _same_when_read_again(pairs, again)
@@ -124,10 +122,7 @@ def _warn_of_copies(owner: str, source: RowSource) -> None:
     if pairs > 1 and pairs * source.count > MANY_COPIES * len(items) ** 2 / 2:
         _warn(
             f"{owner}: {pairs} of {len(items)} rows of the dataset are exact copies of others of "
-            "them. If copies are one observation (a class that was drawn again, files put "
-            "together), shadows are tested on rows that they were trained on, and the estimate is "
-            "too low: leave the copies out, or give groups=, the same number for all copies of a "
-            "row " + more("copies-of-rows")
+            f"them{IF_COPIES}"
         )
 
 

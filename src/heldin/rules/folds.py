@@ -27,9 +27,10 @@ from heldin.rules.inputs import RunInputs
 from heldin.rules.options import Folds
 from heldin.rules.path import PathStopping
 from heldin.rules.policy import lag
+from heldin.shadows.backend import ShadowBackend
 from heldin.shadows.bare_model import is_parametrization_hook
 from heldin.shadows.exchange import group_settings
-from heldin.shadows.held_out import BatchLoss
+from heldin.shadows.held_out import loss_of_pairs
 from heldin.shadows.labels import (
     fold_labels,
     given_folds,
@@ -40,12 +41,10 @@ from heldin.shadows.labels import (
     time_labels,
     visible,
 )
-from heldin.shadows.losses import LossFunction
 from heldin.shadows.models import module_of
 from heldin.shadows.outputs import OutputRecipe
 from heldin.shadows.parameters import ParameterGuard
 from heldin.shadows.replayed import ReplayedShadows, has_evaluation_mode
-from heldin.shadows.stack import hyperparameters
 from heldin.shadows.stacked import CannotStack, StackedShadows
 from heldin.shadows.step_check import StepCheck
 from heldin.shadows.tensors import TensorData
@@ -61,8 +60,6 @@ FIRST = 8  # checks beyond that, without which a short run would have none
 # Light shadows start again on all rows, once, if between these epochs they are later than the model
 # by more than this factor, and the model's training loss has fallen to this share.
 GUARDED_EPOCHS, GUARDED_LAG, GUARDED_LEVEL = (2, 16), 4.0, 0.9
-
-ShadowBackend = StackedShadows | ReplayedShadows
 
 
 class FoldStopping(PathStopping):
@@ -231,6 +228,10 @@ class FoldStopping(PathStopping):
                 f"{name}: folds as pairs of rows to train on and to test need loss_fn, tensors and "
                 "shadows in one stack; give the fold of each row"
             )
+        loss = inputs.batch_loss
+        if loss is None:
+            assert inputs.loss_fn is not None
+            loss = loss_of_pairs(inputs.loss_fn)
         return ReplayedShadows(
             name,
             model,
@@ -238,7 +239,7 @@ class FoldStopping(PathStopping):
             source,
             view,
             self._label,
-            inputs.batch_loss or _usual(inputs.loss_fn),
+            loss,
             inputs.eval_loss,
             inputs.clip,
             self.seed,
@@ -374,7 +375,7 @@ class FoldStopping(PathStopping):
             batch: as the loader gave it, here or moved to the model's device.
             indices: the numbers of its rows, unless the loader that made it was given as data.
         """
-        if isinstance(self._backend, StackedShadows):
+        if not self._backend.takes_batches:
             raise HeldinError(
                 "add_batch: these shadows are stacked and take rows of the tensors given as data; "
                 "pass step(indices=...), or make the object with batch_loss"
@@ -389,9 +390,7 @@ class FoldStopping(PathStopping):
         Returns:
             The states of the random generators, at steps that are checked.
         """
-        state = (
-            self._backend.check.on_call() if isinstance(self._backend, ReplayedShadows) else None
-        )
+        state = self._backend.check.on_call()
         return None if state is None else state[0]
 
     def count_passes(self, in_grad: bool) -> None:
@@ -410,17 +409,13 @@ class FoldStopping(PathStopping):
             indices: numbers of the rows in the minibatch, where they cannot be recognised.
             batch: the batch of the step, where it cannot be recognised (with batch_loss).
         """
-        if isinstance(self._backend, ReplayedShadows) and (
-            batch is not None or indices is not None
-        ):
-            self.add_batch(batch, indices)
-            return super().step()
-        if batch is not None:
-            self.add_batch(batch)  # refuses
-        return super().step(indices)
+        if batch is None:
+            return super().step(indices)
+        self.add_batch(batch, indices)
+        return super().step()
 
     def _stacked(self, method: str) -> StackedShadows:
-        if isinstance(self._backend, ReplayedShadows):
+        if not isinstance(self._backend, StackedShadows):
             raise HeldinError(
                 f"{method}: it is for tensors and loss_fn in one process; with batch_loss, or in "
                 "several, iterate over your own loader and call step()"
@@ -463,7 +458,7 @@ class FoldStopping(PathStopping):
 
         The first steps are checked. Light shadows are compared with the model at every check.
         """
-        replayed = isinstance(self._backend, ReplayedShadows) and not self._replays_function
+        replayed = self._backend.engine == "replay" and not self._replays_function
         return (
             replayed and self.rule.rows == "all" and self._process_group is None and self._step >= 2
         )
@@ -502,17 +497,16 @@ class FoldStopping(PathStopping):
     def _follow(self, taken: OptimizerStep, index: Tensor | None, now: bool) -> None:
         self._same.check()
         self._store.close()
-        if isinstance(self._backend, ReplayedShadows):
-            # The loop threw gradients of batches before the first pass of the step away.
-            announced = [
-                (batch, rows)
-                for batch, rows, passes in self._given
-                if passes not in range(1, taken.first_pass)
-            ]
-            self._given = []
-            self._seen += self._backend.follow(taken, announced)
-        else:
-            self._seen += self._backend.follow(taken, index)
+        # The loop threw gradients of batches before the first pass of the step away.
+        announced = [
+            (batch, rows)
+            for batch, rows, passes in self._given
+            if passes not in range(1, taken.first_pass)
+        ]
+        self._given = []
+        if index is not None:
+            announced.append((None, index))
+        self._seen += self._backend.follow(taken, announced)
 
     def _due(self) -> bool:
         if self._looks or not super()._due():
@@ -564,7 +558,7 @@ class FoldStopping(PathStopping):
             team.take_in()
         assert self._optimizer is not None
         while self._step < max_steps and not self.should_stop:
-            settings = hyperparameters(self._optimizer)
+            settings = group_settings(self._optimizer)
             for index, inputs in team.epoch(batch_size, shuffle, generator):
                 team.advance(inputs, index, settings)
                 self._step += 1
@@ -600,8 +594,7 @@ class FoldStopping(PathStopping):
         return self._backend.example()
 
     def _row_weights(self, rows: Tensor) -> Tensor | None:
-        weights = None if isinstance(self._backend, ReplayedShadows) else self._backend.data.weights
-        return None if weights is None else weights.cpu()[rows]
+        return self._backend.row_weights(rows)
 
     def _row_groups(self, rows: Tensor) -> Tensor | None:
         if self._times is not None:
@@ -674,7 +667,7 @@ class FoldStopping(PathStopping):
             **super()._facts(),
             "engine": self.rule.engine,
             "clip": clip,
-            "optimizer": (type(optimizer).__name__, hyperparameters(optimizer)),
+            "optimizer": (type(optimizer).__name__, group_settings(optimizer)),
             "the rows held out (folds, groups, stratify, time)": crc32(
                 repr((self._label.tolist(), self._visible)).encode()
             ),
@@ -686,14 +679,12 @@ class FoldStopping(PathStopping):
             "seen": self._seen,
             "seen_at_check": self._seen_at_check,
             "seen_at_start": self._seen_at_start,
-            "row_share": self._backend.draw.share,
         }
         return own | self._backend.state_dict()
 
     def _load_rule_state(self, state: Mapping[str, Any]) -> None:
         counts = {"seen": int, "seen_at_check": int, "seen_at_start": int}
-        check_schema(state, {**counts, "row_share": float})
-        self._backend.draw.share = state["row_share"]
+        check_schema(state, counts)
         self._backend.load_state_dict(state)
         self._label, self._given = self._backend.label, []
         self._seen, self._seen_at_check = state["seen"], state["seen_at_check"]
@@ -734,19 +725,3 @@ def _has_hooks(model: nn.Module) -> bool:
     """Return whether copies of the model lack hooks that it has."""
     hooks = (hook for module in model.modules() for hook in forward_hooks(module))
     return any(not is_parametrization_hook(hook) for hook in hooks)
-
-
-def _usual(loss_fn: LossFunction | None) -> BatchLoss:
-    """loss_fn(model(inputs ...), targets) of a batch (inputs ..., targets)."""
-    assert loss_fn is not None
-
-    def batch_loss(model: nn.Module, batch: Any) -> Tensor:
-        if not isinstance(batch, (tuple, list)) or len(batch) < 2:
-            raise HeldinError(
-                "data: with loss_fn, a row must be tensors (inputs ..., target), at least two of "
-                "them; for other rows give batch_loss, a function of (model, batch)"
-            )
-        *inputs, targets = batch
-        return loss_fn(model(*inputs), targets)
-
-    return batch_loss

@@ -775,8 +775,7 @@ class PathStopping(EstimateReport, StoppingRule):
             self._observer.forget()
         check = self._step_check()
         if check is not None:
-            check.resumed = True
-            check.forget()
+            check.resume()
 
     def _take_own_state(self, state: Mapping[str, Any]) -> None:
         device = self._device

@@ -19,7 +19,7 @@ from .labels import LOOKED_AT, subsample_held_out
 from .outputs import OutputCollector, OutputRecipe
 from .row_losses import RowLossRecorder
 
-__all__ = ["BatchLoss", "HeldOut", "as_number"]
+__all__ = ["BatchLoss", "FrameworkLoss", "HeldOut", "as_number", "loss_of_pairs"]
 
 BatchLoss = Callable[[nn.Module, Any], Tensor]
 
@@ -31,6 +31,48 @@ AGREEMENT = {torch.float64: 1e-9, torch.float32: 2e-5}  # relative, of the losse
 COARSE = 1e-2  # for losses of lower precision
 REPEATS = 8  # evaluations of a batch, if its loss draws random numbers
 ERRORS = 5.0  # standard errors within which means of such losses agree
+
+
+def loss_of_pairs(loss_fn: Callable[[Any, Any], Any]) -> BatchLoss:
+    """Return the loss of a batch (inputs ..., targets): loss_fn(model(inputs ...), targets)."""
+
+    def batch_loss(model: nn.Module, batch: Any) -> Tensor:
+        if not isinstance(batch, (tuple, list)) or len(batch) < 2:
+            raise HeldinError(
+                "data: with loss_fn, a row must be tensors (inputs ..., target), at least two of "
+                "them; for other rows give batch_loss, a function of (model, batch)"
+            )
+        *inputs, targets = batch
+        value: Tensor = loss_fn(model(*inputs), targets)
+        return value
+
+    return batch_loss
+
+
+class FrameworkLoss:
+    """The loss of a batch in a framework's step, which weights batches in its own way.
+
+    Attributes:
+        divided: whether each loss is already divided by the number of accumulated batches.
+    """
+
+    divided = False
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        """Return the loss of a batch."""
+        raise NotImplementedError
+
+    def scale(self, sizes: list[int]) -> float | None:
+        """Return the factor of the loss of a step of batches of these sizes; None: not known."""
+        return None
+
+    def shares(self, batches: list[Any]) -> list[float] | None:
+        """Return the factors of the losses of accumulated batches; None: not known."""
+        return None
+
+    def count(self, batches: list[Any]) -> float | None:
+        """Return the weight of this rank among all; None: its number of rows."""
+        return None
 
 
 class HeldOut:
@@ -58,7 +100,6 @@ class HeldOut:
             size.
         same_loss: whether the estimated loss is the one that is trained.
         bad_rows: rows whose loss was not a number before training; they are left out.
-        recipe: how outputs follow from a batch; None: no outputs are kept.
         outputs, targets: (held, ...) at the last evaluation, in the order of `rows`.
     """
 
@@ -81,7 +122,7 @@ class HeldOut:
         self._view, self._model, self._inserted = view, model, inserted
         self._loss, self._eval_loss, self._device = loss, eval_loss or loss, device
         self._ranks, self._sharded = ranks, sharded
-        self.recipe: OutputRecipe | None = None
+        self._recipe: OutputRecipe | None = None
         self.outputs: Tensor | None = None
         self.targets: Tensor | None = None
         self.bad_rows: list[int] = []
@@ -354,6 +395,10 @@ class HeldOut:
         self._close = AGREEMENT.get(value.dtype, COARSE)
         return value.detach().double().cpu()
 
+    def keep_outputs(self, recipe: OutputRecipe | None) -> None:
+        """Keep outputs, and how they follow from a batch, at later evaluations; None: no longer."""
+        self._recipe = recipe
+
     def losses(self) -> Tensor:
         """Return the losses of the held-out rows, or means over blocks, weighted by their sizes."""
         self._drop_stale_cache()
@@ -419,9 +464,9 @@ class HeldOut:
         collector.blocks = blocks
 
     def _collector(self) -> OutputCollector | None:
-        if self.recipe is None:
+        if self._recipe is None:
             return None
-        return OutputCollector(self.recipe, self._model, self.held, self.targets is None)
+        return OutputCollector(self._recipe, self._model, self.held, self.targets is None)
 
     def example(self) -> Any:
         """Return a batch of a few held-out rows."""
@@ -429,11 +474,11 @@ class HeldOut:
 
     def predict(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the outputs of the model for the batch of `example`, as they are collected."""
-        assert self.recipe is not None
+        assert self._recipe is not None
         rows = min(EXAMPLE, len(self._blocks[0][1]))
-        collector = OutputCollector(self.recipe, model, rows, with_targets=False)
+        collector = OutputCollector(self._recipe, model, rows, with_targets=False)
         with collector.recording():
-            if self.recipe.predict is None:
+            if self._recipe.predict is None:
                 self._evaluate(batch, self._eval_loss)
         collector.add(batch, rows)
         return collector.outputs(torch.arange(rows))

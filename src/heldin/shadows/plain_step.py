@@ -38,9 +38,9 @@ class PlainStepCheck:
         self._model, self._clip = model, clip
         self._exchange = Exchange(model, optimizer)
         self._device = next(iter(self._exchange.trained.values())).device
-        self.steps = StepCheck(owner, self._exchange, self._device)
-        self.steps.relaxed = True
-        self.steps.watches_gradients = clip is None
+        self.steps = StepCheck(
+            owner, self._exchange, self._device, relaxed=True, watches_gradients=clip is None
+        )
         self.steps.renew()
 
     def follow(

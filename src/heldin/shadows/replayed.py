@@ -27,10 +27,10 @@ from heldin.loop.randomness import (
 from heldin.loop.rows import RowSource
 from heldin.state.schema import check_schema
 
-from .backend import release
+from .backend import Announced, release
 from .exchange import Exchange, Session, ShadowState, group_settings
 from .frozen import FrozenOutputs
-from .held_out import BatchLoss, HeldOut, as_number
+from .held_out import BatchLoss, FrameworkLoss, HeldOut, as_number
 from .labels import visible
 from .light import RowDraw, level_rows
 from .outputs import OutputRecipe
@@ -96,7 +96,7 @@ class ReplayedShadows:
         level_count: number of rows that `levels` evaluates.
     """
 
-    engine, inside = "replay", False
+    engine, inside, takes_batches = "replay", False, True
 
     def __init__(
         self,
@@ -130,17 +130,7 @@ class ReplayedShadows:
         self._exchange = Exchange(model, optimizer, state)
         self._device = next(iter(self._exchange.trained.values())).device
         self.shadows = [self._exchange.new_state() for _ in range(self.copies)]
-        self.check = StepCheck(owner, self._exchange, self._device)
-        self.check.relaxed = hasattr(loss, "scale") or hasattr(loss, "shares") or ranks is not None
-        self.check.watches_gradients = not self.check.relaxed and clip is None
-        self.check.swaps_weights = has_evaluation_mode(optimizer)
-        check, recorder = self.check, source.recorder
-        if recorder is not None and ranks is None:
-            check.is_new_kind = recorder.take_new_size
-        if recorder is not None:
-            recorder.records_random_state = lambda: check.due or recorder.has_new_size
-        if ranks is not None:
-            self.check.largest = lambda error: float(ranks.largest(error, self._device))
+        self.check = self._make_check()
         self._normalises = any(isinstance(m, BatchNorm) for m in model.modules())
         self._least = 2 if self._normalises and ranks is not None else 1
         self._sharded = bool(fully_sharded(model))
@@ -184,19 +174,32 @@ class ReplayedShadows:
             self._level_rows = level_rows(self.label, self._held_out.bad_rows, in_time)
         self.level_count = sum(len(each) for each in self._level_rows)
 
+    def _make_check(self) -> StepCheck:
+        """Return what compares the loop's steps with those that are replayed."""
+        recorder, ranks, device = self._source.recorder, self._ranks, self._device
+        relaxed = isinstance(self._loss, FrameworkLoss) or ranks is not None
+        options: dict[str, Any] = {}
+        if recorder is not None and ranks is None:
+            options["is_new_kind"] = recorder.take_new_size
+        if ranks is not None:
+            options["largest"] = lambda error: float(ranks.largest(error, device))
+        check = StepCheck(
+            self._owner,
+            self._exchange,
+            device,
+            relaxed=relaxed,
+            watches_gradients=not relaxed and self._clip is None,
+            swaps_weights=has_evaluation_mode(self._exchange.optimizer),
+            **options,
+        )
+        if recorder is not None:
+            recorder.record_random_state(lambda: check.due or recorder.has_new_size)
+        return check
+
     # -- training
 
-    def follow(
-        self,
-        step: OptimizerStep,
-        announced: Sequence[tuple[Any, Tensor | None]],
-    ) -> int:
-        """Repeat a step of the user's optimiser for every shadow; return its number of rows.
-
-        Args:
-            step: the step.
-            announced: batches and row numbers that the user has passed.
-        """
+    def follow(self, step: OptimizerStep, announced: Announced) -> int:
+        """Repeat a step of the user's optimiser for every shadow; return its number of rows."""
         self.check.check_weights()
         call = step.calls[-1] if step.calls else None
         if call is not None:
@@ -501,39 +504,31 @@ class ReplayedShadows:
 
         The weighted sum of the losses is the factor times their mean (or sum) over all rows.
 
-        The factor of the loop is known from the check of its first steps. A framework may know
-        better, by methods of its loss: `shares(batches)`, for accumulated batches, `scale(sizes)`,
-        for the whole step, and `count(batches)`, the weight of a rank. If `divided` is true, each
-        loss is already divided by the number of accumulated batches.
+        The factor of the loop is known from the check of its first steps, or from a framework.
         """
         rows = sum(count for _, count in parts)
         batches = [batch for batch, _ in parts]
         sums = self._held_out.kind == "sum"
-        shares = self._ask("shares", batches)
+        loss = self._loss if isinstance(self._loss, FrameworkLoss) else FrameworkLoss()
+        shares = loss.shares(batches) if batches else None
+        known = None if self.check.relaxed else self.check.factor_for(len(sizes))
         if shares is not None:
             weights = [float(share) for share in shares]
-        elif self.check.relaxed or (known := self.check.factor_for(len(sizes))) is None:
+        elif known is None:
             weights = [1.0 if sums else count / rows for _, count in parts]
         else:
             weights = [known for _ in parts]
-        scale, by = getattr(self._loss, "scale", None), 1.0
-        if scale is not None:
-            by = float(scale(list(sizes))) / (len(sizes) if sums else 1)
-            weights = [weight * by for weight in weights]
+        scale = loss.scale(list(sizes))
+        step_factor = 1.0 if scale is None else float(scale) / (len(sizes) if sums else 1)
+        weights = [weight * step_factor for weight in weights]
         factor = sum(weights) / (max(1, len(weights)) if sums else 1) or 1.0
-        if getattr(self._loss, "divided", False):
-            factor = 1.0
         if self._ranks is None:
-            return weights, rows, factor
-        count = self._ask("count", batches)
+            return weights, rows, 1.0 if loss.divided else factor
+        count = loss.count(batches) if batches else None
         own = 1.0 if sums else float(rows if count is None else count)
         all_rows, total = self._ranks.add([rows, own], self._device)
-        factor = 1.0 if getattr(self._loss, "divided", False) else by  # the same on all ranks
-        return [weight * own / (total or 1.0) for weight in weights], int(all_rows), factor
-
-    def _ask(self, method: str, batches: list[Any]) -> Any:
-        function = getattr(self._loss, method, None)
-        return None if function is None or not batches else function(batches)
+        weights = [weight * own / (total or 1.0) for weight in weights]
+        return weights, int(all_rows), 1.0 if loss.divided else step_factor  # same on all ranks
 
     def _take_step(
         self,
@@ -597,7 +592,7 @@ class ReplayedShadows:
         """Let all shadows start again, on all rows that they may see."""
         assert self._start is not None
         self.shadows = [copy.deepcopy(self._start) for _ in range(self.copies)]
-        self.draw.share, self._start = 1.0, None
+        self.draw, self._start = RowDraw(1.0, self._seed), None
 
     # -- the check of the loop's step
 
@@ -745,7 +740,7 @@ class ReplayedShadows:
                 f"{self._owner}: outputs of held-out rows are not kept under fully_shard; leave "
                 "metrics and predict out, or use DistributedDataParallel"
             )
-        self._held_out.recipe = recipe
+        self._held_out.keep_outputs(recipe)
 
     def held_out_outputs(self) -> OutOfFold:
         """Return the outputs of the rows at the last `held_out()`."""
@@ -810,6 +805,10 @@ class ReplayedShadows:
         self._total.zero_()
         return loss
 
+    def row_weights(self, rows: Tensor) -> Tensor | None:
+        """Return None: the batch carries weights, if there are any."""
+        return None
+
     def describe_rows(self) -> str:
         """Say how batches are matched to rows, and how the loss follows from them."""
         source, held_out = self._source, self._held_out
@@ -833,6 +832,7 @@ class ReplayedShadows:
         """Return all that a resumed run needs."""
         return {
             "label": self.label.clone(),
+            "row_share": self.draw.share,
             "steps": self._steps,
             "losses": [float(self._total), float(self._rows)],
             "factors": {
@@ -872,6 +872,7 @@ class ReplayedShadows:
             state,
             {
                 "label": self.label,
+                "row_share": float,
                 "steps": int,
                 "losses": [float],
                 "factors": {int: float},
@@ -904,12 +905,8 @@ class ReplayedShadows:
         elif self._start is not None:
             _load_saved(self._start, state["start"][0])
         self._exchange.group_state_keys = set(state["group_state_keys"])
-        self.check.factors = {
-            number: None if factor != factor else factor
-            for number, factor in state["factors"].items()
-        }
-        self.check.resumed = True
-        self.check.forget()
+        self.check.resume({n: None if f != f else f for n, f in state["factors"].items()})
+        self.draw = RowDraw(state["row_share"], self._seed)
         self._steps, self._rows = state["steps"], int(state["losses"][1])
         self._total.fill_(state["losses"][0])
 

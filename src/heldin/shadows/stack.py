@@ -18,10 +18,11 @@ from torch.optim import Optimizer
 
 from heldin.errors import HeldinError
 from heldin.shadows.engines import Engine, engine_for
+from heldin.shadows.exchange import group_settings
 from heldin.shadows.losses import PerRowLoss
 from heldin.state.schema import check_schema
 
-__all__ = ["ELEMENTWISE", "Stack", "again", "hyperparameters", "take_step"]
+__all__ = ["ELEMENTWISE", "Stack", "like_optimizer", "take_step"]
 
 # Their update of a weight depends on that weight's own gradient, state and step count only. Others
 # (norms over a tensor, factored moments, line searches) get one instance for each copy.
@@ -45,18 +46,6 @@ ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
 FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
 WORTHWHILE = 1 << 20  # weights x rows from which leaving rows out saves more than it costs
-
-
-def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the present settings of each parameter group (schedulers change rates)."""
-    return [
-        {
-            key: value.clone() if isinstance(value, Tensor) else value
-            for key, value in group.items()
-            if key != "params"
-        }
-        for group in optimizer.param_groups
-    ]
 
 
 class Stack:
@@ -113,13 +102,13 @@ class Stack:
                 self.members[-1].append(flat)
 
     def _optimizers(self, optimizer: Optimizer, names: Mapping[int, str]) -> list[Optimizer]:
-        settings = hyperparameters(optimizer)
+        settings = group_settings(optimizer)
         if self.elementwise:
             groups = [
                 {"params": flats, **setting}
                 for flats, setting in zip(self.members, settings, strict=True)
             ]
-            made = [again(optimizer, groups)]
+            made = [like_optimizer(optimizer, groups)]
         else:
             made = []
             for copy_number in range(self.copies):
@@ -132,7 +121,7 @@ class Stack:
                             own.grad = self.grads[names[id(p)]][copy_number]
                             params.append(own)
                     groups.append({"params": params, **setting})
-                made.append(again(optimizer, groups))
+                made.append(like_optimizer(optimizer, groups))
         if any(optimizer.state.values()):
             self._copy_state(optimizer, made, names)
         return made
@@ -254,7 +243,7 @@ class Stack:
                     states.append((weight, flat, span))
                 setting = {key: value for key, value in group.items() if key != "params"}
                 groups.append({"params": params, **setting})
-            single = again(joint, groups)
+            single = like_optimizer(joint, groups)
             for weight, flat, span in states:
                 for key, value in joint.state.get(flat, {}).items():
                     whole = isinstance(value, Tensor) and value.shape == flat.shape
@@ -382,7 +371,7 @@ class Stack:
             made.load_state_dict(saved)
 
 
-def again(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
+def like_optimizer(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
     """Make a new optimiser of the same kind over other parameters."""
     kind = type(optimizer)
     known = inspect.signature(kind.__init__).parameters

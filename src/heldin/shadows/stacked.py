@@ -17,7 +17,7 @@ from heldin.loop.events import OptimizerStep
 from heldin.loop.loaders import LoaderRecorder, is_followed
 from heldin.loop.matching import WAY_OUT, RowMatcher
 from heldin.loop.randomness import mixed_seed, separate_random_stream
-from heldin.shadows.backend import release
+from heldin.shadows.backend import Announced, release
 from heldin.shadows.bare_model import copy_without_hooks
 from heldin.shadows.engines import CannotStack, Engine
 from heldin.shadows.held_out import EXAMPLE
@@ -49,7 +49,7 @@ class StackedShadows:
         draw, level_count: see `ReplayedShadows`.
     """
 
-    same_loss = True
+    same_loss, takes_batches = True, False
 
     def __init__(
         self,
@@ -130,28 +130,23 @@ class StackedShadows:
         """Compares the loop's steps with those that the shadows take."""
         return self._plain.steps
 
-    def follow(self, taken: OptimizerStep, index: Tensor | None) -> int:
-        """Repeat an optimiser step for every shadow; return the number of its rows.
-
-        Args:
-            taken: the step.
-            index: the numbers of its rows, if they are given.
-        """
+    def follow(self, step: OptimizerStep, announced: Announced) -> int:
+        """Repeat an optimiser step for every shadow; return the number of its rows."""
         if self.inside:
             raise HeldinError("step: train() takes the steps itself; it is one or the other")
         self.data.check_loss()
         inputs = tuple(
             parts[0] if len(parts) == 1 else torch.cat(parts)
-            for parts in zip(*(call.tensors for call in taken.calls), strict=True)
+            for parts in zip(*(call.tensors for call in step.calls), strict=True)
         )
-        if index is None and not inputs:
+        numbers = [rows for _, rows in announced if rows is not None]
+        if not numbers and not inputs:
             raise HeldinError(
                 "step: the optimiser stepped, but the model was not called since the last step; "
                 + WAY_OUT
             )
-        if index is None:
-            index = torch.cat([self._rows_of(call.tensors) for call in taken.calls])
-        if taken.changed_storages():
+        index = torch.cat(numbers or [self._rows_of(call.tensors) for call in step.calls])
+        if step.changed_storages():
             raise HeldinError(CHANGED)
         if not inputs:
             inputs = tuple(x[index] for x in self.data.rows.inputs)
@@ -160,11 +155,11 @@ class StackedShadows:
                 f"step: the model was called with {len(inputs[0])} rows since the last step, but "
                 f"{len(index)} row numbers are known for it; call step() after every optimiser step"
             )
-        self._plain.follow(taken, self._loss_of_rows, index)
-        self.advance(inputs, index, taken.settings)
+        self._plain.follow(step, self._loss_of_rows, index)
+        self.advance(inputs, index, step.settings)
         if self._steps & (self._steps - 1) == 0 and not self._computes_as_model():
             raise HeldinError(
-                f"{self._owner}: at step {taken.number} the stacked copies of the model no longer "
+                f"{self._owner}: at step {step.number} the stacked copies of the model no longer "
                 "compute what the model computes. Was a setting of a module changed, or a hook "
                 "added? Use rule=heldin.rules.Folds(engine='replay'), which runs the model itself"
             )
@@ -309,7 +304,7 @@ class StackedShadows:
         assert self._start is not None
         for number in range(self.copies):
             self.stack.load_state_of(number, self._start)
-        self.draw.share, self._start = 1.0, None
+        self.draw, self._start = RowDraw(1.0, self.seed), None
 
     # -- checks
 
@@ -331,6 +326,14 @@ class StackedShadows:
         if self.data.weights is not None:
             losses = losses * self.data.weights
         return losses[self._looked_at]
+
+    def row_weights(self, rows: Tensor) -> Tensor | None:
+        """Return the weights of rows in the loss; None: all are equal."""
+        return None if self.data.weights is None else self.data.weights.cpu()[rows]
+
+    def describe_rows(self) -> str:
+        """Say how batches are matched to rows."""
+        return f"{len(self.data)} rows, found by their contents"
 
     # -- outputs
 
@@ -431,6 +434,7 @@ class StackedShadows:
         return {
             "label": self.label.clone(),
             "inside": self.inside,
+            "row_share": self.draw.share,
             "steps": self._steps,
             "stack": self.stack.state_dict(),
             "turns": dict(self._find.turns),
@@ -439,7 +443,13 @@ class StackedShadows:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state_dict` was taken."""
-        form: dict[str, Any] = {"inside": bool, "steps": int, "stack": dict, "turns": {int: int}}
+        form: dict[str, Any] = {
+            "inside": bool,
+            "row_share": float,
+            "steps": int,
+            "stack": dict,
+            "turns": {int: int},
+        }
         if state.get("start") == {} or self._start is None:
             form["start"] = {}
         else:
@@ -455,8 +465,8 @@ class StackedShadows:
         self.stack.load_state_dict(state["stack"])
         self._find.turns = dict(state["turns"])
         self._steps, self._start = state["steps"], dict(state["start"]) or None
-        self.check.resumed = True
-        self.check.forget()
+        self.check.resume()
+        self.draw = RowDraw(state["row_share"], self.seed)
 
 
 def _recorder_of(loader: DataLoader[Any] | None) -> LoaderRecorder | None:

@@ -54,24 +54,36 @@ class StepCheck:
         owner: the public name of the rule, for errors.
         exchange: of the model and the optimiser.
         device: of the model.
-        resumed: whether the optimiser may have a state from an earlier part of the run.
+        relaxed: whether the factor of a loss is known, as frameworks and ranks have their own.
+        watches_gradients: whether changes between the backward pass and the step are refused.
+        swaps_weights: whether the optimiser has an evaluation mode (schedule-free ones do).
+        is_new_kind: returns whether the coming step is on a new kind of batch, to be checked, too.
+        largest: returns the largest number of all ranks, as none may raise alone.
 
     Attributes:
         factors: by which the loop multiplies the loss of each micro-batch, by the number of
             micro-batches in a step; None: it weights them by their rows.
+        differences: relative differences of gradients, by step.
     """
 
-    def __init__(self, owner: str, exchange: Exchange, device: torch.device) -> None:
+    def __init__(
+        self,
+        owner: str,
+        exchange: Exchange,
+        device: torch.device,
+        *,
+        relaxed: bool = False,
+        watches_gradients: bool = False,
+        swaps_weights: bool = False,
+        is_new_kind: Callable[[], bool] = lambda: False,
+        largest: Callable[[float], float] = float,
+    ) -> None:
         self._owner, self._exchange, self._device = owner, exchange, device
+        self.relaxed, self._watches_gradients = relaxed, watches_gradients
+        self._swaps_weights, self._is_new_kind, self.largest = swaps_weights, is_new_kind, largest
         self.factors: dict[int, float | None] = {}
-        self.resumed = False
-        self.relaxed = False  # a framework has its own factor
-        self.every_step = False
-        self.is_new_kind: Callable[[], bool] = lambda: False  # of batch, to be checked as well
-        self.watches_gradients = False  # between the backward pass and the step
-        self.swaps_weights = False  # the optimiser has an evaluation mode (schedule-free)
-        self.largest: Callable[[float], float] = float  # over all ranks: none may raise alone
-        self.differences: dict[int, float] = {}  # relative, by step
+        self.differences: dict[int, float] = {}
+        self._every_step = self._resumed = False
         self._is_small = sum(p.numel() for p in exchange.trained.values()) <= SMALL
         self._steps = 0
         self._called = False  # whether the model was called since the last step
@@ -86,7 +98,7 @@ class StepCheck:
     @property
     def due(self) -> bool:
         """Whether the coming step is checked."""
-        if self.every_step or self._new_kind:
+        if self._every_step or self._new_kind:
             return True
         number = self._steps + 1
         return number & (number - 1) == 0
@@ -97,7 +109,7 @@ class StepCheck:
         """Record the random state and, before the first call, everything else."""
         if not self._called:
             self._called = True
-            self._new_kind = self.is_new_kind()
+            self._new_kind = self._is_new_kind()
             self._exchange.note_attributes()
         if not self.due:
             return None
@@ -115,7 +127,7 @@ class StepCheck:
         """
         self.check_weights()
         self.check_optimizer()
-        if self.watches_gradients and gradients_changed:
+        if self._watches_gradients and gradients_changed:
             if not self.due:
                 raise HeldinError(
                     f"{self._owner}: at step {self._steps + 1} the loop changed gradients between "
@@ -124,7 +136,7 @@ class StepCheck:
                     f"of another training: {WAY_OUT}; for clipping alone, clip=1.0 "
                     + more("another-training-step")
                 )
-            self.every_step = True
+            self._every_step = True
         if not self.due:
             return
         state = self._state or self._exchange.new_state(with_attributes=True)
@@ -147,6 +159,10 @@ class StepCheck:
         self._called = self._new_kind = False
         self.renew()
 
+    def check_every_step(self) -> None:
+        """Check all steps from now on, not only steps 1, 2, 4, 8, ..."""
+        self._every_step = True
+
     # -- what must not change between two steps
 
     def renew(self, buffers: bool = True) -> None:
@@ -163,6 +179,17 @@ class StepCheck:
         self._versions, self._sums, self._entries = None, None, []
         self._exchange.forget_buffers()
 
+    def resume(self, factors: Mapping[int, float | None] | None = None) -> None:
+        """Accept a state that an earlier part of the run has left.
+
+        Args:
+            factors: see `factors`; None: as they are.
+        """
+        self._resumed = True
+        if factors is not None:
+            self.factors = dict(factors)
+        self.forget()
+
     def count_step(self) -> None:
         """Count a step that the user's function took, and accept what it left."""
         self._steps += 1
@@ -173,10 +200,10 @@ class StepCheck:
         if self._versions is None:
             return
         trained = list(self._exchange.trained.values())
-        changed = not self.swaps_weights and self._versions != [version_of(p) for p in trained]
+        changed = not self._swaps_weights and self._versions != [version_of(p) for p in trained]
         if not changed and self._sums is not None:
             sums = _sums(trained)
-            if self.swaps_weights:  # there and back again, but for rounding
+            if self._swaps_weights:  # there and back again, but for rounding
                 changed = not torch.allclose(self._sums, sums, rtol=1e-6, atol=0.0)
             else:
                 changed = not torch.equal(self._sums, sums)
@@ -198,7 +225,7 @@ class StepCheck:
         """Refuse an optimiser that has stepped before, or whose state was replaced."""
         optimizer = self._exchange.optimizer
         trained = list(self._exchange.trained.values())
-        if self._steps == 0 and not self.resumed and _has_stepped(optimizer, trained):
+        if self._steps == 0 and not self._resumed and _has_stepped(optimizer, trained):
             raise HeldinError(
                 f"{self._owner}: the optimiser has already taken steps. A model that was trained "
                 "on the rows knows those that the shadows hold out, so that the estimate would be "

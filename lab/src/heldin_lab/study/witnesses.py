@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from heldin.capture.moments import Moments
 from heldin.capture.observation import observe
 from heldin.criterion.evidence import Evidence, evidence
-from heldin_lab.rules import PerRowLoss, Stack, hyperparameters
+from heldin_lab.rules import PerRowLoss, Stack, group_settings
 
 from .data import Problem, classes_of
 from .rivals import alignment, disparity, pooled_evidence
@@ -53,7 +53,7 @@ class Splits:
         self.problem, self.loss = problem, row_loss(problem, model)
         self.targets = self.loss.ready(problem.y)
         self.stack = Stack(model, optimizer, len(SPLITS), [problem.x])
-        self.settings = hyperparameters(optimizer)
+        self.settings = group_settings(optimizer)
         self.held, streams = [], []
         self.full = spec.optimizer == "gd"
         for number, share in enumerate(SPLITS):
