@@ -61,7 +61,7 @@ def test_a_method_with_another_second_moment_is_left_out(
 
 
 def test_slope_is_that_of_a_power() -> None:
-    assert _run._slope([1, 2, 4, 8], [3 * n**1.5 for n in (1, 2, 4, 8)]) == pytest.approx(1.5)
+    assert _run.slope([1, 2, 4, 8], [3 * n**1.5 for n in (1, 2, 4, 8)]) == pytest.approx(1.5)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

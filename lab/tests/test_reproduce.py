@@ -224,7 +224,7 @@ def test_claims_of_greedy_and_rmsprop_look_at_the_right_rows() -> None:
     )
     plain = _table(test_loss=[2.0, 1.0, 0.5, 0.7])
     tables = {"rate 0.1, greedy": own, "rate 0.1, plain": plain}
-    found = [claim.value(tables) for claim in greedy._claims(s, 0.1)]
+    found = [claim.value(tables) for claim in greedy.claims_at(s, 0.1)]
     # least test loss at step 3: nothing grows between the warm-up and it
     assert found == pytest.approx([0.12, 0.6, 1.04, math.nan], nan_ok=True)
     assert greedy.largest(s).value(tables) == pytest.approx(0.8)

@@ -227,10 +227,10 @@ def test_nothing_but_the_web(tmp_path: Path) -> None:
 
 
 def test_https_leads_to_https() -> None:
-    _data._check_redirect("https://a.org/x", "https://b.org/x")
-    _data._check_redirect("http://a.org/x", "http://b.org/x")
+    _data.check_redirect("https://a.org/x", "https://b.org/x")
+    _data.check_redirect("http://a.org/x", "http://b.org/x")
     with pytest.raises(HeldinError, match="which is not https"):
-        _data._check_redirect("https://a.org/x", "http://b.org/x")
+        _data.check_redirect("https://a.org/x", "http://b.org/x")
 
 
 def test_no_network(tmp_path: Path) -> None:

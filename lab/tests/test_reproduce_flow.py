@@ -165,7 +165,7 @@ def test_a_flow_goes_on_after_a_kill(
     whole = _run(data, flow=True)
     descent(whole, rate=0.005, method="evidence")
     path = tmp_path / "run.pt"
-    tick = Run._tick
+    tick = Run.tick
 
     def dies(self: Run, step: int, parts: Any) -> None:
         tick(self, step, parts)
@@ -173,7 +173,7 @@ def test_a_flow_goes_on_after_a_kill(
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(Run, "_tick", dies)
+        patched.setattr(Run, "tick", dies)
         with pytest.raises(KeyboardInterrupt):
             descent(_run(data, path, flow=True), rate=0.005, method="evidence")
     again = _run(data, path, flow=True)

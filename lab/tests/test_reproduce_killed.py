@@ -50,7 +50,7 @@ def test_a_run_goes_on_where_it_was(
         expected = rows_of(name, part, data=data)
         path = tmp_path / f"{i}.pt"
         seen: list[int] = []
-        tick = Run._tick
+        tick = Run.tick
         for end, pause in ((7, 0.0), (13, 1e9)):  # the second one writes no new checkpoint
 
             def dies(self: Run, step: int, parts: Any, end: int = end) -> None:
@@ -59,10 +59,10 @@ def test_a_run_goes_on_where_it_was(
                 if step == end:
                     raise Killed
 
-            monkeypatch.setattr(Run, "_tick", dies)
+            monkeypatch.setattr(Run, "tick", dies)
             with pytest.raises(Killed):
                 rows_of(name, part, data=data, path=path, pause=pause)
-        monkeypatch.setattr(Run, "_tick", tick)
+        monkeypatch.setattr(Run, "tick", tick)
         assert seen == [*range(1, 8), *range(8, 14)]  # the second try began at 8
         assert same(rows_of(name, part, data=data, path=path, pause=1e9), expected)
 

@@ -244,14 +244,14 @@ def test_an_unfinished_run_is_looked_at(
     (task,) = (replace(task, pause=0.0) for _, task in tasks(plan, tmp_path, data))
     for name in ("runs", "checkpoints"):
         (task.folder / name).mkdir(parents=True)
-    tick = Run._tick
+    tick = Run.tick
 
     def dies(self: Run, step: int, parts: Any) -> None:
         tick(self, step, parts)
         if step == 22:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(Run, "_tick", dies)
+    monkeypatch.setattr(Run, "tick", dies)
     with pytest.raises(KeyboardInterrupt):
         work(task)
     found = collect([task])[0]["rate 0.03, evidence"]

@@ -31,7 +31,7 @@ from heldin_lab.study import tables as _tables
 from heldin_lab.study import witnesses as _witnesses
 from heldin_lab.study.logged import LoggedRun
 from heldin_lab.study.rivals import Stop
-from tests.support import runs
+from tests.support import inside, runs
 
 # -- rivals, by hand
 
@@ -154,7 +154,7 @@ def shadow_at_logged_checks(run: LoggedRun) -> Any:
             m, o, p.loss_fn, (p.x, p.y), hidden_fold(run), average="best", patience=STUDIED
         )
         checks = {int(step) for step in run["fold_steps"]}
-        stopping._due = lambda: stopping._step in checks  # type: ignore[method-assign]
+        inside.check_at(stopping, checks)
         return stopping
 
     return make

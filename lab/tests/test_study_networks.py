@@ -46,7 +46,7 @@ def task(kind: str, folder: Path) -> _networks.NetworkTask:
         return _networks.network_task(kind, None, folder)  # type: ignore[arg-type]
     start = folder / _networks.PRETRAINED
     torch.manual_seed(5)
-    torch.save(_networks._plain().state_dict(), start)
+    torch.save(_networks.plain_network().state_dict(), start)
     return _networks.NetworkTask("digits-after-mnist", 1797, "tuning", None, start)
 
 
@@ -68,7 +68,7 @@ def test_the_log_is_what_the_live_rule_and_a_plain_loop_give(kind: str, tmp_path
     stopping = runs.FoldStopping(
         model, optimizer, problem.loss_fn, data, average="best", seed=spec.seed
     )
-    for _, index, x in _along._batches(spec, chosen, problem):
+    for _, index, x in _along.batches_of(spec, chosen, problem):
         problem.loss_fn(model(x), problem.y[index]).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -169,7 +169,7 @@ def test_the_start_of_fine_tuning_is_trained_once(
 
     def some(data: Any) -> tuple[Tensor, Tensor]:
         calls.append(data)
-        x, y = _networks._digits()
+        x, y = _networks.digits()
         return x, y
 
     monkeypatch.setattr(_networks, "_mnist", some)
@@ -177,10 +177,10 @@ def test_the_start_of_fine_tuning_is_trained_once(
     for _ in range(2):
         made = _networks.network_task("tuning", tmp_path, tmp_path)
     assert calls == [tmp_path]
-    net = _networks._plain()
+    net = _networks.plain_network()
     assert made.start is not None
     net.load_state_dict(torch.load(made.start, weights_only=True))
-    x, y = _networks._digits()
+    x, y = _networks.digits()
     with torch.no_grad():
         learnt = float(F.cross_entropy(net(x[:1280]), y[:1280]))
     assert learnt < 2.0  # of 2.3 at the start

@@ -31,15 +31,14 @@ class Net(nn.Module):
 
 
 @pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    torch._logging.set_logs(dynamo=logging.ERROR)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    torch.compiler.reset()
+    monkeypatch.setattr(logging.getLogger("torch._dynamo"), "level", logging.ERROR)
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="torch")
         yield
-    torch._logging.set_logs()
-    torch._dynamo.reset()
+    torch.compiler.reset()
 
 
 def truth(model: Net, x: Tensor, y: Tensor) -> dict[str, Tensor]:

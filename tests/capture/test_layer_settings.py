@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import heldin
+from tests.support import inside
 from tests.support.truth import observe_once
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
@@ -192,6 +193,6 @@ def test_settings_of_layers_with_the_sampled_estimator(
             for name, part in sampled.items():
                 whole, where = exact[name], ()
                 if part.total.shape != whole.total.shape:
-                    where = sampled._collector.sampler._blocks[name][0]
+                    where = inside.block(sampled, name)[0]
                 assert torch.allclose(part.total, whole.total[where], atol=1e-10), (model, name)
                 assert torch.allclose(part.squares, whole.squares[where], atol=1e-10), (model, name)

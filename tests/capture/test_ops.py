@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import heldin
+from heldin._private_torch import outputs_of
 from heldin.capture.contributions import Filters, moments
 from heldin.capture.layout import Layout
 from heldin.capture.ops import OP_RULES, OpUse, contributions, generic
@@ -41,7 +42,7 @@ def compare(out: Tensor, layout: Layout, argument: int, shape: Any, fast: bool =
     """The node of `out`, seen from one argument: rule against generic path."""
     node = out.grad_fn
     assert node is not None
-    grads: list[Tensor | None] = [None] * len(node._input_metadata)
+    grads: list[Tensor | None] = [None] * len(outputs_of(node))
     places: list[Layout | None] = [None] * len(grads)
     grads[0], places[0] = torch.randn(out.shape), layout
     use = OpUse(node, grads, places, argument, tuple(shape))

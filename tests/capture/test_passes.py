@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import heldin
 from heldin.capture.step import OPEN
 from heldin.criterion.window import Window
+from tests.support import inside
 from tests.support.promise_data import X, Y, net
 from tests.support.truth import error, truth
 
@@ -58,7 +59,7 @@ def is_true(seen: Any, model: nn.Module, losses: Tensor) -> None:
     """The sums, or the blocks of them that are looked at, are those of single samples."""
     expected = truth(model, losses)
     assert set(seen) == set(expected)
-    sampler = seen._collector.sampler
+    sampler = inside.collector(seen).sampler
     if sampler is not None:
         blocks = {n: sampler.drawn(n, tuple(t.shape))[0] or () for n, (t, _) in expected.items()}
         expected = {n: (t[blocks[n]], s[blocks[n]]) for n, (t, s) in expected.items()}
@@ -172,11 +173,11 @@ def test_a_graph_that_is_retained_for_nothing(estimator: Any) -> None:
             del out, mark
         gc.collect()
         assert sum(graph() is not None for graph in graphs) <= OPEN
-        assert len(seen._collector.calls.pending) == OPEN
+        assert len(inside.collector(seen).calls.pending) == OPEN
         optimizer.step()
         gc.collect()
         assert not any(graph() is not None for graph in graphs)
-        assert not seen._collector.calls.pending
+        assert not inside.collector(seen).calls.pending
         assert seen.count == 18
         is_true(seen, model, model(X.repeat_interleave(3, 0)).sin().sum(1))
 
@@ -260,11 +261,13 @@ def test_passes_of_which_one_is_looked_at_as_a_whole(order: tuple[bool, bool]) -
                 if penalised:
                     loss = loss + sum(p.square().sum() for p in model.parameters())
                 loss.backward()
+            sampler = inside.collector(seen).sampler
+            assert sampler is not None
             for name, parameter in model.named_parameters():
                 if step:  # at first, the second graph is a surprise
                     assert parameter.grad is not None
                     shape = tuple(parameter.shape)
-                    block = seen._collector.sampler.drawn(name, shape)[0] or ()
+                    block = sampler.drawn(name, shape)[0] or ()
                     assert torch.allclose(seen[name].total, parameter.grad[block])
 
 
@@ -282,7 +285,7 @@ def test_a_window_of_which_one_step_is_looked_at_as_a_whole() -> None:
     for sizes in ((1, 4), (4, 1)):
         model, window = Angles(), Window(mean=False)
         with heldin.observe(model, estimator="sampled", budget=16) as seen:
-            sampler = seen._collector.sampler
+            sampler = inside.collector(seen).sampler
             for size in sizes:
                 model(torch.randn(size, 300)).sum().backward()
                 window.add(seen, ["p"], 1.0, sampler)

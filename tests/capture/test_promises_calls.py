@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import heldin
-from heldin._private_torch import is_wrapped_by_transform
+from heldin._private_torch import forward_hooks, is_wrapped_by_transform
 from heldin.capture import forward
 from heldin.capture.plan_cache import IDLE
 from tests.support.cases import Fn, rows
@@ -255,8 +255,7 @@ def test_a_forgotten_observation_ends() -> None:
     heldin.observe(model).__enter__()
     gc.collect()
     assert torch.autograd.backward.__module__.startswith("torch")
-    assert not model._forward_hooks
-    assert not model._forward_pre_hooks
+    assert not forward_hooks(model)
 
 
 def test_a_refusal_names_the_op_that_mixed() -> None:

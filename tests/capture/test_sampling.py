@@ -16,7 +16,7 @@ from torch import nn
 
 import heldin
 from heldin.capture.sampling import TENSORS, Sampler
-from tests.support import runs
+from tests.support import inside, runs
 from tests.support.cases import CASES, Case
 from tests.support.machine import supported
 
@@ -43,11 +43,11 @@ def test_blocks_of_the_exact_moments(case: Case, budget: int) -> None:
         ):
             for _ in range(3):
                 case.losses(model, *case.batch()).sum().backward()
-                turn = sampled._collector.turn() or set(exact)
+                turn = inside.turn(sampled, exact)
                 assert set(sampled) == set(exact) & turn
                 for name, part in sampled.items():
                     whole = exact[name]
-                    block, weight = sampled._collector.sampler._blocks.get(name, (None, 1.0))
+                    block, weight = inside.block(sampled, name)
                     cut = whole.total.shape != part.total.shape
                     where = block if cut else ()
                     assert torch.allclose(part.total, whole.total[where], atol=1e-10)
@@ -123,14 +123,16 @@ def test_blocks_change_with_clear_and_not_before() -> None:
     model, x = nn.Linear(300, 200), torch.randn(8, 300)
     with heldin.observe(model, estimator="sampled", budget=64) as seen:
         model(x).sin().sum().backward()
-        first = seen._collector.sampler.block("weight", (200, 300))
+        sampler = inside.collector(seen).sampler
+        assert sampler is not None
+        first = sampler.block("weight", (200, 300))
         model(x).sin().sum().backward()
-        assert seen._collector.sampler.block("weight", (200, 300)) == first
+        assert sampler.block("weight", (200, 300)) == first
         assert seen.count == 16
         seen.clear(redraw=False)
-        assert seen._collector.sampler.block("weight", (200, 300)) == first
+        assert sampler.block("weight", (200, 300)) == first
         seen.clear()
-        assert seen._collector.sampler.block("weight", (200, 300), spread=True) != first
+        assert sampler.block("weight", (200, 300), spread=True) != first
 
 
 def test_the_weight_and_the_bias_of_a_layer_share_their_rows() -> None:
@@ -261,7 +263,7 @@ def test_what_is_looked_at_is_what_all_would_give() -> None:
     with exact, runs.EvidenceStopping(model) as sampled:
         for _ in range(5):
             model(torch.randn(12, 6)).square().sum().backward()
-            turn = sampled._collector.turn() or set(exact.evidence.groups)
+            turn = inside.turn(sampled, exact.evidence.groups)
             exact.step()
             sampled.step()
             for name in turn:
@@ -277,7 +279,7 @@ def test_the_criterion_is_that_of_the_turn(across: Any) -> None:
     with runs.EvidenceStopping(model, across=across) as rule:
         for _ in range(4):
             model(torch.randn(12, 6)).square().sum().backward()
-            turn = rule._collector.turn() or {name for name, _ in model.named_parameters()}
+            turn = inside.turn(rule, dict(model.named_parameters()))
             rule.step()
             values = [rule.evidence.groups[name] for name in turn]
             expected = getattr(statistics, across)(values)

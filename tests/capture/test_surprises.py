@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import heldin
 from heldin.capture import backward as _observe
-from tests.support import runs
+from tests.support import inside, runs
 
 DOUBLE = {"dtype": torch.float64}
 estimators = pytest.mark.parametrize("estimator", ["exact", "sampled"])
@@ -25,8 +25,9 @@ def same(seen: heldin.Observation, expected: dict[str, tuple[Tensor, Tensor]]) -
     assert seen.keys() == expected.keys()
     for name, (total, squares) in expected.items():
         block: Any = ()
-        if seen._collector.sampler is not None:
-            block = seen._collector.sampler.drawn(name, tuple(total.shape))[0] or ()
+        sampler = inside.collector(seen).sampler
+        if sampler is not None:
+            block = sampler.drawn(name, tuple(total.shape))[0] or ()
         assert seen[name].total.shape == total[block].shape, name
         assert torch.allclose(seen[name].total, total[block], rtol=1e-9, atol=1e-12), name
         assert torch.allclose(seen[name].squares, squares[block], rtol=1e-9, atol=1e-12), name

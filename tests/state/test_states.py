@@ -33,6 +33,11 @@ STEPS = 7
 
 def rule(name: str, width: int = 3) -> Any:
     """A stopping rule in the middle of a run."""
+    return run(name, width)[0]
+
+
+def run(name: str, width: int = 3) -> tuple[Any, Callable[[], None]]:
+    """The same, and a function that takes a step of the run."""
     torch.manual_seed(1)
     x = torch.randn(12, 4)
     y = x[:, :1] + torch.randn(12, 1)
@@ -55,8 +60,8 @@ def rule(name: str, width: int = 3) -> Any:
         made = getattr(runs, kind)(model, optimizer, F.mse_loss, (x, y), **options)
     if option == "train":
         made.train(max_steps=STEPS)
-        return made
-    for _ in range(STEPS):
+
+    def step() -> None:
         optimizer.zero_grad()
         F.mse_loss(model(x), y).backward()
         if kind in ("EvidenceStopping", "ValidationStopping"):
@@ -64,7 +69,10 @@ def rule(name: str, width: int = 3) -> Any:
         optimizer.step()
         if kind not in ("EvidenceStopping", "ValidationStopping", "ElementwiseStopping"):
             made.step()
-    return made
+
+    for _ in range(0 if option == "train" else STEPS):
+        step()
+    return made, step
 
 
 def places(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -196,13 +204,9 @@ def test_a_wrapped_model_is_the_same_model() -> None:
 
 
 def test_a_state_of_buffers_is_not_changed_by_what_follows() -> None:
-    made = rule("FoldStopping")
+    made, step = run("FoldStopping")
     state = made.state_dict()
     kept = copy.deepcopy(state)
-    model, (x, y) = made._model, made._backend._source._tensors
-    made._optimizer.zero_grad()
-    F.mse_loss(model(x), y).backward()
-    made._optimizer.step()
-    made.step()
+    step()
     assert same(state, kept)
     assert not same(made.state_dict(), kept)

@@ -54,6 +54,7 @@ class Life:
         for name, parameter in self.model.named_parameters():
             total = inside.collector(self.rule).sums[name].total
             if total.shape == parameter.shape:
+                assert parameter.grad is not None
                 assert torch.allclose(total, parameter.grad, rtol=self.tolerance), name
         self.twin.clear()
 

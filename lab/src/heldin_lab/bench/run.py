@@ -273,7 +273,7 @@ def growth(
         ways = {method: METHODS[method](model, x, y) for method in seconds}
         for method, value in _medians(ways):
             seconds[method].append(value)
-    slopes = {method: _slope(sizes, values) for method, values in seconds.items()}
+    slopes = {method: slope(sizes, values) for method, values in seconds.items()}
     return sizes, seconds, slopes
 
 
@@ -290,7 +290,7 @@ def _medians(ways: dict[str, Way]) -> Iterator[tuple[str, float]]:
     return ((method, statistics.median(values)) for method, values in times.items())
 
 
-def _slope(sizes: Sequence[int], values: Sequence[float]) -> float:
+def slope(sizes: Sequence[int], values: Sequence[float]) -> float:
     a, b = [log(s) for s in sizes], [log(v) for v in values]
     ma, mb = statistics.fmean(a), statistics.fmean(b)
     up = sum((u - ma) * (v - mb) for u, v in zip(a, b, strict=True))

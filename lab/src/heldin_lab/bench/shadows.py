@@ -290,6 +290,7 @@ def bench_shadows(
             path.write_text(json.dumps(results, indent=1) + "\n")
     text = table(results)
     (out / "shadows.md").write_text(text)
+    (out / "shadows-limits.md").write_text(text.partition("## Limits\n\n")[2])
     return text
 
 

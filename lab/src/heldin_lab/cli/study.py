@@ -59,7 +59,8 @@ def study(parser: argparse.ArgumentParser) -> None:
         "of weights, heldin. One line of JSON for each run; interrupted studies go on.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    rivals.add_argument("--task", default="tables", choices=["tables", "images", "texts", "tuning"])
+    every = ["tables", "images", "texts", "tuning", "faces", "topics", "halves"]
+    rivals.add_argument("--task", default="tables", choices=every)
     rivals.add_argument(
         "--data",
         default=os.environ.get("HELDIN_DATA"),

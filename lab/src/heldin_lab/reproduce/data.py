@@ -222,14 +222,15 @@ def _answer(url: str, limit: int) -> bytes:
     if not url.startswith(("https://", "http://")):
         raise HeldinError("neither https nor http")
     with urllib.request.urlopen(url, timeout=30) as answer:  # noqa: S310  # nosec B310
-        _check_redirect(url, answer.geturl())
+        check_redirect(url, answer.geturl())
         packed: bytes = answer.read(limit + 1)
     if len(packed) > limit:
         raise HeldinError(f"more than {limit} bytes")
     return packed
 
 
-def _check_redirect(asked: str, led: str) -> None:
+def check_redirect(asked: str, led: str) -> None:
+    """Refuse to be led from https to something else."""
     if asked.startswith("https://") and not led.startswith("https://"):
         raise HeldinError(f"led to {led}, which is not https")
 

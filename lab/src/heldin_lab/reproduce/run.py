@@ -112,9 +112,10 @@ class Run:
             first = state["step"] + 1
         for step in range(first, total + 1):
             yield step
-            self._tick(step, parts)
+            self.tick(step, parts)
 
-    def _tick(self, step: int, parts: Mapping[str, Stateful]) -> None:
+    def tick(self, step: int, parts: Mapping[str, Stateful]) -> None:
+        """Save the run now and then, and say how far it is."""
         if self.path is None:
             return
         now = time.monotonic()

@@ -100,7 +100,7 @@ def log_network(spec: Spec, task: NetworkTask) -> dict[str, Any]:
             weights[step] = torch.cat([t.flatten() for _, t in moving(model)])
 
     check(0)
-    for step, index, x in _batches(spec, task, problem):
+    for step, index, x in batches_of(spec, task, problem):
         with clock.on("train"):
             problem.loss_fn(model(x), problem.y[index]).backward()
         with clock.on("evidence"):
@@ -143,7 +143,7 @@ def log_network(spec: Spec, task: NetworkTask) -> dict[str, Any]:
     }
 
 
-def _batches(
+def batches_of(
     spec: Spec, task: NetworkTask, problem: Problem
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Step, row numbers and inputs."""

@@ -33,6 +33,7 @@ from heldin_lab.rules import bootstrap_shares
 
 from .data import Problem, Role, Table, role, tables
 from .logged import Task
+from .more_networks import MORE, more_task
 from .networks import KINDS, Kind, network_task
 from .quality import plan
 from .rivals import Stop, generalisation_loss, patience, successive_rises
@@ -63,6 +64,7 @@ WAYS: dict[str, Ways] = {
     "images": Ways(("cnn",), ("sgd", "adam"), NOISE, (100, 300, 1000), 600),
     "texts": Ways(("transformer",), ("adam",), (0.0, 0.1), (100, 300, 1000), 300),
     "tuning": Ways(KINDS["tuning"].models, ("adam",), NOISE, (50, 150, 500), 600),
+    **MORE,
 }
 
 Line = dict[str, Any]
@@ -707,8 +709,17 @@ def _line(run: Run) -> Line:
     rules = {name: [_short(line[unit]) for unit in UNITS] for name, line in run.lines.items()}
     said = {name: [_short(value) for value in values] for name, values in run.said.items()}
     facts: Line = {"classes": run.setting.problem.outputs if run.setting.classes else 0}
+    facts["majority"] = _short(majority(run.setting))
     facts |= {"total": run.total, "auto": run.chosen["heldin"]}
     return {"spec": asdict(run.setting.spec), **facts, "rules": rules, "said": said}
+
+
+def majority(setting: Setting) -> float:
+    """Return the share of the most frequent class among the training targets."""
+    if not setting.classes:
+        return math.nan
+    counts = setting.problem.y.flatten().long().bincount()
+    return float(counts.max() / counts.sum())
 
 
 def _short(value: float) -> float | None:
@@ -752,6 +763,8 @@ def contest(
     tasks: Sequence[Any]
     if kind == "tables":
         tasks = [t for t in tables(data) if datasets in ("all", role(t.name))]
+    elif kind in MORE:
+        tasks = [more_task(kind, folder)]
     else:
         tasks = [network_task(cast("Kind", kind), data, folder)]
     by_name: Mapping[str, Task] = {task.name: task for task in tasks}

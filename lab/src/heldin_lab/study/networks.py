@@ -28,7 +28,7 @@ from heldin_lab.reproduce import data as _paper
 from .data import Problem, other_classes
 from .spec import NOISE, Spec, Ways, factor
 
-__all__ = ["KINDS", "Kind", "NetworkTask", "network_task"]
+__all__ = ["KINDS", "CausalBlock", "Kind", "NetworkTask", "network_task"]
 
 Kind = Literal["images", "texts", "tuning"]
 KINDS: dict[str, Ways] = {
@@ -72,7 +72,7 @@ class NetworkTask:
             train = generator.permutation(POOL)[: spec.n]
             test = POOL + generator.permutation(len(y) - POOL)[:TEST]
         else:
-            x, y = _digits()
+            x, y = digits()
             order = generator.permutation(len(y))
             train, test = order[: spec.n], order[spec.n :][:TEST]
         index = np.concatenate([train, test])
@@ -89,7 +89,7 @@ class NetworkTask:
                 return _Transformer(problem.outputs)
             if self.kind == "images":
                 return _with_batch_norm()
-            net = _plain()
+            net = plain_network()
             assert self.start is not None
             net.load_state_dict(torch.load(self.start, weights_only=True))
             return _to_be_tuned(net, spec.model)
@@ -117,7 +117,7 @@ def network_task(kind: Kind, data: str | Path | None, out: Path) -> NetworkTask:
     if kind == "images" and found:
         return NetworkTask("mnist", 60_000, kind, data)
     if kind == "images":
-        return NetworkTask("digits", len(_digits()[1]), kind)
+        return NetworkTask("digits", len(digits()[1]), kind)
     if not found:
         raise HeldinError(
             "study: fine-tuning starts from a network trained on MNIST, which the data folder does "
@@ -127,7 +127,7 @@ def network_task(kind: Kind, data: str | Path | None, out: Path) -> NetworkTask:
     if not start.exists():
         with replacing(start) as part:
             torch.save(_pretrained(data), part)
-    return NetworkTask("digits-after-mnist", len(_digits()[1]), kind, data, start)
+    return NetworkTask("digits-after-mnist", len(digits()[1]), kind, data, start)
 
 
 # -- data
@@ -141,7 +141,7 @@ def _mnist(data: str | Path | None) -> tuple[Tensor, Tensor]:
 
 
 @cache
-def _digits() -> tuple[Tensor, Tensor]:
+def digits() -> tuple[Tensor, Tensor]:
     """(1797, 1, 14, 14) images of scikit-learn, enlarged, and labels."""
     from sklearn.datasets import load_digits
 
@@ -196,7 +196,7 @@ def _with_batch_norm() -> nn.Module:
     )  # fmt: skip
 
 
-def _plain() -> nn.Sequential:
+def plain_network() -> nn.Sequential:
     return nn.Sequential(
         nn.Conv2d(1, 12, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
         nn.Conv2d(12, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
@@ -237,7 +237,7 @@ def _pretrained(data: str | Path | None) -> dict[str, Tensor]:
     x, y = _mnist(data)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        net = _plain()
+        net = plain_network()
         optimizer = torch.optim.Adam(net.parameters(), lr=0.003)
         for _ in range(2):
             for index in torch.randperm(POOL).split(128):
@@ -247,7 +247,7 @@ def _pretrained(data: str | Path | None) -> dict[str, Tensor]:
     return net.state_dict()
 
 
-class _Block(nn.Module):
+class CausalBlock(nn.Module):
     """Attention to what came before, and two layers; dropout on both."""
 
     def __init__(self) -> None:
@@ -276,7 +276,7 @@ class _Transformer(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(characters, WIDTH)
         self.place = nn.Parameter(torch.randn(LENGTH, WIDTH) / math.sqrt(WIDTH))
-        self.blocks = nn.Sequential(_Block(), _Block())
+        self.blocks = nn.Sequential(CausalBlock(), CausalBlock())
         self.head = nn.Linear(WIDTH, characters)
 
     def forward(self, x: Tensor) -> Tensor:

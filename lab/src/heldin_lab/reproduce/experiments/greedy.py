@@ -129,7 +129,8 @@ def draw(results: Results, settings: Settings) -> Any:
     return figure
 
 
-def _claims(settings: Settings, rate: float, reading: str = "") -> list[Claim]:
+def claims_at(settings: Settings, rate: float, reading: str = "") -> list[Claim]:
+    """Return the claims about one rate."""
     name = f"rate {rate:g}"
     own, plain = f"{name}, greedy{reading}", f"{name}, plain"
     name += reading
@@ -208,8 +209,8 @@ def largest(settings: Settings, reading: str = "") -> Claim:
 
 def claims(settings: Settings) -> list[Claim]:
     """For each rate, and for the other reading of 0/0."""
-    found = [claim for rate in settings.rates for claim in _claims(settings, rate)]
-    found += _claims(settings, middle(settings), ", 0/0 left out")
+    found = [claim for rate in settings.rates for claim in claims_at(settings, rate)]
+    found += claims_at(settings, middle(settings), ", 0/0 left out")
     return [*found, largest(settings), largest(settings, ", 0/0 left out")]
 
 
