@@ -48,7 +48,7 @@ from heldin.shadows.replayed import ReplayedShadows, has_evaluation_mode
 from heldin.shadows.stacked import CannotStack, StackedShadows
 from heldin.shadows.step_check import StepCheck
 from heldin.shadows.tensors import TensorData
-from heldin.state.estimates import INTERVAL_COVERAGE
+from heldin.state.estimates import interval_coverage
 from heldin.state.schema import check_int, check_schema
 
 __all__ = ["FoldStopping"]
@@ -654,7 +654,7 @@ class FoldStopping(PathStopping):
         light = bool(self._light_error())
         if light and self.rule.rows != 0.25:
             return None
-        return INTERVAL_COVERAGE.get((self._backend.copies, light))
+        return interval_coverage(self._backend.copies, light, self._count)
 
     def _training_loss(self) -> float:
         return self._backend.training_loss()
