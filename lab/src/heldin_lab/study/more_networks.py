@@ -32,7 +32,7 @@ from .data import Problem, other_classes
 from .networks import WIDTH, CausalBlock
 from .spec import NOISE, Spec, Ways, factor
 
-__all__ = ["MORE", "MoreTask", "more_task"]
+__all__ = ["MORE", "MoreTask", "detector", "more_task", "texts_by_topic"]
 
 MORE: dict[str, Ways] = {
     "faces": Ways(("all-weights", "last-layer"), ("adam",), NOISE, (50, 100), 600),
@@ -89,7 +89,7 @@ class MoreTask:
             assert self.start is not None
             trunk: nn.Module
             if self.name == "faces":
-                trunk, width = _detector(self.start), 128
+                trunk, width = detector(self.start), 128
             else:
                 trunk, width = _Reader(len(_characters())), WIDTH
                 trunk.load_state_dict(torch.load(self.start, weights_only=True))
@@ -159,7 +159,7 @@ def _halves() -> tuple[Tensor, Tensor]:
 
 
 @cache
-def _texts_by_topic() -> list[str]:
+def texts_by_topic() -> list[str]:
     """Return Python's help by topic, the longest first, without those that are part of others."""
     from pydoc_data.topics import topics
 
@@ -172,7 +172,7 @@ def _texts_by_topic() -> list[str]:
 
 @cache
 def _characters() -> dict[str, int]:
-    return {c: i for i, c in enumerate(sorted(set("".join(_texts_by_topic()))))}
+    return {c: i for i, c in enumerate(sorted(set("".join(texts_by_topic()))))}
 
 
 def _pieces(text: str) -> Tensor:
@@ -184,7 +184,7 @@ def _pieces(text: str) -> Tensor:
 @cache
 def _topics() -> tuple[Tensor, Tensor]:
     """Return the same number of pieces of each of the longest topics, and their topics."""
-    pieces = [_pieces(text) for text in _texts_by_topic()[:TOPICS]]
+    pieces = [_pieces(text) for text in texts_by_topic()[:TOPICS]]
     each = min(map(len, pieces))
     return torch.cat([p[:each] for p in pieces]), torch.arange(TOPICS).repeat_interleave(each)
 
@@ -192,7 +192,7 @@ def _topics() -> tuple[Tensor, Tensor]:
 # -- networks
 
 
-def _detector(weights: Path) -> nn.Sequential:
+def detector(weights: Path) -> nn.Sequential:
     """Return the trunk of R-Net (Zhang, Zhang, Li, Qiao 2016) with its published weights."""
     trunk = nn.Sequential(
         nn.Conv2d(3, 28, 3), nn.PReLU(28), nn.MaxPool2d(3, 2, ceil_mode=True),
@@ -230,7 +230,7 @@ class _Reader(nn.Module):
 
 def _pretrained_reader() -> _Reader:
     """Return a reader that has learnt to continue the topics that are not classes."""
-    pieces = torch.cat([_pieces(text) for text in _texts_by_topic()[TOPICS:] if len(text) > LENGTH])
+    pieces = torch.cat([_pieces(text) for text in texts_by_topic()[TOPICS:] if len(text) > LENGTH])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         reader = _Reader(len(_characters()))

@@ -258,6 +258,7 @@ class CausalBlock(nn.Module):
         self.drop = nn.Dropout(0.1)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the states of all places, (rows, length, WIDTH)."""
         rows, length, _ = x.shape
         parts = self.mix(self.before(x)).view(rows, length, 3, HEADS, WIDTH // HEADS)
         q, k, v = parts.permute(2, 0, 3, 1, 4)
