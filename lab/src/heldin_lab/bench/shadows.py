@@ -240,7 +240,7 @@ def _split(
     rule = Validation(data=tuple(t[held] for t in rows))
     stopping = EarlyStopping(model, optimizer, F.cross_entropy, rule=rule, patience=PATIENCE)
     steps = sum(_epoch(model, optimizer, loader) for _ in stopping.epochs(setting.epochs))
-    return model, steps, stopping.best_step or 0
+    return model, steps, round((stopping.best_step or 0) / len(loader))
 
 
 def _shadows(
