@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from heldin_lab.study import contest
+from heldin_lab.study import contest, patience
 from heldin_lab.study.data import tables
 from heldin_lab.study.spec import Spec
 
@@ -91,3 +91,64 @@ def test_committee_averages_probabilities() -> None:
     members = [torch.tensor([[2.0, 0.0, 0.0]]), torch.tensor([[0.0, 1.0, 0.0]])]
     outputs = contest.averaged(problem, members).softmax(1)
     torch.testing.assert_close(outputs, torch.stack(members).softmax(2).mean(0))
+
+
+def test_runs_are_renewed_as_a_whole_or_in_part(tmp_path: Path) -> None:
+    """The rivals stay, and so do heldin's rules that are not asked for."""
+    spec = Spec("sk_wine", 50, 0.2, "hidden1", "adam", 3, 60)
+    task = {t.name: t for t in tables(None)}["sk_wine"]
+    run = contest.Run(spec, task)
+    run.path()
+    run.splits()
+    run.decays()
+    run.ours()
+    line = contest._line(run)
+    assert {"heldin, four shadows", "heldin, budget 6", "evidence, temperature"} < set(run.lines)
+    assert {"heldin, three shadows", "evidence, smoothing 0.95"} < set(run.lines)
+    assert run.lines["evidence, temperature"]["steps"] > run.lines["evidence"]["steps"]
+    assert 1 / 3 <= line["majority"] < 1
+    stale = {**line, "rules": {name: [9.0] * 6 for name in line["rules"]}, "said": {}}
+    whole = contest.renewed(stale, task)
+    part = contest.renewed(stale, task, ["heldin, one shadow"])
+    for name, values in line["rules"].items():
+        ours = name in ("heldin", "best on the path", "no stopping", "heldin, one shadow")
+        rival = name.startswith(("split", "Prechelt", "three", "weight"))
+        assert (whole["rules"][name][0] == 9.0) is rival
+        assert (part["rules"][name][0] == values[0]) is ours or name == "heldin, committee"
+    assert part["said"].keys() == {"heldin", "heldin, one shadow"}
+
+
+def test_sizes_and_steps_of_a_plan_can_be_given(tmp_path: Path) -> None:
+    out = contest.contest(
+        "tables", None, tmp_path, runs=1, seed=1, datasets="all", sizes=[60], steps=30,
+        progress=lambda _: None,
+    )  # fmt: skip
+    (line,) = contest.read_lines(out)
+    assert (line["spec"]["n"], line["spec"]["steps"]) == (60, 30)
+
+
+def test_short_patience_and_windows() -> None:
+    curves = torch.tensor([[3.0, 1.0, 2.0, 2.5, 2.6, 2.7]] * 4).double()
+    steps = [0, 10, 20, 30, 40, 50]
+    assert patience.replay(steps, curves, patience.Short(2, 2), 10.0) == (3, 1)
+    assert patience.replay(steps, curves, patience.Short(4, 2), 10.0) == (4, 1)
+    shares = patience.window_shares({0: 0.5, 20: 0.5}, steps)
+    assert shares == pytest.approx({0: 0.5, 10: 1 / 6, 20: 1 / 6, 30: 1 / 6})
+
+
+def test_patience_is_logged_and_replayed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ways = contest.Ways(("hidden1",), ("adam",), (0.2,), (50,), 60)
+    monkeypatch.setitem(patience.WAYS, "tables", ways)
+    patience.log("tables", None, tmp_path, runs=2, seed=1, which="all", steps=None)
+    out = tmp_path / "patience.json"
+    monkeypatch.setattr(
+        "sys.argv", ["patience", "replay", "--folder", str(tmp_path), "--out", str(out)]
+    )
+    patience.main()
+    text = out.with_suffix(".md").read_text()
+    for name in patience.PATIENCES:
+        assert f"| tables | {name} | 2 |" in text
+    assert f"| tables | {patience.DEFAULT}, window | 2 |" in text
+    assert text in capsys.readouterr().out
