@@ -291,6 +291,7 @@ def bench_shadows(
     text = table(results)
     (out / "shadows.md").write_text(text)
     (out / "shadows-limits.md").write_text(text.partition("## Limits\n\n")[2])
+    (out / "shadows-split.md").write_text(beside_split(results))
     return text
 
 
@@ -316,10 +317,7 @@ def table(results: dict[str, Any]) -> str:
     >>> print(table(results).splitlines()[-1][-26:])
     | 0.50, 100 % | reached |
     """
-    runs: dict[str, dict[str, dict[int, Outcome]]] = {}
-    for key, values in results.items():
-        name, way, seed = key.split(" | ")
-        runs.setdefault(name, {}).setdefault(way, {})[int(seed)] = Outcome(**values)
+    runs = _by_setting(results)
     lines = [
         "# Whole runs until they stop",
         "",
@@ -336,6 +334,32 @@ def table(results: dict[str, Any]) -> str:
     lines += ["", "## Limits", "", "| | limit | measured | |", "|---|---|---|---|"]
     lines += [line for name, ways in runs.items() for line in _limits(name, ways)]
     return "\n".join(lines) + "\n"
+
+
+def beside_split(results: dict[str, Any]) -> str:
+    """Return the time of each way until it stops, in times of the split.
+
+    >>> one = {"seconds": 2.0, "steps": 50, "test_loss": 0.5, "megabytes": 1.0}
+    >>> results = {f"CNN, 500 images | {way} | 0": one for way in ("split", "auto")}
+    >>> print(beside_split(results).splitlines()[-1])
+    | CNN, 500 images | - | 1.0 |
+    """
+    lines = ["| | five folds, then refit | heldin |", "|---|---:|---:|"]
+    for name, ways in _by_setting(results).items():
+        cells = []
+        for way in ("folds, refit", "auto"):
+            ratios = [a.seconds / b.seconds for a, b in _pairs(ways, way, "split")]
+            cells.append(f"{statistics.median(ratios):.1f}" if ratios else "-")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _by_setting(results: dict[str, Any]) -> dict[str, dict[str, dict[int, Outcome]]]:
+    runs: dict[str, dict[str, dict[int, Outcome]]] = {}
+    for key, values in results.items():
+        name, way, seed = key.split(" | ")
+        runs.setdefault(name, {}).setdefault(way, {})[int(seed)] = Outcome(**values)
+    return runs
 
 
 def _pairs(ways: dict[str, dict[int, Outcome]], way: str, other: str) -> list[Any]:
