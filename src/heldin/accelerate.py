@@ -50,6 +50,7 @@ class EarlyStopping(FrameworkStopping):
         rule: "auto", "folds", "shadow", "evidence", or one of `heldin.rules`.
         clip: how the loop clips gradients: the largest norm, or a function of the parameters.
         restore: put the weights of the best estimate into the model at the end.
+        verbose: print at the end what was chosen, why it stopped and what to expect.
         log_groups: `metrics()` also has the value of each group of parameters, for evidence.
         others: see `heldin.EarlyStopping`.
 
@@ -151,8 +152,10 @@ class EarlyStopping(FrameworkStopping):
         return values
 
     def close(self) -> None:
-        """Put the best weights into the model, if the user wants it, and follow no more."""
-        self._conclude()
+        """Put the best weights into the model, log the results, and follow no more."""
+        values = self._conclude()
+        if values:
+            self._accelerator.log(values)
 
     def __enter__(self) -> EarlyStopping:
         return self

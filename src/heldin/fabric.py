@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .adapters.arguments import missing_framework
+from .adapters.session import is_main_process
 from .early_stopping import EarlyStopping as PlainEarlyStopping
 from .errors import HeldinError
 
@@ -25,7 +26,8 @@ class EarlyStopping(PlainEarlyStopping):
 
     As `heldin.EarlyStopping`, with the model, the optimiser and the loader that `fabric.setup` and
     `fabric.setup_dataloaders` returned. A loop in mixed precision needs `train_step`, a function of
-    a batch that takes one step with `fabric.backward`.
+    a batch that takes one step with `fabric.backward`. At the end one line says what was chosen,
+    why the run stopped and what to expect, unless `verbose` is false.
 
     >>> import torch
     >>> from lightning.fabric import Fabric
@@ -49,7 +51,7 @@ class EarlyStopping(PlainEarlyStopping):
 
     def __init__(
         self, model: Any, optimizer: Any, loss_fn: Any = None, data: Any = None, *args: Any,
-        batch_loss: Any = None, **options: Any,
+        batch_loss: Any = None, verbose: bool = True, **options: Any,
     ) -> None:  # fmt: skip
         if not isinstance(model, _FabricModule) or not isinstance(optimizer, _FabricOptimizer):
             raise HeldinError(f"{NAME}: give model and optimizer as fabric.setup returned them")
@@ -80,3 +82,10 @@ class EarlyStopping(PlainEarlyStopping):
             model._forward_module, optimizer.optimizer, loss_fn, data, *args,
             batch_loss=batch_loss, **options,
         )  # fmt: skip
+        self._verbose = verbose
+
+    def _finish(self) -> None:
+        super()._finish()
+        message = self.conclusion  # in every process
+        if self._verbose and is_main_process():
+            print(f"EarlyStopping: {message}")

@@ -30,7 +30,7 @@ try:
     from fastai.callback.training import GradientAccumulation, GradientClip
     from fastai.learner import ValueMetric
     from fastai.optimizer import OptimWrapper
-    from fastai.torch_core import get_model, to_device
+    from fastai.torch_core import get_model, noop, to_device
 except ImportError as error:
     raise missing_framework("fastai", "fastai", error) from error
 
@@ -57,7 +57,8 @@ class EarlyStopping(FrameworkStopping, Callback):
 
     Args:
         rule: "auto", "folds", "shadow", "evidence", or one of `heldin.rules`.
-        verbose: print the chosen rule, and the reason of the stop.
+        verbose: print at the end what was chosen, why it stopped and what to expect, unless the
+            Learner has no logger.
         reset_on_fit: each fit starts again; False: it continues where the last one was, or where
             `load_state_dict` says.
         restore: put the weights of the best estimate into the model at the end.
@@ -81,12 +82,11 @@ class EarlyStopping(FrameworkStopping, Callback):
         self,
         rule: str | Rule = "auto",
         *,
-        verbose: bool = False,
         reset_on_fit: bool = True,
         **options: Any,
     ) -> None:
         super().__init__(rule, **options)
-        self.verbose, self.reset_on_fit = verbose, reset_on_fit
+        self.reset_on_fit = reset_on_fit
         if self.eval_data is not None:
             raise HeldinError(
                 f"{self.name}: eval_data has no effect in fastai, where held-out rows are "
@@ -176,17 +176,13 @@ class EarlyStopping(FrameworkStopping, Callback):
             size = self.learn.dls.train.bs
             run.add(tuple(batch), rows=self._rows[i * size : (i + 1) * size])
             if run.step():
-                self._stop("The estimated loss rises")
+                raise CancelTrainException
 
     def before_step(self) -> None:
         """Form the evidence of all batches since the last step."""
         if self._run.before_step():
             self._run.keep_weights()  # nor may the gradients stay until the next fit
-            self._stop("No more evidence")
-
-    def _stop(self, why: str) -> None:
-        self._announce(f"{why} ({self.stopping.reason}): early stopping")
-        raise CancelTrainException
+            raise CancelTrainException
 
     def _stopped(self) -> bool:
         return bool(self._run.running and self._run.should_stop)
@@ -204,6 +200,10 @@ class EarlyStopping(FrameworkStopping, Callback):
         """Put the best weights into the model."""
         self._conclude()
         self._end()
+
+    def _show(self, message: str) -> None:
+        if self.learn.logger is not noop:
+            print(message)
 
     def _end(self) -> None:
         self._patches.close()

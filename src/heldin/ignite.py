@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -54,6 +53,7 @@ class EarlyStopping(FrameworkStopping):
         batch_loss: (model, batch) -> loss, in place of loss_fn, for any batch.
         clip: how the trainer clips gradients: the largest norm, or a function of the parameters.
         restore: put the weights of the best estimate into the model at the end.
+        verbose: print at the end what was chosen, why it stopped and what to expect.
         log_groups: also give the value of each group of parameters, for evidence.
         others: see `heldin.EarlyStopping`.
 
@@ -71,7 +71,6 @@ class EarlyStopping(FrameworkStopping):
     """
 
     name = NAME
-    _logger = logging.getLogger("heldin.ignite")
     _paused = False
 
     @strict_kwargs(extends=FrameworkStopping.__init__)
@@ -120,7 +119,7 @@ class EarlyStopping(FrameworkStopping):
         try:
             state = run(*args, **kwargs)
             if not self._paused:
-                self._conclude()
+                trainer.state.metrics.update(self._conclude())
         finally:
             if self.by_evidence or not self._paused:  # shadows follow the loader's iterator
                 self._run.end()
@@ -157,8 +156,6 @@ class EarlyStopping(FrameworkStopping):
             trainer.state.metrics.update(run.metrics())
             if stop:
                 trainer.terminate()
-                if run.just_stopped:
-                    self._announce(f"Stop training ({run.stopping.reason})")
         return output
 
 

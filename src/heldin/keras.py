@@ -52,8 +52,8 @@ class EarlyStopping(FrameworkStopping, keras.callbacks.Callback):
     the compiled loss and optimiser, each without some of the rows, and their loss on these is the
     estimate, in the logs of batches and epochs as `heldin/estimate` and `heldin/standard_error`.
     The best weights are put into the model at the end. Data are arrays, or a PyTorch DataLoader
-    over a map-style dataset. Clipping, schedules, weight decay, EMA and accumulated gradients of
-    the optimiser are followed.
+    over a map-style dataset. Clipping, schedules, weight decay and accumulated gradients of the
+    optimiser are followed.
 
     Evidence: the step that asks for the stop leaves the weights as they are, and the criterion is
     in the logs as `heldin/criterion`.
@@ -63,7 +63,8 @@ class EarlyStopping(FrameworkStopping, keras.callbacks.Callback):
 
     Args:
         rule: "auto", "folds", "shadow", "evidence", or one of `heldin.rules`.
-        verbose: 1: print the chosen rule, and the reason of the stop.
+        verbose: print at the end what was chosen, why it stopped and what to expect, unless fit is
+            told to be silent.
         start_from_epoch: number of first epochs in which evidence never stops training.
         restore: put the weights of the best estimate into the model at the end.
         log_groups: also log the value of each group of parameters, for evidence.
@@ -86,12 +87,11 @@ class EarlyStopping(FrameworkStopping, keras.callbacks.Callback):
         self,
         rule: str | Rule = "auto",
         *,
-        verbose: int = 0,
         start_from_epoch: int = 0,
         **options: Any,
     ) -> None:
         super().__init__(rule, **options)
-        self.verbose, self.start_from_epoch = verbose, start_from_epoch
+        self.start_from_epoch = start_from_epoch
         refused = {
             "eval_data has no effect": self.eval_data is not None,
             "eval_loss has no effect": self.eval_loss is not None,
@@ -144,6 +144,12 @@ class EarlyStopping(FrameworkStopping, keras.callbacks.Callback):
             raise HeldinError(
                 f"{self.name}: shadows do not scale their loss, as mixed_float16 needs; use "
                 "mixed_bfloat16"
+            )
+        if getattr(optimizer, "use_ema", False) and not self.by_evidence:
+            raise HeldinError(
+                f"{self.name}: use_ema=True keeps averages of weights, which shadows do not have; "
+                "leave it out (the restored weights are an average already), use rule='evidence', "
+                "or heldin.EarlyStopping(averaged_model=) in a loop of your own"
             )
         self.stopped_epoch, self._starts = 0, True
         self._data = self._watch_fit().data_adapter
@@ -267,11 +273,15 @@ class EarlyStopping(FrameworkStopping, keras.callbacks.Callback):
             logs.update({TORCH_PREFIX.sub("/", name): value for name, value in values.items()})
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Put the best weights into the model."""
-        self._conclude()
+        """Put the best weights into the model, and the results into the logs."""
+        values = self._conclude()
         self._end()
-        if self.verbose and self._run.should_stop:
-            print(f"Epoch {self.stopped_epoch + 1}: early stopping ({self.stopping.reason})")
+        if logs is not None:
+            logs.update(values)
+
+    def _show(self, message: str) -> None:
+        if (self.params or {}).get("verbose", 1):
+            print(message)
 
     def _end(self) -> None:
         self._run.end()

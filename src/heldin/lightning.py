@@ -21,16 +21,20 @@ from .shadows.held_out import FrameworkLoss
 from .shadows.replayed import Clip
 
 try:
-    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
     from lightning.pytorch.loggers.logger import DummyLogger
     from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
     from lightning.pytorch.utilities.model_helpers import is_overridden
-    from lightning.pytorch.utilities.rank_zero import rank_zero_info
 except ImportError as error:
     raise missing_framework("Lightning", "lightning", error) from error
 
 __all__ = ["EarlyStopping", "ElementwiseStopping"]
 
+AVERAGES = tuple(
+    vars(callbacks)[name]
+    for name in ("StochasticWeightAveraging", "WeightAveraging")
+    if name in vars(callbacks)
+)
 NO_LOSS = (
     "EarlyStopping: training_step gave no loss to self.manual_backward, from which shadows get it; "
     "call that instead of loss.backward()"
@@ -55,8 +59,8 @@ class EarlyStopping(FrameworkStopping, Callback):
 
     Args:
         rule: "auto", "folds", "shadow", "evidence", or one of `heldin.rules`.
-        verbose: print the chosen rule, and the reason of the stop.
         restore: put the weights of the best estimate into the module at the end.
+        verbose: print at the end what was chosen, why it stopped and what to expect.
         log_groups: also log the value of each group of parameters, for evidence.
         others: see `heldin.EarlyStopping`; eval_loss and predict are functions of module and batch.
             Outputs are what the module, or a single child of it, returned in `training_step`, else
@@ -76,17 +80,13 @@ class EarlyStopping(FrameworkStopping, Callback):
     """
 
     @strict_kwargs(extends=FrameworkStopping.__init__)
-    def __init__(self, rule: str | Rule = "auto", *, verbose: bool = False, **options: Any) -> None:
+    def __init__(self, rule: str | Rule = "auto", **options: Any) -> None:
         super().__init__(rule, **options)
-        self.verbose = verbose
         self.stopped_epoch = 0
         self.stopping_reason_message: str | None = None
         self._patches = Patches()
         self._loss: ShadowTrainingStep | None = None
         self._delivered: Any = None  # the coming batch, as the loader returned it
-
-    def _show(self, message: str) -> None:
-        rank_zero_info(f"EarlyStopping: {message}")
 
     # -- the run
 
@@ -210,15 +210,16 @@ class EarlyStopping(FrameworkStopping, Callback):
         if self._run.just_stopped:
             self.stopped_epoch = trainer.current_epoch
             self.stopping_reason_message = f"{self.stopping.reason}. Signaling Trainer to stop."
-            self._announce(self.stopping_reason_message)
 
     def on_train_epoch_end(self, *_: Any) -> None:
         """Warn of an epoch in which nothing was observed."""
         self._run.end_epoch()
 
-    def on_train_end(self, *_: Any) -> None:
-        """Put the best weights into the module."""
-        self._conclude()
+    def on_train_end(self, trainer: Trainer, *_: Any) -> None:
+        """Put the best weights into the module, and log the results."""
+        values = self._conclude()
+        for logger in trainer.loggers if values else ():
+            logger.log_metrics(values, trainer.global_step)
         self._end()
 
     def on_fit_end(self, *_: Any) -> None:
@@ -333,6 +334,12 @@ def _may_stop(trainer: Trainer) -> bool:
 
 def _check_trainer(trainer: Trainer) -> None:
     """Refuse weights and losses that shadows do not follow."""
+    for name in (type(c).__name__ for c in trainer.callbacks if isinstance(c, AVERAGES)):
+        raise HeldinError(
+            f"EarlyStopping: {name} puts averages of weights into the module, which shadows do not "
+            "have; leave it out (the restored weights are an average already), use "
+            "rule='evidence', or heldin.EarlyStopping(averaged_model=) in a loop of your own"
+        )
     if not isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy)):
         raise HeldinError(
             f"EarlyStopping: {type(trainer.strategy).__name__} divides the weights among the "

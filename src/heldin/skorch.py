@@ -53,8 +53,9 @@ class EarlyStopping(FrameworkStopping, Callback):
 
     Args:
         rule: "auto", "folds", "shadow", "evidence", or one of `heldin.rules`.
-        sink: where to report choice and stop, if the net is verbose.
+        sink: where to tell at the end what was chosen, why it stopped and what to expect.
         restore: put the weights of the best estimate into the module at the end.
+        verbose: tell it, if the net is verbose or there is a sink.
         log_groups: also put the value of each group of parameters into the history, for evidence.
         others: see `heldin.EarlyStopping`; eval_loss and predict are functions of module and batch.
             All can be searched over, as `callbacks__early__budget` for instance.
@@ -179,13 +180,18 @@ class EarlyStopping(FrameworkStopping, Callback):
         self.patches_.wrap(net, "train_step", partial(self._train, net))
         try:
             result = loop(*args, **kwargs)
-            self._conclude()
+            self._record_end(net)
             return result
         except KeyboardInterrupt:  # the usual way to end it
-            self._conclude()
+            self._record_end(net)
             raise
         finally:
             self._end()
+
+    def _record_end(self, net: NeuralNet) -> None:
+        """Put the best weights into the module, and the results into the last epoch."""
+        for name, value in self._conclude().items():
+            net.history.record(name, value)
 
     def _make_iterator(
         self, net: NeuralNet, loss: NetLoss, get: Callable[..., Any], *args: Any, **kwargs: Any
@@ -242,8 +248,6 @@ class EarlyStopping(FrameworkStopping, Callback):
         run = self._run
         if not training or run is None or not run.running or not run.should_stop:
             return
-        why = "there is no more evidence" if self.by_evidence else "the estimated loss rises"
-        self._announce(f"Stopping since {why} ({run.stopping.reason}).")
         net.history.record("train_batch_count", len(net.history[-1, "batches"]))
         net.notify("on_epoch_end", **self.epoch_)  # so that the other callbacks see it
         raise KeyboardInterrupt
@@ -262,13 +266,9 @@ class EarlyStopping(FrameworkStopping, Callback):
             self._run.end()
         self.patches_.close()
 
-    @property
-    def verbose(self) -> bool:
-        """Whether to show messages."""
-        return self.verbose_ or self.sink is not print
-
     def _show(self, message: str) -> None:
-        self.sink(message)
+        if self.verbose_ or self.sink is not print:
+            self.sink(message)
 
 
 class NetLoss(FrameworkLoss):

@@ -28,7 +28,6 @@ try:
     import transformers.trainer as trainer_module
     from transformers import Trainer, TrainerCallback, TrainingArguments
     from transformers.trainer_callback import CallbackHandler
-    from transformers.utils import logging
 except ImportError as error:
     raise missing_framework("transformers and accelerate", "transformers", error) from error
 
@@ -63,6 +62,7 @@ class EarlyStoppingCallback(FrameworkStopping, TrainerCallback):
     Args:
         rule: "auto", "folds", "shadow", "evidence", or one of `heldin.rules`.
         restore: put the weights of the best estimate into the model at the end.
+        verbose: print at the end what was chosen, why it stopped and what to expect.
         log_groups: also log the value of each group of parameters, for evidence.
         others: see `heldin.EarlyStopping`; eval_loss and predict are functions of model and inputs.
             Outputs are the model's `logits`, targets the `labels`.
@@ -76,7 +76,6 @@ class EarlyStoppingCallback(FrameworkStopping, TrainerCallback):
     """
 
     name = NAME
-    _logger = logging.get_logger("heldin.transformers")
 
     @strict_kwargs(extends=FrameworkStopping.__init__)
     def __init__(self, rule: str | Rule = "auto", **options: Any) -> None:
@@ -153,7 +152,6 @@ class EarlyStoppingCallback(FrameworkStopping, TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Follow the step of the optimiser; log and save the last one, as the Trainer does."""
         if self._run.step():
-            self._logger.info(f"{self.stopping.reason}. Stopping training.")
             control.should_training_stop = control.should_log = True
             if args.save_strategy == "steps":
                 control.should_save = True
@@ -168,9 +166,11 @@ class EarlyStoppingCallback(FrameworkStopping, TrainerCallback):
             _add_to_logs(state, logs, self._run.metrics())
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        """Put the best weights into the model."""
-        self._conclude()
+        """Put the best weights into the model, and log the results."""
+        trainer, values = self._trainer, self._conclude()
         self._end()
+        if values:
+            trainer.log(values)
 
     def _save(self, save_rng_state: Callable[..., Any], output_dir: Any) -> Any:
         """Save the state with a checkpoint of the Trainer."""

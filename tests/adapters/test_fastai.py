@@ -115,13 +115,14 @@ def test_the_recorder_has_the_last_epoch() -> None:
     assert not len(learn.metrics)
 
 
-def test_tells_if_asked(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tells(capsys: pytest.CaptureFixture[str]) -> None:
     case = plain.CASES[0]
-    fit(learner(case, rule(case)), case.epochs)
-    assert "evidence" not in capsys.readouterr().out
-    fit(learner(case, rule(case, verbose=True)), case.epochs)
-    told = "No more evidence (step 42: criterion 0.03595 > 0, check 1 of 1): early stopping"
-    assert told in capsys.readouterr().out
+    for verbose in (True, False):
+        learn = learner(case, rule(case, verbose=verbose))
+        with learn.no_bar():
+            learn.fit(case.epochs)
+        told = "EarlyStopping: stopped at step 42 (step 42: criterion 0.03595 > 0"
+        assert (told in capsys.readouterr().out) is verbose
 
 
 def test_each_fit_starts_anew_or_goes_on() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import heldin
-from tests.support import plain
+from tests.support import inside, plain
 
 keras = pytest.importorskip("keras")
 if keras.backend.backend() != "torch":
@@ -61,7 +61,7 @@ def by_hand(case: plain.Case) -> tuple[runs.EvidenceStopping, Any]:
     model, (x, y) = made(case), plain.data(torch.float32)
     waiting = 0
     with runs.EvidenceStopping(model, **case.options) as stopping:
-        stopping._collector.keeps_all_passes = True  # as in the adapter: Keras adds them up
+        inside.collector(stopping).keeps_all_passes = True  # as in the adapter: Keras adds them up
         for _ in range(case.epochs):
             for start in range(0, plain.ROWS, case.batch):
                 a, b = x[start : start + case.batch], y[start : start + case.batch]
@@ -200,14 +200,16 @@ def test_logs_and_history() -> None:
 
 def test_start_from_epoch_and_verbose(capsys: pytest.CaptureFixture[str]) -> None:
     case = plain.CASES[0]
-    callback = rule(case, start_from_epoch=15, verbose=1)
+    callback = rule(case, start_from_epoch=15)
     history = fit(made(case), case, callback).history
     assert callback.stopping is not None
     assert callback.stopping.stopped_step == 42
     assert len(history["loss"]) == 16
-    assert "Epoch 16: early stopping (step " in capsys.readouterr().out
-    fit(made(case), case, rule(case))
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr().out == ""  # fit(verbose=0)
+    for verbose in (True, False):
+        callback = rule(case, verbose=verbose)
+        fit(made(case), case, callback, verbose=2)
+        assert (f"EarlyStopping: {callback.conclusion}" in capsys.readouterr().out) is verbose
 
 
 def test_each_fit_starts_anew() -> None:

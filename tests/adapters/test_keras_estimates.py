@@ -77,17 +77,17 @@ def test_a_shadow_takes_the_same_steps_as_a_model_without_its_rows(kind: str) ->
     model.fit(x.numpy(), y.numpy(), callbacks=[callback], **options)
     stopping: Any = callback.stopping
     kept = [
-        [i for i in range(a, min(a + 16, plain.ROWS)) if stopping._label[i] < 0]
+        [i for i in range(a, min(a + 16, plain.ROWS)) if stopping.fold_of_row[i] < 0]
         for a in (0, 16, 32, 48)
     ]
     for _ in range(3):
         for rows in kept:
             twin.train_on_batch(x[rows].numpy(), y[rows].numpy())
     shadow = estimated.last_shadows(callback.state_dict())[0]
-    expected = [v._value.detach() for v in twin.trainable_variables]
+    expected = [v.value.detach() for v in twin.trainable_variables]
     for weight, other in zip(shadow["weights"].values(), expected, strict=True):
         torch.testing.assert_close(weight, other, rtol=1e-4, atol=1e-5)
-    moving = [v._value.detach() for v in twin.layers[1].non_trainable_variables]
+    moving = [v.value.detach() for v in twin.layers[1].non_trainable_variables]
     found = [b for b in shadow["buffers"].values() if b.shape == (6,)]
     for buffer, other in zip(found, moving, strict=True):
         torch.testing.assert_close(buffer, other, rtol=1e-4, atol=1e-5)
@@ -129,8 +129,7 @@ def test_loaders_of_pytorch() -> None:
 def test_shuffled_arrays() -> None:
     callback = rule(patience=None, average="best")
     fit(made(PLAIN), PLAIN, callback, shuffle=True, epochs=3)
-    stopping: Any = callback.stopping
-    assert stopping._seen == 3 * plain.ROWS
+    assert callback.state_dict()["rule"]["rule"]["seen"] == 3 * plain.ROWS
 
 
 def test_exact_resume(tmp_path: Path) -> None:
@@ -180,4 +179,8 @@ def test_what_cannot_be_followed_is_refused() -> None:
     model = made(PLAIN)
     model.compile("adam", model.loss, jit_compile=True)
     with pytest.raises(heldin.HeldinError, match="jit_compile=False"):
+        fit(model, PLAIN, rule())
+    model = made(PLAIN)
+    model.compile(keras.optimizers.Adam(use_ema=True), model.loss)
+    with pytest.raises(heldin.HeldinError, match=r"use_ema=True keeps averages.*averaged_model="):
         fit(model, PLAIN, rule())

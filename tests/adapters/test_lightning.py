@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import heldin
-from tests.support import plain
+from tests.support import inside, plain
 
 lightning = pytest.importorskip("lightning")
 
@@ -117,7 +116,9 @@ def test_familiar_after_a_few_batches() -> None:
     callback, module = rule(case), Module()
     trainer(case, callback).fit(module, loader(case))
     assert callback.stopping is not None
-    assert len(callback.stopping._collector.plan_cache) == 2  # full batches, and the last ones
+    assert (
+        len(inside.collector(callback.stopping).plan_cache) == 2
+    )  # full batches, and the last ones
 
 
 def test_minimal_epochs_and_steps_are_respected() -> None:
@@ -142,18 +143,16 @@ def test_the_step_after_minimal_steps_leaves_the_weights() -> None:
         assert torch.equal(module.net[0].weight, final[0].weight) is same  # type: ignore[index]
 
 
-def test_tells_if_asked(caplog: pytest.LogCaptureFixture) -> None:
+def test_tells(capsys: pytest.CaptureFixture[str]) -> None:
     case = plain.CASES[0]
     for verbose in (False, True):
         callback = rule(case, verbose=verbose)
-        with caplog.at_level(logging.INFO, "lightning.pytorch.utilities.rank_zero"):
-            logging.getLogger("lightning.pytorch").propagate = True
-            trainer(case, callback).fit(Module(), loader(case))
-        told = [r.message for r in caplog.records if "criterion" in r.message]
+        trainer(case, callback).fit(Module(), loader(case))
+        told = [line for line in capsys.readouterr().out.splitlines() if "criterion" in line]
         assert bool(told) is verbose
-    assert told == [
-        "EarlyStopping: step 42: criterion 0.03595 > 0, check 1 of 1. Signaling Trainer to stop."
-    ]
+    assert told == [f"EarlyStopping: {callback.conclusion}"]
+    message = "step 42: criterion 0.03595 > 0, check 1 of 1. Signaling Trainer to stop."
+    assert callback.stopping_reason_message == message
 
 
 # -- checkpoints
@@ -335,7 +334,7 @@ def test_elementwise_beside_evidence() -> None:
     callback, other, module = rule(case), ElementwiseStopping(smoothing=0.99), Module()
     trainer(case, other, callback).fit(module, loader(case))
     plain.expect_same(case, callback.stopping, module.net)  # no weight has stopped by then
-    assert other.optimizers[0]._updates == 42
+    assert other.optimizers[0].state_dict()["heldin"]["updates"] == 42
     plain.expect_no_trace(module)
     assert math.isclose(other.optimizers[0].stopped_fraction(), 0.0)
 

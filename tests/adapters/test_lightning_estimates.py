@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +120,7 @@ def test_rows_in_time() -> None:
     trainer(PLAIN, callback).fit(module, estimated.loader(PLAIN))
     estimated.expect_same(PLAIN, callback.stopping, module.net, rule="folds", time=order)
     stopping: Any = callback.stopping
-    last = [row for row, label in enumerate(stopping._label.tolist()) if label == 4]
+    last = [row for row, label in enumerate(stopping.fold_of_row.tolist()) if label == 4]
     assert {order[row] for row in last} == {*range(plain.ROWS - len(last), plain.ROWS)}
 
 
@@ -130,7 +129,7 @@ def test_light_shadows() -> None:
     callback, module = EarlyStopping(light, patience=None), Module()
     trainer(PLAIN, callback, max_epochs=2).fit(module, estimated.loader(PLAIN))
     stopping: Any = callback.stopping
-    assert stopping._backend.draw.share == 0.5
+    assert stopping.backend.draw.share == 0.5
 
 
 def test_folds() -> None:
@@ -188,11 +187,12 @@ def test_a_loss_of_ones_own_is_estimated() -> None:
     trainer(PLAIN, callback, max_epochs=3).fit(module, estimated.loader(PLAIN))
     stopping = callback.stopping
     assert stopping is not None
-    assert {len(curve) for curve in stopping._curves} == {plain.ROWS}
-    assert {float(v) for v in stopping._curves[0]} == {0.0, 1.0}
-    label = stopping._label.view(-1, 2)  # type: ignore[attr-defined]
+    curves = [stopping.row_losses(number) for number in range(len(stopping.history))]
+    assert {len(curve) for curve in curves} == {plain.ROWS}
+    assert {float(v) for v in curves[0]} == {0.0, 1.0}
+    label = stopping.fold_of_row.view(-1, 2)
     assert torch.equal(label[:, 0], label[:, 1])
-    assert stopping._step == 12
+    assert callback.state_dict()["run"]["rule"]["step"] == 12
 
 
 def test_without_restoring_the_last_weights_stay() -> None:
@@ -278,9 +278,9 @@ def test_after_the_end_training_goes_on_from_the_last_weights(tmp_path: Path) ->
     assert callback.stopping is not None
     assert callback.stopping.best_step < 40
     assert not torch.equal(module.net[0].weight, last)
-    torch.testing.assert_close(callback._run._last["net.0.weight"], last)
+    torch.testing.assert_close(callback.state_dict()["run"]["last"]["net.0.weight"], last)
     assert again.stopping is not None
-    assert again.stopping._step == 84
+    assert again.state_dict()["run"]["rule"]["step"] == 84
 
 
 def test_other_settings_are_refused_on_resume(tmp_path: Path) -> None:
@@ -298,24 +298,22 @@ def test_other_settings_are_refused_on_resume(tmp_path: Path) -> None:
 # -- logs
 
 
-def test_logged_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    callback, logger = rule(verbose=True), CSVLogger(tmp_path)
+def test_logged(tmp_path: Path) -> None:
+    callback, logger = rule(), CSVLogger(tmp_path)
     fit = trainer(PLAIN, callback, logger=logger)
-    with caplog.at_level(logging.INFO, "lightning.pytorch.utilities.rank_zero"):
-        logging.getLogger("lightning.pytorch").propagate = True
-        fit.fit(Module(), estimated.loader(PLAIN))
+    fit.fit(Module(), estimated.loader(PLAIN))
     stopping = callback.stopping
     assert stopping is not None
-    told = [r.message for r in caplog.records if r.message.startswith("EarlyStopping: ")]
-    assert told[0] == f"EarlyStopping: {stopping.reason_chosen}"
-    assert "of five folds, for about" in told[0]
-    assert f"step {stopping.stopped_step}: estimated loss" in told[1]
     assert {"heldin/estimate", "heldin/standard_error"} <= {*fit.progress_bar_metrics}
     assert "train_loss" in fit.callback_metrics
     text = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()
     assert "heldin/best_estimate" in text[0]
     column = text[0].split(",").index("heldin/estimate")
-    values = sorted({float(line.split(",")[column]) for line in text[1:]})
+    texts = [line.split(",") for line in text[1:]]
+    values = sorted({float(cells[column]) for cells in texts if cells[column]})
+    last = dict(zip(text[0].split(","), texts[-1], strict=True))
+    summary = callback.summary()
+    assert {name: float(last[name]) for name in summary} == pytest.approx(summary)
     assert values == pytest.approx(sorted(r.estimate for r in stopping.history if r.step))
 
 
@@ -356,6 +354,18 @@ def test_what_cannot_be_followed_is_refused(module: Any, data: Any, message: str
     with pytest.raises(heldin.HeldinError, match=message):
         trainer(PLAIN, rule(), gradient_clip_val=None).fit(module, batches)
     estimated.expect_no_trace(module, batches if data is None else None)
+
+
+@pytest.mark.parametrize("name", ["EMAWeightAveraging", "StochasticWeightAveraging"])
+def test_averages_of_weights_are_refused(name: str) -> None:
+    made = getattr(pytest.importorskip("lightning.pytorch.callbacks"), name, None)
+    if made is None:
+        pytest.skip(f"this version of Lightning has no {name}")
+    average = made(0.01) if name.startswith("Stochastic") else made()
+    with pytest.raises(heldin.HeldinError, match=rf"{name} puts averages.*averaged_model="):
+        trainer(PLAIN, rule(), average, gradient_clip_val=None).fit(
+            Module(), estimated.loader(PLAIN)
+        )
 
 
 def test_wrong_settings_are_refused_at_once() -> None:

@@ -7,7 +7,6 @@ with a temperature with `heldin.EarlyStopping` in a plain loop.
 from __future__ import annotations
 
 import copy
-import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -395,44 +394,52 @@ def test_results_of_evidence_and_before_a_run() -> None:
 
 
 @each
-def test_the_end_is_logged_in_one_line(
-    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_line_at_the_end(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = {"rule": FOLDS, "patience": heldin.Patience(1.0, 4, 1)}
-    loggers = {n: logging.getLogger(n) for n in ("heldin", "heldin.transformers", "heldin.ignite")}
-    before = {n: logger.level for n, logger in loggers.items()}
-    try:
-        for level in (logging.WARNING, logging.INFO):
-            for logger in loggers.values():
-                logger.setLevel(level)
-                logger.addHandler(caplog.handler)
-            caplog.clear()
-            callback = FRAMEWORKS[name](tmp_path, **options).callback
-            lines = {r.getMessage() for r in caplog.records if r.name.startswith("heldin")}
-            ends = [line for line in lines if callback.conclusion in line]
-            assert len(ends) == (level == logging.INFO)
-            assert bool(lines) == (level == logging.INFO)
-    finally:
-        for n, logger in loggers.items():
-            logger.setLevel(before[n])
-            logger.removeHandler(caplog.handler)
-    step = estimated.followed(callback).stopped_step
-    assert callback.conclusion.startswith("stopped after ")
-    assert f"step {step}" in callback.conclusion
-    assert f"; expect loss {callback.estimates['loss']}" in callback.conclusion
-    printed = capsys.readouterr().out
-    assert "expect loss" not in printed
+    if name == "skorch":
+        options["sink"] = lambda text: print(text)  # the net is not verbose
+    run = FRAMEWORKS[name](tmp_path, **options)
+    conclusion, printed = run.callback.conclusion, capsys.readouterr().out
+    step = estimated.followed(run.callback).stopped_step
+    assert conclusion.startswith("stopped after ")
+    assert f"step {step}" in conclusion
+    assert f"; expect loss {run.callback.estimates['loss']}" in conclusion
+    silent = name in ("fastai", "keras")  # as their own switches say in these tests
+    told = [line for line in printed.splitlines() if "expect loss" in line]
+    kind = "EarlyStoppingCallback" if name == "transformers" else "EarlyStopping"
+    assert told == ([] if silent else [f"{kind}: {conclusion}"])
+    assert repr(run.callback) == f"<{kind}({FOLDS!r}): {conclusion}>"
+    FRAMEWORKS[name](tmp_path, **options, verbose=False)
+    assert "expect loss" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["fastai", "keras", "skorch"])
-def test_the_end_is_printed_if_asked_for(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    asked: dict[str, Any] = (
-        {"verbose": 1} if name != "skorch" else {"sink": lambda text: print(text)}
+@pytest.mark.parametrize("name", ["ignite", "skorch"])
+def test_results_are_logged_at_the_end(name: str, tmp_path: Path) -> None:
+    run = FRAMEWORKS[name](tmp_path, rule=FOLDS, verbose=False)
+    summary = run.callback.summary()
+    assert summary == {key: run.logged[key] for key in summary}
+
+
+def test_a_repr_before_a_run() -> None:
+    pytest.importorskip("lightning")
+    from heldin.lightning import EarlyStopping
+
+    assert repr(EarlyStopping(budget=4, groups=list(range(99)))) == (
+        "EarlyStopping(groups=[0, 1, 2, 3, 4, 5, ...], budget=4)"
     )
-    run = FRAMEWORKS[name](tmp_path, rule=FOLDS, patience=None, **asked)
-    assert capsys.readouterr().out.count(run.callback.conclusion) == 1
+
+
+class Own(heldin.rules.Rule):
+    """A rule of the user's own."""
+
+
+def test_a_rule_of_the_users_own() -> None:
+    pytest.importorskip("lightning")
+    from heldin.lightning import EarlyStopping
+
+    said = r"EarlyStopping: tests\.adapters\.test_outputs\.Own is a rule that frameworks do not"
+    with pytest.raises(heldin.HeldinError, match=said):
+        EarlyStopping(Own())
 
 
 def test_settings_of_skorch_are_the_arguments() -> None:

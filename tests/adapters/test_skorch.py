@@ -136,7 +136,7 @@ def test_tells_if_the_net_is_verbose(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out == ""
     fitted(case, rule(case), verbose=1)
     out = capsys.readouterr().out
-    assert "Stopping since there is no more evidence (step 42: criterion 0.03595 > 0" in out
+    assert "EarlyStopping: stopped at step 42 (step 42: criterion 0.03595 > 0" in out
     assert "heldin/criterion" in out.splitlines()[0]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 import heldin
-from tests.support import estimated, plain
+from tests.support import estimated, inside, plain
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -124,6 +124,7 @@ def test_evaluation_and_logs(tmp_path: Path) -> None:
     last = callback.stopping.history.last()
     assert logged[-1] == last.estimate
     assert len(logged) == callback.stopping.stopped_step
+    assert history[-1]["heldin/loss_low"] == callback.estimates["loss"].low  # of summary()
     assert history[-2]["heldin/standard_error"] == last.standard_error
 
 
@@ -225,7 +226,7 @@ def test_a_shadow_takes_the_same_steps_as_a_model_without_its_rows(
     accumulated = {"gradient_accumulation_steps": 2, "label_smoothing_factor": smoothing}
     tune(model, tmp_path, callback, **accumulated)
     stopping: Any = callback.stopping
-    label = stopping._label
+    label = stopping.fold_of_row
     optimizer = torch.optim.SGD(twin.parameters(), lr=0.5)
     for start in range(0, 24, 8):
         kept = [row for i, row in enumerate(texts()) if start <= i < start + 8 and label[i] < 0]
@@ -238,7 +239,7 @@ def test_a_shadow_takes_the_same_steps_as_a_model_without_its_rows(
         ((1 - smoothing) * nll - smoothing * log.mean()).backward()
         optimizer.step()
         optimizer.zero_grad()
-    found = estimated.last_shadows(callback._run.state_dict())[0]["weights"]
+    found = estimated.last_shadows(callback.state_dict())[0]["weights"]
     assert 0 < int((label >= 0).sum()) < 24
     for name, weight in twin.named_parameters():
         torch.testing.assert_close(found[name], weight.detach())
@@ -264,14 +265,13 @@ def test_length_grouped_batches_keep_their_rows(tmp_path: Path) -> None:
 
     class Listening(EarlyStoppingCallback):
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            seen.extend(self._run.stopping._given)  # type: ignore[union-attr]
+            seen.extend(inside.waiting(self.stopping))
             super().on_step_end(*args, **kwargs)
 
     callback = Listening(rule="shadow", patience=None)
     tune(language_model(), tmp_path, callback, train_sampling_strategy="group_by_length")
-    records = [record for record, _, _ in seen]
-    assert sorted(i for record in records for i in record.rows.tolist()) == list(range(24))
-    for record in records:
+    assert sorted(i for record in seen for i in record.rows.tolist()) == list(range(24))
+    for record in seen:
         batch, index = record.prepared, record.rows
         for row, number in zip(batch["input_ids"], index.tolist(), strict=True):
             ids = texts()[number]["input_ids"]
@@ -292,7 +292,7 @@ def test_adapters_alone_have_shadows(tmp_path: Path) -> None:
     callback = rule(rule="folds")
     run = tune(model, tmp_path, callback, num_train_epochs=8, gradient_accumulation_steps=2)
     stopping: Any = callback.stopping
-    shadows = estimated.last_shadows(callback._run.state_dict())
+    shadows = estimated.last_shadows(callback.state_dict())
     (names,) = {tuple(shadow["weights"]) for shadow in shadows}
     assert all("lora_" in name for name in names)
     assert len(stopping.history) > 5

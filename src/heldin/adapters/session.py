@@ -35,7 +35,15 @@ from heldin.shadows.held_out import BatchLoss
 from heldin.shadows.replayed import Clip
 from heldin.state.schema import check_int
 
-__all__ = ["BATCH_SIZE", "Session", "Settings", "flat_metrics", "length", "unwrap_loader"]
+__all__ = [
+    "BATCH_SIZE",
+    "Session",
+    "Settings",
+    "flat_metrics",
+    "is_main_process",
+    "length",
+    "unwrap_loader",
+]
 
 BATCH_SIZE = 32  # rows per evaluation, where the loader has no batch size
 MANY_EPOCHS = 200  # epochs after which the criterion will hardly stop the run
@@ -535,6 +543,11 @@ def several_processes() -> bool:
     """Return whether this is one of several processes."""
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     return distributed and torch.distributed.get_world_size() > 1
+
+
+def is_main_process() -> bool:
+    """Return whether this process tells of the run: the only one, or the first."""
+    return not several_processes() or torch.distributed.get_rank() == 0
 
 
 def unwrap_loader(owner: str, loader: Any) -> DataLoader[Any]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import logging
+import inspect
 import math
+import reprlib
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -15,7 +16,7 @@ from heldin.rules.options import Auto, Evidence, Folds, Rule, resolve
 from heldin.rules.results import RunResults
 
 from .arguments import strict_kwargs
-from .session import Session, Settings
+from .session import Session, Settings, is_main_process
 
 __all__ = ["OUTPUTS", "FrameworkStopping"]
 
@@ -37,13 +38,12 @@ class FrameworkStopping(RunResults):
         rule: "auto", "folds", "shadow", "evidence", or one of `heldin.rules` (Auto, Folds,
             Evidence).
         restore: put the weights of the best estimate into the model at the end.
+        verbose: print one line when a run ends: what was chosen, why it stopped, what to expect.
         log_groups: also log the value of each group of parameters, for evidence.
         options: see `heldin.EarlyStopping`; on_check is called with this callback.
     """
 
     name: ClassVar[str] = "EarlyStopping"  # for messages
-    verbose: Any = False  # whether to show messages, not to log them
-    _logger: ClassVar[Any] = logging.getLogger("heldin")
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -55,12 +55,14 @@ class FrameworkStopping(RunResults):
         rule: str | Rule = "auto",
         *,
         restore: bool = True,
+        verbose: bool = True,
         log_groups: bool = False,
         **options: Any,
     ) -> None:
         super().__init__()
         self._set_outputs({name: options.pop(name) for name in OUTPUTS})
-        vars(self).update(options, rule=rule, restore=restore, log_groups=log_groups)
+        options |= {"restore": restore, "verbose": verbose, "log_groups": log_groups}
+        vars(self).update(options, rule=rule)
         self._run: Any = self.make_session()
 
     def _set_outputs(self, options: dict[str, Any]) -> None:
@@ -82,11 +84,12 @@ class FrameworkStopping(RunResults):
         values = vars(self)
         rule = resolve(values["rule"], values["budget"], values["memory"])
         if not isinstance(rule, (Auto, Folds, Evidence)):
-            name = type(rule).__name__
+            name, module = type(rule).__name__, type(rule).__module__
+            why = REFUSED.get(name) if module.startswith("heldin.") else None
             raise HeldinError(
-                f"{self.name}: heldin.rules.{name} {REFUSED.get(name, 'is not known')}; use "
-                "'auto', 'folds', 'shadow' or 'evidence' here, or heldin.EarlyStopping in a loop "
-                "of your own"
+                f"{self.name}: {'heldin.rules' if why else module}.{name} "
+                f"{why or 'is a rule that frameworks do not follow'}; use 'auto', 'folds', "
+                "'shadow' or 'evidence' here, or heldin.EarlyStopping in a loop of your own"
             )
         names = {*Settings.__dataclass_fields__} - {"rule", "outputs", "on_begin"}
         settings = Settings(
@@ -111,31 +114,31 @@ class FrameworkStopping(RunResults):
     # -- the run
 
     def _begin(self, *args: Any, **kwargs: Any) -> Any:
-        """Begin a run, see `Session.begin`, and say which rule was chosen."""
-        stopping = self._run.begin(*args, **kwargs)
-        if not self.by_evidence:
-            self._announce(stopping.reason_chosen)
-        return stopping
+        """Begin a run, see `Session.begin`."""
+        return self._run.begin(*args, **kwargs)
 
-    def _conclude(self) -> None:
-        """Put the best weights into the model and say how the run ended."""
+    def _conclude(self) -> dict[str, float]:
+        """Put the best weights into the model, say how the run ended, and return its summary."""
         running = self._run.running
         self._run.finish()
-        if running and not self.by_evidence and self._announces():
-            self._announce(self.conclusion)
-
-    def _announces(self) -> bool:
-        """Return whether messages are shown: the intervals of metrics take time."""
-        return bool(self.verbose) or self._logger.isEnabledFor(logging.INFO)
-
-    def _announce(self, message: str) -> None:
-        if self.verbose:
-            self._show(message)
-        else:
-            self._logger.info(f"{self.name.rpartition('.')[2]}: {message}")
+        if not running:
+            return {}
+        message, values = self.conclusion, self.summary()  # in every process
+        if vars(self)["verbose"] and is_main_process():
+            self._show(f"{self.name.rpartition('.')[2]}: {message}")
+        return values
 
     def _show(self, message: str) -> None:
-        print(f"EarlyStopping: {message}")
+        """Print a line, unless the framework was told to be silent."""
+        print(message)
+
+    def __repr__(self) -> str:
+        name, values = self.name.rpartition(".")[2], {**vars(self), **self._output_options()}
+        if self._followed() is not None:
+            return f"<{name}({values['rule']!r}): {self.conclusion}>"
+        parameters = inspect.signature(type(self).__init__).parameters.items()
+        told = {n: values[n] for n, p in parameters if n in values and values[n] is not p.default}
+        return f"{name}({', '.join(f'{n}={reprlib.repr(v)}' for n, v in told.items())})"
 
     # -- results
 

@@ -304,7 +304,8 @@ class Trainer:
                 inner.should_stop, inner.stopped_step = True, inner.history.last().step
 
         with warnings.catch_warnings():  # estimators have a warning of their own
-            warnings.filterwarnings("ignore", ".*(never fell below|has learnt nothing)", HeldinWarning)
+            said = ".*(never fell below|has learnt nothing)"
+            warnings.filterwarnings("ignore", said, HeldinWarning)
             stopping.fit(
                 self.batch_rows,
                 config.max_iter,
