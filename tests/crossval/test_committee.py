@@ -86,3 +86,9 @@ def test_mistakes_in_committees() -> None:
         Committee(members(1), "softmax")(X)
     with pytest.raises(HeldinError, match="members must return a tensor"):
         Committee([nn.LSTM(4, 2).double()])(X)
+
+
+def test_members_are_calibrated_before_they_are_averaged() -> None:
+    committee = Committee(members(3), "softmax", temperature=2.0)
+    mean = torch.stack([(member(X) / 2).softmax(-1) for member in members(3)]).mean(0)
+    assert torch.allclose(committee(X).softmax(-1), mean)

@@ -208,7 +208,7 @@ def test_different_losses_are_not_compared() -> None:
     assert "the losses are different ones (mseloss and l1loss)" in repr(comparison)
     with pytest.raises(HeldinError, match="different ones"):
         comparison.difference  # noqa: B018
-    plain = {"metrics": {}, "outputs": None, "targets": None}
+    plain: dict[str, Any] = {"metrics": {}, "outputs": None, "targets": None}
     with pytest.raises(HeldinError, match="losses are different"):
         compare(run(loss="mseloss", **plain), run(loss="l1loss", **plain))
 

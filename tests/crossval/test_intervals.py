@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from heldin.crossval import Interval, mean_interval, statistic_interval
+from heldin.crossval import Estimates, Interval, mean_interval, statistic_interval
 from heldin.crossval import intervals as module
 from heldin.crossval.intervals import resampled_rows, row_groups, studentised_ends
 from heldin.errors import HeldinError
@@ -346,4 +346,52 @@ def test_the_value_lies_within() -> None:
 def test_mistakes_in_metrics(arguments: dict[str, Any], message: str) -> None:
     defaults = {"function": accuracy, "outputs": torch.ones(8), "targets": torch.ones(8)}
     with pytest.raises(HeldinError, match=message):
-        statistic_interval(**{**defaults, **arguments})  # type: ignore[arg-type]
+        statistic_interval(**{**defaults, **arguments})
+
+
+def hits(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs == targets).double().mean()
+
+
+def test_a_perfect_score_has_an_interval() -> None:
+    targets = torch.arange(50) % 2
+    interval = statistic_interval(hits, targets, targets)
+    assert tuple(interval) == (1.0, pytest.approx(1 - 4 / 50), 1.0)  # the rule of three
+    wrong = statistic_interval(lambda o, t: 1 - hits(o, t), targets, targets)
+    assert tuple(wrong) == (0.0, 0.0, pytest.approx(4 / 50))
+    grouped = statistic_interval(hits, targets, targets, groups=torch.arange(50) // 5)
+    assert grouped.low == pytest.approx(0.6)  # four groups of ten
+    alike = torch.ones(50)
+    assert math.isnan(statistic_interval(hits, alike, alike).low)  # no row could be of another
+
+
+def test_rows_with_weights_are_drawn_with_them() -> None:
+    outputs, targets = torch.arange(60) % 3, torch.arange(60) % 2
+    weights = (torch.arange(60) < 30).double()
+
+    def weighted(outputs: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+        return ((outputs == targets) * weights).sum() / weights.sum()
+
+    interval = statistic_interval(weighted, outputs, targets, weights=weights)
+    assert interval.value == pytest.approx(float((outputs == targets)[:30].double().mean()))
+    assert interval.low < interval.value < interval.high
+
+
+def test_intervals_are_computed_when_asked_for() -> None:
+    asked: list[str] = []
+
+    def interval(name: str) -> Interval:
+        asked.append(name)
+        return Interval(1.0, 0.5, 1.5)
+
+    estimates = Estimates({name: lambda name=name: interval(name) for name in ("loss", "f1")})
+    assert "f1" in estimates
+    assert [*estimates] == ["loss", "f1"]
+    assert "accuracy" not in estimates
+    assert not asked
+    assert estimates["loss"] == estimates["loss"] == Interval(1.0, 0.5, 1.5)
+    assert asked == ["loss"]
+    assert estimates == dict(estimates)
+    assert repr(estimates) == repr(dict(estimates))
+    value, low, high = estimates["f1"]
+    assert (value, low, high) == (1.0, 0.5, 1.5)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import sys
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from heldin.crossval import Metric, resolve_metrics, statistic_interval
+from heldin.crossval import Metric, described, resolve_metrics, statistic_interval
 from heldin.errors import HeldinError
 
 
@@ -407,3 +408,92 @@ class TestTorchmetrics:
         wrong = resolve_metrics({"acc": MulticlassAccuracy(3)})["acc"]
         with pytest.raises(HeldinError, match="metric 'acc' cannot be computed from outputs"):
             wrong(logits, targets)
+
+
+class TestLogitsOrProbabilities:
+    @pytest.mark.parametrize("metric", ["accuracy", "torchmetrics"])
+    def test_logits_within_zero_and_one(self, metric: str) -> None:
+        logits, targets = torch.tensor([[0.1], [0.2], [0.6], [0.9]]), torch.ones(4, 1)
+        given: Any = metric
+        if metric == "torchmetrics":
+            given = pytest.importorskip("torchmetrics").classification.BinaryAccuracy()
+        (name, resolved) = next(iter(resolve_metrics(given).items()))
+        assert resolved(logits, targets) == 0.5  # as probabilities
+        known = resolved.of_probabilities(False)
+        assert (known.name, known(logits, targets)) == (name, 1.0)
+        assert known.of_probabilities(True) is known
+
+    def test_torchmetrics_get_probabilities_of_classes(self) -> None:
+        torchmetrics = pytest.importorskip("torchmetrics")
+        logits = torch.randn(60, 3, generator=torch.Generator().manual_seed(0))
+        targets = torch.arange(60) % 3
+        metric = torchmetrics.classification.MulticlassCalibrationError(3)
+        (resolved,) = resolve_metrics(metric, probabilities=False).values()
+        assert resolved(logits, targets) == pytest.approx(float(metric(logits.softmax(1), targets)))
+
+
+def test_functions_of_scikit_learn_are_refused() -> None:
+    metrics = pytest.importorskip("sklearn.metrics")
+    for given in (metrics.r2_score, partial(metrics.f1_score, average="macro")):
+        with pytest.raises(HeldinError, match=r"takes \(y_true, y_pred\).*'(r2|f1)'.*lambda"):
+            resolve_metrics({"name": given})
+    swapped = resolve_metrics({"r2": lambda outputs, targets: metrics.r2_score(targets, outputs)})
+    outputs, targets = torch.randn(9), torch.randn(9)
+    expected = resolve_metrics("r2")["r2"](outputs, targets)
+    assert swapped["r2"](outputs, targets) == pytest.approx(expected)
+
+
+def test_what_a_users_function_raises_names_the_metric() -> None:
+    (metric,) = resolve_metrics({"mine": lambda outputs, targets: {}["key"]}).values()
+    with pytest.raises(HeldinError, match=r"'mine'.*outputs \(4, 2\) and targets \(4,\): KeyError"):
+        metric(torch.ones(4, 2), torch.ones(4))
+
+
+def test_a_class_without_rows_is_named() -> None:
+    pytest.importorskip("sklearn")
+    with pytest.raises(HeldinError, match="no row has class 1"):
+        resolve_metrics("roc_auc_ovr")["roc_auc_ovr"](torch.randn(6, 3), torch.tensor([0, 2] * 3))
+
+
+def test_rows_with_weights() -> None:
+    metrics = pytest.importorskip("sklearn.metrics")
+    logits = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
+    targets, weights = torch.arange(40) % 3, torch.linspace(0, 2, 40)
+    value = resolve_metrics("f1_macro")["f1_macro"](logits, targets, weights)
+    labels = logits.argmax(1)
+    expected = metrics.f1_score(targets, labels, average="macro", sample_weight=weights)
+    assert value == pytest.approx(expected)
+    image, maps = torch.randn(4, 2, 3, 3), torch.zeros(4, 3, 3, dtype=torch.long)
+    maps[:2, 0] = -100
+    shares = (image.argmax(1) == 0).double() * (maps == 0)
+    weights = torch.tensor([1.0, 2.0, 0.0, 3.0])
+    expected = (shares.sum((1, 2)) @ weights.double()) / ((maps == 0).sum((1, 2)) @ weights.long())
+    value = resolve_metrics("accuracy")["accuracy"](image, maps, weights)
+    assert value == pytest.approx(float(expected))
+    own = resolve_metrics({"mine": lambda outputs, targets, sample_weight: sample_weight.sum()})
+    assert own["mine"](logits, targets, torch.ones(40)) == 40
+    plain = resolve_metrics({"mine": lambda outputs, targets: 0.0})["mine"]
+    with pytest.raises(HeldinError, match="'mine' does not take the rows' weights"):
+        plain(logits, targets, torch.ones(40))
+
+
+def test_descriptions() -> None:
+    losses = [
+        nn.MSELoss(),
+        nn.L1Loss(),
+        nn.CrossEntropyLoss(),
+        nn.CrossEntropyLoss(label_smoothing=0.1),
+        nn.CrossEntropyLoss(torch.tensor([1.0, 2.0])),
+        partial(nn.functional.cross_entropy, label_smoothing=0.2),
+        lambda outputs, targets: (outputs - targets).abs().mean(),
+        lambda outputs, targets: (outputs - targets).square().mean(),
+    ]
+    assert len({described(loss) for loss in losses}) == len(losses)
+    assert described(nn.MSELoss(reduction="sum")) == described(nn.functional.mse_loss)
+    assert described(nn.CrossEntropyLoss()) == described(nn.functional.cross_entropy)
+
+    def with_loss(loss: Any) -> Any:
+        return lambda model, batch: loss(model(batch[0]), batch[1])
+
+    assert described(with_loss(losses[0])) != described(with_loss(losses[1]))
+    assert described(with_loss(losses[0])) == described(with_loss(nn.MSELoss()))

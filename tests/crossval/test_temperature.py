@@ -220,7 +220,7 @@ def test_cross_fitting_is_not_optimistic() -> None:
         (lambda x, y: fit_temperature(x, y + 1), "numbers from 0 to 3.*between 1 and 4"),
         (lambda x, y: fit_temperature(x, y - 1), "between -1 and 2"),
         (lambda x, y: fit_temperature(x.tolist(), y), "logits must be a tensor"),
-        (lambda x, y: fit_temperature(x, None), "targets must be a tensor"),
+        (lambda x, y: fit_temperature(x, None), "targets must be a tensor"),  # type: ignore[arg-type]
         (lambda x, y: fit_temperature(x[:0], y[:0]), "one entry for each row"),
         (lambda x, y: fit_temperature(x, y, -torch.ones(400)), "400 numbers >= 0"),
         (lambda x, y: fit_temperature(x, y, torch.ones(3)), "400 numbers >= 0"),

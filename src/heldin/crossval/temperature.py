@@ -31,8 +31,8 @@ __all__ = [
 HOTTEST = 100.0  # largest temperature that is fitted
 IGNORED = -100  # target of positions that do not count, as in torch.nn.CrossEntropyLoss
 STEPS = 60  # most steps of Newton's method
-LAST_STEP = 1e-5  # relative size of the last step
-FOLD_STEP = 0.02  # the same without a fold, which the losses depend on by its square
+LAST_STEP = 1e-5  # relative size of the last step; the error after it is about its square
+FOLD_STEP = 0.1  # the same without a fold, which the losses depend on little
 MOST_LINES = 20_000  # lines that a temperature is fitted on
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -113,7 +113,7 @@ def cross_fitted(
     >>> losses  # rows 0 and 1 at T = 100, rows 2 and 3 at T = 1
     tensor([0.6733, 0.6733, 0.0181, 4.0181], dtype=torch.float64)
     """
-    fit = calibrate(logits, targets, folds, weights, binary=binary, last_step=LAST_STEP)
+    fit = calibrate(logits, targets, folds, weights, binary=binary, last_step=0.0)
     return fit.temperature, fit.losses
 
 
@@ -148,7 +148,7 @@ def calibrate(
     Args:
         logits, targets, folds, weights, binary: see `cross_fitted`.
         start: a temperature to start from.
-        last_step: relative size of the last step of Newton's method without a fold.
+        last_step: relative size up to which one step of Newton's method is enough without a fold.
     """
     terms = _Terms(logits, targets, binary)
     row_weights = _checked_weights(weights, terms.rows)
@@ -161,13 +161,7 @@ def calibrate(
     if len(names) == 1:
         numbers = torch.arange(terms.rows) % 2
     temperature = terms.temperature(row_weights, 1 / start)
-    sharpness = torch.tensor(
-        [
-            1 / terms.temperature(row_weights * (numbers != fold), 1 / temperature, last_step)
-            for fold in range(max(2, len(names)))
-        ],
-        dtype=torch.float64,
-    )[numbers]
+    sharpness = terms.without_folds(row_weights, numbers, 1 / temperature, last_step)
     return Calibrated(
         temperature, terms.losses(1 / temperature), 1 / sharpness, terms.losses(sharpness)
     )
@@ -223,15 +217,16 @@ class _Terms:
         shares = counts.expand(len(scores)).double().reshape(self.rows, -1)
         number = shares.sum(1, keepdim=True)
         self.shares = (shares / number.clamp_min(1)).reshape(-1)  # of the row's mean
-        self.plain = torch.zeros(self.rows, dtype=torch.float64)
-        self.plain = self.losses(1.0)
-        self.finite = self.plain.isfinite() & (number[:, 0] > 0)
-        # a class that is masked by -inf has probability 0 and no part in the derivatives
-        self.scores = scores.clamp_min(-1e100)
+        finite = self.target_scores.isfinite() | (self.shares == 0)
+        self.finite = finite.reshape(self.rows, -1).all(1) & (number[:, 0] > 0)
+        self.broken: Tensor | None = None  # losses of rows, if some are not finite
         if not bool(self.finite.all()):
+            self.broken = self.losses(1.0)
             used = self._of_lines(self.finite)
             self.scores = torch.where(used[:, None], self.scores, 0.0)
             self.target_scores = torch.where(used, self.target_scores, 0.0)
+        # a class that is masked by -inf has probability 0 and no part in the derivatives
+        self.scores = self.scores.clamp_min(-1e100)
         # lines that a temperature is fitted on
         self.sample: Any = slice(None)
         if len(scores) > MOST_LINES:
@@ -240,7 +235,8 @@ class _Terms:
 
     def _of_lines(self, values: Tensor) -> Tensor:
         """Repeat values of rows for their lines."""
-        return values.repeat_interleave(len(self.scores) // self.rows)
+        count = len(self.scores) // self.rows
+        return values if count == 1 else values.repeat_interleave(count)
 
     def losses(self, sharpness: float | Tensor) -> Tensor:
         """Return the rows' losses at logits x sharpness: one for all, or one for each row."""
@@ -257,7 +253,7 @@ class _Terms:
             self.shares > 0, (normaliser - self.target_scores * sharpness) * self.shares, 0.0
         )
         rows = lines.reshape(self.rows, -1).sum(1)
-        return torch.where(self.plain.isfinite(), rows, self.plain)
+        return rows if self.broken is None else torch.where(self.finite, rows, self.broken)
 
     def slopes(self, sharpness: float) -> tuple[Tensor, Tensor]:
         """Return two derivatives of every sampled line's loss by the sharpness."""
@@ -279,15 +275,40 @@ class _Terms:
         self._latest = (sharpness, first, second)
         return first, second
 
+    def without_folds(
+        self, weights: Tensor, folds: Tensor, sharpness: float, last_step: float
+    ) -> Tensor:
+        """Return the (n,) sharpness that fits the other folds of each row.
+
+        Args:
+            weights, folds: (n,) of the rows.
+            sharpness: that fits all rows.
+            last_step: relative size up to which one step of Newton's method is enough.
+        """
+        slopes = torch.stack(self.slopes(sharpness)) * self._line_weights(weights)
+        sums = torch.zeros(2, int(folds.max()) + 1, dtype=torch.float64)
+        sums.index_add_(1, self._of_lines(folds)[self.sample], slopes)
+        first, second = sums.sum(1, keepdim=True) - sums
+        each: Tensor = (sharpness - first / second).clamp(1 / HOTTEST, 1.0)
+        near = ((each - sharpness).abs() <= last_step * sharpness) & (second > 0)
+        for fold in (~near).nonzero()[:, 0].tolist():
+            start = float(each[fold].nan_to_num(sharpness))
+            others = weights * (folds != fold)
+            each[fold] = 1 / self.temperature(others, start, max(last_step, LAST_STEP))
+        return each[folds]
+
+    def _line_weights(self, weights: Tensor) -> Tensor:
+        return (self._of_lines(weights * self.finite) * self.shares)[self.sample]
+
     def temperature(self, weights: Tensor, start: float, last_step: float = LAST_STEP) -> float:
         """Return the best temperature for weighted rows, by Newton's method with bisection.
 
         Args:
             weights: (n,) of the rows.
             start: sharpness, 1 / temperature, to start from.
-            last_step: relative size of the last step; the error after it is about its square.
+            last_step: relative size of the last step.
         """
-        line_weights = (self._of_lines(weights * self.finite) * self.shares)[self.sample]
+        line_weights = self._line_weights(weights)
         if not bool((line_weights > 0).any()):
             return 1.0
         low, high, sharpness = 1 / HOTTEST, 1.0, start
