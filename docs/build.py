@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = (
-    "benchmarks", "guarantees", "how-good-tables", "reproduction", "reproduction-quick",
+    "benchmarks", "distributed-evidence", "guarantees", "how-good-tables", "reproduction", "reproduction-quick",
     "tables-benchmark", "which-rule",
 )  # fmt: skip
 OFFLINE = "var __index = "  # before the index in search.js, read where there is no server

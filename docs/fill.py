@@ -57,30 +57,38 @@ CONSTANTS = re.compile(r"(?<=\n  const costs = )\{.*\}(?=;\n)")
 
 
 def constants() -> str:
-    """What `rule="auto"` chooses by, for the calculator."""
+    """What `rule="auto"` chooses, for the calculator: by engine, size, rows and room for shadows."""
     from heldin.rules import auto
     from heldin.rules.options import Auto
 
-    def case(engine: str, size: int) -> auto._Case:
-        return auto._Case(rows=100, parameters=1, bytes=4, engine=engine, size=size)
+    edges = sorted({auto.REGRET_ROWS + 1, auto.FEW, auto.MANY})
+    names = {key: name.partition(",")[0] for key, name in auto.NAMES.items()}
 
-    time = {
+    def chosen(engine: str, size: int, rows: int, room: int) -> list[object]:
+        case = auto._Case(rows=rows, parameters=1, bytes=4, engine=engine, size=size)
+        memory = room * auto.TENSORS * case.bytes
+        found = auto._choose(case, None, memory, light=engine == "replay")
+        key = found.shadows, found.share
+        return [names[key], found.shadows, case.cost(*key)]
+
+    table = {
         engine: [
-            {
-                **{str(k): case(engine, size).cost(k) for k in range(1, 6)},
-                **({"light": case(engine, size).cost(3, 0.25)} if engine == "replay" else {}),
-            }
+            [[chosen(engine, size, rows, room) for room in range(1, 6)] for rows in [1, *edges]]
             for size in range(len(auto.SIZES) + 1)
         ]
         for engine in auto.COSTS
     }
-    regret = {"light" if share < 1 else str(k): v for (k, share), v in auto.REGRETS.items()}
-    found = {
-        "time": time, "regret": regret, "few_for_regret": auto.REGRET_ROWS, "few": auto.FEW,
-        "many": auto.MANY, "sizes": auto.SIZES, "tensors": auto.TENSORS, "budget": auto.BUDGET,
-        "general_budget": auto.GENERAL_BUDGET, "slack": auto.SLACK, "memory": Auto().memory,
-    }  # fmt: skip
-    return json.dumps(found)
+    five = {
+        engine: [
+            auto._Case(rows=1, parameters=1, bytes=4, engine=engine, size=size).cost(5)
+            for size in range(len(auto.SIZES) + 1)
+        ]
+        for engine in auto.COSTS
+    }
+    return json.dumps(
+        {"chosen": table, "five": five, "rows": edges, "sizes": auto.SIZES,
+         "tensors": auto.TENSORS, "memory": Auto().memory}
+    )  # fmt: skip
 
 
 def pages() -> list[Path]:

@@ -90,7 +90,7 @@ def test_the_table_has_the_numbers_of_the_runs(page: Any) -> None:
     assert sum(regrets["folds"]) < sum(regrets["split"])  # what the page is there to show
     label = page.get_attribute("[data-plot=regret]", "aria-label")
     under = sum(value < 0.1 for value in regrets["folds"])
-    assert f"five folds, all rows: {under} of 40 draws less than 10 % above" in label
+    assert f"heldin, five folds, all rows: {under} of 40 draws less than 10 % above" in label
 
 
 def test_keyboard_alone(page: Any) -> None:

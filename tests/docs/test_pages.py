@@ -180,7 +180,7 @@ def test_every_warning_links_to_the_page_that_explains_it() -> None:
 
 
 ANSWERS = (
-    "augmentation", "cost", "cross-validation", "faq", "groups-time-imbalance",
+    "augmentation", "cost", "cross-validation", "distributed", "faq", "groups-time-imbalance",
     "how-many-epochs", "k-fold-lightning", "lora", "metrics", "no-validation-set",
     "per-sample-gradients", "schedules", "search", "skorch-grid-search",
     "time-series", "wrong-labels",
@@ -265,3 +265,49 @@ def test_the_blocks_of_the_readme_run_from_the_top(tmp_path: Path) -> None:
         assert "model, optimizer = make()\n" in short
         code += f"{short}\nprint('ran', stopping.history[-1].step, epoch)\n"
     assert run_alone(code, tmp_path).count("ran 54 2") == 3
+
+
+# --- arguments that pages name ---------------------------------------------------------------
+
+PUBLIC = (
+    "*.py", "adapters/*.py", "capture/observation.py", "criterion/*.py", "crossval/*.py",
+    "rules/elementwise.py", "rules/options.py", "rules/policy.py", "rules/results.py",
+    "sklearn/*.py",
+)  # fmt: skip
+FOREIGN = {  # arguments of PyTorch, scikit-learn and frameworks
+    "amp_mode", "bf16", "ckpt_path", "direction", "dispatch_batches", "find_unused_parameters",
+    "flatten_optimizer_state_dict", "fp16", "jit_compile", "metric_names", "mixed_precision",
+    "packing", "padding_free", "restore_best_weights", "restore_callback_states_from_checkpoint",
+    "resume_from_checkpoint", "retain_graph", "scoring", "static_graph", "strategy",
+    "train_split", "use_buffers", "validation_split", "weights_only",
+}  # fmt: skip
+
+
+@cache
+def arguments() -> frozenset[str]:
+    """Names of arguments and fields of what users call."""
+    found: set[str] = set()
+    for pattern in PUBLIC:
+        for path in (ROOT / "src" / "heldin").glob(pattern):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.FunctionDef):
+                    found |= {each.arg for each in (*node.args.args, *node.args.kwonlyargs)}
+                elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                    found.add(node.target.id)
+    return frozenset(found)
+
+
+def unknown_arguments(text: str) -> set[str]:
+    """`name=` in the code of a sentence, where nothing has an argument of that name."""
+    code = " ".join(re.findall(r"`([^`\n]+)`", FENCE.sub("", text)))
+    named = set(re.findall(r"(?<![\w.-])([a-z_]\w*)=(?!=)", code))
+    return named - arguments() - FOREIGN
+
+
+@each_page
+def test_arguments_that_a_page_names_exist(page: Path) -> None:
+    assert unknown_arguments(page.read_text()) == set()
+
+
+def test_the_test_of_arguments_can_fail() -> None:
+    assert unknown_arguments("`patience=5`, `rules.Evidence(arming=0.5)`") == {"arming"}

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import ast
 import doctest
+import json
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import heldin
 
 ROOT = Path(__file__).parents[2]
 
 
-INTERNAL = {"cli", "lab", "pages"}  # not for users
+INTERNAL = {"cli", "lab", "model_hook", "pages", "pause", "verification"}  # not for users
+SHOWN = {"crossval": {"Committee", "Comparison", "OutOfFold"}}  # the others are internal
 PACKAGE = ROOT / "src" / "heldin"
 
 
@@ -51,7 +58,8 @@ def public() -> dict[str, str]:
             beside = sorted(parts.glob(f"*_{path.stem}.py"))
             files = sorted(path.rglob("*.py")) if path.is_dir() else [path, *beside]
             module = getattr(heldin, path.stem, None)  # or not imported: see `assigned`
-            for name in sorted(set(assigned(source)) - set(heldin.__all__)):
+            names = set(assigned(source)) - set(heldin.__all__)
+            for name in sorted(names & SHOWN.get(path.stem, names)):
                 text = getattr(module, name).__doc__ if module else documented(files, name)
                 found[f"heldin.{path.stem}.{name}"] = text or ""
     return found
@@ -81,7 +89,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for linked in ("src", "examples"):
         (folder / linked).symlink_to(ROOT / linked)
     built = subprocess.run(
-        [sys.executable, "-m", "zensical", "build", "--strict"],
+        [sys.executable, "docs/build.py"],
         cwd=folder,
         capture_output=True,
         text=True,
@@ -89,6 +97,19 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     assert built.returncode == 0, built.stdout + built.stderr
     return folder / "site"
+
+
+@contextmanager
+def opened(**options: Any) -> Iterator[Any]:
+    """A page of a browser."""
+    playwright = pytest.importorskip("playwright.sync_api")
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
+    if browser is None:
+        pytest.skip("no Chromium to open the site with")
+    with playwright.sync_playwright() as started:
+        running = started.chromium.launch(executable_path=browser, args=["--no-sandbox"])
+        yield running.new_page(**options)
+        running.close()
 
 
 def test_no_page_fetches_anything(site: Path) -> None:
@@ -129,27 +150,115 @@ def test_programs_of_the_gallery_are_on_its_page(site: Path) -> None:
 
 def test_pages_for_programs_that_read(site: Path) -> None:
     text = (site / "llms.txt").read_text()
-    assert "no-validation-set" in text
-    (page,) = site.rglob("no-validation-set*.md")
-    assert "Stop without a validation set" in page.read_text()
+    answers = ast.literal_eval(re.search(r"ANSWERS = (\(.*?\))", PAGES_TEST, re.S)[1])  # type: ignore[index]
+    for name in answers:
+        assert re.search(rf"/{name}\.md>\): \S", text), f"{name} has no description"
+    page = (site / "no-validation-set.md").read_text()
+    assert page.startswith("# Stop without a validation set\n")
+    assert "```python\nimport torch" in page
+    assert "(how/shadows.md)" in page
+    for name in ("index", "gallery", "cost", "faq"):
+        rest = re.sub(r"```.*?```", "", (site / f"{name}.md").read_text(), flags=re.S)
+        assert not re.search(r"<script|<form|<div|<!--|\{ \.|\.html#", rest), name
 
 
-def test_the_calculator_answers(site: Path) -> None:
-    playwright = pytest.importorskip("playwright.sync_api")
-    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
-    if browser is None:
-        pytest.skip("no Chromium to open the site with")
-    with playwright.sync_playwright() as started:
-        running = started.chromium.launch(executable_path=browser, args=["--no-sandbox"])
-        page = running.new_page()
+PAGES_TEST = (Path(__file__).parent / "test_pages.py").read_text()
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [
+        ("hyperparameter", "search"),
+        ("hyperparameters", "search"),
+        ("imbalanced", "groups-time-imbalance"),
+        ("overfitting", "no-validation-set|faq"),
+        ("accuracy", "metrics"),
+        ("LoRA", "lora"),
+        ("optuna", "search"),
+    ],
+)
+def test_search_leads_to_pages_for_users(site: Path, asked: str, found: str) -> None:
+    with opened() as page:
+        page.goto((site / "index.html").as_uri())
+        page.click(".md-search__button")
+        page.get_by_role("combobox").fill(asked)
+        options = page.get_by_role("option")
+        options.first.wait_for()
+        links = [str(each.get_attribute("href") or "") for each in options.all()[:5]]
+        links += [str(a) for a in page.locator("[role=option] a").evaluate_all("x => x.map(e => e.href)")][:5]
+    assert any(re.search(rf"({found})\.html", link) for link in links), links
+
+
+def test_records_are_not_searched(site: Path) -> None:
+    items = json.loads((site / "search.json").read_text())["items"]
+    places = {item["location"].partition("#")[0] for item in items}
+    assert "how-good.html" in places
+    assert not places & {"which-rule.html", "guarantees.html", "reproduction.html"}
+
+
+def model_of(layers: str, width: int) -> nn.Module:
+    """A network for inputs of 64 numbers."""
+    if layers == "linear":
+        return nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 10))
+    if layers == "other":
+        inner = nn.Sequential(nn.Linear(64, width), nn.LayerNorm(width), nn.ReLU())
+        return nn.Sequential(inner, nn.Linear(width, 10))
+    first = nn.Sequential(nn.Unflatten(1, (1, 64)), nn.Conv1d(1, 64, 3), nn.Flatten())
+    return nn.Sequential(first, nn.Linear(62 * 64, width), nn.ReLU(), nn.Linear(width, 10))
+
+
+def test_the_calculator_says_what_heldin_chooses(site: Path) -> None:
+    """On a grid: `reason_chosen` has the same shadows and the same time."""
+    loss_fn = nn.CrossEntropyLoss()
+    with opened() as page:
         page.goto((site / "cost.html").as_uri())
         answer = page.locator("form.cost output")
-        assert "By default 1 shadow: 1.6 to 2.5 times" in answer.inner_text()
-        page.select_option("[name=kind]", "stack")
-        page.fill("[name=parameters]", "5000")
-        assert "By default 5 shadows: 2 to 3 times" in answer.inner_text()
-        assert "300 kB" in answer.inner_text()
-        running.close()
+        for layers in ("linear", "other", "large"):
+            for loop in ("tensors", "any"):
+                for rows in (100, 201, 1500, 12_000):
+                    for width in (32, 400, 2000):
+                        model = model_of(layers, width)
+                        data: Any = (torch.zeros(rows, 64), torch.zeros(rows, dtype=torch.long))
+                        loss: dict[str, Any] = {"loss_fn": loss_fn}
+                        if loop == "any":
+                            data = torch.utils.data.TensorDataset(*data)
+                            loss = {"batch_loss": lambda model, batch: loss_fn(model(batch[0]), batch[1])}
+                        optimizer = torch.optim.AdamW(model.parameters())
+                        stopping = heldin.EarlyStopping(model, optimizer, data=data, **loss)
+                        reason = stopping.reason_chosen
+                        stopping.close()
+                        said = re.search(
+                            r"parameters: ([a-z ]+).*?for about ([\d.]+) times", reason
+                        )
+                        assert said is not None, reason
+                        page.fill("[name=rows]", str(rows))
+                        size = sum(p.numel() for p in model.parameters())
+                        page.fill("[name=parameters]", str(size))
+                        page.select_option("[name=layers]", layers)
+                        page.select_option("[name=loop]", loop)
+                        told = answer.inner_text()
+                        case = (layers, loop, rows, width, reason, told)
+                        assert f"By default {said[1].strip()}:" in told, case
+                        assert f"about {float(said[2]):.1f} times" in told, case
+
+
+PHONE = {"viewport": {"width": 390, "height": 844}}
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_phone_shows_narrow_pictures_and_no_page_overflows(site: Path, scheme: Any) -> None:
+    with opened(color_scheme=scheme, **PHONE) as page:
+        for name in ("index", "how-good", "cost", "gallery", "how/shadows", "faq"):
+            page.goto((site / f"{name}.html").as_uri())
+            assert page.evaluate("document.documentElement.scrollWidth") <= 390, name
+        page.goto((site / "index.html").as_uri())
+        picture = page.locator(f".twins .for-{scheme} img")
+        picture.scroll_into_view_if_needed()
+        shade = "-dark" if scheme == "dark" else ""
+        source = picture.evaluate("e => e.currentSrc")
+        assert source.endswith(f"how-good-overview-narrow{shade}.png")
+        other = "light" if scheme == "dark" else "dark"
+        assert not page.locator(f".twins .for-{other}").is_visible()
 
 
 def test_repository_version_and_edit_links(site: Path) -> None:
