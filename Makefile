@@ -72,7 +72,7 @@ reproduction: $(READY)  ## run the paper's experiments (heldin-lab data fetch fi
 	$(BIN)/python -m heldin_lab reproduce all --readings --out out/reproduction --docs docs/reproduction.md
 
 docs: $(READY)  ## build the documentation into site/ (open site/index.html)
-	$(BIN)/python -m zensical build --clean --strict
+	$(BIN)/python docs/build.py
 	@echo "The documentation is in site/index.html"
 
 clean:  ## remove the environment and caches

@@ -33,7 +33,9 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "heldin"
 FIGURES = ROOT / "docs" / "figures"
 INTERNAL = {"cli", "lab", "model_hook", "pages", "pause", "verification"}  # not for users
-SHOWN = {"crossval": {"Committee", "Comparison", "OutOfFold"}}  # the others are internal
+SHOWN = {  # the others are internal
+    "crossval": {"Committee", "Comparison", "Difference", "Estimates", "OutOfFold", "RunRecord"}
+}
 PHONE = "(max-width: 600px)"
 FENCE = re.compile(r"\s*(```|~~~)")
 MARK = re.compile(r"^(\s*```\w+) illustration.*$")  # for the tests only
