@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -91,16 +92,37 @@ def test_the_picture_of_the_readme_has_the_numbers_of_its_runs() -> None:
 
 
 def test_the_interval_states_the_coverage_of_the_study() -> None:
-    lines = how_good.runs("tables") + how_good.runs("networks")
-    rules = {
-        (5, False): "heldin, five folds",
-        (2, False): "heldin, two shadows",
-        (1, False): "heldin, one shadow",
-        (3, True): "heldin, three light shadows",
-    }
-    assert rules.keys() == INTERVAL_COVERAGE.keys()
-    for key, rule in rules.items():
-        assert INTERVAL_COVERAGE[key] == round(how_good.coverage(rule, lines)[0], 2)
+    assert how_good.quoted_coverage() == INTERVAL_COVERAGE
+
+
+def test_renewed_runs_replace_the_old_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [{"spec": {"n": n}, "rules": {}} for n in (1, 2)]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "texts-renewed.jsonl").write_text(json.dumps({"spec": {"n": 2}, "rules": 7}) + "\n")
+    study = tmp_path / "study"
+    study.mkdir()
+    monkeypatch.setattr(how_good, "STUDY", study)
+    how_good.gather(tmp_path)
+    assert [path.name for path in study.iterdir()] == ["rivals-texts.jsonl"]
+    found = [line["rules"] for line in how_good.read_lines(study / "rivals-texts.jsonl")]
+    assert found == [{}, 7]
+
+
+def test_what_was_missed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(n: int, ours: float) -> dict[str, object]:
+        rules = {
+            "best on the path": [1.0, 1, 1, 1, 50, 5.0],
+            "no stopping": [1.0, 1, 1, 1, 100, 10.0],
+            "heldin": [ours, 1, 1, 1, 100, 15.0],
+            "heldin, without temperature": [1.2, 1, 1, 1, 100, 15.0],
+        }
+        return {"spec": {"dataset": "mnist", "n": n}, "classes": 2, "rules": rules}
+
+    monkeypatch.setattr(how_good, "runs", lambda _: [run(50, 1.02), run(500, 1.04)])
+    few, none, networks, _ = how_good.quality_table().splitlines()[2:]
+    assert "| 1.020 / 1.020, 1.50 runs | 1.200 / 1.200 | 1 | reached |" in few
+    assert "| not run | not run | 0 | not run |" in none
+    assert "| 1.03 / 1.1, 2 runs | 1.030 / 1.038, 1.50 runs |" in networks
 
 
 def test_differences_are_paired_and_datasets_are_drawn() -> None:

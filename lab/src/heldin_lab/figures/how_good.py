@@ -10,9 +10,10 @@ Blocks between `<!-- begin NAME -->` and `<!-- end NAME -->` of both pages are w
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
 import math
 import re
-import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,16 +23,31 @@ from typing import Any
 
 import numpy as np
 
+from heldin.state.estimates import COVERAGE_ROWS
 from heldin_lab.figures import DOCS, IMAGES
 from heldin_lab.pages import markdown_table
 from heldin_lab.study.contest import UNITS, read_lines
 from heldin_lab.study.tables import read
 
-PAGES = (DOCS / "how-good.md", DOCS / "how-good-tables.md", DOCS / "faq.md")
+PAGES = (
+    DOCS / "how-good.md",
+    DOCS / "how-good-tables.md",
+    DOCS / "faq.md",
+    DOCS.parent / "README.md",
+)
 STUDY = DOCS / "study"
 KINDS = {"tables": ("tables",), "networks": ("images", "texts", "tuning")}
 BASE, BEST, FULL = "split", "best on the path", "no stopping"
 RESAMPLES = 2000
+FEWEST = 30  # runs from which a coverage is quoted
+SHADOWS = {  # number of shadows, and whether they are light
+    (5, False): "heldin, five folds",
+    (4, False): "heldin, four shadows",
+    (3, False): "heldin, three shadows",
+    (2, False): "heldin, two shadows",
+    (1, False): "heldin, one shadow",
+    (3, True): "heldin, three light shadows",
+}
 LONG = 0.5  # share of the loss in the worst 5 % of the rows from which a tail is long
 Z = 1.96
 
@@ -112,6 +128,9 @@ TASKS = {  # by the name of their dataset
     "mnist": "images",
     "python-help": "texts",
     "digits-after-mnist": "fine-tuning",
+    "faces": "faces",
+    "topics": "topics of texts",
+    "halves": "halves of digits",
 }
 NAMES = {
     "1": "one shadow",
@@ -296,6 +315,25 @@ def coverage(rule: str, lines: Sequence[Line]) -> tuple[float, int]:
     """Return the share of intervals that hold the measured loss, and the number of runs."""
     inside = [is_inside(said) for said in statements(rule, lines)]
     return (float(np.mean(inside)) if inside else math.nan), len(inside)
+
+
+def quoted_coverage() -> dict[tuple[int, bool], tuple[float, ...]]:
+    """Return what `heldin.Interval.coverage` is to quote, by shadows, light or not, and rows.
+
+    The lower one of the coverage in all runs and in those with about as many rows.
+    """
+    lines = runs("tables") + runs("networks")
+    quoted = {}
+    for key, rule in SHADOWS.items():
+        every, measured = coverage(rule, lines)
+        if not measured:
+            continue
+        shares = []
+        for low, high in itertools.pairwise((0, *COVERAGE_ROWS, 10**9)):
+            share, count = coverage(rule, [r for r in lines if low < r["spec"]["n"] <= high])
+            shares.append(round(min(every, share if count >= FEWEST else every), 2))
+        quoted[key] = tuple(shares)
+    return quoted
 
 
 # -- tables
@@ -526,16 +564,21 @@ def said_sentence() -> str:
     lines = runs("tables") + runs("networks")
     said = statements("heldin", lines)
     inside = sum(map(is_inside, said))
-    shares = {label: round(100 * coverage(rule, lines)[0]) for rule, label in SAID.items()}
+    words = {5: "five", 4: "four", 3: "three", 2: "two", 1: "one"}
+    shares = [
+        f"with {words[number]} in {100 * coverage(rule, lines)[0]:.0f} %"
+        for (number, light), rule in SHADOWS.items()
+        if not light and coverage(rule, lines)[1]
+    ]
+    light, refit = (
+        round(100 * coverage(rule, lines)[0])
+        for rule in ("heldin, three light shadows", "five folds, refit")
+    )
     return (
         f"The 95 % interval of the default held the measured test loss in {inside} of {len(said)} "
-        f"runs. With five shadows in {shares['heldin, five shadows']} %, with four in "
-        f"{shares['heldin, four shadows']} %, with three in {shares['heldin, three shadows']} %, "
-        f"with two in {shares['heldin, two shadows']} %, with one in "
-        f"{shares['heldin, one shadow']} %, with three light ones, whose intervals are wide, in "
-        f"{shares['heldin, three light shadows']} %. The plain interval of five folds, not "
-        "widened for other training rows, held the loss after their refit in "
-        f"{shares['five folds, then refit']} %."
+        f"runs. Of full shadows, {', '.join(shares)}; with three light ones, whose intervals are "
+        f"wide, in {light} %. The plain interval of five folds, not widened for other training "
+        f"rows, held the loss after their refit in {refit} %."
     )
 
 
@@ -589,6 +632,8 @@ def default_words() -> str:
     parts = []
     for name, label in TASKS.items():
         lines = [r for kind in KINDS for r in runs(kind) if task(r) == name]
+        if not lines:
+            continue
         chosen = Counter(r["auto"] for r in lines)
         shares = [f"{NAMES[auto]} in {count}" for auto, count in chosen.most_common()]
         parts.append(f"{label}: {', '.join(shares)} of {len(lines)} runs")
@@ -616,10 +661,15 @@ def quality_table() -> str:
     for label, kind, most, rule, (middle, tail, spent) in TARGETS:
         lines = [r for r in runs(kind) if r["spec"]["n"] <= most]
         found = regrets(lines, rule)
+        name = "default" if rule == "heldin" else rule.partition(", ")[2]
+        wanted = f"{middle:g} / {tail:g}" + (f", {spent:g} runs" if spent else "")
+        if not found[2]:
+            rows.append([label, name, wanted, "not run", "not run", "0", "not run"])
+            continue
         lines = [r for r in lines if math.isfinite(value(r, rule, "loss"))]
         time = cost(lines, rule, "seconds")
         plain = regrets(lines, "heldin, without temperature") if rule == "heldin" else None
-        wanted, measured = f"{middle:g} / {tail:g}", f"{found[0]:.3f} / {found[1]:.3f}"
+        measured = f"{found[0]:.3f} / {found[1]:.3f}"
         missed = [
             name
             for name, number, limit in (
@@ -630,9 +680,7 @@ def quality_table() -> str:
             if not round(number, 3) <= limit
         ]
         verdict = f"**missed** ({', '.join(missed)})" if missed else "reached"
-        wanted += f", {spent:g} runs" if spent else ""
         without = f"{plain[0]:.3f} / {plain[1]:.3f}" if plain and plain[2] else "not run"
-        name = "default" if rule == "heldin" else rule.partition(", ")[2]
         row = [label, name, wanted, f"{measured}, {time:.2f} runs", without, str(found[2])]
         rows.append([*row, verdict])
     head = ["", "rule", "wanted", "measured", "without temperature", "runs", ""]
@@ -649,6 +697,8 @@ def never_stops() -> str:
     groups["tables, more than 60 % in a class"] = [r for r, share in shares if (share or 0) > 0.6]
     rows = []
     for label, lines in groups.items():
+        if not lines:
+            continue
         cells = [label]
         for rule in ("evidence", "evidence, smoothing 0.95"):
             steps = [(value(r, rule, "steps"), r["total"]) for r in lines]
@@ -723,6 +773,39 @@ def size_words() -> str:
     return ". ".join(parts) + "."
 
 
+def readme_table() -> str:
+    """Return what a split, five folds with a refit, and heldin give."""
+    rules = (BASE, "five folds, refit", "heldin")
+    tables, networks = runs("tables"), runs("networks")
+    gaps = [compared(classified(tables), rule, "accuracy").middle for rule in rules[1:]]
+    losses = [f"{excess(tables, rule).middle:.1f} %" for rule in rules]
+    times = {kind: [f"{cost(runs(kind), rule, 'seconds'):.2f}" for rule in rules] for kind in KINDS}
+    longest = cost(tables, "heldin") / 5  # steps of the model; five shadows take 0.8 of each
+    own = f"{2 * longest:.1f} to {3 * longest:.1f}"
+    above = [f"{excess(networks, rule).middle:.1f} %" for rule in rules]
+    rows = [
+        ["rows that the model learns from", "80 %", "all", "**all**"],
+        ["knows when to stop the final run", "yes", "no: the number of epochs is carried over",
+         "**yes**"],
+        ["tells test loss and accuracy", "from the held-out rows", "yes",
+         "**yes, with intervals**"],
+        ["tables: test loss above the lowest possible", *losses[:2], f"**{losses[2]}**"],
+        ["tables: accuracy, in points", "0", f"{gaps[0]:+.1f}", f"**{gaps[1]:+.1f}**"],
+        ["time, small networks", *times["tables"][:2], f"{times['tables'][2]} (`fit`)"],
+        ["time, small networks, your own loop", *times["tables"][:2], own],
+        ["time, larger networks", *times["networks"][:2],
+         f"{times['networks'][2]}: you set `budget=`"],
+    ]  # fmt: skip
+    head = ["", "today: hold out 20 %", "today: five folds, then refit", "heldin"]
+    return markdown_table(head, rows) + (
+        "\n*Time until the stop, as a share of a run without stopping: a split with a patience of "
+        "20 epochs, heldin with its default; in your own loop, computed from the steps of `fit` at "
+        "2 to 3 times the time of a plain one ([What does it cost me?](docs/cost.md)). On larger "
+        f"networks, test loss above the lowest: split {above[0]}, five folds and refit {above[1]}, "
+        f"heldin {above[2]}.*"
+    )
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "rivals": rivals,
     "sizes": sizes,
@@ -750,6 +833,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "bagged": bagged_words,
     "choice": choice_words,
     "size-words": size_words,
+    "readme": readme_table,
 }
 
 
@@ -968,9 +1052,15 @@ def draw(folder: Path) -> None:
 
 
 def gather(source: Path) -> None:
-    """Copy the runs to docs/study."""
+    """Copy the runs to docs/study, those that were renewed in place of the old ones."""
     for file in sorted(source.glob("*.jsonl")):
-        shutil.copyfile(file, STUDY / f"rivals-{file.name}")
+        if file.stem.endswith("-renewed"):
+            continue
+        renewed = read_lines(source / f"{file.stem}-renewed.jsonl")
+        by_spec = {json.dumps(line["spec"]): line for line in renewed}
+        lines = [by_spec.get(json.dumps(line["spec"]), line) for line in read_lines(file)]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (STUDY / f"rivals-{file.name}").write_text(text, encoding="utf-8")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -985,8 +1075,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.command == "gather":
         gather(options.source)
         return
-    for rule in SAID:
-        print(f"coverage of {rule}: {coverage(rule, runs('tables') + runs('networks'))[0]:.2f}")
+    for key, shares in quoted_coverage().items():
+        print(f"INTERVAL_COVERAGE[{key}] = {shares}")
     for path in PAGES:
         path.write_text(filled(path.read_text(encoding="utf-8")), encoding="utf-8")
     draw(options.figures)
