@@ -18,13 +18,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = (
-    "benchmarks", "distributed-evidence", "guarantees", "how-good-tables", "reproduction", "reproduction-quick",
-    "tables-benchmark", "which-rule",
+    "benchmarks", "distributed-evidence", "guarantees", "how-good-tables", "reproduction",
+    "reproduction-quick", "tables-benchmark", "which-rule",
 )  # fmt: skip
 OFFLINE = "var __index = "  # before the index in search.js, read where there is no server
 DROPPED = re.compile(
-    r"\A---\n.*?\n---\n+|<(form|script)\b.*?</\1>\n?|</?div[^>]*>\n?|<!-- (begin|end|/?table)\b.*?-->\n?"
-    r"|\{ \.[^}]*\}|(?<=```python) illustration",
+    r"\A---\n.*?\n---\n+"  # front matter
+    r"|<(form|script)\b.*?</\1>\n?|</?div[^>]*>\n?"
+    r"|<!-- (begin|end|/?table)\b.*?-->\n?"  # marks of generated parts
+    r"|\{ \.[^}]*\}"  # classes of buttons
+    r"|(?<=```python) illustration",
     re.S,
 )
 

@@ -57,7 +57,7 @@ CONSTANTS = re.compile(r"(?<=\n  const costs = )\{.*\}(?=;\n)")
 
 
 def constants() -> str:
-    """What `rule="auto"` chooses, for the calculator: by engine, size, rows and room for shadows."""
+    """What `rule="auto"` chooses, by engine, size, rows and room for shadows."""
     from heldin.rules import auto
     from heldin.rules.options import Auto
 
