@@ -321,7 +321,7 @@ class EstimateReport(Reporting):
         title = f"Test loss {self.intervals()['loss']}"
         weights = f"The weights are those of {self.run.place(self.best_step)}"
         if self.finish:
-            end = self.run.place(self.history.last().step)
+            end = self.run.place(self._step)
             lowest = self.run.place(self.best_step)
             return title, f"Kept weights: {end} (the end); lowest estimate at {lowest}."
         if self.stopped_step is None:
@@ -338,8 +338,7 @@ class EstimateReport(Reporting):
             words = [f"stopped after {self.run.place(self.stopped_step)}: {since}, {reason}"]
         averaged = "the average of those around " if len(self.shares) > 1 else "those of "
         if self.finish:
-            last = self.history.last().step
-            words.append(f"kept weights: step {last:,} (the end)")
+            words.append(f"kept weights: step {self._step:,} (the end)")
             words.append(f"lowest estimate at step {self.best_step:,}")
         else:
             words.append(f"the chosen weights are {averaged}step {self.best_step:,}")
