@@ -258,7 +258,6 @@ def test_a_check_shows_the_training_loss_of_no_more_rows_than_are_held_out() -> 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x, y = torch.randn(500, 3), torch.randn(500, 1)
     with runs.ShadowStopping(model, optimizer, F.mse_loss, (x, y)) as stopping:
-        assert stopping.backend.cost == 100 + 100
         with torch.no_grad():
             some = F.mse_loss(model(x[::5]), y[::5])
         assert stopping.history[0].training_loss == pytest.approx(some.item())

@@ -34,7 +34,7 @@ def test_closed_slopes_are_those_of_autograd(seed: int, k: int, b: int, c: int) 
         assert fast.row_gradient is not None
         slow = PerRowLoss(fast.loss_fn, fast.per_row, fast.kind, None, True, lambda t: t)
         for w in (None, weights):
-            ready = fast.ready(targets[5:])
+            ready = fast.prepare(targets[5:])
             torch.testing.assert_close(
                 fast.gradient(o, ready, keep, w), slow.gradient(o, targets[5:], keep, w)
             )

@@ -55,10 +55,10 @@ __all__ = ["FoldStopping"]
 
 SHARE = 0.05  # of the time of the run that checks may take
 LIGHT_SHARE = 0.1  # the same for light shadows, whose steps cost less
-FIRST = 8  # checks beyond that, without which a short run would have none
+FIRST = 8  # checks that are made whatever they cost, so that short runs have some
 
-# Light shadows start again on all rows, once, if between these epochs they are later than the model
-# by more than this factor, and the model's training loss has fallen to this share.
+# Light shadows start again on all rows, once, if they fall behind: between these epochs, the model
+# had their training loss this many times earlier, and its own has fallen to this share.
 GUARDED_EPOCHS, GUARDED_LAG, GUARDED_LEVEL = (2, 16), 4.0, 0.9
 
 

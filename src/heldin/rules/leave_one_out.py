@@ -46,10 +46,10 @@ RELEASED = (  # by `close`
     "_basis", "_data", "_displacements", "_find", "_jacobian_fn", "_loss", "_optimizer", "_outputs",
     "_plain", "_recipe", "_rows", "_trained_params", "_weights",
 )  # fmt: skip
-FLOOR = 0.1  # of a second moment, as a share of what the noise of a minibatch alone would give
-MOST = 1024  # samples that carry a state by default
-FOLLOWED = 1000  # samples x directions of their outputs that are followed, see `directions`
-WIDE = 256  # outputs beyond which only one direction is
+FLOOR = 0.1  # lower bound of a second moment, in units of the gradient noise of a minibatch
+MOST = 1024  # default number of probes: the samples whose loss is estimated
+FOLLOWED = 1000  # largest number of probes x directions in their outputs, see `directions`
+WIDE = 256  # outputs of a model: above, only one direction of each probe is followed
 
 
 class LeaveOneOutStopping(PathStopping):
@@ -119,14 +119,6 @@ class LeaveOneOutStopping(PathStopping):
     def _step_check(self) -> StepCheck | None:
         return self._plain.steps
 
-    def _loss_of_rows(self, outputs: Tensor, index: Tensor) -> Tensor:
-        """Return the loss of a step, as the loop computes it."""
-        targets = self._rows.targets[index]
-        if self._weights is None:
-            return self._loss.loss_fn(outputs, targets)
-        losses = self._loss.per_row(outputs, targets) * self._weights[index]
-        return losses.sum() if self._loss.kind == "sum" else losses.mean()
-
     def _choose(self, probes: int | None) -> Tensor:
         n = len(self._rows)
         wanted = MOST if probes is None else probes
@@ -158,7 +150,7 @@ class LeaveOneOutStopping(PathStopping):
         if index is None and taken.calls:
             index = torch.cat([self._find(call.tensors) for call in taken.calls])
         if index is not None:
-            self._plain.follow(taken, self._loss_of_rows, index)
+            self._plain.follow(taken, self._data.loss_of, index)
         kind = type(self._optimizer)
         for group, setting in zip(self._groups, taken.settings, strict=True):
             group.velocity, far = unit_gradient_step(kind, setting, group.velocity)
@@ -190,8 +182,8 @@ class LeaveOneOutStopping(PathStopping):
                 second_moment(self._optimizer, p, setting), FLOOR * squares / self._batch
             )
             times = times / (v.sqrt() + float(setting["eps"]))
-        apart = isinstance(self._optimizer, torch.optim.AdamW)
-        if apart or setting.get("decoupled_weight_decay", False):
+        decoupled = isinstance(self._optimizer, torch.optim.AdamW)
+        if decoupled or setting.get("decoupled_weight_decay", False):
             left = torch.full_like(times, 1 / (1 + group.decay))
         else:
             left = 1 / (1 + float(setting["weight_decay"]) * times)
@@ -242,8 +234,7 @@ class LeaveOneOutStopping(PathStopping):
         assert self._recipe is not None
         assert self._outputs is not None
         rows = self._probes
-        batch = (*(x[rows] for x in self._rows.inputs), self._rows.targets[rows])
-        targets = self._recipe.targets_of(batch, len(rows))
+        targets = self._recipe.targets_of(self._data.batch(rows), len(rows))
         return OutOfFold(self._outputs, rows.cpu(), rows.cpu(), targets)
 
     def _trial(self) -> AbstractContextManager[None]:
@@ -254,7 +245,7 @@ class LeaveOneOutStopping(PathStopping):
         return inputs, lambda model, batch: torch.as_tensor(model(*batch))
 
     def _row_weights(self, rows: Tensor) -> Tensor | None:
-        return None if self._weights is None else self._weights.cpu()[rows]
+        return self._data.weights_of(rows)
 
     def _slopes(
         self, outputs: Tensor, targets: Tensor, weights: Tensor | None

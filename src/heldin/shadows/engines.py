@@ -34,13 +34,11 @@ class Copies(Protocol):
     Attributes:
         copies: K.
         blocks, grads: (K, ...) tensors by the name of the parameter.
-        idle: parameters that have no part in the outputs; an engine that finds some says so here.
     """
 
     copies: int
     blocks: dict[str, Tensor]
     grads: dict[str, Tensor]
-    idle: set[str]
 
 
 class Forward(Protocol):
@@ -127,7 +125,7 @@ class _Vmap:
             if id(p) in numbers
         ]
         weights = (0,) * len(stack.blocks)
-        self.together, self.apart = (
+        self.on_shared_rows, self.on_own_rows = (
             torch.func.vmap(
                 self._one, in_dims=(*weights, *(rows,) * arguments), randomness="different"
             )
@@ -143,7 +141,7 @@ class _Vmap:
     def __call__(self, inputs: Sequence[Tensor], keep: Tensor | None, train: bool) -> Tensor:
         self.modes.follow(train)
         blocks = self.stack.blocks.values()
-        mapped = self.together if keep is not None else self.apart
+        mapped = self.on_shared_rows if keep is not None else self.on_own_rows
         with torch.set_grad_enabled(train):
             outputs: Tensor = mapped(*blocks, *inputs)
         self.outputs = outputs if train else None
@@ -166,7 +164,6 @@ def _write(stack: Copies, outputs: Tensor, gradient: Tensor) -> None:
     found: Sequence[Tensor | None] = [None] * len(blocks)
     if outputs.requires_grad:
         found = torch.autograd.grad(outputs, blocks, gradient, allow_unused=True)
-        stack.idle = {n for n, value in zip(stack.blocks, found, strict=True) if value is None}
     for place, value in zip(stack.grads.values(), found, strict=True):
         if value is None:
             place.zero_()

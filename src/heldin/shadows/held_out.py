@@ -133,10 +133,15 @@ class HeldOut:
         self._size = EVALUATED
         held = sum(len(each) for each in rows)
         if most < max(TRIED):
-            self._size, self.kind, self._by_rows, self._noted = most, "neither", False, False
+            self._size, self.kind, self._has_row_losses, self._records_row_losses = (
+                most,
+                "neither",
+                False,
+                False,
+            )
         elif self.kind == "neither":
             self._size = max(1, batch_size or 32)
-        elif not self._by_rows:
+        elif not self._has_row_losses:
             self._size = max(1, held // BLOCKS)
         self._make_blocks(rows)
         self._room = 0  # bytes that are left of the memory
@@ -177,7 +182,7 @@ class HeldOut:
         order = torch.randperm(self._view.count, generator=torch.Generator().manual_seed(0))
         votes: set[str | None] = set()
         first: tuple[Tensor | None, float] = (None, 0.0)
-        self._noted = self._by_rows = False
+        self._records_row_losses = self._has_row_losses = False
         for start in range(3):
             size = min(rows, TRIED[start])
             index = order.roll(-start * size)[:size]
@@ -185,7 +190,7 @@ class HeldOut:
             places = [slice(0, size), slice(0, cut), slice(cut, size)]
             batches = self._view.read_parts(index, places if size > 1 else places[:1])
             batch, *parts = (to_device(each, self._device) for each in batches)
-            with RowLossRecorder() as noted:
+            with RowLossRecorder() as recorder:
                 whole = self._evaluate(batch, self._eval_loss)
             if self._eval_loss is self._loss:
                 whole = as_number(whole)
@@ -197,22 +202,24 @@ class HeldOut:
             if start == 0:
                 self._refuse_changes(batch)
                 self._compare_losses(batch, whole, size)
-            self._by_rows = whole.dim() > 0 and whole.numel() == size and size > 1
-            if not self._by_rows and size > 1:
+            self._has_row_losses = whole.dim() > 0 and whole.numel() == size and size > 1
+            if not self._has_row_losses and size > 1:
                 votes.add(self._vote(batch, parts, cut, size, float(whole)))
-            if start == 0 and not self._by_rows:
-                first = (noted.of(size), float(whole))
+            if start == 0 and not self._has_row_losses:
+                first = (recorder.of(size), float(whole))
         votes.discard(None)
         self.kind = "neither"
         if len(votes) < 2:
             self.kind = next(iter(votes), None) or "mean"
-        if self._by_rows:
+        if self._has_row_losses:
             self.kind = "mean"
             return
         each, total = first
         if each is not None and self.kind != "neither":
             rows_total = float(each.double().sum() if self.kind == "sum" else each.double().mean())
-            self._noted = self._by_rows = abs(rows_total - total) <= self._close * abs(total)
+            self._records_row_losses = self._has_row_losses = abs(
+                rows_total - total
+            ) <= self._close * abs(total)
 
     def _compare_losses(self, batch: Any, whole: Tensor, rows: int) -> None:
         """Determine whether the estimated loss is the one that is trained."""
@@ -333,7 +340,7 @@ class HeldOut:
         )
 
     def _bad_rows_of(self, block: Tensor, losses: Tensor) -> list[int]:
-        if self._by_rows and len(losses) == len(block):
+        if self._has_row_losses and len(losses) == len(block):
             return list(block[~losses.isfinite().to(block.device)].tolist())
         numbers: list[int] = block.tolist()
         bad = [row for row in numbers if not self._is_finite([row])]
@@ -418,14 +425,14 @@ class HeldOut:
             if self.targets is None:
                 self.targets = collector.targets(self._order)
         if not self._divided:
-            return torch.cat(results)[self._order] if self._by_rows else torch.cat(results)
+            return torch.cat(results)[self._order] if self._has_row_losses else torch.cat(results)
         each = [
-            torch.zeros(len(block) if self._by_rows else 1, dtype=torch.float64)
+            torch.zeros(len(block) if self._has_row_losses else 1, dtype=torch.float64)
             for _, block in self._blocks
         ]
         each[self._ranks.rank :: self._ranks.size] = results
         joined: Tensor = self._ranks.join(torch.cat(each), self._device)
-        return joined[self._order] if self._by_rows else joined
+        return joined[self._order] if self._has_row_losses else joined
 
     def _reusing(self, block: int) -> AbstractContextManager[None]:
         """Return a context in which frozen modules are not computed again for a block."""
@@ -504,16 +511,16 @@ class HeldOut:
         return total / sum(rows for _, rows in batches)
 
     def _losses_of_block(self, batch: Any, rows: int) -> Tensor:
-        noted = RowLossRecorder()
-        with noted if self._noted else nullcontext():
+        recorder = RowLossRecorder()
+        with recorder if self._records_row_losses else nullcontext():
             whole = self._evaluate(batch, self._eval_loss)
-        if self._by_rows and not self._noted:
+        if self._has_row_losses and not self._records_row_losses:
             return whole.flatten()
         mean = whole.reshape(1) / (rows if self.kind == "sum" else 1)
-        if not self._by_rows:
+        if not self._has_row_losses:
             total = sum(len(block) for _, block in self._blocks)
             return mean * rows * len(self._blocks) / total
-        each = noted.of(rows)
+        each = recorder.of(rows)
         if each is None:
             return mean.expand(rows)
         each = each.double().cpu()

@@ -30,16 +30,16 @@ class PerRowLoss:
         kind: how `loss_fn` follows from the rows: their "mean", their "sum", or "other" (class
             weights, for instance, make a mean with its own denominator).
         row_gradient: derivative of `per_row` by the outputs in closed form, where there is one.
-        cheap: whether `per_row` is one call, not one for each row.
-        ready: brings targets into the form that `gradient` takes; to be done once for all rows.
+        in_one_call: whether `per_row` is one call, not one for each row.
+        prepare: brings targets into the form that `gradient` takes; to be done once for all rows.
     """
 
     loss_fn: LossFunction
     per_row: LossFunction
     kind: Literal["mean", "sum", "other"]
     row_gradient: LossFunction | None
-    cheap: bool
-    ready: Callable[[Tensor], Tensor]
+    in_one_call: bool
+    prepare: Callable[[Tensor], Tensor]
 
     @classmethod
     def of(cls, loss_fn: LossFunction, outputs: Tensor, targets: Tensor) -> PerRowLoss:
@@ -79,10 +79,10 @@ class PerRowLoss:
         slope = _slope(loss_fn, outputs, targets, kind) if kind != "other" else None
         classes, dtype = outputs.shape[-1] if outputs.dim() > 1 else 1, outputs.dtype
 
-        def ready(t: Tensor) -> Tensor:
+        def prepare(t: Tensor) -> Tensor:
             return F.one_hot(t, classes).to(dtype) if slope is _softmax_slope else t
 
-        return cls(loss_fn, per_row, kind, slope, separate is not None, ready)
+        return cls(loss_fn, per_row, kind, slope, separate is not None, prepare)
 
     def rows(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """(K, b) losses of stacked outputs (K, b, ...) and targets (K, b, ...)."""
@@ -95,19 +95,19 @@ class PerRowLoss:
         targets: Tensor,
         keep: Tensor,
         weights: Tensor | None = None,
-        apart: bool = False,
+        own_rows: bool = False,
     ) -> Tensor:
         """(K, b, ...): by the outputs, of every model's loss on the rows that it keeps.
 
         Args:
             outputs: (K, b, ...) of the stacked models.
-            targets: (b, ...), or with apart: (K, b, ...); made `ready`.
+            targets: (b, ...), or with own_rows: (K, b, ...); prepared by `prepare`.
             keep: (K, b), true for the rows that a model may see. One that sees none has gradient 0.
             weights: (b,) of the rows; a model's loss is then the mean (or sum) of weight x loss.
-            apart: whether the models have rows of their own.
+            own_rows: whether the models have rows of their own.
         """
-        if self.kind == "other" or (weights is None and not self.cheap):
-            return self._whole_gradient(outputs, targets, keep, weights, apart)
+        if self.kind == "other" or (weights is None and not self.in_one_call):
+            return self._whole_gradient(outputs, targets, keep, weights, own_rows)
         share = keep.to(outputs.dtype)
         if self.kind == "mean":
             share = share / share.sum(1, keepdim=True).clamp_(min=1)
@@ -118,12 +118,12 @@ class PerRowLoss:
             return slope.mul_(share.view(*share.shape, *[1] * (slope.dim() - 2)))
         with torch.enable_grad():
             free = outputs.detach().requires_grad_()
-            targets = targets if apart else targets.expand(len(free), *targets.shape)
+            targets = targets if own_rows else targets.expand(len(free), *targets.shape)
             (gradient,) = torch.autograd.grad(self.rows(free, targets), free, share)
         return gradient
 
     def _whole_gradient(
-        self, outputs: Tensor, targets: Tensor, keep: Tensor, weights: Tensor | None, apart: bool
+        self, outputs: Tensor, targets: Tensor, keep: Tensor, weights: Tensor | None, own_rows: bool
     ) -> Tensor:
         if weights is not None:
             raise HeldinError(
@@ -133,7 +133,7 @@ class PerRowLoss:
         with torch.enable_grad():
             free = outputs.detach().requires_grad_()
             total = free.new_zeros(())
-            targets = targets if apart else targets.expand(len(free), *targets.shape)
+            targets = targets if own_rows else targets.expand(len(free), *targets.shape)
             for model in range(len(free)):
                 if bool(keep[model].any()):
                     total = total + self.loss_fn(

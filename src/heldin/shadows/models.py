@@ -13,7 +13,8 @@ from heldin.errors import HeldinError, HeldinWarning, more
 __all__ = ["check_trainable", "module_of", "note_trained", "warn_of_training"]
 
 WRITES = 20  # to a parameter, beyond which more than its initialisation was written
-_TRAINED: WeakKeyDictionary[nn.Module, list[Tensor]] = WeakKeyDictionary()  # and their weights' sums
+# Models that heldin has seen in training, and the sums of their weights.
+_TRAINED: WeakKeyDictionary[nn.Module, list[Tensor]] = WeakKeyDictionary()
 
 # Moving averages of weights, by the names that torch, timm and other packages give them.
 AVERAGES = {"AveragedModel", "ModelEma", "ModelEmaV2", "ModelEmaV3", "EMA", "EMAModel"}

@@ -45,7 +45,8 @@ ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
 # They can take a step in one call on a processor, for which PyTorch does not do so by default.
 FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
-WORTHWHILE = 1 << 20  # weights x rows from which leaving rows out saves more than it costs
+# Product of weights and rows of a batch above which a single copy is run on its own rows only.
+WORTHWHILE = 1 << 20
 
 
 class Stack:
@@ -63,7 +64,6 @@ class Stack:
         self.copies = copies
         self.blocks: dict[str, Tensor] = {}  # (K, ...) leaves that share the flat vectors' memory
         self.grads: dict[str, Tensor] = {}
-        self.idle: set[str] = set()  # parameters that have no part in the outputs
         self.members: list[list[nn.Parameter]] = []  # the flat vectors of each group
         self._spans: list[list[tuple[nn.Parameter, str, slice]]] = []  # of each tensor, by group
         self._gather(optimizer, names)
@@ -164,7 +164,7 @@ class Stack:
         settings: Sequence[Mapping[str, Any]],
         weights: Tensor | None = None,
         clip: float | None = None,
-        apart: bool = False,
+        own_rows: bool = False,
     ) -> None:
         """One optimiser step of every copy on the rows of the minibatch that it keeps.
 
@@ -175,27 +175,21 @@ class Stack:
             settings: of the optimiser's groups.
             weights: (b,) of the rows.
             clip: largest norm of the gradient of a copy.
-            apart: whether to run every copy on its own rows only, as copies keep few.
+            own_rows: whether to run every copy on the rows that it keeps only; worth it for few.
         """
         searches = isinstance(self.optimizers[0], torch.optim.LBFGS)
-        most = int(keep.sum(1).max()) if apart else 0
-        apart = most > 0 and not searches
-        if apart:
+        own_rows |= self.copies == 1 and self.size * keep.numel() > WORTHWHILE
+        most = int(keep.sum(1).max()) if own_rows else 0
+        own_rows = most > 0 and not searches
+        if own_rows:
             places = keep.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :most]
             inputs, targets = [x[places] for x in inputs], targets[places]
             weights = None if weights is None else weights[places]
             keep = keep.gather(1, places)
-        large = self.size * keep.numel() > WORTHWHILE
-        if (
-            large and self.copies == 1 and not apart and 0 < int(keep.sum()) < keep.numel()
-        ):  # for no other copy
-            inputs, targets = [x[keep[0]] for x in inputs], targets[keep[0]]
-            weights = None if weights is None else weights[keep[0]]
-            keep = keep[:, keep[0]]
 
         def gradient() -> Tensor:
-            outputs = self.forward(inputs, None if apart else keep, train=True)
-            by_output = loss.gradient(outputs, targets, keep, weights, apart)
+            outputs = self.forward(inputs, None if own_rows else keep, train=True)
+            by_output = loss.gradient(outputs, targets, keep, weights, own_rows)
             self.forward.backward(by_output)
             if clip is not None:
                 self._clip(clip)
@@ -224,12 +218,13 @@ class Stack:
             stepping = stepping * self.copies
         if all(stepping):
             return None
-        if self.elementwise and len(self.optimizers) != self.copies:
-            self._split()
+        self._split()
         return stepping
 
     def _split(self) -> None:
-        """Give every copy a separate optimiser, with its part of the state."""
+        """Give every copy a separate optimiser, with its part of the state, if it has none."""
+        if len(self.optimizers) == self.copies:
+            return
         (joint,) = self.optimizers
         split = []
         for number in range(self.copies):
@@ -257,12 +252,9 @@ class Stack:
 
     def state_of(self, number: int) -> dict[str, Any]:
         """Return copies of the weights and of the optimiser's state of one copy."""
-        if self.elementwise and len(self.optimizers) != self.copies:
-            (joint,) = self.optimizers
-            self._split()
-            single, self.optimizers = self.optimizers[number], [joint]
-        else:
-            single = self.optimizers[number]
+        before = self.optimizers
+        self._split()
+        single, self.optimizers = self.optimizers[number], before
         return {
             "weights": {n: block.detach()[number].clone() for n, block in self.blocks.items()},
             "optimizer": copy.deepcopy(single.state_dict()["state"]),
@@ -270,8 +262,7 @@ class Stack:
 
     def load_state_of(self, number: int, state: Mapping[str, Any]) -> None:
         """Set one copy to a state; the others stay as they are."""
-        if self.elementwise and len(self.optimizers) != self.copies:
-            self._split()
+        self._split()
         for name, weight in state["weights"].items():
             self.blocks[name].detach()[number].copy_(weight)
         made = self.optimizers[number]
@@ -312,33 +303,20 @@ class Stack:
             return self.forward(inputs, None, train=False)
 
     def copy_of(self, number: int) -> dict[str, Tensor]:
-        """Weights of one copy, and its buffers if they are its own."""
-        found = {name: block.detach()[number] for name, block in self.blocks.items()}
-        buffers = getattr(self.forward, "buffers", [])
-        return found | (buffers[number] if buffers else {})
+        """Return the weights of one copy, by name."""
+        return {name: block.detach()[number] for name, block in self.blocks.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Weights, buffers and optimiser states."""
+        """Return weights and optimiser states."""
         return {
             "weights": {name: block.detach().clone() for name, block in self.blocks.items()},
-            "buffers": [
-                {name: buffer.clone() for name, buffer in each.items()}
-                for each in getattr(self.forward, "buffers", [])
-            ],
             "optimizers": [copy.deepcopy(o.state_dict()) for o in self.optimizers],
         }
 
     def check_state(self, state: Mapping[str, Any], copies: int) -> None:
         """Refuse, before anything is changed, the state of another number of copies."""
         weights = {n: b.new_empty(copies, *b.shape[1:]) for n, b in self.blocks.items()}
-        buffers = getattr(self.forward, "buffers", [])
-        check_schema(
-            state, {"weights": weights, "buffers": [dict], "optimizers": [dict]}, "['stack']"
-        )
-        for each in state["buffers"]:
-            check_schema(each, dict(buffers[0]) if buffers else {}, "['buffers']")
-        if len(state["buffers"]) not in (0, copies) or bool(state["buffers"]) != bool(buffers):
-            raise ValueError(f"{len(state['buffers'])} sets of buffers for {copies} copies")
+        check_schema(state, {"weights": weights, "optimizers": [dict]}, "['stack']")
         kinds = (Tensor, float, bool, list, None)
         for saved in state["optimizers"]:
             check_schema(
@@ -362,10 +340,7 @@ class Stack:
         with torch.no_grad():
             for name, block in self.blocks.items():
                 block.detach().copy_(state["weights"][name])
-        for mine, saved in zip(getattr(self.forward, "buffers", []), state["buffers"], strict=True):
-            for name, buffer in mine.items():
-                buffer.copy_(saved[name])
-        if self.elementwise and len(state["optimizers"]) > len(self.optimizers):
+        if len(state["optimizers"]) > len(self.optimizers):
             self._split()
         for made, saved in zip(self.optimizers, state["optimizers"], strict=True):
             made.load_state_dict(saved)

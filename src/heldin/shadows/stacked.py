@@ -43,7 +43,6 @@ class StackedShadows:
     Attributes:
         stack: the copies.
         held: how many rows are evaluated at a check.
-        cost: of a check, in forward passes of a row.
         inside: whether the model itself is trained in the stack, as one more copy.
         same_loss: true; see `HeldOut`.
         draw, level_count: see `ReplayedShadows`.
@@ -74,7 +73,7 @@ class StackedShadows:
         self.data, self.label, self.seed = data, label.to(data.rows.targets.device), seed
         self.copies = int(label.max()) + 1
         self._model, self._optimizer, self._engine = model, optimizer, engine
-        self._targets = data.loss.ready(data.rows.targets)
+        self._targets = data.loss.prepare(data.rows.targets)
         self.inside = False
         self.stack = Stack(model, optimizer, self.copies, data.rows.inputs, engine)
         self._start = self.stack.state_of(0) if rows < 1.0 else None
@@ -121,7 +120,6 @@ class StackedShadows:
         self._looked_at = torch.cat(own).sort().values
         self.held = len(self._looked_at)
         self._shown = min(SHOWN, self.held)
-        self.cost = self.held + self._shown
 
     # -- training
 
@@ -155,7 +153,7 @@ class StackedShadows:
                 f"step: the model was called with {len(inputs[0])} rows since the last step, but "
                 f"{len(index)} row numbers are known for it; call step() after every optimiser step"
             )
-        self._plain.follow(step, self._loss_of_rows, index)
+        self._plain.follow(step, self.data.loss_of, index)
         self.advance(inputs, index, step.settings)
         if self._steps & (self._steps - 1) == 0 and not self._computes_as_model():
             raise HeldinError(
@@ -204,14 +202,6 @@ class StackedShadows:
             stacked, outputs, rtol=close, atol=close * size + 1e-12, equal_nan=True
         )
 
-    def _loss_of_rows(self, outputs: Tensor, index: Tensor) -> Tensor:
-        """Return the loss of a step, as the loop computes it."""
-        targets = self.data.rows.targets[index]
-        if self.data.weights is None:
-            return self.data.loss.loss_fn(outputs, targets)
-        losses = self.data.loss.per_row(outputs, targets) * self.data.weights[index]
-        return losses.sum() if self.data.loss.kind == "sum" else losses.mean()
-
     def advance(
         self, inputs: Sequence[Tensor], index: Tensor, settings: Sequence[Mapping[str, Any]]
     ) -> None:
@@ -241,7 +231,7 @@ class StackedShadows:
             stack.seed_dropout(mixed_seed(self.seed, self._steps), device)
         else:
             stream = separate_random_stream(device, self.seed, self._steps)
-        apart = self.draw.share < 1.0 and not self.inside
+        own_rows = self.draw.share < 1.0 and not self.inside
         with stream:
             stack.advance(
                 inputs,
@@ -251,7 +241,7 @@ class StackedShadows:
                 settings,
                 weights,
                 self._clip,
-                apart,
+                own_rows,
             )
 
     # -- the model in the stack, for train()
@@ -296,7 +286,7 @@ class StackedShadows:
                 self.stack.blocks[name].detach()[number].copy_(value)
 
     def weights_of_the_model(self) -> dict[str, Tensor]:
-        """Weights and buffers of the copy that is the model."""
+        """Return the weights of the copy that is the model."""
         return self.stack.copy_of(self.copies)
 
     def restart(self) -> None:
@@ -329,7 +319,7 @@ class StackedShadows:
 
     def row_weights(self, rows: Tensor) -> Tensor | None:
         """Return the weights of rows in the loss; None: all are equal."""
-        return None if self.data.weights is None else self.data.weights.cpu()[rows]
+        return self.data.weights_of(rows)
 
     def describe_rows(self) -> str:
         """Say how batches are matched to rows."""
@@ -359,18 +349,15 @@ class StackedShadows:
                 for name, value in self.stack.copy_of(number).items():
                     state[name].copy_(value)
                 for rows in self._held[number][self._real[number]].split(CHUNK):
-                    outputs = predict(shadow, self._batch(rows))
+                    outputs = predict(shadow, self.data.batch(rows))
                     self._keep(self._recipe.outputs_of(outputs, len(rows)), rows)
-
-    def _batch(self, rows: Tensor) -> tuple[Tensor, ...]:
-        return (*(x[rows] for x in self.data.rows.inputs), self.data.rows.targets[rows])
 
     def held_out_outputs(self) -> OutOfFold:
         """Return the outputs of the rows at the last `held_out()`."""
         assert self._recipe is not None
         assert self._outputs is not None
         rows = self._looked_at
-        targets = self._recipe.targets_of(self._batch(rows), len(rows))
+        targets = self._recipe.targets_of(self.data.batch(rows), len(rows))
         return OutOfFold(
             self._outputs.detach().to("cpu", copy=True), rows.cpu(), self.label[rows].cpu(), targets
         )
@@ -389,7 +376,7 @@ class StackedShadows:
                 return recipe.outputs_of(recipe.predict(model, batch), len(batch[-1]))
             return torch.as_tensor(model(*batch[:-1]))
 
-        return self._batch(self._looked_at[:EXAMPLE]), predict
+        return self.data.batch(self._looked_at[:EXAMPLE]), predict
 
     def evaluated_weights(self) -> AbstractContextManager[None]:
         """Return a context in which the model has the weights that it is evaluated with."""
@@ -419,7 +406,7 @@ class StackedShadows:
 
     def weights_of(self, number: int) -> dict[str, Tensor]:
         """Return the trained weights of a shadow, by name."""
-        return {name: block.detach()[number] for name, block in self.stack.blocks.items()}
+        return self.stack.copy_of(number)
 
     # -- saving and closing
 
@@ -430,7 +417,7 @@ class StackedShadows:
         release(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """Weights, buffers, optimiser states, and where the look-up of rows is."""
+        """Return weights, optimiser states, and where the look-up of rows is."""
         return {
             "label": self.label.clone(),
             "inside": self.inside,

@@ -74,6 +74,22 @@ class TensorData:
         with torch.no_grad():
             return functional_call(self._bare, state, tuple(inputs))
 
+    def batch(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """Return inputs and targets of rows."""
+        return (*(x[rows] for x in self.rows.inputs), self.rows.targets[rows])
+
+    def weights_of(self, rows: Tensor) -> Tensor | None:
+        """Return the weights of rows in the loss; None: all are equal."""
+        return None if self.weights is None else self.weights.cpu()[rows]
+
+    def loss_of(self, outputs: Tensor, rows: Tensor) -> Tensor:
+        """Return the loss of a step, as the loop computes it from the outputs of rows."""
+        targets = self.rows.targets[rows]
+        if self.weights is None:
+            return self.loss.loss_fn(outputs, targets)
+        losses = self.loss.per_row(outputs, targets) * self.weights[rows]
+        return losses.sum() if self.loss.kind == "sum" else losses.mean()
+
     def training_loss(self, most: int = ENOUGH) -> float:
         """Mean over the rows; over some of them, evenly spread, where there are more."""
         n = len(self.rows)

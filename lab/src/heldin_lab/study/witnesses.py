@@ -51,7 +51,7 @@ class Splits:
     ) -> None:
         n = spec.n
         self.problem, self.loss = problem, row_loss(problem, model)
-        self.targets = self.loss.ready(problem.y)
+        self.targets = self.loss.prepare(problem.y)
         self.stack = Stack(model, optimizer, len(SPLITS), [problem.x])
         self.settings = group_settings(optimizer)
         self.held, streams = [], []
@@ -130,9 +130,9 @@ class Epochs:
                 changed = float((predicted != self.before).sum())
             self.before = predicted
             everything = torch.ones(1, len(outputs), dtype=torch.bool)
-            slopes = self.loss.gradient(outputs[None], self.loss.ready(self.problem.y), everything)[
-                0
-            ]
+            slopes = self.loss.gradient(
+                outputs[None], self.loss.prepare(self.problem.y), everything
+            )[0]
             aligned = alignment(slopes, features, last.weight.detach())
         return self._disparity(), changed, aligned
 
