@@ -39,7 +39,7 @@ class EarlyStopping(PlainEarlyStopping):
     >>> model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
     >>> loader = fabric.setup_dataloaders(torch.utils.data.DataLoader(rows, batch_size=5))
     >>> loss_fn = torch.nn.MSELoss()
-    >>> stopping = EarlyStopping(model, optimizer, loss_fn, loader)
+    >>> stopping = EarlyStopping(model, optimizer, loss_fn, loader, verbose=False)
     >>> for epoch in stopping.epochs(3):
     ...     for inputs, targets in loader:
     ...         optimizer.zero_grad()
