@@ -231,7 +231,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_refused(case: str) -> None:
     change, message = REFUSED[case]
     model = network()
-    arguments = {"optimizer": sgd(model), "loss_fn": nn.MSELoss(), "data": rows()} | change
+    arguments: dict[str, Any] = {
+        "optimizer": sgd(model),
+        "loss_fn": nn.MSELoss(),
+        "data": rows(),
+    } | change
     with pytest.raises(heldin.HeldinError, match=message):
         heldin.EarlyStopping(model, **arguments)
 
@@ -305,7 +309,7 @@ def test_a_method_of_the_model_in_place_of_its_forward_pass() -> None:
         values.append(stopping.history[-1].criterion)
         stopping.close()
     assert values[0] == pytest.approx(values[1])
-    model, optimizer = network(), None
+    model = network()
     stopping = made("folds", model, sgd(model), loader())
     assert stopping.call(lambda a, b: a + b, 1, b=2) == 3
     stopping.close()

@@ -6,6 +6,7 @@ import itertools
 import re
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -106,7 +107,7 @@ def test_the_version_is_known_without_importing_torch(monkeypatch: pytest.Monkey
         _requirements.check_torch()
 
     def nothing(name: str) -> str:
-        raise _requirements.PackageNotFoundError(name)
+        raise PackageNotFoundError(name)
 
     monkeypatch.setattr(_requirements, "version", nothing)
     _requirements.check_torch()

@@ -43,10 +43,10 @@ def test_all_raw_saved() -> None:
             return x * x
 
         @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
             return 2 * grad * ctx.saved_tensors[0]
 
-    out = Square.apply(torch.ones(2, requires_grad=True))  # type: ignore[no-untyped-call]
+    out = Square.apply(torch.ones(2, requires_grad=True))
     assert private.all_raw_saved(out.grad_fn)  # 2.10: only while the graph is alive
 
 
@@ -156,7 +156,7 @@ def test_is_batched_by_vmap() -> None:
     assert not private.is_batched_by_vmap(x)
 
 
-class Counting(private.TorchDispatchMode):  # type: ignore[misc]
+class Counting(private.TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.depths: list[int] = []
@@ -307,7 +307,7 @@ def test_adopt_hooks() -> None:
             self.param_groups, self.state = inner.param_groups, inner.state
             private.adopt_hooks(self, inner)
 
-        def step(self, closure: Any = None) -> None:
+        def step(self, closure: Any = None) -> Any:
             self.inner.step()
 
     weight = torch.ones(1, requires_grad=True)
@@ -335,7 +335,7 @@ def test_is_inner_step() -> None:
     seen = []
 
     class Outer(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        def step(self, closure: Any = None) -> Any:
             return super().step(closure)
 
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1)

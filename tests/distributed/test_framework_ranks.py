@@ -20,13 +20,13 @@ INSTALLED = [
 
 
 @pytest.fixture(scope="module")
-def outcome(tmp_path_factory: pytest.TempPathFactory) -> dict:
+def outcome(tmp_path_factory: pytest.TempPathFactory) -> launching.Outcome:
     """All cases, run in two processes."""
     return launching.outcomes(2, tmp_path_factory.mktemp("ranks"), INSTALLED)
 
 
 @pytest.mark.parametrize("name", ranks.FRAMEWORKS)
-def test_ranks(outcome: dict, name: str) -> None:
+def test_ranks(outcome: launching.Outcome, name: str) -> None:
     if name not in INSTALLED:
         pytest.skip(f"{name.removeprefix('frameworks_')} is not installed")
     launching.expect_ok(outcome, name)

@@ -17,13 +17,15 @@ CASES = [name for name in ranks.CASES if name not in ranks.SHADOWS + ranks.FRAME
 
 
 @pytest.fixture(scope="module", params=[2, 4])
-def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict:
+def outcome(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> launching.Outcome:
     """All cases, run once in each number of processes."""
     return launching.outcomes(request.param, tmp_path_factory.mktemp("ranks"), CASES)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_ranks(outcome: dict, name: str) -> None:
+def test_ranks(outcome: launching.Outcome, name: str) -> None:
     launching.expect_ok(outcome, name)
 
 

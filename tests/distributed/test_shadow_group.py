@@ -12,11 +12,13 @@ pytestmark = launching.needed
 
 
 @pytest.fixture(scope="module", params=[2, 3])
-def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict:
+def outcome(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> launching.Outcome:
     """All cases, run once in each number of processes."""
     return launching.outcomes(request.param, tmp_path_factory.mktemp("ranks"), ranks.SHADOWS)
 
 
 @pytest.mark.parametrize("name", ranks.SHADOWS)
-def test_ranks(outcome: dict, name: str) -> None:
+def test_ranks(outcome: launching.Outcome, name: str) -> None:
     launching.expect_ok(outcome, name)

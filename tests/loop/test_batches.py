@@ -42,7 +42,7 @@ class Named(torch.Tensor):
     ) -> Any:
         if func is torch.Tensor.__getitem__:
             raise ValueError("inconsistent names")
-        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        return super().__torch_function__(func, types, args, kwargs or {})
 
 
 def test_tensors_of_another_kind_are_compared_by_their_values() -> None:

@@ -17,12 +17,12 @@ from torch import nn
 import heldin
 from heldin._private_torch import forward_hooks
 from heldin.loop.hooks import (
-    ModelHook,
     after_calls,
     before_calls,
     call_at_steps,
     scaled_gradients,
 )
+from heldin.model_hook import ModelHook
 from heldin.pause import paused
 
 REGISTERS = re.compile(r"\bregister_(\w*hook|optimizer_step\w*)\b")

@@ -139,7 +139,7 @@ def test_a_collate_function_that_changes_items_gets_fresh_ones() -> None:
 
 
 def test_rows_that_are_no_pairs_need_a_loss_of_the_batch() -> None:
-    rows = [{"x": torch.randn(1, 6, 6), "y": torch.randn(1)} for _ in range(40)]
+    rows: Any = [{"x": torch.randn(1, 6, 6), "y": torch.randn(1)} for _ in range(40)]
     model = MODELS["conv"]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with pytest.raises(heldin.HeldinError, match="at least two of them"):

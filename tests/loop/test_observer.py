@@ -103,7 +103,7 @@ def one_backward_pass_for_two_batches() -> Loop:
     for _, batch in loop.batches():
         waiting.append(batch)
         if len(waiting) == 2:
-            (sum(batch_loss(loop.model, one) for one in waiting) / 2).backward()  # type: ignore[union-attr]
+            (sum(batch_loss(loop.model, one) for one in waiting) / 2).backward()
             loop.step(*waiting)
             loop.stopping.step()
             waiting = []
@@ -124,7 +124,7 @@ def step_after_evaluation() -> Loop:
 
 @exact
 def a_batch_sampler_of_tensors() -> Loop:
-    loop = Loop(network(), DataLoader(ROWS, batch_sampler=torch.arange(N).split(6)))  # type: ignore[arg-type]
+    loop = Loop(network(), DataLoader(ROWS, batch_sampler=torch.arange(N).split(6)))
     return trained(loop)
 
 
@@ -156,7 +156,7 @@ def workers_that_prefetch_in_an_epoch_cut_short() -> Loop:
 
 @refused("yields .'a', 1.*whole numbers")
 def a_sampler_of_names() -> None:
-    trained(Loop(network(), DataLoader(ROWS, batch_sampler=[["a", 1]])))  # type: ignore[list-item]
+    trained(Loop(network(), DataLoader(ROWS, batch_sampler=[["a", 1]])))
 
 
 @exact
@@ -176,7 +176,7 @@ def a_patched_forward() -> Loop:
     model = network()
     start = copy.deepcopy(model)  # a copy of the patched model would call the model
     forward = model.forward
-    model.forward = lambda rows: forward(rows)  # type: ignore[method-assign]
+    model.forward = lambda rows: forward(rows)
     loop = Loop(model, loader_of())
     loop.start = start
     return trained(loop)
@@ -195,10 +195,10 @@ def calls_that_are_not_seen() -> Loop:
 @refused("'2.weight' was changed, but not by the optimiser")
 def a_second_optimiser() -> None:
     model = network()
-    model[2].requires_grad_(False)  # type: ignore[index]
+    model[2].requires_grad_(False)
     loop = Loop(model, loader_of())
-    model[2].requires_grad_(True)  # type: ignore[index]
-    second = torch.optim.SGD(model[2].parameters(), lr=0.1)  # type: ignore[index]
+    model[2].requires_grad_(True)
+    second = torch.optim.SGD(model[2].parameters(), lr=0.1)
     for number, batch in loop.batches():
         batch_loss(model, batch).backward()
         if number:  # else the first step is warned about, too
@@ -210,12 +210,12 @@ def a_second_optimiser() -> None:
 @refused("'0.weight' was unfrozen or added")
 def parameters_unfrozen_on_the_way() -> None:
     model = network()
-    model[0].weight.requires_grad_(False)  # type: ignore[index, union-attr, operator]
+    model[0].weight.requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     stopping = runs.FoldStopping(model, optimizer, F.cross_entropy, (x, y))
     for number in range(3):
         if number == 1:
-            model[0].weight.requires_grad_(True)  # type: ignore[index, union-attr, operator]
+            model[0].weight.requires_grad_(True)
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
         stopping.step()
@@ -366,20 +366,20 @@ def test_labels_of_padding_may_be_written_into_the_batch() -> None:
         loop.stopping.step()
     twin = loop.twin(0)
     found = loop.stopping.backend.weights_of(0)["0.weight"].detach()
-    torch.testing.assert_close(found, twin[0].weight.detach())  # type: ignore[index, union-attr]
+    torch.testing.assert_close(found, twin[0].weight.detach())
 
 
 def test_sparse_gradients() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(N, 3, sparse=True))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader = DataLoader(range(N), batch_size=5)  # type: ignore[arg-type]
+    loader: DataLoader[Any] = DataLoader(range(N), batch_size=5)  # type: ignore[arg-type]
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
         return model(batch).square().mean()
 
     stopping: Any = runs.FoldStopping(model, optimizer, data=loader, batch_loss=loss)
-    before = model[0].weight.detach().clone()  # type: ignore[union-attr, operator]
+    before = model[0].weight.detach().clone()  # type: ignore[operator]
     for batch in loader:
         loss(model, batch).backward()
         optimizer.step()
@@ -394,7 +394,7 @@ class Halving(torch.optim.SGD):
 
     taken = 0
 
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         self.taken += 1
         for group in self.param_groups:
             group["lr"] = 0.1 / self.taken

@@ -167,10 +167,10 @@ LOADERS: dict[str, Any] = {
     "shuffled": {"batch_size": 4, "shuffle": True},
     "in order": {"batch_size": 4},
     "last dropped": {"batch_size": 4, "shuffle": True, "drop_last": True},
-    "drawn twice": {"batch_size": 4, "sampler": WeightedRandomSampler(torch.rand(N), 40)},
+    "drawn twice": {"batch_size": 4, "sampler": WeightedRandomSampler(torch.rand(N).tolist(), 40)},
     "of two processes": {
         "batch_size": 4,
-        "sampler": DistributedSampler(Numbers(), num_replicas=2, rank=1),  # type: ignore[arg-type]
+        "sampler": DistributedSampler(Numbers(), num_replicas=2, rank=1),
     },
     "batch sampler": {"batch_sampler": LongFirst()},
     "workers": {"batch_size": 4, "shuffle": True, "num_workers": 2, "prefetch_factor": 3},
@@ -278,7 +278,7 @@ def test_tensors_in_a_dictionary() -> None:
         own.zero_grad()
         F.mse_loss(twin(x[kept]), x[kept, :1]).backward()
         own.step()
-    found = stopping.backend.weights_of(0)["weight"]  # type: ignore[union-attr]
+    found = stopping.backend.weights_of(0)["weight"]
     torch.testing.assert_close(found.detach(), twin.weight.detach())
 
 
@@ -366,7 +366,8 @@ def test_the_view_without_augmentation_is_evaluated() -> None:
     assert {value for grad, value in seen if grad} == {2.0}
     assert (False, 1.0) in seen
     assert len(stopping.backend.held_out()) == N
-    few = DataLoader(list(zip(torch.ones(3, D), torch.ones(3, 1), strict=True)), batch_size=2)
+    rows: Any = list(zip(torch.ones(3, D), torch.ones(3, 1), strict=True))
+    few: DataLoader[Any] = DataLoader(rows, batch_size=2)
     stopping.close()
     with pytest.raises(heldin.HeldinError, match="eval_data must show the same rows"):
         runs.FoldStopping(model, optimizer, data=loader, batch_loss=loss, eval_data=few)

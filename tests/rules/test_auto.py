@@ -114,7 +114,7 @@ def test_reason_chosen_says_what_is_chosen(budget: float | None) -> None:
                 assert regret < one.regret(*other) + EQUAL
         assert cost <= limit or cost <= SLACK * cheapest
         if "buys" in advice:
-            price, name = re.search(r"budget=([\d.]+) buys ([^:]*?)(?:: |, whose)", advice).groups()  # type: ignore[union-attr]
+            price, name = re.search(r"budget=([\d.]+) buys ([^:]*?)(?:: |, whose)", advice).groups()
             bought = next(each for each in REGRETS if NAMES[each] == name)
             assert float(price) == one.cost(*bought) > limit
             assert _choose(one, float(price), memory, light).shadows == bought[0]
@@ -266,7 +266,7 @@ def test_refusals() -> None:
 def test_any_batch_within_a_budget() -> None:
     torch.manual_seed(0)
     rows = [{"x": torch.randn(64), "y": torch.randn(1)} for _ in range(60)]
-    loader = torch.utils.data.DataLoader(rows, batch_size=20, shuffle=True)  # type: ignore[arg-type]
+    loader: DataLoader[Any] = DataLoader(rows, batch_size=20, shuffle=True)  # type: ignore[arg-type]
     model = nn.Sequential(nn.Linear(64, 400), nn.ReLU(), nn.Linear(400, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 

@@ -173,7 +173,7 @@ def test_a_stopped_weight_does_not_move_by_one_bit(kind: str) -> None:
 
 
 @pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}, {"foreach": False}])
-def test_all_implementations_of_adam(options: dict[str, bool]) -> None:
+def test_all_implementations_of_adam(options: dict[str, Any]) -> None:
     model = net(dtype=torch.float32)
     inner = torch.optim.AdamW(model.parameters(), lr=0.1, **options)
     optimizer = heldin.ElementwiseStopping(inner, model)

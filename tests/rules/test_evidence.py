@@ -123,7 +123,7 @@ def test_a_window_counts_samples_that_did_not_touch_a_parameter() -> None:
     model = nn.ModuleDict({"a": nn.Linear(2, 1), "b": nn.Linear(2, 1)}).double()
     holder = nn.Module()
     holder.parts = model
-    holder.forward = lambda x, part: model[part](x)  # type: ignore[method-assign]
+    holder.forward = lambda x, part: model[part](x)
     x = torch.randn(6, 2).double()
     with runs.EvidenceStopping(holder, smoothing=0, window=2) as stopping:
         for part in ("a", "b"):

@@ -228,7 +228,7 @@ def test_dropping_the_state_would_be_noticed() -> None:
     assert float(gap.abs().mean()) > 5 * off
 
 
-def fit(steps: int = 400, loss_fn: Any = F.mse_loss, **options: Any) -> tuple[Any, nn.Module]:
+def fit(steps: int = 400, loss_fn: Any = F.mse_loss, **options: Any) -> tuple[Any, Any]:
     torch.manual_seed(0)
     x = normal(40, 30)
     y = x[:, :1] + normal(40, 1, seed=1)
@@ -311,7 +311,10 @@ def test_schedules_and_groups() -> None:
     for rate, steps in ((0.01, 100), (0.005, 200)):
         torch.manual_seed(0)
         model = nn.Linear(5, 1).double()
-        groups = [{"params": [model.weight]}, {"params": [model.bias], "lr": 0.0}]
+        groups: list[dict[str, Any]] = [
+            {"params": [model.weight]},
+            {"params": [model.bias], "lr": 0.0},
+        ]
         optimizer = SGD(groups, lr=rate)
         stopping = runs.LeaveOneOutStopping(
             model, optimizer, F.mse_loss, (x, y), patience=None, grid=1.05
@@ -330,7 +333,7 @@ def test_schedules_and_groups() -> None:
 def test_a_resumed_run_goes_on_bit_for_bit() -> None:
     x, y = normal(20, 5), normal(20, 1, seed=1)
 
-    def parts() -> Any:
+    def parts() -> tuple[Any, Any, Any]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1)).double()
         optimizer = ADAM(model.parameters(), lr=0.01)

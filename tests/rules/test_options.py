@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -15,6 +15,8 @@ from heldin import rules
 from heldin.rules import options
 from heldin.rules.base import StoppingRule
 from heldin.state import History
+
+untyped: Any = rules  # for arguments of wrong types
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,11 +30,12 @@ class Three(heldin.rules.Rule):
 
 
 class StopAfter(StoppingRule):
-    _state_schema: dict[str, Any] = {}  # noqa: RUF012
+    _state_schema: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, steps: int) -> None:
         super().__init__()
-        self.steps, self.history, self.best_step = steps, History(), None
+        self.steps, self.history = steps, History()
+        self.best_step: int | None = None
 
     def step(self) -> bool:
         self._step += 1
@@ -98,8 +101,9 @@ def test_what_would_be_ignored_is_refused(name: str) -> None:
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = (torch.zeros(24, 4), torch.zeros(24, 1))
+    options: dict[str, Any] = {name: 10}
     with pytest.raises(heldin.HeldinError, match=f"{name}: it is an option of rule='auto'"):
-        heldin.EarlyStopping(model, optimizer, nn.MSELoss(), data, "folds", **{name: 10})
+        heldin.EarlyStopping(model, optimizer, nn.MSELoss(), data, "folds", **options)
 
 
 @pytest.mark.parametrize(
@@ -124,14 +128,20 @@ def test_a_rule_is_validated_when_it_is_made(make: Any) -> None:
     [
         (lambda: rules.Folds(folds="a"), "folds must be a whole number >= 2, got 'a'"),
         (lambda: rules.Folds(shadows=9), "shadows must be at most the number of folds, 5, got 9"),
-        (lambda: rules.Folds(fold=3), "unknown argument 'fold'; did you mean 'folds'"),
-        (lambda: rules.Auto(memory=1.5), "memory must be a whole number >= 1, got 1.5"),
+        (lambda: untyped.Folds(fold=3), "unknown argument 'fold'; did you mean 'folds'"),
+        (lambda: untyped.Auto(memory=1.5), "memory must be a whole number >= 1, got 1.5"),
         (lambda: rules.Validation(data=3), "data must be a DataLoader or tensors"),
         (lambda: rules.Validation(data=None), "data must be a DataLoader or tensors"),
         (lambda: rules.Evidence(parameter_groups=3), "parameter_groups must be 'tensor', 'all'"),
-        (lambda: rules.Evidence(initial_average="a"), "initial_average must be a number or None"),
-        (lambda: rules.Evidence(parameters="a"), "parameters must be a function of names or None"),
-        (lambda: rules.Evidence(arm_threshold="a"), "arm_threshold must be a number above 0"),
+        (
+            lambda: untyped.Evidence(initial_average="a"),
+            "initial_average must be a number or None",
+        ),
+        (
+            lambda: untyped.Evidence(parameters="a"),
+            "parameters must be a function of names or None",
+        ),
+        (lambda: untyped.Evidence(arm_threshold="a"), "arm_threshold must be a number above 0"),
         (lambda: rules.Evidence(coordinates=5, estimator="exact"), "coordinates must be None with"),
     ],
 )

@@ -206,3 +206,12 @@ def test_committees_of_layers_that_cannot_be_scaled_are_calibrated() -> None:
     plain = stopping_of(Cosine(), "vmap")
     assert "no temperature, as the last layer cannot be scaled exactly" in plain.conclusion
     plain.close()
+
+
+def test_a_study_with_several_objectives_cannot_prune() -> None:
+    optuna = pytest.importorskip("optuna")
+    from heldin.optuna import pruning
+
+    study = optuna.create_study(directions=["minimize", "maximize"])
+    with pytest.raises(heldin.HeldinError, match="several objectives cannot prune"):
+        pruning(study.ask())(stopping_of(network()))

@@ -26,7 +26,7 @@ def overfitting(n: int = 40, d: int = 30) -> tuple[Tensor, Tensor]:
     return x, x[:, :1] + torch.randn(n, 1, generator=generator, dtype=torch.float64)
 
 
-def fit(steps: int, **options: Any) -> tuple[Any, nn.Module, list[Tensor]]:
+def fit(steps: int, **options: Any) -> tuple[Any, Any, list[Tensor]]:
     torch.manual_seed(0)
     x, y = overfitting()
     model = nn.Linear(30, 1).double()
@@ -190,6 +190,8 @@ def test_context_manager_restores_unless_an_error_passes() -> None:
     assert not torch.equal(model.weight, last)
     assert not forward_hooks(model)
     assert stopping.best_step > 0  # still readable
+    model = nn.Linear(30, 1).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     broken = runs.FoldStopping(model, optimizer, F.mse_loss, (x, y))
     train_once(broken, model, optimizer, x, y)
     before = model.weight.detach().clone()
@@ -231,7 +233,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(name: str) -> None:
     x, y = data()
     batches = minibatches(8, 40)
 
-    def parts() -> Any:
+    def parts() -> tuple[Any, Any, Any]:
         torch.manual_seed(3)
         model = MODELS[name]().double()
         optimizer = OPTIMIZERS["adam"](model.parameters())
@@ -263,8 +265,9 @@ def test_a_resumed_run_goes_on_bit_for_bit(name: str) -> None:
     with pytest.raises(heldin.HeldinError, match="incomplete or damaged"):
         second[2].load_state_dict(damaged)
     assert torch.equal(second[2].state_dict()["curves"], before)
-    other = runs.FoldStopping(whole[0], whole[1], F.mse_loss, (x, y), 4)
-    shadow = runs.LeaveOneOutStopping(whole[0], whole[1], F.mse_loss, (x, y))
+    model, optimizer, _ = parts()
+    other = runs.FoldStopping(model, optimizer, F.mse_loss, (x, y), 4)
+    shadow = runs.LeaveOneOutStopping(model, optimizer, F.mse_loss, (x, y))
     with pytest.raises(heldin.HeldinError, match="saved with folds=3"):
         other.load_state_dict(first[2].state_dict())
     with pytest.raises(heldin.HeldinError, match="state of a FoldStopping"):

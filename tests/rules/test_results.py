@@ -21,8 +21,8 @@ from tests.support.outcome_runs import trained as trained_on_batches
 ENGINES = ("dense", "vmap", "replay", "batch_loss")
 
 
-def wrong(outputs: Tensor, targets: Tensor) -> Tensor:
-    return (outputs.argmax(1) != targets).double().mean()
+def wrong(outputs: Tensor, targets: Tensor) -> float:
+    return float((outputs.argmax(1) != targets).double().mean())
 
 
 def stopping_of(

@@ -113,8 +113,8 @@ def test_who_has_decided_is_not_warned(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("rule", [heldin.rules.Folds(), heldin.rules.Folds(rows=0.5)])
 def test_a_run_to_its_end_keeps_its_last_weights(rule: Any) -> None:
-    plain, *rest = parts()
-    train(plain, *rest, range(EPOCHS))
+    plain, optimizer, scheduler, loader = parts()
+    train(plain, optimizer, scheduler, loader, range(EPOCHS))
     model, optimizer, scheduler, loader = parts()
     stopping: Any = heldin.EarlyStopping(model, optimizer, LOSS, loader, rule, finish=True)
     train(model, optimizer, scheduler, loader, stopping.epochs(EPOCHS))
@@ -157,3 +157,22 @@ def test_what_would_be_ignored_is_refused(options: dict[str, Any], message: str)
     model, optimizer, _, loader = parts()
     with pytest.raises(heldin.HeldinError, match=message):
         heldin.EarlyStopping(model, optimizer, LOSS, loader, **options)
+
+
+class MyCosine(lr_scheduler.CosineAnnealingLR):
+    """A subclass with the same end."""
+
+
+def test_subclasses_are_recognised() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    scheduler = MyCosine(optimizer, T_max=50)
+    assert fixed_schedule(optimizer) == "MyCosine(T_max=50)"
+    del scheduler
+
+
+def test_a_run_without_patience_is_warned_too() -> None:
+    model, optimizer, scheduler, loader = parts()
+    stopping = heldin.EarlyStopping(model, optimizer, LOSS, loader, patience=None)
+    with pytest.warns(heldin.HeldinWarning, match="T_max=40"):
+        train(model, optimizer, scheduler, loader, range(3))
+    stopping.close()

@@ -129,7 +129,7 @@ def test_mistakes() -> None:
         ({"loss": 3.0}, "loss must be a function"),
     ):
         with pytest.raises(heldin.HeldinError, match=message):
-            runs.ValidationStopping(model, **options)  # type: ignore[arg-type]
+            runs.ValidationStopping(model, **options)
     with pytest.raises(heldin.HeldinError, match=r"expected a torch\.nn\.Module"):
         runs.ValidationStopping(3)  # type: ignore[arg-type]
     with runs.ValidationStopping(model) as stopping:

@@ -140,7 +140,7 @@ def test_further_evaluations_of_a_line_search_do_not_count() -> None:
 
 def test_a_scaler_does_not_take_it_for_a_fused_optimiser() -> None:
     """Fused optimisers unscale by themselves; they would be told so past the wrapper."""
-    model = net(dtype=torch.float32)
+    model: Any = net(dtype=torch.float32)
     inner = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
     assert inner._step_supports_amp_scaling
     optimizer = heldin.ElementwiseStopping(inner, model)

@@ -66,7 +66,7 @@ class Parts:
 
 def plainly(options: Callable[[Parts], dict[str, Any]], norm: bool = False) -> Any:
     def run(parts: Parts) -> Any:
-        given = {"loss_fn": parts.loss_fn, "data": parts.loader} | options(parts)
+        given: dict[str, Any] = {"loss_fn": parts.loss_fn, "data": parts.loader} | options(parts)
         stopping = heldin.EarlyStopping(parts.model, parts.optimizer, **given)
         for _ in range(2):
             for x, y in parts.loader:

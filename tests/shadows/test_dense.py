@@ -27,11 +27,11 @@ def by_autograd(
 ) -> list[Tensor]:
     """Gradients of the sum of the outputs, with the masks that the network has drawn."""
     weights = [layer.weight.clone().requires_grad_() for layer in linear]
-    h = x @ weights[0].mT + linear[0].bias.unsqueeze(1)  # type: ignore[union-attr]
+    h = x @ weights[0].mT + linear[0].bias.unsqueeze(1)
     for number, module in enumerate(middle, 1):
         mask = network._masks.get(number)
         h = h * mask if mask is not None else h if isinstance(module, nn.Dropout) else module(h)
-    outputs = h @ weights[1].mT + linear[1].bias.unsqueeze(1)  # type: ignore[union-attr]
+    outputs = h @ weights[1].mT + linear[1].bias.unsqueeze(1)
     return list(torch.autograd.grad(outputs.sum(), weights))
 
 

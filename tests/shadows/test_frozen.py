@@ -52,7 +52,7 @@ def loss_of(model: nn.Module, batch: Any) -> Tensor:
 def train(model: nn.Module, epochs: int = 6, **options: Any) -> Any:
     torch.manual_seed(2)
     loader = DataLoader(TensorDataset(*rows()), 10, shuffle=True)
-    optimizer = torch.optim.Adam(model[1].parameters(), lr=0.05)  # type: ignore[index]
+    optimizer = torch.optim.Adam(model[1].parameters(), lr=0.05)
     stopping = runs.FoldStopping(
         model, optimizer, data=loader, batch_loss=loss_of, patience=None, **options
     )

@@ -37,7 +37,7 @@ def test_rows_of_different_sizes_are_evaluated_one_by_one() -> None:
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randn(2 + i % 5, 3, generator=generator) for i in range(N)]
     model = nn.Linear(3, 1)
-    loader = DataLoader(rows, batch_size=1, shuffle=True)  # type: ignore[arg-type]
+    loader: DataLoader[Any] = DataLoader(rows, batch_size=1, shuffle=True)  # type: ignore[arg-type]
     stopping = made(model, loader, lambda model, row: model(row).square().mean())
     with torch.no_grad():
         expected = torch.stack([model(row).square().mean() for row in rows])

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import heldin
 from heldin.rules.policy import bootstrap_shares, matched_checks
 from heldin.shadows.light import LEVEL_ROWS, RowDraw, level_rows
-from heldin.state.estimates import INTERVAL_COVERAGE
+from heldin.state.estimates import INTERVAL_COVERAGE, interval_coverage
 from tests.support.reading import curves, held_per_trained, missing_share, rule_state
 
 N, D, SEED = 24, 4, 3
@@ -353,7 +353,7 @@ def test_the_error_of_light_shadows_has_a_tenth_of_the_estimate() -> None:
         record.training_loss,
     )[1]
     assert plain == pytest.approx(expected)
-    assert stopping.estimates["loss"].coverage == INTERVAL_COVERAGE[3, True]
+    assert stopping.estimates["loss"].coverage == INTERVAL_COVERAGE[3, True][0]  # of few rows
     stopping.close()
 
 
@@ -363,7 +363,8 @@ def test_the_error_of_light_shadows_has_a_tenth_of_the_estimate() -> None:
         ({}, (5, False)),
         ({"shadows": 2}, (2, False)),
         ({"shadows": 1}, (1, False)),
-        ({"shadows": 4}, None),
+        ({"shadows": 3}, (3, False)),
+        ({"shadows": 4}, (4, False)),
         ({"folds": 10, "shadows": 5}, None),
         ({"rows": 0.5, "shadows": 3}, None),
     ],
@@ -376,7 +377,7 @@ def test_the_interval_quotes_the_coverage_of_its_configuration(
     rule = heldin.rules.Folds(**options)
     stopping = heldin.EarlyStopping(model, optimizer, nn.MSELoss(), rows(), rule, patience=None)
     train(stopping, model, optimizer, minibatches(4))
-    expected = None if measured is None else INTERVAL_COVERAGE[measured]
+    expected = None if measured is None else INTERVAL_COVERAGE[measured][0]
     assert stopping.estimates["loss"].coverage == expected
     stopping.close()
 
@@ -412,6 +413,7 @@ def test_levels_are_of_rows_that_the_shadow_sees() -> None:
 
 
 def test_a_loss_that_is_a_sum_is_refused() -> None:
+    engine: Any
     for engine in ENGINES:
         model = network()
         made = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -426,7 +428,7 @@ def test_a_share_that_is_none_is_refused(share: Any) -> None:
         heldin.rules.Folds(rows=share)
 
 
-def hot(engine: str, rate: float = 0.25, **options: Any) -> Any:
+def hot(engine: Any, rate: float = 0.25, **options: Any) -> Any:
     """A rate at which two rows a step are too noisy, and eight are not."""
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(0)
@@ -457,8 +459,10 @@ def hot(engine: str, rate: float = 0.25, **options: Any) -> Any:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_shadows_that_leave_the_model_start_again_on_all_rows(engine: str) -> None:
     stopping, _, _, (x, y), epochs = hot(engine, patience=None)
+    batches: list[Tensor] = []
+    reasons: list[str] = []
     start = copy.deepcopy(rule_state(stopping)["kept"][0])
-    inner, batches, reasons = stopping.following, [], []
+    inner = stopping.following
     while len(batches) < 60:
         batches += epochs(1)
         reasons.append(stopping.reason)
@@ -528,3 +532,11 @@ def test_fit_starts_shadows_again_and_not_the_model() -> None:
     assert stopping.should_stop
     with torch.no_grad():
         assert float(F.mse_loss(model(x), y)) < 0.3
+
+
+def test_coverage_depends_on_the_number_of_rows() -> None:
+    for (shadows, light), shares in INTERVAL_COVERAGE.items():
+        places = (20, 100, 101, 300, 301, 9999)
+        quoted = [interval_coverage(shadows, light, rows) for rows in places]
+        assert quoted == [share for share in shares for _ in range(2)]
+    assert interval_coverage(6, False, 20) is None

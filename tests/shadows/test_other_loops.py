@@ -222,6 +222,8 @@ def test_gradients_of_an_earlier_training_are_warned_of() -> None:
 class Remembering(nn.Module):
     """A model that keeps statistics of its first batch, and a place that goes round."""
 
+    kept: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.layer, self.place = nn.Linear(4, 1).double(), 0

@@ -187,7 +187,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_refused(name: str) -> None:
     change, message = REFUSED[name]
     model = network()
-    arguments = {"optimizer": sgd(model), "loss_fn": F.cross_entropy, "data": rows()} | change
+    arguments: dict[str, Any] = {
+        "optimizer": sgd(model),
+        "loss_fn": F.cross_entropy,
+        "data": rows(),
+    } | change
     with pytest.raises(heldin.HeldinError, match=message):
         heldin.EarlyStopping(model, **arguments)
 

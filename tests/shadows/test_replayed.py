@@ -58,6 +58,8 @@ def pad(rows: list[Any]) -> Any:
 class Pooled(nn.Module):
     """Frozen, tied and normalised layers, and a buffer that is replaced in training."""
 
+    seen: Tensor
+
     def __init__(self, norm: bool = False) -> None:
         super().__init__()
         self.frozen = nn.Linear(D, D).requires_grad_(False)
@@ -175,7 +177,7 @@ def check(stopping: Any, start: nn.Module, make: Any, steps: Any, **more: Any) -
                 torch.testing.assert_close(
                     weights[name].detach(), p.detach(), rtol=1e-9, atol=1e-11
                 )
-        assert float(twin.seen) in [float(b) for b in shadow.buffers if not b.dim()]
+        assert float(twin.get_buffer("seen")) in [float(b) for b in shadow.buffers if not b.dim()]
         twin.eval()
         for i in (label == k).nonzero().flatten().tolist():
             losses[i] = float(batch_loss(twin, pad([data[i]])).detach())
@@ -216,7 +218,11 @@ def test_batch_statistics_are_those_of_the_samples_seen() -> None:
     stopping, _, steps = train(start, make, loader, folds=2)
     twin = twin_of(start, make, steps, stopping.fold_of_row, 1, least=2)
     found = [b for b in stopping.backend.shadows[1].buffers if b.shape == (D,)]
-    for mine, own in zip(found, [twin.norm.running_mean, twin.norm.running_var], strict=True):
+    for mine, own in zip(
+        found,
+        [twin.get_buffer("norm.running_mean"), twin.get_buffer("norm.running_var")],
+        strict=True,
+    ):
         torch.testing.assert_close(mine, own)
 
 
@@ -337,7 +343,7 @@ def test_autocast_is_followed() -> None:
 
 
 def test_a_resumed_run_goes_on_bit_for_bit() -> None:
-    def parts() -> Any:
+    def parts() -> tuple[Any, Any, Any]:
         torch.manual_seed(3)
         model = nn.Sequential(nn.Linear(D, 8), nn.Dropout(0.2), nn.BatchNorm1d(8), nn.Linear(8, 1))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
@@ -403,7 +409,7 @@ def test_arguments_that_would_be_ignored_are_refused() -> None:
         ({"loss_fn": F.mse_loss, "clip": print}, "by the norm only"),
     ):
         with pytest.raises(heldin.HeldinError, match=message):
-            runs.FoldStopping(model, optimizer, data=rows, **options)  # type: ignore[arg-type]
+            runs.FoldStopping(model, optimizer, data=rows, **options)
     with pytest.raises(heldin.HeldinError, match="data is missing"):
         runs.FoldStopping(model, optimizer, batch_loss=mse)
     extra = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(2))], lr=0.1)
@@ -452,7 +458,7 @@ def test_stacked_shadows_clip_each_by_itself() -> None:
             (x, y),
             2,
             clip=0.3,
-            engine=engine,  # type: ignore[arg-type]
+            engine=engine,
         )
         twin = copy.deepcopy(start)
         own = torch.optim.SGD(twin.parameters(), lr=0.1)
@@ -506,5 +512,5 @@ def test_lbfgs() -> None:
         optimizer.step(closure(model, optimizer, slice(None)))
         stopping.step(indices=torch.arange(N))
         own.step(closure(twin, own, stopping.fold_of_row != 0))
-    found = stopping.backend.weights_of(0)["weight"]  # type: ignore[union-attr]
+    found = stopping.backend.weights_of(0)["weight"]
     torch.testing.assert_close(found.detach(), twin.weight.detach())

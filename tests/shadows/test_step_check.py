@@ -40,9 +40,12 @@ class Run:
         self.model = nn.Linear(4, 1).double()
         self.optimizer, self.loss = make(self.model.parameters()), loss
         self.loader = DataLoader(TensorDataset(*rows()), batch_size=10)
-        arguments = {"batch_loss": loss, "rule": heldin.rules.Folds(folds=4)} | arguments
+        given: dict[str, Any] = {
+            "batch_loss": loss,
+            "rule": heldin.rules.Folds(folds=4),
+        } | arguments
         self.stopping = heldin.EarlyStopping(
-            self.model, self.optimizer, data=self.loader, patience=None, **arguments
+            self.model, self.optimizer, data=self.loader, patience=None, **given
         )
 
     def train(self, epochs: int = 2, begin: Callable[[], Any] = lambda: None) -> None:

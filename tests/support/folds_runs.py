@@ -16,6 +16,8 @@ N, D = 31, 6
 class Tied(nn.Module):
     """A weight used twice, a scalar parameter, an unused one, and a buffer."""
 
+    shift: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(D, D)

@@ -78,7 +78,7 @@ class Net(nn.Module):
             else:
                 h = step(h)
         if self.tied:
-            h = F.linear(h, self.parts[0].weight)
+            h = F.linear(h, self.parts[0].get_parameter("weight"))
         if self.output == "time first":
             return h.transpose(0, 1)
         if self.output == "folded":
@@ -231,7 +231,7 @@ def cell(net: Net) -> Step:
 
 
 def convolution(net: Net) -> Step:
-    mode = net.random.choice(["zeros", "circular", "replicate"])
+    mode: Any = net.random.choice(["zeros", "circular", "replicate"])
     groups = net.random.choice([1, net.width])
     layer = net.part(
         nn.Conv1d(net.width, net.width, 3, padding=1, padding_mode=mode, groups=groups)

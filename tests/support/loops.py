@@ -45,7 +45,7 @@ def watch(stopping: Any, dial: Dial, values: Iterable[float]) -> int | None:
         if stopping.step():
             break
     stopping.close()
-    return stopping.stopped_step  # type: ignore[no-any-return]
+    return stopping.stopped_step
 
 
 def net(dropout: float = 0.0, dtype: torch.dtype = torch.float64) -> nn.Sequential:

@@ -6,6 +6,7 @@ both are arguments of one call.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
@@ -19,6 +20,17 @@ from heldin.rules.path import PathStopping
 from heldin.rules.validation import ValidationStopping as ValidationStopping
 
 OF_RULES = {"grid": "check_spacing", "memory": "snapshot_memory"}  # names of the followers
+__all__ = [
+    "EvidenceStopping",
+    "FoldFollower",
+    "FoldStopping",
+    "LeaveOneOutFollower",
+    "LeaveOneOutStopping",
+    "ShadowStopping",
+    "ValidationStopping",
+    "stopping",
+]
+
 INPUTS = {field.name for field in fields(RunInputs)}
 
 
@@ -64,7 +76,11 @@ def LeaveOneOutStopping(
 def stopping(rule: str, *arguments: Any, **options: Any) -> PathStopping:
     """Return what follows a run by a rule of this name."""
     if rule != "auto":
-        kinds = {"folds": FoldStopping, "shadow": ShadowStopping}
-        return {**kinds, "leave-one-out": LeaveOneOutStopping}[rule](*arguments, **options)
+        kinds: dict[str, Callable[..., PathStopping]] = {
+            "folds": FoldStopping,
+            "shadow": ShadowStopping,
+            "leave-one-out": LeaveOneOutStopping,
+        }
+        return kinds[rule](*arguments, **options)
     inputs, of_rule = _inputs(arguments, options)
     return follow(inputs, Auto(**of_rule))

@@ -17,7 +17,7 @@ from .shadow_runs import D, N
 
 x = torch.randn(N, D, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 y = torch.randint(3, (N,), generator=torch.Generator().manual_seed(1))
-ROWS = [{"x": x[i], "y": y[i], "number": i} for i in range(N)]
+ROWS: Any = [{"x": x[i], "y": y[i], "number": i} for i in range(N)]
 
 
 def batch_loss(model: nn.Module, batch: Any) -> Tensor:
@@ -36,7 +36,8 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 def loader_of(**options: Any) -> Any:
     generator = torch.Generator().manual_seed(3)
-    return DataLoader(ROWS, **{"batch_size": 7, "shuffle": True, "generator": generator} | options)
+    given: dict[str, Any] = {"batch_size": 7, "shuffle": True, "generator": generator}
+    return DataLoader(ROWS, **given | options)
 
 
 class Loop:

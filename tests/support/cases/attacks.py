@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
@@ -117,12 +118,13 @@ def _padded(s: Any, x: Tensor, lengths: list[int]) -> tuple[Tensor]:
     return (s.a(torch.cat([x[i, :n] for i, n in enumerate(lengths)])).tanh(),)
 
 
-for _name, _given in {
+_OBJECTS: dict[str, Callable[[Any], Any]] = {
     "objects with slots": lambda n: [SimpleSlots(each) for each in n],
     "objects that hide it": lambda n: [Hidden(each) for each in n],
     "a deque": deque,
     "deep inside": lambda n: [[[[[[each]]]]] for each in n],
-}.items():
+}
+for _name, _given in _OBJECTS.items():
     add(
         f"lengths among the arguments: {_name}",
         model(lambda s, x, n: _padded(s, x, [_number(each) for each in n]), a=linear(3, 2)),
@@ -235,7 +237,7 @@ add(
 
 add(
     "channels last, pooled to one pixel",
-    lambda: nn.Sequential(
+    lambda: nn.Sequential(  # type: ignore[call-overload]
         nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2)
     ).to(memory_format=torch.channels_last),
     lambda: (torch.randn(M, 3, 6, 6).to(memory_format=torch.channels_last),),
@@ -432,7 +434,8 @@ def _two_outputs(s: Any, x: Tensor) -> Any:
 
 def _of_both(s: Any, x: Tensor) -> Tensor:
     out = s(x)
-    return sum(rows(each) for each in (out.values() if isinstance(out, dict) else out))
+    parts = [*out.values()] if isinstance(out, dict) else [*out]
+    return rows(parts[0]) + rows(parts[1])
 
 
 add(

@@ -40,6 +40,7 @@ def _shuffled(s: Any, x: Tensor) -> Tensor:
     return s.a(x[order]).tanh()[order.argsort()]
 
 
+_signs = iter([1.0, -1.0] * 1000)
 add(
     "branch on the data",
     model(
@@ -49,7 +50,6 @@ add(
     ),
     lambda: (torch.randn(M, 3).abs() * next(_signs),),
 )
-_signs = iter([1.0, -1.0] * 1000)
 add(
     "masked mean",
     model(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -107,7 +109,7 @@ add(
 
 # --- attention -------------------------------------------------------------------------------
 
-_attention = {"dropout": 0.2}
+_attention: dict[str, Any] = {"dropout": 0.2}
 add(
     "attention, batch first",
     model(lambda s, x: s.a(x, x, x)[0], a=lambda: nn.MultiheadAttention(4, 2, batch_first=True)),

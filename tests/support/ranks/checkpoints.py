@@ -90,8 +90,8 @@ def checkpoints_move_between_sizes(rank: int, world: int) -> None:
     again.load(here / "many")
     single.load(here / "many", no_dist=True)
     for run in (again, single):
-        for one, other in zip(run.train(range(5, 9)), expected[5:], strict=True):
-            near(one, other)
+        for value, other in zip(run.train(range(5, 9)), expected[5:], strict=True):
+            near(value, other)
     assert single.optimizer.stopped_fraction() == fraction
     again.close(), single.close()
 

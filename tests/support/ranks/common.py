@@ -57,7 +57,7 @@ class Forked(nn.Module):
         parts = [(self.left, way == 0), (self.right, way == 1)]
         used = [(layer, mask) for layer, mask in parts if bool(mask.any())]
         if len(used) == 1:
-            return used[0][0](h)  # type: ignore[no-any-return]
+            return used[0][0](h)
         result = h.new_zeros(len(x), 3)
         for layer, mask in used:
             result = result.index_put((mask,), layer(h[mask]))
@@ -168,7 +168,8 @@ def both(
             sizes = sizes_of(world, even, step)
             x, y = batch(kind, sum(sizes), step)
             mine = part((x, y), sizes, rank)
-            for net, a, b in ((plain, x, y), (model, *mine)):
+            both_ways: Any = ((plain, x, y), (model, *mine))
+            for net, a, b in both_ways:
                 value = loss(net(a), b)
                 if penalty:
                     value = value + penalty * sum(p.square().sum() for p in net.parameters())

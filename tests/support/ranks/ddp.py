@@ -160,7 +160,7 @@ def ddp_microbatch(rank: int, world: int) -> None:
 @case
 def ddp_join(rank: int, world: int) -> None:
     """Ranks with 2, 3, ... batches, the last of them smaller."""
-    from torch.distributed.algorithms import Join
+    from torch.distributed.algorithms.join import Join
 
     counts = [2 + r for r in range(world)]
     for estimator in ("exact", "sampled"):

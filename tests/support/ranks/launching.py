@@ -14,6 +14,8 @@ import torch
 
 ROOT = Path(__file__).parents[3]
 
+Outcome = dict[int, dict[str, str]]  # by rank, what became of each case
+
 needed = pytest.mark.skipif(
     not (torch.distributed.is_available() and torch.distributed.is_gloo_available()),
     reason="this build of torch has no gloo",
@@ -30,7 +32,7 @@ def launch(world: int, out: Path, names: str) -> list[subprocess.Popen[bytes]]:
     ]
 
 
-def outcomes(world: int, out: Path, names: Sequence[str]) -> dict[int, dict[str, str]]:
+def outcomes(world: int, out: Path, names: Sequence[str]) -> Outcome:
     """By rank, what became of each case."""
     processes = launch(world, out, ",".join(names))
     tails = [process.communicate(timeout=300)[1].decode()[-2000:] for process in processes]
@@ -41,7 +43,7 @@ def outcomes(world: int, out: Path, names: Sequence[str]) -> dict[int, dict[str,
     return found
 
 
-def expect_ok(outcome: dict[int, dict[str, str]], name: str) -> None:
+def expect_ok(outcome: Outcome, name: str) -> None:
     for rank, results in outcome.items():
         assert name in results, f"rank {rank} did not come that far: {list(results.items())[-1:]}"
         assert results[name] == "ok", f"rank {rank}:\n{results[name]}"

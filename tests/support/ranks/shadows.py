@@ -80,7 +80,7 @@ class Run:
         self.optimizer = make_optimizer(self.net.parameters())
         self.loss: Any = options.setdefault("batch_loss", batch_loss)
         self.clip = options.get("clip")
-        self.loader = DataLoader(options.pop("data", table()), batch_sampler=self)  # type: ignore[arg-type]
+        self.loader = DataLoader(options.pop("data", table()), batch_sampler=self)
         if rank is None:
             options["process_group"] = None
         options = {"patience": PATIENCE, "data": self.loader, **options}
@@ -171,8 +171,8 @@ def shadows_uneven(rank: int, world: int) -> None:
         {"folds": 3, "accumulate": 3, "engine": "replay"},
     ):
         expect_same(
-            Run(plan, rank, **options).train(),  # type: ignore[arg-type]
-            Run(plan, None, **options).train(),  # type: ignore[arg-type]
+            Run(plan, rank, **options).train(),
+            Run(plan, None, **options).train(),
         )
 
 
@@ -184,7 +184,9 @@ def shadows_samplers(rank: int, world: int) -> None:
     data = table(N - 1)
     for drop_last in (False, True):
         plan: Batches = []
-        own = [DistributedSampler(data, world, r, drop_last=drop_last) for r in range(world)]
+        own: list[DistributedSampler[Any]] = [
+            DistributedSampler(data, world, r, drop_last=drop_last) for r in range(world)
+        ]
         for epoch in range(4):
             for sampler in own:
                 sampler.set_epoch(epoch)
@@ -256,7 +258,7 @@ def by_hand(run: Run, shadow: int, least: int, scale: float | None = None) -> nn
     world, own = dist.get_world_size(), run.rank
     assert own is not None
     torch.manual_seed(3)
-    model = copy.deepcopy(run.start)  # type: ignore[attr-defined]
+    model = copy.deepcopy(run.start)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
     data, label = table(), run.stopping.fold_of_row
     for parts in run.plan[: run.first]:
@@ -297,7 +299,7 @@ def shadows_batch_norm(rank: int, world: int) -> None:
     torch.manual_seed(3)
     start = Normed()
     run = Run(drawn(world, 20, lambda step: [4] * world), rank, start=start, folds=3)
-    run.start = start  # type: ignore[attr-defined]
+    run.start = start
     run.train()
     expect_twin(run, least=2)
     run.stopping.restore()
@@ -317,7 +319,7 @@ def shadows_sums(rank: int, world: int) -> None:
     model = DDP(copy.deepcopy(start))
     run = Run(drawn(world, 20, lambda step: [4] * world), rank, batch_loss=added, wrap=False)
     run.stopping.close()
-    run.start, run.model, run.net = start, model, model.module  # type: ignore[attr-defined]
+    run.start, run.model, run.net = start, model, model.module
     run.optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
     run.stopping = runs.FoldStopping(
         model, run.optimizer, data=run.loader, batch_loss=added, folds=3, patience=None
@@ -413,6 +415,7 @@ def shadows_unwrapped(rank: int, world: int) -> None:
     for batch in run.loader:
         batch_loss(run.net, batch).backward()
         for p in run.net.parameters():
+            assert p.grad is not None
             dist.all_reduce(p.grad)
             p.grad /= world
         run.optimizer.step()
@@ -455,7 +458,7 @@ def shadows_sharded(rank: int, world: int) -> None:
                 each.stopping.restore()
                 each.stopping.close()
             for p, q in zip(run.net.parameters(), alone.net.parameters(), strict=True):
-                whole = p.full_tensor()  # type: ignore[operator]
+                whole = p.full_tensor()
                 torch.testing.assert_close(whole, q.detach(), rtol=1e-3, atol=1e-5)
 
 
@@ -513,7 +516,7 @@ def shadows_train_step(rank: int, world: int) -> None:
 @case
 def shadows_refused(rank: int, world: int) -> None:
     """What shadows cannot follow in several processes is refused by name."""
-    from torch.distributed.algorithms import Join
+    from torch.distributed.algorithms.join import Join
     from torch.distributed.fsdp import fully_shard
 
     plan = drawn(world, 4, lambda step: [4] * world)
@@ -535,7 +538,7 @@ def shadows_refused(rank: int, world: int) -> None:
     for kind in (runs.FoldStopping, runs.LeaveOneOutStopping):
         with refused("several processes train the model"):
             kind(*parts, process_group=None)
-        with kind(net, *parts[1:], process_group=None) as alone:  # type: ignore[operator]
+        with kind(net, *parts[1:], process_group=None) as alone:
             with refused("several processes train the model"):
                 model(x)
             alone.close()
