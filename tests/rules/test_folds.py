@@ -258,11 +258,6 @@ def test_a_check_shows_the_training_loss_of_no_more_rows_than_are_held_out() -> 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x, y = torch.randn(500, 3), torch.randn(500, 1)
     with runs.ShadowStopping(model, optimizer, F.mse_loss, (x, y)) as stopping:
-<<<<<<< tests/rules/test_folds.py
-        backend: Any = stopping.backend
-        assert backend.cost == 100 + 100
-=======
->>>>>>> /tmp/h30_new
         with torch.no_grad():
             some = F.mse_loss(model(x[::5]), y[::5])
         assert stopping.history[0].training_loss == pytest.approx(some.item())
