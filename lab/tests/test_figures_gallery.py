@@ -25,8 +25,9 @@ def assert_alike(printed: str, shown: str) -> None:
     assert NUMBER.sub("#", printed) == NUMBER.sub("#", shown)
     for ours, theirs in zip(printed.splitlines(), shown.splitlines(), strict=True):
         counts = LOOSE & set(re.findall(r"\w+", theirs))
-        wide = {"rel": 0.5, "abs": 0.1} if counts else {"rel": 0.15, "abs": 0.05}
-        assert numbers_in(ours) == pytest.approx(numbers_in(theirs), **wide), (ours, theirs)
+        rel, distance = (0.5, 0.1) if counts else (0.15, 0.05)
+        wanted = pytest.approx(numbers_in(theirs), rel=rel, abs=distance)
+        assert numbers_in(ours) == wanted, (ours, theirs)
 
 
 def test_outputs_that_differ_are_found() -> None:

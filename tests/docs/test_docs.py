@@ -36,7 +36,7 @@ FRAMEWORKS = {
     "skorch": "skorch",
 }
 ANSWERS = (  # pages whose blocks run as they stand, when pasted into an empty file
-    "augmentation", "choosing", "cost", "cross-validation", "groups-time-imbalance",
+    "augmentation", "choosing", "coming-from", "cost", "cross-validation", "groups-time-imbalance",
     "how-many-epochs", "k-fold-lightning", "lora", "metrics", "no-validation-set",
     "per-sample-gradients", "schedules", "search", "shadows", "skorch-grid-search", "time-series",
     "wrong-labels",

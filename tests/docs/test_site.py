@@ -151,7 +151,7 @@ def test_programs_of_the_gallery_are_on_its_page(site: Path) -> None:
 
 def test_pages_for_programs_that_read(site: Path) -> None:
     text = (site / "llms.txt").read_text()
-    answers = ast.literal_eval(re.search(r"ANSWERS = (\(.*?\))", PAGES_TEST, re.S)[1])  # type: ignore[index]
+    answers = ast.literal_eval(re.search(r"ANSWERS = (\(.*?\))", PAGES_TEST, re.S)[1])
     for name in answers:
         assert re.search(rf"/{name}\.md>\): \S", text), f"{name} has no description"
     page = (site / "no-validation-set.md").read_text()
