@@ -383,8 +383,9 @@ def test_a_resumed_run_goes_on_bit_for_bit() -> None:
     state["rule"]["shadows"][1]["weights"].pop("0.weight")
     with pytest.raises(heldin.HeldinError, match="incomplete or damaged"):
         second[2].load_state_dict(state)
+    model, optimizer, _ = parts()
     seeded = runs.FoldStopping(
-        *whole[:2], data=Numbers(), batch_loss=mse, shadows=2, folds=3, seed=1
+        model, optimizer, data=Numbers(), batch_loss=mse, shadows=2, folds=3, seed=1
     )
     with pytest.raises(heldin.HeldinError, match="divided in another way"):
         seeded.load_state_dict(first[2].state_dict())
