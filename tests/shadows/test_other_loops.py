@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -267,3 +267,39 @@ def test_what_a_model_remembers_is_its_own() -> None:
             optimizer.step()
         for name, weight in rule.backend.weights_of(number).items():
             torch.testing.assert_close(weight, twin.state_dict()[name], rtol=1e-12, atol=0)
+
+
+class EveryOther(torch.utils.data.Sampler[int]):
+    """Draws rows with even numbers."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(0, N, 2))
+
+    def __len__(self) -> int:
+        return N // 2
+
+
+@pytest.mark.parametrize("engine", ["dense", "replay"])
+@pytest.mark.parametrize("leaves_out", [True, False])
+def test_held_out_rows_that_a_sampler_never_draws(engine: Any, leaves_out: bool) -> None:
+    model = nn.Linear(4, 1).double()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    dataset = torch.utils.data.TensorDataset(*rows())
+    sampler = EveryOther() if leaves_out else None
+    loader = torch.utils.data.DataLoader(dataset, 8, sampler=sampler)
+    rule = heldin.rules.Folds(engine=engine)
+    stopping = heldin.EarlyStopping(model, optimizer, nn.MSELoss(), loader, rule, patience=None)
+
+    def loop() -> None:
+        for _ in stopping.epochs(30):
+            for batch in loader:
+                optimizer.zero_grad()
+                mse(model, batch).backward()
+                optimizer.step()
+
+    if not leaves_out:
+        loop()
+        return
+    with pytest.warns(HeldinWarning, match="has not drawn them in 8 epochs") as caught:
+        loop()
+    assert len(caught) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 from heldin._private_torch import forward_hooks
 from heldin.capture.sharding import unwrapped
 from heldin.crossval import OutOfFold
-from heldin.errors import HeldinError
+from heldin.errors import HeldinError, HeldinWarning, more
 from heldin.loop.events import ModelCall, OptimizerStep
 from heldin.loop.items import ItemStore
 from heldin.loop.matching import Rows, warn_of_copies
@@ -57,6 +58,8 @@ SHARE = 0.05  # of the time of the run that checks may take
 LIGHT_SHARE = 0.1  # the same for light shadows, whose steps cost less
 FIRST = 8  # checks that are made whatever they cost, so that short runs have some
 
+UNDRAWN_EPOCHS = 8  # in which a loader draws every row that it ever draws
+
 # Light shadows start again on all rows, once, if they fall behind: between these epochs, the model
 # had their training loss this many times earlier, and its own has fallen to this share.
 GUARDED_EPOCHS, GUARDED_LAG, GUARDED_LEVEL = (2, 16), 4.0, 0.9
@@ -87,6 +90,7 @@ class FoldStopping(PathStopping):
         self._optimizer: Optimizer | None = optimizer
         self._clip, self._store = inputs.clip, inputs.store
         self._first_rows: int | None = None
+        self._warned_of_undrawn = False
         self._given: list[tuple[Any, Tensor | None, int]] = []  # and backward passes before it
         self._seen = 0  # rows that the model was trained on
         self._seen_at_check = 0
@@ -607,8 +611,27 @@ class FoldStopping(PathStopping):
 
     def _check(self) -> None:
         super()._check()
+        self._warn_of_undrawn()
         if self._backend.draw.share < 1.0 and not self.should_stop:
             self._guard()
+
+    def _warn_of_undrawn(self) -> None:
+        """Warn, once, of held-out rows that the loader of the loop has never drawn."""
+        recorder = self._backend.recorder
+        if recorder is None or recorder.epochs <= UNDRAWN_EPOCHS or self._warned_of_undrawn:
+            return
+        self._warned_of_undrawn = True
+        held: set[int] = set((self._label >= 0).nonzero().flatten().tolist())
+        undrawn = held - recorder.drawn
+        if undrawn and self._process_group is None:
+            warnings.warn(
+                f"{self.owner}: {len(undrawn)} rows, {min(undrawn)} among them, are held out, but "
+                f"the loader has not drawn them in {UNDRAWN_EPOCHS} epochs. The estimate counts "
+                "them, and the model never learns from them; give a Subset of the rows that are "
+                "trained on as the dataset " + more("rows-that-are-never-drawn"),
+                HeldinWarning,
+                stacklevel=2,
+            )
 
     def _guard(self) -> None:
         """Let light shadows that have left the model start again, on all rows."""

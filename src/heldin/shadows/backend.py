@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from heldin.crossval import OutOfFold
 from heldin.loop.events import OptimizerStep
+from heldin.loop.loaders import LoaderRecorder
 
 from .light import RowDraw
 from .outputs import OutputRecipe
@@ -46,6 +47,10 @@ class ShadowBackend(Protocol):
     @property
     def engine(self) -> str:
         """How the shadows are run: "dense", "vmap" or "replay"."""
+
+    @property
+    def recorder(self) -> LoaderRecorder | None:
+        """The rows that the loop's loader has drawn, if data is one."""
 
     @property
     def check(self) -> StepCheck:

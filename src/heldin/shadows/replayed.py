@@ -18,6 +18,7 @@ from heldin.errors import HeldinError, more
 from heldin.loop.batches import repack, tensors_in, to_device
 from heldin.loop.events import LoaderBatch, OptimizerStep
 from heldin.loop.hooks import scaled_gradients
+from heldin.loop.loaders import LoaderRecorder
 from heldin.loop.randomness import (
     Autocast,
     RandomState,
@@ -181,6 +182,7 @@ class ReplayedShadows:
         options: dict[str, Any] = {}
         if recorder is not None and ranks is None:
             options["is_new_kind"] = recorder.take_new_size
+            options["shares_storage"] = recorder.shares_storage
         if ranks is not None:
             options["largest"] = lambda error: float(ranks.largest(error, device))
         check = StepCheck(
@@ -190,6 +192,7 @@ class ReplayedShadows:
             relaxed=relaxed,
             watches_gradients=not relaxed and self._clip is None,
             swaps_weights=has_evaluation_mode(self._exchange.optimizer),
+            seed=self._seed,
             **options,
         )
         if recorder is not None:
@@ -197,6 +200,11 @@ class ReplayedShadows:
         return check
 
     # -- training
+
+    @property
+    def recorder(self) -> LoaderRecorder | None:
+        """The rows that the loop's loader has drawn, if data is one."""
+        return self._source.recorder
 
     def follow(self, step: OptimizerStep, announced: Announced) -> int:
         """Repeat a step of the user's optimiser for every shadow; return its number of rows."""
@@ -459,7 +467,7 @@ class ReplayedShadows:
         before = [buffer.clone() for buffer in shadow.buffers] if alone else []
         session.insert(shadow, step.settings)
         try:
-            total = self._take_step(step.with_closure, parts, weights)
+            total = self._take_step(step.with_closure, parts, weights, shadow=shadow, step=step)
         except ValueError as error:
             if not alone or "more than 1 value per channel" not in str(error):
                 raise
@@ -536,8 +544,14 @@ class ReplayedShadows:
         parts: Sequence[tuple[Any, int]],
         weights: Sequence[float],
         before_part: Callable[[int], None] = lambda number: None,
+        shadow: ShadowState | None = None,
+        step: OptimizerStep | None = None,
     ) -> Tensor:
-        """Take the plain step with whatever state is in the user's objects; return the loss."""
+        """Take the plain step with whatever state is in the user's objects; return the loss.
+
+        Where the loop sets gradients to zero, parameters that the batch does not reach have zeros,
+        once they were reached.
+        """
         optimizer = self._exchange.optimizer
 
         def closure() -> Tensor:
@@ -546,6 +560,12 @@ class ReplayedShadows:
         if with_closure:
             return torch.as_tensor(optimizer.step(closure)).detach()  # type: ignore[arg-type]
         total = closure()
+        if shadow is not None and step is not None:
+            for p in self._exchange.trained.values():
+                if p.grad is not None:
+                    shadow.reached.add(id(p))
+                elif id(p) in shadow.reached & step.zeroed:
+                    p.grad = torch.zeros_like(p)
         optimizer.step()
         return total
 
@@ -894,7 +914,7 @@ class ReplayedShadows:
             for saved in state["shadows"]
         ]
         nested = [
-            self._exchange.nested.loaded(saved["nested"]) if saved["nested"] else {}
+            self._exchange.nested.loaded(saved["nested"], partly=True) if saved["nested"] else {}
             for saved in state["shadows"]
         ]
         for number, (shadow, saved) in enumerate(zip(self.shadows, state["shadows"], strict=True)):

@@ -102,7 +102,7 @@ class StackedShadows:
                     "keeps a submodule, or a hook); use engine='replay'"
                 )
         self._find = RowMatcher(data.rows)
-        self._recorder = _recorder_of(data.rows.loader)
+        self.recorder = _recorder_of(data.rows.loader)
         self._recipe: OutputRecipe | None = None
         self._outputs: Tensor | None = None
         self._steps = 0
@@ -165,7 +165,7 @@ class StackedShadows:
 
     def _rows_of(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the rows of a call: by the loader's batch, by contents, by the only batch."""
-        recorder = self._recorder
+        recorder = self.recorder
         rows = None if recorder is None else recorder.rows_of_call(tensors)
         if rows is None:
             try:
@@ -260,13 +260,13 @@ class StackedShadows:
                 "fit: data is a DataLoader, which has its own batch size and order; leave "
                 "batch_size and generator out"
             )
-        if self._recorder is None:
+        if self.recorder is None:
             raise HeldinError(
                 "fit: the DataLoader given as data has no batch_sampler, or another stopping "
                 "object follows it; give it a batch_size, or close() that object first"
             )
         for batch in rows.loader:
-            yield self._recorder.take_rows().to(device), [x.to(device) for x in batch[:-1]]
+            yield self.recorder.take_rows().to(device), [x.to(device) for x in batch[:-1]]
 
     def take_in(self) -> None:
         """Make the model one more copy, which misses no row."""
@@ -412,8 +412,8 @@ class StackedShadows:
 
     def close(self) -> None:
         """Release the model, its optimiser and the copies."""
-        if self._recorder is not None:
-            self._recorder.close()
+        if self.recorder is not None:
+            self.recorder.close()
         release(self)
 
     def state_dict(self) -> dict[str, Any]:
