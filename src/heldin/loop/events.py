@@ -72,6 +72,8 @@ class OptimizerStep:
         with_closure: whether the step was given a closure.
         first_pass: number, from 1 on, of the first backward pass whose gradients are in the step;
             the loop threw those of earlier passes away.
+        zeroed: numbers (`id`) of parameters that had a gradient before the first backward pass: the
+            loop sets gradients to zero, not to None.
     """
 
     number: int
@@ -79,6 +81,7 @@ class OptimizerStep:
     settings: tuple[Mapping[str, Any], ...]
     with_closure: bool = False
     first_pass: int = 1
+    zeroed: frozenset[int] = frozenset()
 
     def changed_storages(self) -> set[int]:
         """Return the addresses of tensors that were changed in place after a call with them."""

@@ -11,6 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from .randomness import RandomState
 __all__ = ["LoaderRecorder", "inner_loader", "is_followed"]
 
 RECENT = 1024  # delivered batches that are remembered until one of them is used
+RECENT_CALLS = 8  # delivered batches in which the tensors of a call are looked for
 SIZES = 8  # numbers of rows in a batch of which the first step is checked
 MEMORY = 256 * 2**20  # bytes of delivered batches whose contents are kept
 
@@ -209,6 +211,11 @@ class LoaderRecorder:
         """Record the random state at batches for which a function returns true."""
         self._records_random_state = is_wanted
 
+    def shares_storage(self, tensors: Sequence[Tensor]) -> bool:
+        """Return whether tensors lie in a batch that was returned lately."""
+        recent = (*islice(reversed(self._delivered), RECENT_CALLS), *self._used)
+        return any(delivery.count_same_storage(tensors) for delivery in recent)
+
     def take_new_size(self) -> bool:
         """Return `has_new_size`, once for each batch."""
         is_new, self.has_new_size = self.has_new_size, False
@@ -224,7 +231,7 @@ class LoaderRecorder:
             self.layout = returned.layout if self._sliceable else None
         self.has_new_size = len(rows) not in self._sizes and len(self._sizes) < SIZES
         self._sizes.add(len(rows))
-        state = RandomState.current() if self._records_random_state() else None
+        state = RandomState.current(torch_only=not self._records_random_state())
         kept = repack(batch)  # the loop may take parts out of its batch
         record = LoaderBatch(torch.tensor(rows, dtype=torch.long), kept, items, state)
         self._delivered.append(_Delivery.from_batch(record, batch))

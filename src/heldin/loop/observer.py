@@ -19,6 +19,7 @@ from heldin._private_torch import (
     after_backward,
     graph_task_id,
     is_inner_step,
+    norms,
     transform_stack,
     version_of,
 )
@@ -32,6 +33,8 @@ from .gradients import were_thrown_away
 from .randomness import Autocast
 
 __all__ = ["LoopObserver"]
+
+SMALL = 1_000_000  # weights of models on the CPU, the contents of whose gradients are compared
 
 
 @dataclass(eq=False)
@@ -60,8 +63,9 @@ class LoopObserver:
         settings: returns copies of the settings of an optimiser's groups.
         on_call: called before every call of the model with gradients; its result is kept in
             `ModelCall.random_state`.
-        on_step: called before every step of the optimiser; the arguments say whether the step has
-            a closure, and whether gradients were changed since the end of the backward pass.
+        on_step: called before every step of the optimiser with whether it has a closure, whether
+            gradients were changed since the end of the backward pass, the calls of the model, and
+            the number of backward passes through them.
         on_stepped: called after every step, with the settings before it.
         refuse: called before every call of the model; raises to forbid it.
     """
@@ -72,7 +76,7 @@ class LoopObserver:
         settings: Callable[[Optimizer], list[dict[str, Any]]],
         *,
         on_call: Callable[[], Any] | None = None,
-        on_step: Callable[[bool, bool], None] | None = None,
+        on_step: Callable[[bool, bool, Sequence[ModelCall], int], None] | None = None,
         on_stepped: Callable[[Sequence[dict[str, Any]]], None] | None = None,
         refuse: Callable[[], None] | None = None,
     ) -> None:
@@ -94,7 +98,10 @@ class LoopObserver:
         self.passes = 0  # backward passes since the last step, where they are counted
         self._fresh = 1  # see `OptimizerStep`
         self._reached = False
-        self._gradients: list[tuple[int, int]] | None = None  # at the end of the backward pass
+        self._gradients: Any = None  # see `_state_of_gradients`, at the end of the backward pass
+        self._queued = -1  # the backward pass at whose end it is read
+        self._zeroed: frozenset[int] | None = None  # see `OptimizerStep`
+        self._is_small = False
         self._in_grad = True
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -104,6 +111,8 @@ class LoopObserver:
         self._optimizer = optimizer
         self._trained = [p for group in optimizer.param_groups for p in group["params"]]
         addresses = {id(p) for p in self._trained}
+        is_on_cpu = all(p.device.type == "cpu" for p in self._trained)
+        self._is_small = is_on_cpu and sum(p.numel() for p in self._trained) <= SMALL
 
         def other_steps(other: Optimizer, args: Any, kwargs: Any) -> None:
             self._refuse_other(other, addresses)
@@ -201,15 +210,23 @@ class LoopObserver:
             self._calls = [c for c in self._calls if c not in earlier]
         if observed.passes is not None:
             observed.passes.add(now)
-        after_backward(self._note_gradients)
+        if self._zeroed is None:
+            self._zeroed = frozenset(id(p) for p in self._trained if p.grad is not None)
+        if self._queued != now:
+            self._queued = now
+            after_backward(self._note_gradients)
 
     def _note_gradients(self) -> None:
-        self._gradients = self._gradient_versions()
+        self._gradients = self._state_of_gradients()
 
-    def _gradient_versions(self) -> list[tuple[int, int]]:
+    def _state_of_gradients(self) -> Any:
         """Return numbers that change if a gradient is replaced or changed in place."""
-        grads = [p.grad for p in self._trained]
-        return [(0, 0) if g is None else (id(g), version_of(g)) for g in grads]
+        grads = [p.grad for p in self._trained if p.grad is not None]
+        versions = [(id(g), version_of(g)) for g in grads]
+        if not self._is_small or any(g.layout != torch.strided for g in grads):
+            return versions, len(grads)
+        sizes = (float(norm) for norm in norms(grads, 1)) if grads else ()
+        return versions, [-1.0 if size != size else size for size in sizes]
 
     def _arrives(self, _: Tensor) -> None:
         if is_paused():
@@ -232,8 +249,12 @@ class LoopObserver:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         self._with_closure = closure is not None
         if self._on_step is not None:
-            changed = self._gradients not in (None, self._gradient_versions())
-            self._on_step(self._with_closure, changed and not self._with_closure)
+            changed = self._gradients not in (None, self._state_of_gradients())
+            live = [observed for observed in self._calls if observed.has_gradient]
+            passes = set().union(*(observed.passes or () for observed in live))
+            calls = [observed.call for observed in live]
+            changed = changed and not self._with_closure
+            self._on_step(self._with_closure, changed, calls, len(passes))
 
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if is_paused() or is_inner_step(optimizer):
@@ -249,9 +270,11 @@ class LoopObserver:
                 tuple(self._settings),
                 self._with_closure,
                 self._fresh,
+                self._zeroed or frozenset(),
             )
         )
         self._calls, self.passes, self._fresh, self._gradients = [], 0, 1, None
+        self._zeroed, self._queued = None, -1
         if self._on_stepped is not None:
             self._on_stepped(self._settings)
 

@@ -62,6 +62,7 @@ class ShadowState:
         variables: values of variables around the user's function that its calls changed.
         nested: values inside of attributes (of a list in a dictionary, say) that a step changed.
         others: state of the optimiser that belongs to no exchanged parameter, by key.
+        reached: numbers (`id`) of parameters that have had a gradient.
     """
 
     weights: list[Tensor]
@@ -75,6 +76,7 @@ class ShadowState:
     variables: dict[str, Any] = field(default_factory=dict)
     nested: dict[str, Any] = field(default_factory=dict)
     others: dict[Any, Any] = field(default_factory=dict)
+    reached: set[int] = field(default_factory=set)
 
     def copy(self) -> ShadowState:
         """Return a state that a step may change in place."""
@@ -203,10 +205,8 @@ class Exchange:
             if _contents(value) is None:
                 yield f"{number}.{name}", value
             elif not isinstance(value, set):
-                parts = value.items() if isinstance(value, dict) else enumerate(value)
-                for key, part in list(parts):
-                    if not isinstance(part, FLAT[1:]):
-                        yield f"{number}.{name}[{key!r}]", part
+                for key, part in self.nested.parts(f"{number}.{name}", value):
+                    yield f"{number}.{name}[{key!r}]", part
         for table, name in self._callable_places:
             yield name, table.get(name)
 
@@ -378,9 +378,27 @@ class Exchange:
                 if module.training != mode:
                     module.training = mode
 
-    def random_state(self, device: torch.device) -> tuple[RandomState, list[Any]]:
+    def random_state(
+        self, device: torch.device, torch_only: bool = False
+    ) -> tuple[RandomState, list[Any]]:
         """Return the states of the global generators and of those that modules keep."""
-        return RandomState.current(device), [generator_state(g) for g in self.generators()]
+        own = [generator_state(generator) for generator in self.generators()]
+        return RandomState.current(device, torch_only), own
+
+    def state_before(self, buffers: list[Tensor]) -> ShadowState:
+        """Return the state before a step whose forward passes are over, but not the step itself.
+
+        Args:
+            buffers: copies from before the first forward pass.
+        """
+        state = self.new_state()
+        state.buffers = buffers
+        state.nested = dict(self.nested_before or {})
+        for number, value in enumerate(self.values_before or ()):
+            if value is not _MISSING and not is_generator(value):
+                if not isinstance(value, Tensor) or value.grad_fn is None:
+                    state.attributes[number] = value
+        return state
 
     def restore_random_state(self, state: tuple[RandomState, list[Any]]) -> None:
         """Set the generators to the states that `random_state` returned."""

@@ -1,9 +1,11 @@
 """Check that a step of the loop is the plain step that shadows repeat.
 
-Without `train_step`, shadows take the step `zero_grad`, `batch_loss`, `backward`, `step`. At steps
-1, 2, 4, 8, ... the gradient of `batch_loss` on the user's batch, with the user's random numbers, is
-compared with the gradient that the optimiser used. Gradients are compared, not weights: the first
-step of Adam hides the scale of a gradient.
+Without `train_step`, shadows take the step `zero_grad`, `batch_loss`, `backward`, `step`. At the
+first steps, at steps 16, 32, ..., at round numbers and at random ones the gradient of `batch_loss`
+on the user's batch, with the user's random numbers, is compared with the gradient that the
+optimiser used. So it is where the number of calls or of backward passes is new, or the model gets
+other tensors than those of the loader. Gradients are compared, not weights: the first step of Adam
+hides the scale of a gradient.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from torch.optim import Optimizer
 
 from heldin._private_torch import norms, version_of
 from heldin.errors import HeldinError, more
+from heldin.loop.events import ModelCall
+from heldin.loop.randomness import mixed_seed
 
 from .exchange import Exchange, Session, ShadowState, _local, group_settings
 
@@ -28,6 +32,10 @@ WAY_OUT = (
     "stopping.train(batch) in its place"
 )
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}  # relative, of all gradients jointly
+FIRST = 8  # steps at the beginning that are all checked
+ROUND = {10, 12, 20, 25, 50, 100, 200, 500, 1000}  # further ones: where loops do things at times
+RARE = 50  # steps, of which about one is checked later on
+SAMPLE = 64  # elements of each tensor of a larger model that are compared after every step
 SMALL = 1_000_000  # weights of models whose contents are compared after every step
 COARSE = 2e-2  # for gradients of lower precision
 
@@ -59,6 +67,8 @@ class StepCheck:
         swaps_weights: whether the optimiser has an evaluation mode (schedule-free ones do).
         is_new_kind: returns whether the coming step is on a new kind of batch, to be checked, too.
         largest: returns the largest number of all ranks, as none may raise alone.
+        shares_storage: returns whether tensors of a call are those that the loader returned.
+        seed: of the random steps that are checked.
 
     Attributes:
         factors: by which the loop multiplies the loss of each micro-batch, by the number of
@@ -77,12 +87,17 @@ class StepCheck:
         swaps_weights: bool = False,
         is_new_kind: Callable[[], bool] = lambda: False,
         largest: Callable[[float], float] = float,
+        shares_storage: Callable[[Sequence[Tensor]], bool] = lambda tensors: True,
+        seed: int = 0,
     ) -> None:
         self._owner, self._exchange, self._device = owner, exchange, device
         self.relaxed, self._watches_gradients = relaxed, watches_gradients
         self._swaps_weights, self._is_new_kind, self.largest = swaps_weights, is_new_kind, largest
         self.factors: dict[int, float | None] = {}
         self.differences: dict[int, float] = {}
+        self._shares_storage, self._seed = shares_storage, seed
+        self._kinds: set[tuple[int, int, bool]] = set()  # of steps that were checked
+        self._buffers: list[Tensor] | None = None  # before the first call of the step
         self._every_step = self._resumed = False
         self._is_small = sum(p.numel() for p in exchange.trained.values()) <= SMALL
         self._steps = 0
@@ -94,36 +109,52 @@ class StepCheck:
         self._versions: list[int] | None = None
         self._sums: Tensor | None = None
         self._entries: list[Any] = []
+        self._moments: Tensor | None = None
+        self._looks_at_all = False
+        buffers = [table[name] for table, name in exchange.buffer_places]
+        self._looks_back = not relaxed and sum(b.numel() for b in buffers) <= SMALL
+        self._samples = not self._is_small and device.type == "cpu"
 
     @property
     def due(self) -> bool:
         """Whether the coming step is checked."""
         if self._every_step or self._new_kind:
             return True
-        number = self._steps + 1
-        return number & (number - 1) == 0
+        return is_checked(self._steps + 1, self._seed)
 
     # -- callbacks of the observer
 
     def on_call(self) -> Any:
         """Record the random state and, before the first call, everything else."""
+        exchange = self._exchange
         if not self._called:
             self._called = True
             self._new_kind = self._is_new_kind()
-            self._exchange.note_attributes()
+            exchange.note_attributes()
+            if self._looks_back and not self.due:
+                buffers = (table[name] for table, name in exchange.buffer_places)
+                self._buffers = [buffer.detach().clone() for buffer in buffers]
         if not self.due:
-            return None
+            return exchange.random_state(self._device, True) if self._looks_back else None
         if self._state is None:
             self._state = self._exchange.new_state(with_attributes=True)
         return self._exchange.random_state(self._device)
 
-    def on_step(self, with_closure: bool, gradients_changed: bool = False) -> None:
+    def on_step(
+        self,
+        with_closure: bool,
+        gradients_changed: bool = False,
+        calls: Sequence[ModelCall] = (),
+        passes: int = 0,
+    ) -> None:
         """Record the gradient of a step to be checked.
 
         Args:
             with_closure: whether the step has a closure.
             gradients_changed: whether the loop changed gradients after its backward pass. If that
                 has no effect at a step that is checked (clipping of a small norm), all steps are.
+            calls: of the model that are in the step.
+            passes: number of backward passes through these calls.
         """
         self.check_weights()
         self.check_optimizer()
@@ -137,9 +168,15 @@ class StepCheck:
                     + more("another-training-step")
                 )
             self._every_step = True
-        if not self.due:
+        kind = (len(calls), passes, all(self._shares_storage(call.tensors) for call in calls))
+        is_new = self._looks_back and kind not in self._kinds
+        if not self.due and not (is_new and self._buffers is not None):
             return
-        state = self._state or self._exchange.new_state(with_attributes=True)
+        self._kinds.add(kind)
+        state = self._state
+        if state is None and self._buffers is not None:
+            state = self._exchange.state_before(self._buffers)
+        state = state or self._exchange.new_state(with_attributes=True)
         grads = [] if with_closure else self._gradients()
         self._pending = StepRecord(state, grads, with_closure)
 
@@ -155,7 +192,7 @@ class StepCheck:
             if self._pending.with_closure:
                 self._pending.grads = self._gradients()
             self._records[self._steps] = self._pending
-        self._pending = self._state = None
+        self._pending = self._state = self._buffers = None
         self._called = self._new_kind = False
         self.renew()
 
@@ -167,12 +204,31 @@ class StepCheck:
 
     def renew(self, buffers: bool = True) -> None:
         """Accept the present weights and optimiser state, and buffers unless they are followed."""
+        trained = list(self._exchange.trained.values())
         if buffers:
             self._exchange.accept_buffers()
-        trained = list(self._exchange.trained.values())
+            self._entries = self._marks_of_state()
+            self._moments = self._sums_of_state() if self.due else None
         self._versions = [version_of(p) for p in trained]
-        self._sums = _sums(trained) if self.due or self._is_small else None
-        self._entries = [self._exchange.optimizer.state.get(p) for p in trained[:4]]
+        self._looks_at_all = self._is_small or self.due
+        self._sums = _sums(self._looked_at(trained))
+
+    def _looked_at(self, trained: Sequence[Tensor]) -> list[Tensor]:
+        """Return the weights whose contents are compared before the coming step."""
+        if self._looks_at_all:
+            return [_local(p).detach() for p in trained]
+        return [_sample(p) for p in trained] if self._samples else []
+
+    def _marks_of_state(self) -> list[Any]:
+        """Return numbers that change if the optimiser's state is replaced or changed in place."""
+        entries = (self._exchange.optimizer.state.get(p) for p in self._exchange.trained.values())
+        return [None if not e else (id(e), *map(_mark, e.values())) for e in entries]
+
+    def _sums_of_state(self) -> Tensor:
+        state = self._exchange.optimizer.state
+        entries = [state.get(p) or {} for p in self._exchange.trained.values()]
+        values = [v for entry in entries for v in entry.values() if isinstance(v, Tensor)]
+        return _sums([_local(v).detach() for v in values if v.is_floating_point()])
 
     def forget(self) -> None:
         """Accept whatever the next step finds: weights or a state were put in on purpose."""
@@ -202,7 +258,7 @@ class StepCheck:
         trained = list(self._exchange.trained.values())
         changed = not self._swaps_weights and self._versions != [version_of(p) for p in trained]
         if not changed and self._sums is not None:
-            sums = _sums(trained)
+            sums = _sums(self._looked_at(trained))
             if self._swaps_weights:  # there and back again, but for rounding
                 changed = not torch.allclose(self._sums, sums, rtol=1e-6, atol=0.0)
             else:
@@ -233,13 +289,16 @@ class StepCheck:
                 "run (stopping.load_state_dict), or, if the model was trained on other rows, make "
                 "a new optimiser"
             )
-        for p, entry in zip(trained, self._entries, strict=False):
-            if entry and optimizer.state.get(p) is not entry:
-                raise HeldinError(
-                    f"{self._owner}: the state of the optimiser was cleared or loaded after step "
-                    f"{self._steps}, and shadows would keep theirs; make the stopping object "
-                    f"anew, or {WAY_OUT}"
-                )
+        pairs = zip(self._marks_of_state(), self._entries, strict=True) if self._entries else ()
+        changed = any(mark and now != mark for now, mark in pairs)
+        if not changed and self._moments is not None and self._entries:
+            changed = not torch.equal(self._moments, self._sums_of_state())
+        if changed:
+            raise HeldinError(
+                f"{self._owner}: the state of the optimiser was cleared, changed or loaded after "
+                f"step {self._steps}, and shadows would keep theirs; make the stopping object "
+                f"anew, or {WAY_OUT}"
+            )
 
     # -- comparing
 
@@ -357,11 +416,37 @@ def _copy_of_gradient(p: Tensor) -> Tensor | None:
     return None if p.grad is None else _local(p.grad).detach().clone()
 
 
+def is_checked(number: int, seed: int) -> bool:
+    """Return whether a step is checked, whatever it does.
+
+    >>> [number for number in range(9, 99) if is_checked(number, seed=0)]
+    [9, 10, 12, 16, 20, 25, 30, 32, 50, 57, 62, 64, 95]
+    """
+    if number <= FIRST or number in ROUND or number & (number - 1) == 0:
+        return True
+    power = 1 << (number.bit_length() - 1)
+    return mixed_seed(seed, power) % power == number - power or mixed_seed(seed, number) % RARE == 0
+
+
+def _sample(p: Tensor) -> Tensor:
+    """Return some elements of a tensor, in even and in odd places."""
+    flat = _local(p).detach()
+    flat = flat.view(-1) if flat.is_contiguous() else flat[0].reshape(-1)
+    return flat[:: len(flat) // SAMPLE | 1]
+
+
+def _mark(value: Any) -> Any:
+    """Return what changes if a value of the optimiser's state is replaced or changed in place."""
+    if isinstance(value, Tensor):
+        return id(value), version_of(value)
+    return value if isinstance(value, (int, float, type(None))) else id(value)
+
+
 def _sums(tensors: Sequence[Tensor]) -> Tensor:
-    """Return a number for the contents of each tensor."""
+    """Return two numbers for the contents of each tensor, one of which depends on signs."""
     if not tensors:
         return torch.zeros(0)
-    sums = norms([_local(p).detach() for p in tensors], 1)
+    sums = (*norms(list(tensors), 1), *norms([tensor + 0.37 for tensor in tensors], 1))
     if len({(each.dtype, each.device) for each in sums}) > 1:
         sums = tuple(each.double().cpu() for each in sums)
     return torch.stack(sums).nan_to_num(nan=-1.0)

@@ -40,6 +40,7 @@ __all__ = ["Variables"]
 DEPTH = 12  # nested containers, objects and functions
 MOST = 20_000  # values that are read
 LONG = 4096  # entries of a list that is restored by its length only; longer mappings are left alone
+SHORT = 64  # entries of a container that are read even if it grows
 SMALL = 4096  # elements of tensors that are always copied
 CONTAINERS = (list, dict, set, deque)
 SAVED = (bool, int, float, str, type(None))
@@ -150,6 +151,7 @@ class Variables:
         self._versions: dict[str, int] = {}
         self._changing: set[str] | None = None  # names of large tensors that a step changes
         self._names: set[str] = set()  # in the functions that were read
+        self._lengths: dict[str, int] = {}  # of containers when they were read first
 
     # -- reading
 
@@ -177,10 +179,8 @@ class Variables:
         elif isinstance(value, CONTAINERS):
             if len(value) <= LONG:
                 values[name] = _Kept(value, value.copy())
-                parts = value.items() if isinstance(value, dict) else enumerate(value)
-                for key, part in list(parts):
-                    if type(part) not in PLAIN:
-                        self._read(f"{name}[{key!r}]", part, *below)
+                for key, part in self.parts(name, value):
+                    self._read(f"{name}[{key!r}]", part, *below)
             elif isinstance(value, list):
                 values[name] = _Kept(value, len(value))
         elif isinstance(value, tuple):
@@ -215,6 +215,13 @@ class Variables:
         elif not isinstance(value, (*FIXED, ModuleType)) and is_object_of_user(value):
             if not hasattr(value, "state_dict"):  # which is to be given as state
                 self._read_object(name, value, set(), *below)
+
+    def parts(self, name: str, value: Any) -> list[tuple[Any, Any]]:
+        """Return what is in a container and may change in place; nothing if it is a growing log."""
+        if len(value) > SHORT and self._lengths.setdefault(name, len(value)) != len(value):
+            return []
+        parts = value.items() if isinstance(value, dict) else enumerate(value)
+        return [(key, part) for key, part in parts if type(part) not in PLAIN]
 
     def _read_object(
         self,
@@ -394,19 +401,28 @@ class Variables:
                 assigned[name] = copy.deepcopy(contents)
         return {"assigned": assigned, "in_place": in_place}
 
-    def loaded(self, state: Mapping[str, Mapping[str, Any]]) -> Values:
-        """Return values as `read` does, from what was saved."""
+    def loaded(self, state: Mapping[str, Mapping[str, Any]], partly: bool = False) -> Values:
+        """Return values as `read` does, from what was saved.
+
+        Args:
+            state: what `saved` returned.
+            partly: leave out what is not there (any more).
+        """
         now = self.read()
         values: Values = {}
-        for name in (*state["assigned"], *state["in_place"]):
-            if name not in now:
-                raise ValueError(f"train_step has no variable {name!r}")
+        unknown = {*state["assigned"], *state["in_place"]} - now.keys()
+        for name in () if partly else sorted(unknown):
+            raise ValueError(f"train_step has no variable {name!r}")
         for name, saved in state["assigned"].items():
+            if name in unknown:
+                continue
             here, value = now[name], copy.deepcopy(saved)
             if isinstance(here.contents, dict):
                 value = type(here.contents)({**here.contents, **value})
             values[name] = _Kept(here.owner, value)
         for name, tensor in state["in_place"].items():
+            if name in unknown:
+                continue
             here, value = now[name], tensor.clone()
             is_state = isinstance(here.contents, _State)
             values[name] = _Kept(here.owner, _State(value) if is_state else value)
