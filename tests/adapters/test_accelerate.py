@@ -32,9 +32,8 @@ pytestmark = plain.foreign
 def _fresh() -> Iterator[None]:
     """Accelerate keeps its state in singletons."""
     yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    PartialState._reset_state()
+    for kind in (AcceleratorState, GradientState, PartialState):
+        kind._reset_state()
 
 
 def run(

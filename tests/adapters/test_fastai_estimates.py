@@ -62,9 +62,9 @@ def test_accumulated_batches() -> None:
     callback = rule(patience=None)
     learn = learner(case, callback)
     fit(learn, 8)  # of 58 rows, 48 in a step and what is left over in the next
-    stopping: Any = callback.stopping
-    assert 8 * plain.ROWS - 48 < stopping._seen <= 8 * plain.ROWS
-    assert 5 < stopping._step < 12
+    state = callback.state_dict()["rule"]
+    assert 8 * plain.ROWS - 48 < state["rule"]["seen"] <= 8 * plain.ROWS
+    assert 5 < state["step"] < 12
 
 
 def test_more_rows_than_are_to_be_accumulated() -> None:
@@ -79,7 +79,7 @@ def test_more_rows_than_are_to_be_accumulated() -> None:
     x, y = plain.data()
     for start in (0, 32):
         rows = torch.arange(start, min(start + 32, plain.ROWS))
-        kept = rows[stopping._label[rows] < 0]
+        kept = rows[stopping.fold_of_row[rows] < 0]
         (learn.loss_func(twin(x[kept]), y[kept]) * len(rows) / 20).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -96,7 +96,7 @@ def test_optimisers_of_fastai(kind: Any) -> None:
     start = copy.deepcopy(learn.model)
     fit(learn, 3)
     stopping: Any = callback.stopping
-    seen = (stopping._label < 0).nonzero().flatten()
+    seen = (stopping.fold_of_row < 0).nonzero().flatten()
     twin = learner(PLAIN, opt_func=kind)
     twin.model.load_state_dict(start.state_dict())
     x, y = plain.data()
@@ -120,7 +120,8 @@ def test_fits_go_on(pickled: bool) -> None:
     learn = learner(PLAIN, callback)
     fit(learn, 5)
     callback.restore = True
-    callback._run.settings = replace(callback._run.settings, restore=True)
+    session = callback._run
+    session.settings = replace(session.settings, restore=True)
     if pickled:
         learn.remove_cb(callback)
         callback = pickle.loads(pickle.dumps(callback))

@@ -92,7 +92,7 @@ def test_iterations_that_pass_over_their_batch() -> None:
     rows = [(a, b, i) for i, (a, b) in enumerate(zip(x, y, strict=True))]
     stopping.attach(trainer)
     trainer.run(estimated.loader(PLAIN, dataset=rows), max_epochs=3)
-    own, label = plain.sgd(twin), stopping.stopping._label
+    own, label = plain.sgd(twin), stopping.stopping.fold_of_row
     for a, b, numbers in taken:
         kept = label[numbers] < 0
         own.zero_grad()

@@ -87,7 +87,7 @@ def test_every_check_is_reported_and_trials_are_pruned(name: str, tmp_path: Path
     search = study()
     search.optimize(objective, n_trials=1)
     (trial,), (run,) = search.trials, found
-    curve = {r.step: r.estimate for r in run._followed().history}
+    curve = {r.step: r.estimate for r in estimated.followed(run).history}
     last = max(curve)
     assert len(curve) > 5
     reported = trial.intermediate_values

@@ -66,7 +66,7 @@ def test_a_loss_says_how_accumulated_batches_count() -> None:
     stopping.step()
     assert not stopping.pending
     expected = twin.weight.detach() - 0.1 * twin.weight.grad  # type: ignore[operator]
-    torch.testing.assert_close(stopping._backend.weights_of(0)["weight"], expected)  # type: ignore[union-attr]
+    torch.testing.assert_close(stopping.backend.weights_of(0)["weight"], expected)  # type: ignore[union-attr]
 
 
 class Tempered(nn.Module):

@@ -63,9 +63,9 @@ def test_shuffled_rows_are_known() -> None:
     """The order of the epochs is that of the net's own iterator."""
     torch.manual_seed(0)
     made = fit(PLAIN, rule(patience=None), iterator_train__shuffle=True, max_epochs=3)
-    stopping: Any = used(made).stopping_
-    assert stopping._backend._steps == 12
-    assert stopping._seen == 3 * plain.ROWS
+    state = used(made).run_state()["rule"]
+    assert state["rule"]["steps"] == 12
+    assert state["rule"]["seen"] == 3 * plain.ROWS
 
 
 def test_rows_in_time() -> None:

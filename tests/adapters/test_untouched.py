@@ -165,7 +165,7 @@ def test_keras(accumulate: int | None) -> None:
         class Tracing(keras.callbacks.Callback):  # type: ignore[misc]
             def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
                 states = [*model.variables, *model.optimizer.variables]
-                trace.add(v._value for v in states)
+                trace.add(v.value for v in states)
 
         callbacks = [*([EarlyStopping(**OPTIONS)] if follow else []), Tracing()]
         x, y = plain.data(torch.float32)

@@ -45,6 +45,27 @@ def check(together: str, alone: str = "rank 0 of 1: False at step 20: ") -> None
     assert 20 < step < 200
 
 
+# one Ray for both runs: most of the time it takes to start
+RAY = """
+import contextlib, io, runpy, sys
+import ray
+
+script, out = sys.argv[1:]
+ray.init(num_cpus=2, include_dashboard=False)
+
+
+def run(*options):
+    sys.argv, printed = [script, *options, "--out", out], io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        runpy.run_path(script, run_name="__main__")
+    return printed.getvalue()
+
+
+alone = run("--workers", "1", "--steps", "20")
+print(alone, "## together", run("--checkpoint", alone.strip().splitlines()[-1]))
+"""
+
+
 @pytest.mark.parametrize("script", NEEDS)
 def test_script(script: str, tmp_path: Path) -> None:
     if importlib.util.find_spec(NEEDS[script]) is None:
@@ -64,7 +85,6 @@ def test_ray(tmp_path: Path) -> None:
     if importlib.util.find_spec("ray") is None:
         pytest.skip("ray is not installed")
     script = str(SCRIPTS / "with_ray.py")
-    alone = run([script, "--workers", "1", "--steps", "20", "--out", str(tmp_path)], timeout=600)
-    where = alone.strip().splitlines()[-1]
-    together = run([script, "--checkpoint", where, "--out", str(tmp_path)], timeout=600)
+    both = run(["-c", RAY, script, str(tmp_path)], timeout=600)
+    alone, together = both.split("## together")
     check(together, alone)
