@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import re
 from typing import Any
@@ -184,6 +185,7 @@ def test_a_committee_without_its_model() -> None:
     stopping.close()
     kept = copy.deepcopy(model)
     del model
+    gc.collect()
     with pytest.raises(heldin.HeldinError, match="pass the restored model"):
         stopping.committee()
     assert len(stopping.committee(kept).members) == 5
