@@ -20,7 +20,9 @@ __all__ = ["RESULTS", "Announced", "ShadowBackend", "release"]
 
 Announced = Sequence[tuple[Any, Tensor | None]]  # batches and row numbers; either may be None
 
-RESULTS = ("engine", "copies", "held", "same_loss", "inside", "level_count", "draw", "label")
+RESULTS = (
+    "engine", "copies", "held", "same_loss", "inside", "level_count", "draw", "label", "_steps",
+)  # fmt: skip
 
 
 class ShadowBackend(Protocol):
