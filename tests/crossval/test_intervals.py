@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -349,28 +350,24 @@ def test_mistakes_in_metrics(arguments: dict[str, Any], message: str) -> None:
         statistic_interval(**{**defaults, **arguments})
 
 
-def hits(outputs: Tensor, targets: Tensor) -> Tensor:
-    return (outputs == targets).double().mean()
-
-
 def test_a_perfect_score_has_an_interval() -> None:
     targets = torch.arange(50) % 2
-    interval = statistic_interval(hits, targets, targets)
-    assert tuple(interval) == (1.0, pytest.approx(1 - 4 / 50), 1.0)  # the rule of three
-    wrong = statistic_interval(lambda o, t: 1 - hits(o, t), targets, targets)
-    assert tuple(wrong) == (0.0, 0.0, pytest.approx(4 / 50))
-    grouped = statistic_interval(hits, targets, targets, groups=torch.arange(50) // 5)
+    interval = statistic_interval(accuracy, targets, targets)
+    assert [*interval] == pytest.approx([1.0, 1 - 4 / 50, 1.0])  # the rule of three
+    wrong = statistic_interval(lambda o, t: 1 - accuracy(o, t), targets, targets)
+    assert [*wrong] == pytest.approx([0.0, 0.0, 4 / 50])
+    grouped = statistic_interval(accuracy, targets, targets, groups=torch.arange(50) // 5)
     assert grouped.low == pytest.approx(0.6)  # four groups of ten
     alike = torch.ones(50)
-    assert math.isnan(statistic_interval(hits, alike, alike).low)  # no row could be of another
+    assert math.isnan(statistic_interval(accuracy, alike, alike).low)  # no row could be of another
 
 
 def test_rows_with_weights_are_drawn_with_them() -> None:
     outputs, targets = torch.arange(60) % 3, torch.arange(60) % 2
     weights = (torch.arange(60) < 30).double()
 
-    def weighted(outputs: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-        return ((outputs == targets) * weights).sum() / weights.sum()
+    def weighted(outputs: Tensor, targets: Tensor, weights: Tensor) -> float:
+        return float(((outputs == targets) * weights).sum() / weights.sum())
 
     interval = statistic_interval(weighted, outputs, targets, weights=weights)
     assert interval.value == pytest.approx(float((outputs == targets)[:30].double().mean()))
@@ -384,7 +381,7 @@ def test_intervals_are_computed_when_asked_for() -> None:
         asked.append(name)
         return Interval(1.0, 0.5, 1.5)
 
-    estimates = Estimates({name: lambda name=name: interval(name) for name in ("loss", "f1")})
+    estimates = Estimates({name: partial(interval, name) for name in ("loss", "f1")})
     assert "f1" in estimates
     assert [*estimates] == ["loss", "f1"]
     assert "accuracy" not in estimates
