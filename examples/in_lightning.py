@@ -26,7 +26,7 @@ lightning.seed_everything(0, verbose=False)
 x = torch.randn(200, 20)
 y = (x[:, 0] + x[:, 1] + torch.randn(200) > 0).long()
 loader = DataLoader(TensorDataset(x, y), batch_size=40, shuffle=True)
-first, second = EarlyStopping(verbose=True), EarlyStopping("evidence", verbose=True)
+first, second = EarlyStopping(), EarlyStopping("evidence")
 for callback in (first, second):  # an estimated test loss; or evidence, which needs no second model
     trainer = lightning.Trainer(
         max_epochs=200,

@@ -72,7 +72,8 @@ class EarlyStopping(FrameworkStopping):
     ... )
     >>> def batch_loss(model, batch):
     ...     return (model(batch[0]) - batch[1]).square().mean()
-    >>> with EarlyStopping(accelerator, model, optimizer, loader, batch_loss) as stopping:
+    >>> arguments = accelerator, model, optimizer, loader, batch_loss
+    >>> with EarlyStopping(*arguments, verbose=False) as stopping:
     ...     for batch in loader:
     ...         accelerator.backward(batch_loss(model, batch))
     ...         optimizer.step()

@@ -57,7 +57,7 @@ def test_all_frameworks_take_the_same_arguments(name: str) -> None:
     base = {*inspect.signature(FrameworkStopping.__init__).parameters} - {"self"}
     assert base <= {*own}
     facade = inspect.signature(heldin.EarlyStopping).parameters
-    assert base - {*facade} == {"restore", "log_groups"}
+    assert base - {*facade} == {"restore", "verbose", "log_groups"}
     for option in base & {*facade}:
         assert own[option].default == facade[option].default, option
 
@@ -79,7 +79,7 @@ def test_making_a_callback_draws_no_random_number(name: str) -> None:
 def test_a_class_derived_by_a_user_follows_either_rule() -> None:
     skorch = pytest.importorskip("heldin.skorch")
 
-    class Mine(skorch.EarlyStopping):  # type: ignore[misc]
+    class Mine(skorch.EarlyStopping):
         def on_epoch_begin(self, net: Any, **datasets: Any) -> None:
             self.epochs = getattr(self, "epochs", 0) + 1
             super().on_epoch_begin(net, **datasets)
@@ -98,7 +98,7 @@ def test_a_class_derived_by_a_user_follows_either_rule() -> None:
         assert isinstance(used.stopping_, kind)
         assert used.epochs == 2
 
-    class Hidden(skorch.EarlyStopping):  # type: ignore[misc]
+    class Hidden(skorch.EarlyStopping):
         def __init__(self) -> None:
             super().__init__("evidence")
 
@@ -128,7 +128,7 @@ def test_wrong_values_are_not_printed_at_length() -> None:
     big = nn.Sequential(*[nn.Linear(2, 2) for _ in range(9)])
     for name in ("patience", "smoothing", "window"):
         with pytest.raises(heldin.HeldinError, match=name) as caught:
-            runs.EvidenceStopping(big, **{name: big})
+            runs.EvidenceStopping(big, **{name: big})  # type: ignore[arg-type]
         assert len(str(caught.value)) < 200
     with pytest.raises(heldin.HeldinError, match="of type SGD"):
-        runs.EvidenceStopping(big, plain.sgd(big))
+        runs.EvidenceStopping(big, plain.sgd(big))  # type: ignore[arg-type]
