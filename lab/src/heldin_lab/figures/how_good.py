@@ -325,8 +325,8 @@ def quoted_coverage() -> dict[tuple[int, bool], tuple[float, ...]]:
     lines = runs("tables") + runs("networks")
     quoted = {}
     for key, rule in SHADOWS.items():
-        every, measured = coverage(rule, lines)
-        if not measured:
+        every, number = coverage(rule, lines)
+        if number < FEWEST:
             continue
         shares = []
         for low, high in itertools.pairwise((0, *COVERAGE_ROWS, 10**9)):
@@ -1037,7 +1037,13 @@ def draw(folder: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    names = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
+    names: Sequence[Any] = (
+        "text.color",
+        "axes.edgecolor",
+        "axes.labelcolor",
+        "xtick.color",
+        "ytick.color",
+    )
     for name, (draws, wide, slim) in FIGURES.items():
         for theme, shade in ((LIGHT, ""), (DARK, "-dark")):
             for narrow in (False, True):
