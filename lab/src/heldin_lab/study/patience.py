@@ -53,9 +53,7 @@ class Short:
 
 DEFAULT = "1.5 x best + 150, beyond doubt and one standard error (default)"
 SHORT = "30 epochs at least, turned two checks ago"
-HEAD = """# Patience, replayed
-
-By `python -m heldin_lab.study.patience`: runs to the last epoch by the defaults, each patience
+HEAD = """By `python -m heldin_lab.study.patience`: runs to the last epoch by the defaults, each patience
 replayed on the held-out losses of their checks. Medians of lengths, geometric means of regrets
 (test loss with the temperature over the lowest on the path without one). *Window*: weights averaged
 over half to one and a half times each resampled stop, in place of the bagged ones; *present check*:
@@ -216,7 +214,7 @@ def summary(results: dict[str, Any]) -> str:
                 v["end"] / run["none"]["end"] for v, run in zip(values, runs, strict=True)
             )
             worst = max(v["regret"] for v in values)
-            accuracy = 100 * sum(v["accuracy"] for v in values) / len(values)
+            accuracy = 100 * sum(max(0.0, v["accuracy"]) for v in values) / len(values)
             cells = (kind, name, len(runs), f"{ratio:.2f}", f"{regret:.3f}", f"{worst:.2f}")
             lines.append("| " + " | ".join(map(str, cells)) + f" | {length:.2f} | {accuracy:.1f} |")
     return "\n".join(lines) + "\n"
