@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 from pathlib import Path
@@ -67,3 +68,16 @@ def test_the_page_on_groups_quotes_the_gallery() -> None:
         f"folds of rows promise a loss of {rows[0]}, and new patients have {rows[1]}; folds of "
         f"patients promise {patients[0]}, and new patients have {patients[1]}."
     ) in " ".join(page.split())
+
+
+def test_the_page_on_cost_agrees_with_what_auto_reckons_with() -> None:
+    page = (FILL["ROOT"] / "docs" / "cost.md").read_text(encoding="utf-8")
+    found = re.search(r"  const costs = (\{.*\});\n", page)
+    assert found is not None
+    costs = json.loads(found[1])
+    small, large = (costs["chosen"]["replay"][size][0][-1] for size in (0, -1))
+    assert small[0] == "one shadow"
+    assert f"| any model, one shadow | 1.6 to {small[2]} |" in page
+    assert large[0] == "three light shadows"
+    assert f"| large model, three light shadows | 1.8 to {large[2]:.1f} |" in page
+    assert f"| any model, five shadows | 5 to {costs['five']['replay'][0]} |" in page
