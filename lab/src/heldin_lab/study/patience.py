@@ -53,11 +53,11 @@ class Short:
 
 DEFAULT = "1.5 x best + 150, beyond doubt and one standard error (default)"
 SHORT = "30 epochs at least, turned two checks ago"
-HEAD = """By `python -m heldin_lab.study.patience`: runs to the last epoch by the defaults, each patience
-replayed on the held-out losses of their checks. Medians of lengths, geometric means of regrets
-(test loss with the temperature over the lowest on the path without one). *Window*: weights averaged
-over half to one and a half times each resampled stop, in place of the bagged ones; *present check*:
-the weights of the last check.
+HEAD = """By `python -m heldin_lab.study.patience`: runs to the last epoch by the defaults, each
+patience replayed on the held-out losses of their checks. Medians of lengths, geometric means of
+regrets (test loss with the temperature over the lowest on the path without one). *Window*: weights
+averaged over half to one and a half times each resampled stop, in place of the bagged ones;
+*present check*: the weights of the last check.
 """
 PATIENCES: dict[str, Any] = {
     "none": None,
