@@ -78,7 +78,7 @@ def test_notebook(name: str, tmp_path: Path) -> None:
 
 def test_a_terminal_is_drawn() -> None:
     drawn = gallery.terminal("$ heldin fit <file>\nrows: 3\n")
-    assert "heldin fit &lt;file&gt;" in drawn
+    assert "heldin\u00a0fit\u00a0&lt;file&gt;" in drawn
     assert drawn.count("<text") == 2
     assert "rows:\u00a03" in drawn
 
