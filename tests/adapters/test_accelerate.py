@@ -168,7 +168,7 @@ def test_all_processes_stop_in_the_same_step(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(_process, (port, str(tmp_path)), nprocs=2)
+    torch.multiprocessing.spawn(_process, (port, str(tmp_path)), nprocs=2)  # type: ignore[attr-defined]
     assert [(tmp_path / name).read_text() for name in "01"] == ["4", "4"]
 
 
@@ -198,4 +198,4 @@ def test_objects_in_the_wrong_place_are_named() -> None:
     with pytest.raises(heldin.HeldinError, match=r"accelerator must be .* of type Sequential"):
         EarlyStopping(model, accelerator)
     with pytest.raises(heldin.HeldinError, match=r"model must be .* of type SGD"):
-        EarlyStopping(accelerator, plain.sgd(model))
+        EarlyStopping(accelerator, plain.sgd(model))  # type: ignore[arg-type]

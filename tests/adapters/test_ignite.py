@@ -222,7 +222,7 @@ def test_several_optimisers_make_one_step() -> None:
     _, model, _, stopping = made(case)
     optimizers = [
         torch.optim.SGD(part.parameters(), lr=plain.RATE, momentum=plain.MOMENTUM)
-        for part in (model[0], model[2])  # type: ignore[index]
+        for part in (model[0], model[2])
     ]
 
     def update(engine: Any, batch: Any) -> None:
@@ -265,6 +265,6 @@ def test_objects_in_the_wrong_place_are_named() -> None:
         runs.EvidenceStopping(model) as core,
         pytest.raises(heldin.HeldinError, match=r"use heldin\.ignite\.EarlyStopping"),
     ):
-        core.attach(trainer)
+        core.attach(trainer)  # type: ignore[attr-defined]
     with pytest.raises(heldin.HeldinError, match="the class for plain loops"):
         EarlyStopping(core)  # type: ignore[arg-type]

@@ -86,7 +86,7 @@ def test_iterations_that_pass_over_their_batch() -> None:
         taken.append(batch)
 
     trainer = Engine(process)
-    settings = {"rule": "shadow", "patience": None, "restore": False}
+    settings: dict[str, Any] = {"rule": "shadow", "patience": None, "restore": False}
     stopping: Any = EarlyStopping(model, optimizer, batch_loss=estimated.batch_loss, **settings)
     x, y = plain.data()
     rows = [(a, b, i) for i, (a, b) in enumerate(zip(x, y, strict=True))]

@@ -361,11 +361,11 @@ def test_tensorboard(tmp_path: Path) -> None:
 
     case = plain.CASES[0]
     callback = rule(case)
-    with SummaryWriter(str(tmp_path)) as writer:  # type: ignore[no-untyped-call]
+    with SummaryWriter(str(tmp_path)) as writer:
 
         def write(epoch: int, logs: dict[str, float]) -> None:
             for name, value in logs.items():
-                writer.add_scalar(name, value, epoch)  # type: ignore[no-untyped-call]
+                writer.add_scalar(name, value, epoch)
 
         fit(made(case), case, callback, keras.callbacks.LambdaCallback(on_epoch_end=write))
     events = EventAccumulator(str(tmp_path))

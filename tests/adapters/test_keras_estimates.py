@@ -136,7 +136,7 @@ def test_exact_resume(tmp_path: Path) -> None:
     whole, model = rule(), made(PLAIN)
     fit(model, PLAIN, whole)
 
-    class Broken(keras.callbacks.Callback):  # type: ignore[misc]
+    class Broken(keras.callbacks.Callback):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             if epoch == 5:
                 raise RuntimeError("broken")

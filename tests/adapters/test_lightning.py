@@ -140,7 +140,7 @@ def test_the_step_after_minimal_steps_leaves_the_weights() -> None:
     for steps, same in ((42, True), (43, False)):
         module = Module()
         trainer(case, rule(case), min_steps=steps).fit(module, loader(case))
-        assert torch.equal(module.net[0].weight, final[0].weight) is same  # type: ignore[index]
+        assert torch.equal(module.net[0].weight, final[0].weight) is same  # type: ignore[arg-type]
 
 
 def test_tells(capsys: pytest.CaptureFixture[str]) -> None:

@@ -137,7 +137,7 @@ def test_folds() -> None:
     trainer(PLAIN, callback).fit(module, estimated.loader(PLAIN))
     stopping = callback.stopping
     assert stopping is not None
-    assert stopping.engine == "replay"  # type: ignore[attr-defined]
+    assert stopping.engine == "replay"
     estimated.expect_same(PLAIN, stopping, module.net, rule="folds")
     assert len(module.losses) == stopping.stopped_step
 
@@ -200,7 +200,7 @@ def test_without_restoring_the_last_weights_stay() -> None:
     for restore in (True, False):
         callback, module = rule(restore=restore), Module()
         trainer(PLAIN, callback).fit(module, estimated.loader(PLAIN))
-        found[restore] = module.net[0].weight.detach()
+        found[restore] = module.net[0].weight.detach()  # type: ignore[operator]
     model = plain.net()
     optimizer = plain.sgd(model)
     batches, steps = estimated.loader(PLAIN), 0
@@ -212,7 +212,7 @@ def test_without_restoring_the_last_weights_stay() -> None:
                 optimizer.step()
                 optimizer.zero_grad()
                 steps += 1
-    torch.testing.assert_close(found[False], model[0].weight.detach())
+    torch.testing.assert_close(found[False], model[0].weight.detach())  # type: ignore[operator]
     assert not torch.equal(found[True], found[False])
 
 
@@ -274,10 +274,10 @@ def test_after_the_end_training_goes_on_from_the_last_weights(tmp_path: Path) ->
     straight, third = rule(patience=None, restore=False), Module()
     batches = estimated.loader(PLAIN)
     trainer(PLAIN, straight, max_epochs=20).fit(third, batches)
-    last = third.net[0].weight.detach().clone()
+    last = third.net[0].weight.detach().clone()  # type: ignore[operator]
     assert callback.stopping is not None
     assert callback.stopping.best_step < 40
-    assert not torch.equal(module.net[0].weight, last)
+    assert not torch.equal(module.net[0].weight, last)  # type: ignore[arg-type]
     torch.testing.assert_close(callback.state_dict()["run"]["last"]["net.0.weight"], last)
     assert again.stopping is not None
     assert again.state_dict()["run"]["rule"]["step"] == 84
@@ -344,7 +344,7 @@ class Backward(Manual):
     ("module", "data", "message"),
     [
         (Module(), DataLoader(Stream(), batch_size=4), "IterableDataset has no row numbers.*map-"),
-        (Module(), {"a": DataLoader([1.0])}, "must be a torch.utils.data.DataLoader"),
+        (Module(), {"a": DataLoader([1.0])}, "must be a torch.utils.data.DataLoader"),  # type: ignore[arg-type]
         (Two(), None, "trained by 2 optimisers.*groups of one optimiser"),
         (Backward(PLAIN), None, "self.manual_backward"),
     ],
@@ -409,7 +409,7 @@ class Reloaded(Module):
 
     def train_dataloader(self) -> Any:
         rows = [*zip(*plain.data(), strict=True)]
-        return DataLoader(rows[:: -1 if self.current_epoch else 1], batch_size=16)
+        return DataLoader(rows[:: -1 if self.current_epoch else 1], batch_size=16)  # type: ignore[arg-type]
 
 
 def test_other_rows_in_a_later_epoch_are_refused() -> None:

@@ -82,7 +82,7 @@ def test_every_check_is_reported_and_trials_are_pruned(name: str, tmp_path: Path
             tmp_path, rule=FOLDS, patience=None, temperature=False, on_check=pruning(trial)
         )
         found.append(run)
-        return run.estimates["loss"].value  # type: ignore[no-any-return]
+        return run.estimates["loss"].value
 
     search = study()
     search.optimize(objective, n_trials=1)
@@ -107,7 +107,7 @@ def test_a_metric_is_reported(name: str, tmp_path: Path) -> None:
 
     def objective(trial: Any) -> float:
         run = LOOPS[name](tmp_path, on_check=pruning(trial), **options)
-        return run.estimates["accuracy"].value  # type: ignore[no-any-return]
+        return run.estimates["accuracy"].value
 
     search = study("maximize")
     search.optimize(objective, n_trials=1)
@@ -126,7 +126,7 @@ def test_the_function_is_checked() -> None:
     model = plain.net()
     optimizer = plain.sgd(model)
     with pytest.raises(heldin.HeldinError, match="on_check must be a function"):
-        heldin.EarlyStopping(model, optimizer, F.cross_entropy, plain.data(), on_check=3)
+        heldin.EarlyStopping(model, optimizer, F.cross_entropy, plain.data(), on_check=3)  # type: ignore[arg-type]
     with pytest.raises(heldin.HeldinError, match="on_check is for rules that estimate a loss"):
         heldin.EarlyStopping(model, optimizer, rule="evidence", on_check=print)
     with pytest.raises(heldin.HeldinError, match="on_check has no effect"):

@@ -45,7 +45,7 @@ def logits(model: nn.Module, batch: Any) -> Tensor:
         if inputs
         else getattr(model, "net", model)(batch[0])
     )
-    return getattr(out, "logits", out["logits"] if isinstance(out, dict) else out) + 1
+    return getattr(out, "logits", out["logits"] if isinstance(out, dict) else out) + 1  # type: ignore[operator, return-value]
 
 
 def saved(callback: Any) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def in_skorch(folder: Path, **options: Any) -> Run:
 def in_fastai(folder: Path, **options: Any) -> Run:
     pytest.importorskip("fastai")
     from heldin.fastai import EarlyStopping
-    from tests.adapters.test_fastai_estimates import fit, learner
+    from tests.adapters.test_fastai_estimates import fit, learner  # type: ignore[attr-defined]
 
     callback = EarlyStopping(**options)
     learn = learner(CASE, callback)
@@ -174,12 +174,14 @@ def twins(folds: Tensor, steps: int) -> list[nn.Module]:
             twin, plain.sgd(twin), F.cross_entropy, plain.data(), batches[:steps], folds != fold
         )
         trained.append(twin)
-    return trained
+    return trained  # type: ignore[return-value]
 
 
 @each
 def test_outputs_are_those_of_networks_trained_without_the_rows(name: str, tmp_path: Path) -> None:
-    near = {"rtol": 2e-4, "atol": 2e-5} if name == "keras" else {"rtol": 1e-8, "atol": 1e-10}
+    near: dict[str, Any] = (
+        {"rtol": 2e-4, "atol": 2e-5} if name == "keras" else {"rtol": 1e-8, "atol": 1e-10}
+    )
     run = FRAMEWORKS[name](tmp_path, rule=FOLDS, patience=None, metrics=METRICS, temperature=False)
     callback, (x, y) = run.callback, plain.data()
     held = callback.out_of_fold
@@ -448,7 +450,7 @@ def test_settings_of_skorch_are_the_arguments() -> None:
 
     from heldin.skorch import EarlyStopping
 
-    given = {"metrics": ["accuracy"], "temperature": False, "on_check": print}
+    given: dict[str, Any] = {"metrics": ["accuracy"], "temperature": False, "on_check": print}
     callback = clone(EarlyStopping(**given))
     assert {name: callback.get_params()[name] for name in given} == given
     assert callback.temperature_ == 1.0

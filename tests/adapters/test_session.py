@@ -65,8 +65,8 @@ def test_a_loss_says_how_accumulated_batches_count() -> None:
     assert stopping.pending
     stopping.step()
     assert not stopping.pending
-    expected = twin.weight.detach() - 0.1 * twin.weight.grad  # type: ignore[operator]
-    torch.testing.assert_close(stopping.backend.weights_of(0)["weight"], expected)  # type: ignore[union-attr]
+    expected = twin.weight.detach() - 0.1 * twin.weight.grad
+    torch.testing.assert_close(stopping.backend.weights_of(0)["weight"], expected)
 
 
 class Tempered(nn.Module):

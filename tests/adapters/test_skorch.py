@@ -89,7 +89,7 @@ def net(case: plain.Case, *callbacks: Any, **options: Any) -> Net:
 
 def fitted(case: plain.Case, *callbacks: Any, **options: Any) -> Net:
     x, y = plain.data(case.dtype)
-    return net(case, *callbacks, **options).fit(x.numpy(), y.numpy())  # type: ignore[no-any-return]
+    return net(case, *callbacks, **options).fit(x.numpy(), y.numpy())
 
 
 def rule(case: plain.Case, **options: Any) -> EarlyStopping:
@@ -186,7 +186,7 @@ def test_wrong_settings_are_refused_at_once() -> None:
 
 
 def test_prediction_during_training_does_not_count() -> None:
-    class Nosy(skorch.callbacks.Callback):  # type: ignore[misc]
+    class Nosy(skorch.callbacks.Callback):
         def on_batch_end(self, net: Any, batch: Any = None, training: Any = None, **_: Any) -> None:
             if training:
                 net.predict(batch[0])
@@ -206,7 +206,7 @@ def test_tensorboard(tmp_path: Path) -> None:
     from torch.utils.tensorboard import SummaryWriter
 
     case = plain.CASES[0]
-    with SummaryWriter(str(tmp_path)) as writer:  # type: ignore[no-untyped-call]
+    with SummaryWriter(str(tmp_path)) as writer:
         model = fitted(case, TensorBoard(writer), rule(case))
     events = EventAccumulator(str(tmp_path))
     events.Reload()

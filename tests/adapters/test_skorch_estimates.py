@@ -89,7 +89,7 @@ def test_a_pickled_net_goes_on() -> None:
     made = net(PLAIN, ("auto", rule(restore=False)), max_epochs=5)
     made.fit(x, y)
     again = pickle.loads(pickle.dumps(made))
-    used(again).restore = True  # type: ignore[attr-defined]
+    used(again).restore = True
     again.max_epochs = PLAIN.epochs
     again.partial_fit(x, y)
     stopping = used(again).stopping_

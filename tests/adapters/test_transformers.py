@@ -361,4 +361,4 @@ def test_arguments_by_other_names_are_refused() -> None:
     with pytest.raises(heldin.HeldinError, match="'early_stopping_patience'; is it 'patience'"):
         EarlyStoppingCallback(early_stopping_patience=5)
     with pytest.raises(heldin.HeldinError, match="elementwise: unknown argument 'smooth'"):
-        elementwise(nn.Linear(1, 1), None, smooth=0.5)  # type: ignore[call-arg]
+        elementwise(nn.Linear(1, 1), None, smooth=0.5)

@@ -42,7 +42,7 @@ def net() -> nn.Module:
     )
 
 
-def rows() -> TensorDataset:
+def rows() -> Any:
     return TensorDataset(*plain.data(torch.float32))
 
 
@@ -69,7 +69,7 @@ def test_lightning() -> None:
     lightning = pytest.importorskip("lightning")
     from heldin.lightning import EarlyStopping
 
-    class Module(lightning.LightningModule):  # type: ignore[misc]
+    class Module(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.net = net()
@@ -83,7 +83,7 @@ def test_lightning() -> None:
     def train(follow: bool) -> Trace:
         trace, module = Trace(), Module()
 
-        class Tracing(lightning.Callback):  # type: ignore[misc]
+        class Tracing(lightning.Callback):
             def on_train_batch_end(self, *_: Any) -> None:
                 trace.add(module.state_dict().values())
 
@@ -113,7 +113,7 @@ def test_transformers(tmp_path: Path) -> None:
     def train(follow: bool) -> Trace:
         trace, model = Trace(), Model()
 
-        class Tracing(transformers.TrainerCallback):  # type: ignore[misc]
+        class Tracing(transformers.TrainerCallback):
             def on_step_end(self, *_: Any, **__: Any) -> None:
                 trace.add(model.state_dict().values())
 
@@ -162,7 +162,7 @@ def test_keras(accumulate: int | None) -> None:
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         )
 
-        class Tracing(keras.callbacks.Callback):  # type: ignore[misc]
+        class Tracing(keras.callbacks.Callback):
             def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
                 states = [*model.variables, *model.optimizer.variables]
                 trace.add(v.value for v in states)
@@ -187,7 +187,7 @@ def test_skorch() -> None:
     def train(follow: bool) -> Trace:
         trace = Trace()
 
-        class Tracing(Callback):  # type: ignore[misc]
+        class Tracing(Callback):
             def on_batch_end(self, net: Any, training: bool = False, **_: Any) -> None:
                 trace.add(net.module_.state_dict().values())
 
@@ -227,7 +227,7 @@ def test_fastai(native: bool) -> None:
     def train(follow: bool) -> Trace:
         trace, model = Trace(), net()
 
-        class Tracing(Callback):  # type: ignore[misc]
+        class Tracing(Callback):
             def after_batch(self) -> None:
                 if self.learn.training:
                     trace.add(model.state_dict().values())

@@ -117,7 +117,7 @@ def test_exact(name: str, attention: str) -> None:
     if attention == "eager":
         if name in ("resnet", "convnext"):
             pytest.skip("no attention")
-        model.set_attn_implementation("eager")
+        model.set_attn_implementation("eager")  # type: ignore[operator]
     model.double()
     torch.set_default_dtype(torch.float64)
     try:

@@ -65,7 +65,7 @@ def transposed_convolution(draw: Draw) -> Drawn:
     inputs, outputs = groups * draw(st.integers(1, 2)), groups * draw(st.integers(1, 2))
     layer = TRANSPOSED[axes](
         inputs, outputs, per_axis(draw, axes, 1, 3), stride, per_axis(draw, axes, 0, 1),
-        output_padding, groups, draw(st.booleans()), dilation,
+        output_padding, groups, draw(st.booleans()), dilation,  # type: ignore[arg-type]
     )  # fmt: skip
     return layer, torch.randn(M, inputs, *[draw(st.integers(3, 4)) for _ in range(axes)])
 

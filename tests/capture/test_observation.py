@@ -208,7 +208,7 @@ def test_batch_norm_in_training_mode_is_reported_once_by_name() -> None:
     assert seen.count == 12
     assert torch.isfinite(seen["0.weight"].squares).all()
     total = seen["0.weight"].total
-    assert torch.allclose(total, model[0].weight.grad)
+    assert torch.allclose(total, model[0].weight.grad)  # type: ignore[arg-type]
 
 
 def test_samples_that_are_mixed_in_many_places_are_reported_once_per_cause() -> None:

@@ -77,6 +77,7 @@ many = settings(max_examples=40, deadline=None)
 def test_addmm(case: Any, width: int, argument: int) -> None:
     layout, (n, out) = case
     x, w, b = torch.randn(n, width), leaf(width, out), leaf(out)
+    shape: tuple[Any, ...]
     if argument == 1:  # the parameter is on the left: samples are columns
         layout = Layout.from_owners(layout.owner.reshape(1, -1), (out, n), layout.m)
         y, shape = torch.addmm(leaf(out, 1), leaf(out, width), x.t(), alpha=0.5), (out, width)
@@ -234,7 +235,7 @@ def test_one_place_of_a_kernel(
         return
     x = torch.randn(3, 2, 2, size, size + 1)
     named = {"stride": stride, "padding": padding, "dilation": dilation}
-    out = F.conv2d(x.flatten(0, 1), torch.randn(4, 2, kernel, kernel), **named)
+    out = F.conv2d(x.flatten(0, 1), torch.randn(4, 2, kernel, kernel), **named)  # type: ignore[call-overload]
     grad = torch.randn(out.shape).unflatten(0, (3, 2))
     whole = Filters(grad, x, (kernel, kernel), {k: [v, v] for k, v in named.items()})
     expected = whole.samples(0, 3)

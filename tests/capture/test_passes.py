@@ -226,7 +226,7 @@ def test_a_pass_for_the_inputs_alone_counts_no_samples(name: str) -> None:
             model.zero_grad()
             x = X.clone().requires_grad_()
             PASSES[name](model, x)
-            attacked = (x + x.grad).detach()
+            attacked = (x + x.grad).detach()  # type: ignore[operator]
             model(attacked).sin().sum().backward()
             assert seen.count == 6
             is_true(seen, model, model(attacked).sin().sum(1))

@@ -112,7 +112,7 @@ def test_a_model_that_returns_another_structure_for_the_same_inputs() -> None:
             out = out if isinstance(out, Tensor) else out[1] if step % 3 == 1 else out["b"][0]
             out.sin().sum().backward()
             factor, shift = (1, 2, 1)[step % 3], (0, 0, 1)[step % 3]
-            agree(seen, model, (model.a(X) * factor + shift).sin().sum(1))
+            agree(seen, model, (model.a(X) * factor + shift).sin().sum(1))  # type: ignore[operator]
 
 
 CHANGING = {  # what a model returns at first, and later
@@ -150,7 +150,7 @@ def test_outputs_that_change_are_right_or_a_warning_says_so(name: str) -> None:
             tensors = [out] if isinstance(out, Tensor) else out
             tensors = tensors.values() if isinstance(tensors, dict) else tensors
             losses = sum(each.sin().flatten(1).sum(1) for each in tensors)
-            expected = truth(model, losses)
+            expected = truth(model, losses)  # type: ignore[arg-type]
             with warnings.catch_warnings(record=True) as said:
                 warnings.simplefilter("always")
                 losses.sum().backward()
@@ -196,7 +196,7 @@ def test_evaluation_without_no_grad_is_not_followed_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     followed = []
-    tracker = forward.Tracker
+    tracker = forward.Tracker  # type: ignore[attr-defined]
     monkeypatch.setattr(forward, "Tracker", lambda *a: (followed.append(1), tracker(*a))[1])
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double().eval()
     with heldin.observe(model) as seen:

@@ -178,7 +178,7 @@ def test_samples_mixed_inside_a_model_that_returns_its_loss(forward: Any) -> Non
         with pytest.warns(heldin.errors.MixedSamplesWarning, match="the loss mixes"):
             model(x).backward()
         model(x).backward()  # said once
-    assert torch.allclose(seen["a.weight"].total, model.a.weight.grad)
+    assert torch.allclose(seen["a.weight"].total, model.a.weight.grad)  # type: ignore[arg-type]
 
 
 def test_losses_that_do_not_mix_inside_a_model_are_not_reported() -> None:

@@ -195,9 +195,10 @@ def test_small_matrices_are_exact_however_many_samples() -> None:
 DEPTH = 20  # layers: twice as many parameters
 
 
-def deep() -> nn.Module:
+def deep() -> Any:
     layers = [layer for _ in range(DEPTH) for layer in (nn.Linear(6, 6), nn.LeakyReLU(0.5))]
     for layer in layers[::2]:
+        assert isinstance(layer, nn.Linear)
         nn.init.orthogonal_(layer.weight)  # so that samples stay apart
     return nn.Sequential(*layers)
 

@@ -144,7 +144,7 @@ def a_backward_inside(life: Life, number: int) -> None:
 def many_passes_inside(life: Life, number: int) -> None:
     x, y = life.batch()
     out = life.model(x)
-    inner = life.model[0].weight  # type: ignore[index]
+    inner = life.model[0].weight
 
     def look(grad: Tensor) -> None:
         handle.remove()
@@ -164,7 +164,7 @@ def broken_off(life: Life, number: int) -> None:
     def refuse(grad: Tensor) -> None:
         raise ValueError("no")
 
-    handle = life.model[0].weight.register_hook(refuse)  # type: ignore[index]
+    handle = life.model[0].weight.register_hook(refuse)
     with pytest.raises(ValueError, match="no"):
         (out - y).square().mean().backward()
     handle.remove()
@@ -312,7 +312,7 @@ class Gated(nn.Module):
         self.first, self.last, self.closed = nn.Linear(7, 5), nn.Linear(5, 3), False
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(Gate.apply(self.first(x).tanh(), self.closed))  # type: ignore[no-any-return]
+        return self.last(Gate.apply(self.first(x).tanh(), self.closed))
 
 
 @estimators
@@ -348,7 +348,8 @@ def test_another_pass_while_the_hooks_are_registered(monkeypatch: pytest.MonkeyP
     model, other = nn.Linear(7, 3), nn.Linear(7, 3)
     x = torch.randn(12, 7)
     rule = at_work(model, x)
-    make, inside = RemovableHandle.__init__, []
+    inside: list[Any] = []
+    make = RemovableHandle.__init__
 
     def switched(self: Any, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
@@ -423,7 +424,7 @@ def test_nothing_is_kept_alive() -> None:
 
     class Model(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
-            return Marked.apply(super().forward(x))  # type: ignore[no-any-return]
+            return Marked.apply(super().forward(x))
 
     marks: list[weakref.ref[Any]] = []
     model, x = Model(7, 3), torch.randn(12, 7)

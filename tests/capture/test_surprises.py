@@ -17,7 +17,7 @@ import heldin
 from heldin.capture import backward as _observe
 from tests.support import inside, runs
 
-DOUBLE = {"dtype": torch.float64}
+DOUBLE: Any = {"dtype": torch.float64}
 estimators = pytest.mark.parametrize("estimator", ["exact", "sampled"])
 
 
@@ -110,7 +110,7 @@ def test_a_hook_that_runs_through_the_same_graph(estimator: Any, where: str, bat
             handle = model[1].register_forward_hook(lambda m, i, o: inside.append(o))
             y = model(x)
             handle.remove()
-            other, ran = 3 * y.sum((0, 1), keepdim=True), []
+            other, ran = 3 * y.sum((0, 1), keepdim=True), []  # type: ignore[var-annotated]
 
             def hook(grad: Tensor) -> None:
                 if not ran:
@@ -192,7 +192,7 @@ def test_only_some_parameters_get_a_gradient(estimator: Any, edge: bool) -> None
         for _ in range(3):
             seen.clear()
             weight = model[0].weight
-            wanted = torch.autograd.graph.get_gradient_edge(weight) if edge else weight
+            wanted = torch.autograd.graph.get_gradient_edge(weight) if edge else weight  # type: ignore[arg-type]
             model(x).square().sum().backward(inputs=[wanted])
             assert list(seen) == ["0.weight"]
         seen.pause()
@@ -235,7 +235,7 @@ def test_an_observation_closed_by_another_thread(monkeypatch: pytest.MonkeyPatch
     """Between the beginning of a pass and the look at its names."""
     model, x = nn.Linear(5, 3), torch.randn(6, 5)
     mine, theirs = heldin.observe(model), heldin.observe(nn.Linear(2, 2))
-    real = _observe.walk
+    real = _observe.walk  # type: ignore[attr-defined]
 
     def walk(roots: Any) -> Any:
         theirs.close()

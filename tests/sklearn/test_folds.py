@@ -85,15 +85,16 @@ def test_the_network_is_that_of_early_stopping(kind: str, solver: str) -> None:
         sample_weight=row_weights,
         seed=seed,
     )
+    assert isinstance(stopping.rule, heldin.rules.Folds)
     folds, constants = stopping.rule.folds, []
     for number in range(10):
         seen = folds != number
         constants.append(constant_outputs(LOSSES[kind], targets[seen], size, row_weights[seen]))
     stopping._start_shadows([{"2.bias": constant} for constant in constants])
     stopping.fit(16, 60, generator=torch.Generator().manual_seed(seed))
-    assert estimator.best_step_ == stopping.best_step > 0
-    np.testing.assert_allclose(estimator.coefs_[0], model[0].weight.detach().T, rtol=1e-9)
-    np.testing.assert_allclose(estimator.coefs_[1], model[2].weight.detach().T, rtol=1e-9)
+    assert estimator.best_step_ == stopping.best_step > 0  # type: ignore[operator]
+    np.testing.assert_allclose(estimator.coefs_[0], model[0].weight.detach().T, rtol=1e-9)  # type: ignore[operator]
+    np.testing.assert_allclose(estimator.coefs_[1], model[2].weight.detach().T, rtol=1e-9)  # type: ignore[operator]
     assert estimator.estimate_ == pytest.approx(stopping.estimates["loss"].value)
     assert estimator.temperature_ == pytest.approx(stopping.temperature)
     outputs = stopping.out_of_fold.outputs.double()

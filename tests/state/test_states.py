@@ -175,16 +175,18 @@ def test_other_models_settings_rules_and_versions(name: str) -> None:
         return {**state, own: {**state[own], key: value}}
 
     refused(other, state, "another model")
-    for key, value in [
+    damaged: list[tuple[str, Any]] = [
         ("version", 0),
         ("version", 99),
         ("version", None),
         ("heldin", "SomethingElse"),
         ("heldin", 3),
         ("settings", {}),
-    ]:
+    ]
+    for key, value in damaged:
         refused(made, put(key, value), (key, value))
-    for foreign in ({}, None, 3, [], {"state": {}, "param_groups": []}, "EvidenceStopping"):
+    others: list[Any] = [{}, None, 3, [], {"state": {}, "param_groups": []}, "EvidenceStopping"]
+    for foreign in others:
         refused(made, foreign, foreign)
     made.load_state_dict(copy.deepcopy(state))  # its own is welcome
     assert same(made.state_dict(), state)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tests.support.truth import error, truth
 
 
-def net(*sizes: int) -> nn.Sequential:
+def net(*sizes: int) -> Any:
     layers: list[nn.Module] = []
     for a, b in pairwise(sizes):
         layers += [nn.Linear(a, b), nn.Tanh()]
