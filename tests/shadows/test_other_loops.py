@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 import heldin
 from heldin import HeldinError, HeldinWarning, rules
+from heldin.shadows import variables
 
 N, FOLDS = 32, 4
 
@@ -93,7 +94,8 @@ def test_a_step_with_memory_and_two_optimisers() -> None:
             torch.testing.assert_close(weight, twin.model.state_dict()[name], rtol=1e-12, atol=0)
 
 
-def test_a_large_tensor_changed_in_place_is_refused() -> None:
+def test_a_large_tensor_changed_in_place_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(variables, "LARGE", 1000)
     run, large = Trained(), torch.zeros(5000)
 
     def step(batch: Any) -> None:

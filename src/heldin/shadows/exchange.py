@@ -178,12 +178,20 @@ class Exchange:
         self._sharded = fully_sharded(model)
         self.values_before: list[Any] | None = None  # of attributes, before the user's step
         owners = (*self.modules, *self.tensors, *self.frozen, *self.objects, optimizer)
-        numbers = {id(owner) for owner in owners}
-        self.nested = Variables(self._nested_values, numbers, sum(p.numel() for p in self.tensors))
+        self._numbers = {id(owner) for owner in owners}
+        self._largest = sum(p.numel() for p in self.tensors)
+        self.nested = Variables(self._nested_values, self._numbers, self._largest)
         self.nested_before: dict[str, Any] | None = None  # the user's step
+        self.nested_after: dict[str, Any] | None = None
+        self._nested_former: dict[str, Any] | None = None  # after the step before
         self._buffer_marks: list[tuple[int, int]] | None = self._marks_of_buffers()
         self._moved_buffers: set[int] = set()  # by the loop, since its last step
         self._new_buffers: dict[int, Tensor] = {}
+
+    def surroundings(self, function: Any) -> Variables:
+        """Return the variables around a function of the user, beyond what is exchanged."""
+        buffers = {id(table[name]) for table, name in self.buffer_places}
+        return Variables(lambda: [("", function)], self._numbers | buffers, self._largest)
 
     def note_attributes(self) -> None:
         """Remember attributes and buffers before a step of the user changes them."""
@@ -191,7 +199,7 @@ class Exchange:
         self.values_before = [
             _copy_of(table.get(n, _MISSING)) for table, n in self.attribute_places
         ]
-        self.nested_before = self.nested.read()
+        self.nested_before, self._nested_former = self.nested.read(), self.nested_after
         for number in self.find_moved_buffers():
             table, name = self.buffer_places[number]
             self._new_buffers[number] = table[name].detach().clone()
@@ -238,10 +246,21 @@ class Exchange:
         if of_step:
             self._moved_buffers.clear()
 
+    def note_step(self) -> None:
+        """Take notice of what a step of the user has changed inside of attributes."""
+        self.accept_buffers()
+        self.nested.note_changes()
+        self.nested_after = self.nested.read()
+
     def forget_buffers(self) -> None:
         """Accept whatever buffers the next step finds: they are loaded on purpose."""
-        self._buffer_marks = None
+        self._buffer_marks = self.nested_after = None
         self._moved_buffers.clear()
+
+    def take_over_nested(self, values: dict[str, Any]) -> None:
+        """Put what the loop changed inside of attributes before its step into a shadow's values."""
+        if self.nested_before:
+            Variables.take_over(values, self._nested_former, self.nested_before)
 
     def take_new_buffers(self) -> dict[int, Tensor]:
         """Return what the loop has put into buffers before its step, by number."""
@@ -431,7 +450,6 @@ class Session:
             new = len(self._attributes) - len(before)
             self._before = [*before, *([_MISSING] * new)]
         self._contents = [_contents(value) for value in self._attributes]
-        exchange.nested.note_changes()
         self.nested = exchange.nested.read()
         self._nested_before = exchange.nested_before or self.nested
         self._nested_inserted = self._nested_before

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from heldin._private_torch import BatchNorm
+from heldin._private_torch import BatchNorm, version_of
 from heldin.capture.sharding import fully_sharded
 from heldin.crossval import OutOfFold
 from heldin.errors import HeldinError, more
-from heldin.loop.batches import repack, tensors_in, to_device
+from heldin.loop.batches import addresses, repack, tensors_in, to_device
 from heldin.loop.events import LoaderBatch, OptimizerStep
 from heldin.loop.hooks import scaled_gradients
 from heldin.loop.loaders import LoaderRecorder
@@ -36,7 +36,6 @@ from .labels import visible
 from .light import RowDraw, level_rows
 from .outputs import OutputRecipe
 from .plain_step import restored_at_calls
-from .references import UnchangedObjects
 from .step_check import StepCheck
 from .variables import Variables
 
@@ -125,7 +124,7 @@ class ReplayedShadows:
         self._train_step = train_step
         self._surroundings: Variables | None = None
         self._values_after: dict[str, Any] | None = None  # of the user's variables
-        self._nested_after: dict[str, Any] | None = None  # values inside of attributes
+        self._teachers: dict[str, tuple[nn.Module, list[tuple[int, int]]]] | None = None
         self.draw, self._in_time = RowDraw(rows, seed), in_time
         self.label, self.copies = labels.cpu(), int(labels.max()) + 1
         self._exchange = Exchange(model, optimizer, state)
@@ -221,6 +220,7 @@ class ReplayedShadows:
         batches = self._source.micro_batches(announced, step.calls)
         self._refuse_changed(step, batches)
         self._follow_the_loop()
+        self._refuse_other_models()
         self._steps += 1
         self._settings = step.settings
         record = self.check.take(step.number)
@@ -273,15 +273,17 @@ class ReplayedShadows:
         self._refuse_iterators(variables)
         self._refuse_kept_rows(before, after, len(record.rows))
         exchange.note_group_state(settings, group_settings(exchange.optimizer))
-        exchange.accept_buffers()
+        exchange.note_step()
         self._follow_the_loop()
         self._steps += 1
         self._settings = settings
-        guard = UnchangedObjects(self._train_step, exchange) if looks else None
+        fingerprints = variables.fingerprints() if looks else {}
         with torch.inference_mode(False), exchange.session() as session, exchange.modes(modes):
             try:
                 if start is not None:
-                    self._refuse_hidden_state(session, start, settings, before, kept)
+                    error = self._repeat_call(session, start, settings, before, kept)
+                    variables.refuse_changed(fingerprints)
+                    self._refuse_hidden_state(error)
                 for shadow_number, shadow in enumerate(self.shadows):
                     inserted = before | shadow.variables
                     variables.write(inserted)
@@ -291,8 +293,7 @@ class ReplayedShadows:
             finally:
                 variables.write(after)
         self._values_after = after
-        if guard is not None:
-            guard.check()
+        variables.refuse_changed(fingerprints)
         self.frozen.forget()
         self.check.count_step()
         return result, len(record.rows)
@@ -313,15 +314,15 @@ class ReplayedShadows:
                 "a variable that the function reads: extra = next(iterator); stopping.train(batch)"
             )
 
-    def _refuse_hidden_state(
+    def _repeat_call(
         self,
         session: Session,
         start: tuple[ShadowState, RandomState],
         settings: Sequence[Mapping[str, Any]],
         before: Mapping[str, Any],
         batch: Any,
-    ) -> None:
-        """Refuse a function that does something else when it is called again from one state.
+    ) -> float:
+        """Call the function again from the state before; return how far it trains otherwise.
 
         It is called before any shadow, several times at first: a counter may count to five.
         """
@@ -334,7 +335,10 @@ class ReplayedShadows:
                 start[1].restore()
                 self._train_step(repack(batch))
             error = max(error, session.difference(start[0]))
-        error = self.check.largest(error)
+        return self.check.largest(error)
+
+    def _refuse_hidden_state(self, error: float) -> None:
+        """Refuse a function that does something else when it is called again from one state."""
         if error > self.check.tolerance(self._exchange.trained.values()):
             raise HeldinError(
                 f"train_step: called a second time from the same state, at call {self._steps}, it "
@@ -361,11 +365,8 @@ class ReplayedShadows:
                 )
             for shadow in self.shadows:
                 shadow.buffers[number] = value.clone()
-        nested = exchange.nested_before
-        if nested:
-            for shadow in self.shadows:
-                Variables.take_over(shadow.nested, self._nested_after, nested)
-        self._nested_after = nested and exchange.nested.read()
+        for shadow in self.shadows:
+            exchange.take_over_nested(shadow.nested)
 
     def _refuse_kept_rows(
         self, before: Mapping[str, Any], after: Mapping[str, Any], rows: int
@@ -389,13 +390,25 @@ class ReplayedShadows:
         """Return the variables around the user's function."""
         if self._surroundings is None:
             assert self._train_step is not None
-            exchange, function = self._exchange, self._train_step
-            owners = (*exchange.modules, *exchange.tensors, *exchange.objects, exchange.optimizer)
-            exchanged = {id(owner) for owner in (*owners, *exchange.frozen)}
-            exchanged |= {id(table[name]) for table, name in exchange.buffer_places}
-            largest = sum(p.numel() for p in exchange.tensors)
-            self._surroundings = Variables(lambda: [("", function)], exchanged, largest)
+            self._surroundings = self._exchange.surroundings(self._train_step)
         return self._surroundings
+
+    def _refuse_other_models(self) -> None:
+        """Refuse a loss that calls another module whose weights change: a teacher that follows."""
+        if self._teachers is None:
+            variables = self._exchange.surroundings(self._loss)
+            variables.read()
+            watched = variables.watched.items()
+            modules = {name: value for name, value in watched if isinstance(value, nn.Module)}
+            self._teachers = {n: (m, _versions_of(m)) for n, m in modules.items()}
+        for name, (module, versions) in self._teachers.items():
+            if _versions_of(module) != versions:
+                raise HeldinError(
+                    f"batch_loss: the weights of {name!r} (a {type(module).__name__}), which it "
+                    "calls, have changed since the first step. Shadows share them with the model, "
+                    "and get to know rows that they must not see; pass the loop's own step, "
+                    f"train_step=..., with state=[{name}], and change them in there"
+                )
 
     def _replay_function(
         self,
@@ -740,7 +753,7 @@ class ReplayedShadows:
         """Refuse batches that are no longer what the model was trained on."""
         changed = step.changed_storages()
         if changed and any(
-            tensor.untyped_storage().data_ptr() in changed
+            not changed.isdisjoint(addresses(tensor))
             for batch in batches
             for tensor in tensors_in((batch.batch, batch.prepared))
         ):
@@ -961,6 +974,10 @@ class ReplayedShadows:
         self._view.close()
         self.frozen.close()
         release(self)
+
+
+def _versions_of(module: nn.Module) -> list[tuple[int, int]]:
+    return [(p.data_ptr(), version_of(p)) for p in module.parameters()]
 
 
 def has_evaluation_mode(optimizer: Optimizer) -> bool:

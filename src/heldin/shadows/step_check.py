@@ -187,6 +187,7 @@ class StepCheck:
         """Remember what the step left, and which group settings it changed."""
         optimizer = self._exchange.optimizer
         self._exchange.note_group_state(before, group_settings(optimizer))
+        self._exchange.note_step()
         self._steps += 1
         if self._pending is not None:
             if self._pending.with_closure:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +43,7 @@ MOST = 20_000  # values that are read
 LONG = 4096  # entries of a list that is restored by its length only; longer mappings are left alone
 SHORT = 64  # entries of a container that are read even if it grows
 SMALL = 4096  # elements of tensors that are always copied
+LARGE = 2**22  # elements of those that are copied before the first step, to see if they change
 CONTAINERS = (list, dict, set, deque)
 SAVED = (bool, int, float, str, type(None))
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -123,6 +125,7 @@ class Variables:
 
     Attributes:
         iterators: names of iterators, which cannot be put back, as of the latest `read`.
+        watched: modules, large arrays and objects with `state_dict`, which are not exchanged.
 
     >>> def make():
     ...     count = 0
@@ -147,6 +150,7 @@ class Variables:
         self._roots, self._largest = roots, largest
         self._exchanged = exchanged | {id(torch.default_generator)}
         self.iterators: list[str] = []
+        self.watched: dict[str, Any] = {}
         self._tensors: dict[str, Tensor] = {}  # as of the latest `read`
         self._versions: dict[str, int] = {}
         self._changing: set[str] | None = None  # names of large tensors that a step changes
@@ -158,7 +162,8 @@ class Variables:
     def read(self) -> Values:
         """Return copies of all values."""
         values: Values = {}
-        self._tensors, self.iterators, seen = {}, [], set(self._exchanged)
+        self._tensors, self.iterators, self.watched = {}, [], {}
+        seen = set(self._exchanged)
         for name, value in self._roots():
             self._read(name, value, values, seen, DEPTH)
         self._versions = {name: version_of(t) for name, t in self._tensors.items()}
@@ -168,6 +173,8 @@ class Variables:
         """Add what can be changed in place."""
         if type(value) in PLAIN or id(value) in seen or depth == 0 or len(seen) > MOST:
             return
+        if type(value).__module__.split(".")[0] == "heldin":
+            return  # the stopping object itself
         seen.add(id(value))
         below = (values, seen, depth - 1)
         if isinstance(value, Tensor):
@@ -200,21 +207,25 @@ class Variables:
         elif is_generator(value):
             values[name] = _Kept(value, _State(generator_state(value)))
         elif _is_array(value):
-            if value.size <= self._largest and value.dtype != object and value.flags.writeable:
+            if value.size > self._largest + SMALL:
+                self.watched[name] = value
+            elif value.dtype != object and value.flags.writeable:
                 values[name] = _Kept(value, value.copy())
         elif isinstance(value, type):
             self._read_class(value, *below)
         elif isinstance(value, nn.Module):
+            self.watched[name] = value
             if is_of_user(type(value).__module__):
                 self._read_object(name, value, MODULE_FIELDS, *below)
             for key, child in value.named_children():
                 self._read(f"{name}.{key}", child, *below)
+        elif callable(getattr(value, "state_dict", None)) and hasattr(value, "load_state_dict"):
+            self.watched[name] = value
         elif hasattr(type(value), "__next__"):
-            if not isinstance(value, io.IOBase) and not type(value).__module__.startswith("heldin"):
+            if not isinstance(value, io.IOBase):
                 self.iterators.append(name)
         elif not isinstance(value, (*FIXED, ModuleType)) and is_object_of_user(value):
-            if not hasattr(value, "state_dict"):  # which is to be given as state
-                self._read_object(name, value, set(), *below)
+            self._read_object(name, value, set(), *below)
 
     def parts(self, name: str, value: Any) -> list[tuple[Any, Any]]:
         """Return what is in a container and may change in place; nothing if it is a growing log."""
@@ -304,7 +315,7 @@ class Variables:
             return False
         if self._changing is not None and tensor.numel() > SMALL:
             return name in self._changing
-        return tensor.numel() <= max(self._largest, SMALL)
+        return tensor.numel() <= max(self._largest, LARGE)
 
     def note_changes(self) -> None:
         """Find the tensors that the user's call has changed in place since `read`."""
@@ -320,6 +331,21 @@ class Variables:
                 "with the model, so that both would be wrong; keep it in an object with "
                 "state_dict and load_state_dict, and pass that: state=[...]"
             )
+
+    def fingerprints(self) -> dict[str, Any]:
+        """Return summaries of what is watched."""
+        return {name: _fingerprint(value) for name, value in self.watched.items()}
+
+    def refuse_changed(self, before: Mapping[str, Any]) -> None:
+        """Raise HeldinError if what is watched is no longer as `fingerprints` has returned it."""
+        for name, value in self.watched.items():
+            if name in before and _fingerprint(value) != before[name]:
+                short = name.split(".")[-1].split(": ")[-1]
+                raise HeldinError(
+                    f"train_step: it changes {short!r} (a {type(value).__name__}), which all "
+                    "shadows share with the model, so that both would be wrong; pass it: "
+                    f"state=[{short}], or leave it out of train_step"
+                )
 
     # -- writing
 
@@ -427,6 +453,19 @@ class Variables:
             is_state = isinstance(here.contents, _State)
             values[name] = _Kept(here.owner, _State(value) if is_state else value)
         return values
+
+
+def _fingerprint(value: Any) -> Any:
+    """Return a summary of the contents of an object that training may change."""
+    if isinstance(value, nn.Module):
+        tensors = [*value.parameters(), *value.buffers()]
+        return [float(t.detach().double().abs().sum()) for t in tensors if not t.is_complex()]
+    if _is_array(value):
+        return crc32(value.tobytes())
+    try:
+        return repr(value.state_dict())
+    except Exception:  # an object that has no state at this moment
+        return None
 
 
 def _slots_of(kind: type) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ built models that are trained on the visible rows only. Nothing may be wrong sil
 training may be changed.
 """
 
-from . import batches, data, losses, models, steps  # noqa: F401  (they register their loops)
+from . import batches, data, losses, models, state, steps  # noqa: F401  (they register their loops)
 from .job import LOOPS, Job, Loop
 from .judge import Outcome, judge
 from .report import by_kind, run_loops, table
