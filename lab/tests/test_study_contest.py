@@ -121,10 +121,12 @@ def test_runs_are_renewed_as_a_whole_or_in_part(tmp_path: Path) -> None:
 def test_sizes_and_steps_of_a_plan_can_be_given(tmp_path: Path) -> None:
     out = contest.contest(
         "tables", None, tmp_path, runs=1, seed=1, datasets="all", sizes=[60], steps=30,
-        progress=lambda _: None,
+        only=["heldin, one shadow"], progress=lambda _: None,
     )  # fmt: skip
     (line,) = contest.read_lines(out)
     assert (line["spec"]["n"], line["spec"]["steps"]) == (60, 30)
+    assert {"split, refit", "heldin", "heldin, one shadow"} < line["rules"].keys()
+    assert not line["rules"].keys() & {"five folds, refit", "heldin, two shadows", "evidence"}
 
 
 def test_short_patience_and_windows() -> None:

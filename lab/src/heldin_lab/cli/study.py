@@ -77,7 +77,11 @@ def study(parser: argparse.ArgumentParser) -> None:
     rivals.add_argument(
         "--renew", action="store_true", help="compute heldin's rules of the stored runs again"
     )
-    rivals.add_argument("--only", default="", help="with --renew: which of them, separated by ';'")
+    rivals.add_argument(
+        "--only",
+        default="",
+        help="heldin's rules beside the default, separated by ';': these and the splits alone",
+    )
     rivals.set_defaults(run=_rivals)
     choice = kinds.add_parser(
         "tables",

@@ -589,14 +589,15 @@ class Run:
             voted = setting.outputs(committee, problem.x_test)
             self.add(f"{name}, committee", voted, cost, seconds)
 
-    def all(self) -> None:
-        """Follow every rule."""
+    def all(self, only: Collection[str] = ()) -> None:
+        """Follow every rule, or the splits, heldin's default and some of its rules."""
         self.path()
         self.splits()
-        self.folds()
-        self.averages()
-        self.decays()
-        self.ours()
+        if not only:
+            self.folds()
+            self.averages()
+            self.decays()
+        self.ours(only)
 
     def ours(self, only: Collection[str] = ()) -> None:
         """Follow heldin's rules, or the default and some of them."""
@@ -661,12 +662,12 @@ def averaged(problem: Problem, members: list[Tensor]) -> Tensor:
     return outputs.softmax(2).mean(0).clamp(min=1e-12).log().float()
 
 
-def one_run(spec: Spec, task: Task) -> Line:
+def one_run(spec: Spec, task: Task, only: Collection[str] = ()) -> Line:
     """Return the results of a run as numbers and lists."""
     torch.set_num_threads(1)
     run = Run(spec, task)
     with torch.random.fork_rng(devices=[]):
-        run.all()
+        run.all(only)
     return _line(run)
 
 
@@ -753,7 +754,8 @@ def contest(
         sizes: numbers of training rows; None: those of the task.
         steps: optimiser steps of a run; None: those of the task.
         renew: see below.
-        only: with `renew`, heldin's rules that are followed again; none: all of them.
+        only: heldin's rules that are followed beside the default (and the splits, if the runs
+            are not renewed); none: everything.
         progress: is told of every run.
 
     With `renew`, heldin's rules of the stored runs are computed again into KIND-renewed.jsonl.
@@ -784,7 +786,7 @@ def contest(
         if json.dumps(asdict(spec)) in stored:
             continue
         start = time.process_time()
-        line = one_run(spec, by_name[spec.dataset])
+        line = one_run(spec, by_name[spec.dataset], only)
         with open(out, "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         progress(f"{number + 1} of {runs}: {spec.key} ({time.process_time() - start:.0f} s)")
