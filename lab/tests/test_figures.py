@@ -161,6 +161,7 @@ def test_the_outlier_is_a_row_that_is_trained_on(tmp_path: Path) -> None:
 
 # So few steps may teach a model nothing, and the library says so.
 @pytest.mark.filterwarnings("ignore:.*never fell below:heldin.HeldinWarning")
+@pytest.mark.filterwarnings("ignore:.*validation loss was never computed:heldin.HeldinWarning")
 @pytest.mark.parametrize("name", sorted(SMALL))
 def test_tutorials_run(name: str, tmp_path: Path) -> None:
     if name == "text":
