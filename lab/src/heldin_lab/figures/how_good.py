@@ -528,8 +528,9 @@ def rivals() -> str:
 def sizes() -> str:
     """Return heldin's gain over the split by number of rows, in one row each."""
     rows = []
-    for kind in KINDS:
-        lines = runs(kind)
+    groups = {kind: runs(kind) for kind in KINDS}
+    groups["images, 3,000 steps"] = read_lines(STUDY / "rivals-images-large.jsonl")
+    for kind, lines in groups.items():
         for n in sorted({r["spec"]["n"] for r in lines}):
             some = [r for r in lines if r["spec"]["n"] == n]
             loss = ratio(some, "heldin", BASE)
@@ -761,18 +762,23 @@ def choice_words() -> str:
 def size_words() -> str:
     """Say up to which number of rows heldin is clearly ahead of the split."""
     parts = []
-    for kind in KINDS:
-        lines, clear = runs(kind), {"loss": 0, "accuracy": 0}
+    groups = {kind: runs(kind) for kind in KINDS}
+    groups["images"] = read_lines(STUDY / "rivals-images-large.jsonl")
+    for kind, lines in groups.items():
+        if not lines:
+            continue
+        clear = {"loss": 0, "accuracy": 0}
         for n in sorted({r["spec"]["n"] for r in lines}):
             some = [r for r in lines if r["spec"]["n"] == n]
             if ratio(some, "heldin", BASE).high < 1:
                 clear["loss"] = n
             if compared(classified(some), "heldin", "accuracy").low > 0:
                 clear["accuracy"] = n
-        most = max(r["spec"]["n"] for r in lines)
+        tried = sorted({r["spec"]["n"] for r in lines})
+        ends = [f"up to {n:,} rows" if n else "at none of these sizes" for n in clear.values()]
         parts.append(
-            f"On {kind} (up to {most:,} rows) heldin is clearly ahead up to "
-            f"{clear['loss']:,} rows by log loss and up to {clear['accuracy']:,} by accuracy"
+            f"On {kind} ({tried[0]:,} to {tried[-1]:,} rows) heldin is clearly ahead {ends[0]} by "
+            f"log loss and {ends[1]} by accuracy"
         )
     return ". ".join(parts) + "."
 
