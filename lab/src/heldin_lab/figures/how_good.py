@@ -709,8 +709,12 @@ def never_stops() -> str:
             ]
             ended = [spent >= total for spent, total in steps if math.isfinite(spent)]
             cells.append(f"{np.mean(ended):.2f} ({len(ended)})" if ended else "not run")
+        for rule in ("evidence", "evidence, smoothing 0.95", "evidence, temperature"):
+            over = excess(lines, rule)
+            cells.append(f"{over.middle:.1f}" if over.count == len(lines) else "not run")
         rows.append(cells)
-    return markdown_table(["", "evidence", "smoothing 0.95, at most 100 epochs"], rows)
+    head = ["", "evidence", "smoothing 0.95, at most 100 epochs", "loss, %: evidence"]
+    return markdown_table([*head, "smoothing 0.95", "with a temperature"], rows)
 
 
 def bagged_words() -> str:
