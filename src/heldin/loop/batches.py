@@ -27,6 +27,7 @@ __all__ = [
     "Layout",
     "Listed",
     "Shared",
+    "addresses",
     "equal",
     "find_layout",
     "fingerprint",
@@ -36,6 +37,7 @@ __all__ = [
     "repack",
     "rows_in",
     "select",
+    "strided",
     "tensors_in",
     "to_device",
 ]
@@ -251,10 +253,12 @@ def equal(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, Tensor):
-        if one.shape != other.shape or one.dtype != other.dtype or one.layout != other.layout:
+        if one.dtype != other.dtype or one.layout != other.layout:
             return False
-        if one.layout != torch.strided:
-            return equal(one.to_dense(), other.to_dense())
+        if one.layout != torch.strided or one.is_nested:
+            return equal(strided(one), strided(other))
+        if one.shape != other.shape:
+            return False
         one, other = _plain(one), _plain(other)
         same = one == other
         if one.is_floating_point() or one.is_complex():
@@ -294,6 +298,31 @@ def _tensors_in(value: Any, depth: int, seen: set[int]) -> Iterator[Tensor]:
         parts = getattr(value, "__dict__", {})  # graphs, molecules: objects of other libraries
     for part in list(parts.values()):
         yield from _tensors_in(part, depth - 1, seen)
+
+
+def strided(tensor: Tensor) -> list[Tensor]:
+    """Return the tensors that hold the contents of a sparse or nested one; else itself.
+
+    >>> [part.tolist() for part in strided(torch.tensor([0.0, 2.0]).to_sparse())]
+    [[[1]], [2.0]]
+    """
+    if tensor.layout == torch.strided:
+        return list(tensor.unbind()) if tensor.is_nested else [tensor]
+    if tensor.layout == torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout == torch.jagged:
+        nested: Any = tensor
+        return [nested.values(), nested.offsets()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        names = ("crow_indices", "col_indices", "values")
+    else:
+        names = ("ccol_indices", "row_indices", "values")
+    return [getattr(tensor, name)() for name in names]
+
+
+def addresses(tensor: Tensor) -> set[int]:
+    """Return where the contents of a tensor lie."""
+    return {part.untyped_storage().data_ptr() for part in strided(tensor)}
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
@@ -336,8 +365,8 @@ def _plain(tensor: Tensor) -> Tensor:
 
 def fingerprint(tensor: Tensor) -> tuple[Any, ...]:
     """Return shape, type and some values of a tensor, to recognise it on another device."""
-    if tensor.layout != torch.strided:
-        return tuple(tensor.shape), tensor.dtype, tensor.layout
+    if tensor.layout != torch.strided or tensor.is_nested:
+        return tensor.layout, *map(fingerprint, strided(tensor))
     flat = _plain(tensor).reshape(-1)
     values = flat[:: max(1, len(flat) // PROBES)][: PROBES + 1]
     if values.is_floating_point():

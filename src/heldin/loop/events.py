@@ -10,6 +10,7 @@ from torch import Tensor
 
 from heldin._private_torch import version_of
 
+from .batches import addresses
 from .randomness import Autocast, RandomState
 
 __all__ = ["LoaderBatch", "ModelCall", "OptimizerStep"]
@@ -36,9 +37,10 @@ class ModelCall:
     def changed_storages(self) -> set[int]:
         """Return the addresses of arguments that were changed in place since the call."""
         return {
-            tensor.untyped_storage().data_ptr()
+            address
             for tensor, version in zip(self.tensors, self.versions, strict=False)
             if version_of(tensor) != version
+            for address in addresses(tensor)
         }
 
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from .batches import parts_of, tensors_in
+import torch
+from torch import Tensor
 
-__all__ = ["ItemStore", "shallow"]
+from .batches import layout_of_tensors, parts_of, select, tensors_in
+
+__all__ = ["ItemStore", "joined", "shallow", "single_items"]
 
 MEMORY = 256 * 2**20  # bytes of items that are kept
 
@@ -17,6 +21,46 @@ MEMORY = 256 * 2**20  # bytes of items that are kept
 def shallow(item: Any) -> Any:
     """Return a copy of an item from which a collate function may take parts out."""
     return copy.copy(item) if isinstance(item, (dict, list)) else item
+
+
+@dataclass(frozen=True, eq=False)
+class _Row:
+    """One row of what a dataset returned in columns for several."""
+
+    columns: Any
+
+
+def single_items(items: Any) -> list[Any]:
+    """Return what a dataset has read as a list with one item for each row.
+
+    >>> [joined([row]) for row in single_items({"x": torch.arange(2)})]
+    [{'x': tensor([0])}, {'x': tensor([1])}]
+    """
+    if isinstance(items, (list, tuple)):
+        return list(items)
+    count = len(next(tensors_in(items)))
+    layout = layout_of_tensors(items, count)
+    return [_Row(select(items, layout, torch.tensor([row]))) for row in range(count)]
+
+
+def joined(items: Sequence[Any]) -> Any:
+    """Return the argument of the collate function: a list of items, or columns.
+
+    >>> joined(["a", "b"]), joined(single_items({"x": torch.arange(2)}))
+    (['a', 'b'], {'x': tensor([0, 1])})
+    """
+    if not items or not isinstance(items[0], _Row):
+        return [shallow(item) for item in items]
+    return _concatenated([row.columns for row in items])
+
+
+def _concatenated(parts: list[Any]) -> Any:
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return torch.cat(parts)
+    if isinstance(first, Mapping):
+        return {key: _concatenated([part[key] for part in parts]) for key in first}
+    return [value for part in parts for value in part]
 
 
 class ItemStore:

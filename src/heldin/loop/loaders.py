@@ -21,10 +21,18 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default
 from heldin._private_torch import ITERATOR_METHOD, pin_memory
 from heldin.errors import HeldinError
 
-from .batches import Layout, find_layout, fingerprint, is_sliceable, repack, tensors_in
+from .batches import (
+    Layout,
+    addresses,
+    find_layout,
+    fingerprint,
+    is_sliceable,
+    repack,
+    tensors_in,
+)
 from .copying import copied
 from .events import LoaderBatch
-from .items import shallow
+from .items import joined, shallow, single_items
 from .randomness import RandomState
 
 __all__ = ["LoaderRecorder", "inner_loader", "is_followed"]
@@ -79,7 +87,7 @@ class _Delivery:
     @classmethod
     def from_batch(cls, batch: LoaderBatch, returned: Any) -> _Delivery:
         tensors = list(tensors_in(batch.batch))
-        storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        storages = set[int]().union(*map(addresses, tensors))
         size = sum(t.numel() * t.element_size() for t in tensors)
         return cls(batch, storages, size, returned)
 
@@ -96,7 +104,7 @@ class _Delivery:
     def count_same_storage(self, tensors: Sequence[Tensor]) -> int:
         if self.batch.batch is None:
             return 0
-        return sum(tensor.untyped_storage().data_ptr() in self.storages for tensor in tensors)
+        return sum(not self.storages.isdisjoint(addresses(tensor)) for tensor in tensors)
 
     def count_same_values(self, prints: Sequence[tuple[Any, ...]]) -> int:
         return sum(one in self.fingerprints() for one in prints)
@@ -110,9 +118,10 @@ class _Delivery:
         if self.batch.batch is None:
             return False
         rows = len(self.batch.rows)
-        whole = {t.untyped_storage().data_ptr(): t for t in tensors_in(self.batch.batch)}
+        plain = [t for t in tensors_in(self.batch.batch) if t.layout == torch.strided]
+        whole = {t.untyped_storage().data_ptr(): t for t in plain}
         seen: dict[int, int] = {}
-        for tensor in (tensor for call in calls for tensor in call):
+        for tensor in (t for call in calls for t in call if t.layout == torch.strided):
             place = tensor.untyped_storage().data_ptr()
             if place in whole:
                 is_slice = tensor.dim() > 0 and tensor.shape[0] < len(whole[place])
@@ -420,7 +429,8 @@ class _RecordedCollate:
         checks = self.layout is None and self.sliceable  # the first batch of an iterator
         checks = checks or (self.sliceable and self.count & (self.count - 1) == 0)
         before = RandomState.current()
-        copies = tuple(shallow(item) for item in items)  # a collate function may take parts out
+        # a collate function may take parts out
+        copies = tuple(shallow(item) for item in single_items(items))
         batch = self.collate(items)
         if before.has_moved():  # it may mix samples at random, at other batches than those checked
             self.sliceable = False
@@ -428,7 +438,11 @@ class _RecordedCollate:
             after = RandomState.current()
             before.restore()
             try:
-                with copied(self.collate) as collate:
+                with copied(self.collate) as copied_collate:
+
+                    def collate(items: Any) -> Any:
+                        return copied_collate(joined(items))
+
                     if self.layout is None:
                         self.layout = find_layout(collate, copies[0])
                     before.restore()

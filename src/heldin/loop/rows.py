@@ -35,7 +35,7 @@ from .batches import (
 from .copying import copied, copy_sharing_data
 from .events import LoaderBatch, ModelCall
 from .generators import generator_state, generators_in, left_alone, set_generator
-from .items import ItemStore, shallow
+from .items import ItemStore, joined, single_items
 from .loaders import LoaderRecorder, inner_loader
 from .matching import RowMatcher, Rows
 from .randomness import separate_random_stream
@@ -160,7 +160,10 @@ class RowSource:
         """
         if fresh or not self.store.is_fixed:
             with left_alone(self._generators()):
-                return [self._copied()[0][i] for i in index]
+                dataset = self._copied()[0]
+                if callable(getattr(dataset, "__getitems__", None)):  # as torch reads rows
+                    return single_items(dataset.__getitems__(list(index)))
+                return [dataset[i] for i in index]
         missing = [i for i in index if i not in self.store]
         items = dict(zip(missing, self.items(missing, fresh=True), strict=True))
         self.store.add(items)
@@ -169,7 +172,7 @@ class RowSource:
     def collate(self, items: Sequence[Any]) -> Any:
         """Return the batch that the user's function makes of items."""
         with left_alone(self._generators()):
-            return self._copied()[1]([shallow(item) for item in items])
+            return self._copied()[1](joined(items))
 
     def _generators(self) -> list[Any]:
         """Return the user's random generators that a copy may share."""
@@ -239,7 +242,7 @@ class RowSource:
                 collate function keeps.
         """
         if batch.items is not None and not self._is_whole(batch):
-            items = [shallow(batch.items[i]) for i in positions.tolist()]
+            items = joined([batch.items[i] for i in positions.tolist()])
             with copied(self._collate) as collate:
                 generators = generators_in(collate)
                 states = self._streams.get(stream, self._first_states)

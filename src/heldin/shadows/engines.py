@@ -12,6 +12,7 @@ from heldin._private_torch import BatchNorm, own_parameters
 from heldin.errors import HeldinError
 from heldin.shadows.bare_model import copy_without_hooks
 from heldin.shadows.dense import ACTIVATIONS, DenseNetwork, LayerNames, Linear, plain_layers
+from heldin.shadows.outputs import one_for_each_row
 
 __all__ = ["CannotStack", "Engine", "Forward", "check_engine", "engine_for"]
 
@@ -90,6 +91,8 @@ def _why_not_mapped(model: nn.Module, mapped: _Vmap, inputs: Sequence[Tensor]) -
             # without padding, say) can be mapped over weights alone, but not over these.
             copies = mapped.stack.copies
             mapped([x.expand(copies, *x.shape) for x in some], None, train=False)
+    except HeldinError:
+        raise
     except Exception as error:
         return f"the model cannot be mapped by torch.func.vmap ({error})"
     return None
@@ -135,8 +138,7 @@ class _Vmap:
     def _one(self, *tensors: Tensor) -> Tensor:
         for table, name, number in self.places:
             table[name] = tensors[number]  # type: ignore[assignment]
-        result: Tensor = self.model(*tensors[len(self.stack.blocks) :])
-        return result
+        return one_for_each_row("step", self.model(*tensors[len(self.stack.blocks) :]))
 
     def __call__(self, inputs: Sequence[Tensor], keep: Tensor | None, train: bool) -> Tensor:
         self.modes.follow(train)

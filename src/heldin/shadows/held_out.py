@@ -16,7 +16,7 @@ from heldin.loop.rows import RowSource
 
 from .frozen import FrozenOutputs
 from .labels import LOOKED_AT, subsample_held_out
-from .outputs import OutputCollector, OutputRecipe
+from .outputs import OutputCollector, OutputRecipe, one_for_each_row
 from .row_losses import RowLossRecorder
 
 __all__ = ["BatchLoss", "FrameworkLoss", "HeldOut", "as_number", "loss_of_pairs"]
@@ -43,7 +43,12 @@ def loss_of_pairs(loss_fn: Callable[[Any, Any], Any]) -> BatchLoss:
                 "them; for other rows give batch_loss, a function of (model, batch)"
             )
         *inputs, targets = batch
-        value: Tensor = loss_fn(model(*inputs), targets)
+        outputs = model(*inputs)
+        try:
+            value: Tensor = loss_fn(outputs, targets)
+        except (AttributeError, TypeError):
+            one_for_each_row("step", outputs)
+            raise
         return value
 
     return batch_loss

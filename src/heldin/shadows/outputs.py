@@ -14,7 +14,7 @@ from heldin.errors import HeldinError
 from heldin.loop.batches import repack
 from heldin.loop.hooks import after_calls
 
-__all__ = ["OutputCollector", "OutputRecipe", "logits_in"]
+__all__ = ["OutputCollector", "OutputRecipe", "logits_in", "one_for_each_row"]
 
 TARGETS = ("labels", "label", "targets", "target", "y")  # keys of a batch that is a mapping
 
@@ -74,6 +74,18 @@ class OutputRecipe:
             )
 
 
+def one_for_each_row(owner: str, value: Any) -> Tensor:
+    """Return what a model returned to a loss of (outputs, targets); refuse all but a tensor."""
+    if not isinstance(value, Tensor) or value.dim() < 1:
+        raise HeldinError(
+            f"{owner}: with loss_fn the model must return a tensor with one entry for each row, in "
+            f"every call, got {type(value).__name__}; give batch_loss, a function of model and "
+            "batch, in place of loss_fn (predict= changes what metrics get, not what the loss "
+            "gets), or wrap the model in a module that returns a tensor"
+        )
+    return value
+
+
 def logits_in(value: Any) -> Any:
     """Return `.logits` or ["logits"] where there is one, else the value itself."""
     if isinstance(value, Mapping):
@@ -82,7 +94,7 @@ def logits_in(value: Any) -> Any:
 
 
 def _one_for_each_row(what: str, value: Any, rows: int, way_out: str) -> Tensor:
-    if not isinstance(value, Tensor):
+    if not isinstance(value, Tensor) or value.is_nested:
         raise HeldinError(f"{what}: expected a tensor, got {type(value).__name__}; give {way_out}")
     if value.dim() == 0 or len(value) != rows:
         raise HeldinError(
@@ -122,11 +134,13 @@ class OutputCollector:
             yield
             return
         children = [m for m in self._model.children() if next(m.parameters(), None) is not None]
-        with after_calls([self._model, *children], self._returned):
+        # Hooks that refer to the model itself cannot be compiled with it.
+        own, of_children = self._calls.append, self._child_calls.append
+        with (
+            after_calls([self._model], lambda _, output: own(output)),
+            after_calls(children, lambda _, output: of_children(output)),
+        ):
             yield
-
-    def _returned(self, module: nn.Module, output: Any) -> None:
-        (self._calls if module is self._model else self._child_calls).append(output)
 
     def add(self, batch: Any, rows: int) -> None:
         """Take the outputs for a batch whose loss was just computed."""

@@ -15,6 +15,7 @@ from heldin.loop.hooks import before_calls
 from heldin.loop.randomness import RandomState, full_precision
 
 from .exchange import Exchange
+from .outputs import one_for_each_row
 from .step_check import StepCheck
 
 __all__ = ["PlainStepCheck", "restored_at_calls"]
@@ -64,7 +65,7 @@ class PlainStepCheck:
             outputs = []
             for call in step.calls:
                 with call.autocast.context():
-                    outputs.append(self._model(*call.tensors))
+                    outputs.append(one_for_each_row("step", self._model(*call.tensors)))
             with step.calls[-1].autocast.context():
                 total = loss(torch.cat(outputs), index)
             grads = torch.autograd.grad(total, trained, allow_unused=True)

@@ -14,6 +14,7 @@ from heldin.loop.items import ItemStore
 from heldin.loop.matching import Rows
 from heldin.shadows.bare_model import copy_without_hooks
 from heldin.shadows.losses import LossFunction, PerRowLoss, criterion_state
+from heldin.shadows.outputs import one_for_each_row
 
 __all__ = ["CHUNK", "ENOUGH", "TensorData"]
 
@@ -40,18 +41,12 @@ class TensorData:
         device: torch.device,
         store: ItemStore | None = None,
     ) -> None:
-        self._model = model
+        self._owner, self._model = owner, model
         self._bare = copy_without_hooks(model)
         self.rows = Rows.of(data, device, store)
         self.weights = _row_weights(sample_weight, self.rows)
         some = slice(0, 256)
         outputs = self.outputs([x[some] for x in self.rows.inputs])
-        if not isinstance(outputs, Tensor) or outputs.dim() < 1:
-            raise HeldinError(
-                f"{owner}: the model must return a tensor with one entry for each row, got "
-                f"{type(outputs).__name__}; wrap it in a module that does, or give batch_loss, a "
-                "function of model and batch"
-            )
         self.loss = PerRowLoss.of(loss_fn, outputs, self.rows.targets[some])
         self._loss_state = criterion_state(loss_fn)
 
@@ -67,12 +62,13 @@ class TensorData:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def outputs(self, inputs: Sequence[Tensor]) -> Any:
+    def outputs(self, inputs: Sequence[Tensor]) -> Tensor:
         """Of the model as it is, in evaluation mode and without its hooks."""
         state = dict(self._model.named_buffers())
         self._bare.eval()
         with torch.no_grad():
-            return functional_call(self._bare, state, tuple(inputs))
+            outputs = functional_call(self._bare, state, tuple(inputs))
+        return one_for_each_row(self._owner, outputs)
 
     def batch(self, rows: Tensor) -> tuple[Tensor, ...]:
         """Return inputs and targets of rows."""
