@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
@@ -148,6 +149,10 @@ def test_patience_is_logged_and_replayed(
     monkeypatch.setattr(
         "sys.argv", ["patience", "replay", "--folder", str(tmp_path), "--out", str(out)]
     )
+    with np.load(next(tmp_path.glob("tables/*.npz"))) as stored:
+        assert len(np.unique(stored["ends"][:, 0])) > 5  # other weights at every end
+        assert not np.allclose(stored["ends"][:, 0], stored["windows"][:, 0])
+        assert not np.allclose(stored["ends"][:, 0], stored["present"][:, 0])
     patience.main()
     text = out.with_suffix(".md").read_text()
     for name in patience.PATIENCES:

@@ -107,14 +107,16 @@ def run_to_the_end(setting: Setting) -> dict[str, Any]:
     stopping = heldin.EarlyStopping(
         model, optimizer, problem.loss_fn, loader, patience=None, seed=spec.seed
     )
-    for _ in stopping.epochs(setting.epochs):
+    for _ in range(setting.epochs):
         for inputs, targets in loader:
             optimizer.zero_grad()
             problem.loss_fn(model(inputs), targets).backward()
             optimizer.step()
+    stopping.restore()  # which looks at the last weights
     inner: Any = stopping._inner
-    rows = stopping.out_of_fold.rows.numpy()
-    model.eval()
+    kept, rows = dict(inner._kept), stopping.out_of_fold.rows.numpy()
+    stopping.close()
+    model = setting.new()[0].eval()  # without the temperature of the other
 
     def test(states: list[tuple[float, dict[str, Tensor]]], temperature: float) -> list[float]:
         heaviest = max(states, key=lambda pair: pair[0])[1]
@@ -127,7 +129,7 @@ def run_to_the_end(setting: Setting) -> dict[str, Any]:
         values = setting.values(outputs)
         return [values["loss"], values["accuracy"]]
 
-    curves, kept, levels, records = inner._curves, inner._kept, inner._levels, list(inner.history)
+    curves, levels, records = inner._curves, inner._levels, list(inner.history)
     steps = {record.step: number for number, record in enumerate(records)}
     path = [test([(1.0, kept[number])], 1.0)[0] for number in sorted(kept)]
     ends, windows, present = [], [], []
@@ -202,8 +204,8 @@ def replay(
 
 def summary(results: dict[str, Any]) -> str:
     """Return a table for tables and networks: medians of end / best step, regrets, lengths."""
-    lines = ["| | patience | runs | end / best step | regret gm | worst | end / last step |"]
-    lines.append("|---|---|---|---|---|---|---|")
+    head = ("", "patience", "runs", "end / best step", "regret gm", "worst", "end / last step")
+    lines = [f"| {' | '.join(head)} | accuracy |", "|---|---|---|---|---|---|---|---|"]
     for kind in ("tables", "networks"):
         runs = [values for key, values in results.items() if key.startswith(kind)]
         for name in runs[0] if runs else ():
