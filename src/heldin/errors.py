@@ -30,6 +30,26 @@ def more(anchor: str) -> str:
     return f"({docs('when-it-goes-wrong.html')}#{anchor})"
 
 
+class FrameworkName(str):
+    """The name of a framework's class, which messages begin with in runs that it leads."""
+
+
+def way_out(owner: str, otherwise: str) -> str:
+    """Return what to do about a loop that is not followed: in a framework's run, or otherwise.
+
+    >>> way_out("heldin.EarlyStopping", "pass train_step=...")
+    'pass train_step=...'
+    >>> way_out(FrameworkName("EarlyStoppingCallback"), "pass train_step=...")
+    "leave out the callback, hook or option that does so, or use rule='evidence'; or train in ..."
+    """
+    if not isinstance(owner, FrameworkName):
+        return otherwise
+    return (
+        "leave out the callback, hook or option that does so, or use rule='evidence'; or train in "
+        "a loop of your own, where heldin.EarlyStopping takes train_step="
+    )
+
+
 def did_you_mean(word: str, words: Iterable[str]) -> str:
     """Return the end of a message that asks for the nearest word; empty if none is near.
 
@@ -105,8 +125,10 @@ class NamedArguments:
     """
 
     def __new__(cls: type[T], *args: Any, **options: Any) -> T:
-        names = [name for name in signature(cls.__init__).parameters if name != "self"]
-        for name in (name for name in options if name not in names):
+        parameters = signature(cls.__init__).parameters
+        names = [name for name in parameters if name != "self"]
+        takes_all = any(p.kind == p.VAR_KEYWORD for p in parameters.values())
+        for name in (name for name in options if not takes_all and name not in names):
             hint = did_you_mean(name, names) or f"known are {', '.join(names)}"
             raise HeldinError(f"heldin.{cls.__name__}: unknown argument {name!r}; {hint}")
         made: T = super().__new__(cls)  # type: ignore[misc]

@@ -127,6 +127,7 @@ class EarlyStopping(FrameworkStopping, Callback):
                 HeldinWarning,
                 stacklevel=2,
             )
+            self._run.warns_itself = True
         metrics = [ValueMetric(partial(self._value, name), name) for name in names]
         learn.metrics, self._names = learn.metrics + metrics, names
         self._starts = True

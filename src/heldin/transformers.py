@@ -161,16 +161,16 @@ class EarlyStoppingCallback(FrameworkStopping, TrainerCallback):
         self._run.end_epoch()
 
     def on_log(self, args: Any, state: Any, control: Any, *, logs: Any, **_: Any) -> None:
-        """Add the values to those that the Trainer logs while it trains."""
+        """Add the values to those that the Trainer logs; the results to its last entry."""
         if "loss" in logs:
             _add_to_logs(state, logs, self._run.metrics())
+        elif "train_runtime" in logs:
+            _add_to_logs(state, logs, self._conclude())
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        """Put the best weights into the model, and log the results."""
-        trainer, values = self._trainer, self._conclude()
+        """Put the best weights into the model."""
+        self._conclude()
         self._end()
-        if values:
-            trainer.log(values)
 
     def _save(self, save_rng_state: Callable[..., Any], output_dir: Any) -> Any:
         """Save the state with a checkpoint of the Trainer."""

@@ -117,7 +117,10 @@ def test_transformers(tmp_path: Path) -> None:
             def on_step_end(self, *_: Any, **__: Any) -> None:
                 trace.add(model.state_dict().values())
 
-        callbacks = [*([EarlyStoppingCallback(**OPTIONS)] if follow else []), Tracing()]
+        callbacks = [
+            *([EarlyStoppingCallback(**OPTIONS, finish=False)] if follow else []),
+            Tracing(),
+        ]
         transformers.Trainer(
             model,
             transformers.TrainingArguments(

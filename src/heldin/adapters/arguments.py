@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from heldin.errors import HeldinError
+from heldin.rules.callback_hints import PlainLoopOnly
 from heldin.rules.elementwise import ElementwiseStopping
-from heldin.rules.evidence import EvidenceStopping
 from heldin.rules.options import Evidence, Folds
 
 __all__ = ["check_elementwise", "check_type", "missing_framework", "strict_kwargs"]
@@ -117,6 +117,6 @@ def check_type(owner: str, name: str, value: Any, kind: type, expected: str) -> 
     if isinstance(value, kind):
         return
     received = f"an object of type {type(value).__name__}"
-    if isinstance(value, EvidenceStopping):
+    if isinstance(value, PlainLoopOnly):
         received = "heldin.EarlyStopping, the class for plain loops, which is made here by itself"
     raise HeldinError(f"{owner}: {name} must be {expected}, got {received}")

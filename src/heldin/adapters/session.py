@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from heldin.crossval import resolve_metrics
-from heldin.errors import HeldinError, HeldinWarning, more
+from heldin.errors import FrameworkName, HeldinError, HeldinWarning, more
 from heldin.loop.events import LoaderBatch
 from heldin.loop.hooks import call_at_steps
 from heldin.loop.loaders import LoaderRecorder, inner_loader
@@ -144,7 +144,7 @@ class Session:
     """
 
     def __init__(self, owner: str, settings: Settings) -> None:
-        self.owner, self.settings = owner, settings
+        self.owner, self.settings = FrameworkName(owner), settings
         self.stopping: Any = None
         self.epoch_steps: float | None = None
         self.trained_model: Callable[[], nn.Module | None] = lambda: None
@@ -153,6 +153,7 @@ class Session:
         self._order: LoaderRecorder | None = None
         self._first: DataLoader[Any] | None = None  # the loader that was followed first
         self.next_state: Mapping[str, Any] = {}  # for the next run
+        self.warns_itself = False  # whether the adapter warns of models that were trained before
         self._last: dict[str, Tensor] = {}  # weights before `finish` put the best ones in place
         self._final: dict[str, Any] = {}  # state of the rule when its run ended
         self._random_state: RandomState | None = None  # when the present batch began
@@ -190,7 +191,7 @@ class Session:
                 "rows), or use rule='evidence'"
             )
         if self._order is None:
-            self._order, self._first = LoaderRecorder(inner), inner
+            self._order, self._first = LoaderRecorder(inner, owner=self.owner), inner
         else:
             self._order.follow(inner)
 
@@ -314,7 +315,8 @@ class Session:
         self, model: nn.Module, optimizer: Any, rows: Any, prepare: Any, options: dict[str, Any]
     ) -> PathStopping:
         settings, loader = self.settings, unwrap_loader(self.owner, rows)
-        options |= {"data": TrainingRows(_row_loader(loader, loader), self._order, prepare)}
+        rows = TrainingRows(_row_loader(loader, loader), self._order, prepare, self.owner)
+        options |= {"data": rows}
         if settings.eval_data is not None:
             eval_loader = _row_loader(settings.eval_data, loader)
             options["eval_data"] = TrainingRows(eval_loader, None, prepare)
@@ -325,6 +327,7 @@ class Session:
             if getattr(settings, name) is not None:
                 options[name] = getattr(settings, name)
         assert isinstance(settings.rule, (Auto, Folds))
+        options["resumes"] = bool(self.next_state) or self.warns_itself
         return follow(RunInputs(model, optimizer, **options), settings.rule)
 
     def begin_batch(self) -> None:

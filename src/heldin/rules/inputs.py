@@ -45,6 +45,7 @@ class RunInputs:
     train_step: Callable[[Any], Any] | None = None
     state: Sequence[Any] = ()
     averaged_model: nn.Module | None = None
+    resumes: bool = False  # whether the state of a run is loaded next
     store: ItemStore = field(default_factory=ItemStore)  # of `data`, while the rule is made
 
     @property

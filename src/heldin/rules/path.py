@@ -82,12 +82,14 @@ class PathStopping(EstimateReport, StoppingRule):
     _same_loss = True  # whether the training loss is of the same kind as the estimated one
 
     def __init__(self, inputs: RunInputs, rule: Folds | LeaveOneOut) -> None:
+        self.owner = getattr(inputs.data, "owner", self.owner)  # of a framework's run
         name, model, optimizer = self.owner, inputs.model, inputs.optimizer
         if not isinstance(optimizer, Optimizer):
             raise HeldinError(
                 f"{name}: optimizer must be a torch.optim.Optimizer, got {type(optimizer)!r}"
             )
         self._process_group = shadow_group_for(name, model, inputs.process_group)
+        self._resumes = inputs.resumes
         model = unwrapped(model)
         parameter = check_trainable(name, model)
         self.grid, self.average = float(rule.check_spacing), rule.average
@@ -144,7 +146,8 @@ class PathStopping(EstimateReport, StoppingRule):
         self._check_ranks_agree()
         self._check()
         self._observer.attach(self._model, optimizer)
-        warn_of_training(name, self._model)
+        if not self._resumes:
+            warn_of_training(name, self._model)
 
     def _step_check(self) -> StepCheck | None:
         """Return what compares the loop's steps with those that the rule takes them for."""

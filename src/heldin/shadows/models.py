@@ -13,8 +13,8 @@ from heldin.errors import HeldinError, HeldinWarning, more
 __all__ = ["check_trainable", "module_of", "note_trained", "warn_of_training"]
 
 WRITES = 20  # to a parameter, beyond which more than its initialisation was written
-# Models that heldin has seen in training, and the sums of their weights.
-_TRAINED: WeakKeyDictionary[nn.Module, list[Tensor]] = WeakKeyDictionary()
+# Models that were trained under heldin: the sums of their weights, and how often these were written.
+_TRAINED: WeakKeyDictionary[nn.Module, tuple[list[Tensor], int]] = WeakKeyDictionary()
 
 # Moving averages of weights, by the names that torch, timm and other packages give them.
 AVERAGES = {"AveragedModel", "ModelEma", "ModelEmaV2", "ModelEmaV3", "EMA", "EMAModel"}
@@ -55,17 +55,17 @@ def module_of(owner: str, average: nn.Module, model: nn.Module) -> nn.Module:
 
 def note_trained(model: nn.Module) -> None:
     """Remember that a model was trained under heldin."""
-    _TRAINED[model] = _sums(model)
+    _TRAINED[model] = _sums(model), _writes(model)
 
 
 def warn_of_training(owner: str, model: nn.Module) -> None:
     """Warn of a model that was trained before; optimisers without a state do not show it."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    if model in _TRAINED and all(map(bool, map(Tensor.equal, _TRAINED[model], _sums(model)))):
+    sums, writes = _TRAINED.get(model, ([], 0))
+    if sums and all(map(Tensor.equal, sums, _sums(model))):
         sign = "the model was trained with another stopping object"
     elif any(p.grad is not None and bool((p.grad != 0).any()) for p in model.parameters()):
         sign = "the parameters have gradients"
-    elif max(version_of(p) for p in trained) > WRITES:
+    elif _writes(model) - writes > WRITES:
         sign = "the parameters were written to many times"
     else:
         return
@@ -82,3 +82,7 @@ def warn_of_training(owner: str, model: nn.Module) -> None:
 def _sums(model: nn.Module) -> list[Tensor]:
     local = (getattr(p, "to_local", p.detach)() for p in model.parameters() if p.requires_grad)
     return [p.detach().double().abs().sum() for p in local]  # of this process
+
+
+def _writes(model: nn.Module) -> int:
+    return max(version_of(p) for p in model.parameters() if p.requires_grad)

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from heldin._private_torch import BatchNorm, version_of
 from heldin.capture.sharding import fully_sharded
 from heldin.crossval import OutOfFold
-from heldin.errors import HeldinError, more
+from heldin.errors import HeldinError, more, way_out
 from heldin.loop.batches import addresses, repack, tensors_in, to_device
 from heldin.loop.events import LoaderBatch, OptimizerStep
 from heldin.loop.hooks import scaled_gradients
@@ -127,7 +127,7 @@ class ReplayedShadows:
         self._teachers: dict[str, tuple[nn.Module, list[tuple[int, int]]]] | None = None
         self.draw, self._in_time = RowDraw(rows, seed), in_time
         self.label, self.copies = labels.cpu(), int(labels.max()) + 1
-        self._exchange = Exchange(model, optimizer, state)
+        self._exchange = Exchange(model, optimizer, state, owner)
         self._device = next(iter(self._exchange.trained.values())).device
         self.shadows = [self._exchange.new_state() for _ in range(self.copies)]
         self.check = self._make_check()
@@ -207,15 +207,18 @@ class ReplayedShadows:
 
     def follow(self, step: OptimizerStep, announced: Announced) -> int:
         """Repeat a step of the user's optimiser for every shadow; return its number of rows."""
-        self.check.check_weights()
+        self.check.check_weights(contents=False)
         call = step.calls[-1] if step.calls else None
         if call is not None:
             self._autocast = call.autocast
         if self._autocast.enabled and self._autocast.dtype == torch.float16:
             raise HeldinError(
-                "step: shadows do not scale their loss, as float16 needs; use bfloat16 "
-                "(torch.autocast(..., dtype=torch.bfloat16)), or pass the loop's own step with its "
-                "scaler: train_step=..., state=[scaler]"
+                f"{self._owner}: shadows do not scale their loss, as float16 needs; use bfloat16 "
+                "(torch.autocast(..., dtype=torch.bfloat16)), or "
+                + way_out(
+                    self._owner,
+                    "pass the loop's own step with its scaler: train_step=..., state=[scaler]",
+                )
             )
         batches = self._source.micro_batches(announced, step.calls)
         self._refuse_changed(step, batches)
@@ -236,7 +239,7 @@ class ReplayedShadows:
                 with self._random_stream(self._steps, number):
                     self._replay(session, shadow, number, step, batches)
         self.frozen.forget()
-        self.check.renew(buffers=False)
+        self.check.renew_versions()
         rows = sum(len(batch.rows) for batch in batches)
         return rows if self._ranks is None else int(self._ranks.add([rows], self._device)[0])
 
@@ -399,15 +402,25 @@ class ReplayedShadows:
             variables = self._exchange.surroundings(self._loss)
             variables.read()
             watched = variables.watched.items()
-            modules = {name: value for name, value in watched if isinstance(value, nn.Module)}
+            trained = {id(p) for p in self._exchange.tensors}
+            modules = {
+                name: value
+                for name, value in watched
+                if isinstance(value, nn.Module)
+                and not any(id(p) in trained for p in value.parameters())
+            }
             self._teachers = {n: (m, _versions_of(m)) for n, m in modules.items()}
         for name, (module, versions) in self._teachers.items():
             if _versions_of(module) != versions:
                 raise HeldinError(
                     f"batch_loss: the weights of {name!r} (a {type(module).__name__}), which it "
                     "calls, have changed since the first step. Shadows share them with the model, "
-                    "and get to know rows that they must not see; pass the loop's own step, "
-                    f"train_step=..., with state=[{name}], and change them in there"
+                    "and get to know rows that they must not see; "
+                    + way_out(
+                        self._owner,
+                        f"pass the loop's own step, train_step=..., with state=[{name}], and "
+                        "change them in there",
+                    )
                 )
 
     def _replay_function(
