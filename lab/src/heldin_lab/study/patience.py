@@ -52,6 +52,7 @@ class Short:
 
 
 DEFAULT = "1.5 x best + 150, beyond doubt and one standard error (default)"
+LONG, LONGEST, WORSE = "2 x best + 200", 1.5, 0.003  # limits of issue 32
 SHORT = "30 epochs at least, turned two checks ago"
 HEAD = """By `python -m heldin_lab.study.patience`: runs to the last epoch by the defaults, each
 patience replayed on the held-out losses of their checks. Medians of lengths, geometric means of
@@ -222,6 +223,29 @@ def summary(results: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def limits(results: dict[str, Any]) -> str:
+    """Say whether the default ends as early, and as well, as was wanted."""
+    parts = []
+    for kind in ("tables", "networks"):
+        runs = [values for key, values in results.items() if key.startswith(kind)]
+        if not runs:
+            continue
+        ratio = median(run[DEFAULT]["end"] / max(1, run[DEFAULT]["best"]) for run in runs)
+        means = [
+            math.exp(sum(math.log(run[name]["regret"]) for run in runs) / len(runs))
+            for name in (DEFAULT, LONG)
+        ]
+        missed = ratio > LONGEST or means[0] - means[1] > WORSE
+        parts.append(
+            f"{kind} {ratio:.2f} and {means[0] - means[1]:+.3f}, "
+            f"{'**missed**' if missed else 'reached'}"
+        )
+    return (
+        f"Wanted of the default: a median end at {LONGEST} times the best step at most, and a "
+        f"regret at most {WORSE} above that of *{LONG}*. Measured: {'; '.join(parts)}.\n"
+    )
+
+
 def main() -> None:
     """Log runs, or replay the stored ones and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -255,8 +279,8 @@ def main() -> None:
                 values = {"end": steps[end], "best": steps[best], "regret": regret}
                 run[name + what] = {k: float(f"{v:.5g}") for k, v in values.items()}
                 run[name + what]["accuracy"] = accuracy
-    options.out.write_text(json.dumps(results, indent=1) + "\n")
-    text = HEAD + "\n" + summary(results)
+    options.out.write_text(json.dumps(results) + "\n")
+    text = "\n".join((HEAD, summary(results), limits(results)))
     options.out.with_suffix(".md").write_text(text)
     print(text)
 
