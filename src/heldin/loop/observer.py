@@ -19,11 +19,10 @@ from heldin._private_torch import (
     after_backward,
     graph_task_id,
     is_inner_step,
-    norms,
     transform_stack,
     version_of,
 )
-from heldin.errors import HeldinError
+from heldin.errors import HeldinError, way_out
 from heldin.model_hook import ModelHook
 from heldin.pause import is_paused
 
@@ -162,9 +161,12 @@ class LoopObserver:
         if any(id(p) in addresses for group in other.param_groups for p in group["params"]):
             raise HeldinError(
                 f"{self._owner}: another optimiser than the one given ({type(other).__name__}) "
-                "trains the model, and shadows would not follow it. Make the stopping object with "
-                "the optimiser that trains the model, or pass the whole step: train_step=..., with "
-                "every further optimiser in state=[...]"
+                "trains the model, and shadows would not follow it; "
+                + way_out(
+                    self._owner,
+                    "make the stopping object with the optimiser that trains the model, or pass "
+                    "the whole step: train_step=..., with every further optimiser in state=[...]",
+                )
             )
 
     def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -212,7 +214,7 @@ class LoopObserver:
             observed.passes.add(now)
         if self._zeroed is None:
             self._zeroed = frozenset(id(p) for p in self._trained if p.grad is not None)
-        if self._queued != now:
+        if self._on_step is not None and self._queued != now:
             self._queued = now
             after_backward(self._note_gradients)
 
@@ -225,8 +227,8 @@ class LoopObserver:
         versions = [(id(g), version_of(g)) for g in grads]
         if not self._is_small or any(g.layout != torch.strided for g in grads):
             return versions, len(grads)
-        sizes = (float(norm) for norm in norms(grads, 1)) if grads else ()
-        return versions, [-1.0 if size != size else size for size in sizes]
+        size = float(torch.cat([g.detach().reshape(-1) for g in grads]).norm()) if grads else 0.0
+        return versions, -1.0 if size != size else size
 
     def _arrives(self, _: Tensor) -> None:
         if is_paused():

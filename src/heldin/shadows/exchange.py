@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from heldin._private_torch import own_buffers, version_of
 from heldin.capture.sharding import fully_sharded
-from heldin.errors import HeldinError
+from heldin.errors import HeldinError, way_out
 from heldin.loop.generators import (
     generator_state,
     is_generator,
@@ -87,7 +87,10 @@ class ShadowState:
 
 
 def trained_parameters(
-    model: nn.Module, optimizer: Optimizer, others: Sequence[nn.Module] = ()
+    model: nn.Module,
+    optimizer: Optimizer,
+    others: Sequence[nn.Module] = (),
+    owner: str = "optimizer",
 ) -> dict[str, nn.Parameter]:
     """Return the parameters that the optimiser trains, by name; refuse those of other modules.
 
@@ -95,6 +98,7 @@ def trained_parameters(
         model: the user's model.
         optimizer: the user's optimiser.
         others: further modules whose parameters it may train.
+        owner: what the error begins with.
     """
     names = {
         id(p): f"state.{number}.{name}"
@@ -109,10 +113,10 @@ def trained_parameters(
                 continue
             if id(p) not in names:
                 raise HeldinError(
-                    f"optimizer: it also trains a tensor of shape {tuple(p.shape)} that is not a "
-                    "parameter of the model, so that shadows would share it; make it one (a loss "
-                    "with parameters can be a module inside the model), or pass its module: "
-                    "state=[module]"
+                    f"{owner}: the optimiser also trains a tensor of shape {tuple(p.shape)} that "
+                    "is not a parameter of the model, so that shadows would share it; make it one "
+                    "(a loss with parameters can be a module inside the model), or "
+                    + way_out(owner, "pass its module: state=[module]")
                 )
             trained[names[id(p)]] = p
     if not trained:
@@ -151,12 +155,19 @@ class Exchange:
             state, and every shadow has its own. All others follow the user's optimiser.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, state: Sequence[Any] = ()) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        state: Sequence[Any] = (),
+        owner: str = "optimizer",
+    ) -> None:
+        self.owner = owner
         others = [each for each in state if isinstance(each, nn.Module)]
         roots = [model, *others]
         self.optimizer = optimizer
         self.objects = [each for each in state if not isinstance(each, nn.Module)]
-        self.trained = trained_parameters(model, optimizer, others)
+        self.trained = trained_parameters(model, optimizer, others, owner)
         exchanged = {id(p): p for p in self.trained.values()}
         for other in others:
             exchanged |= {id(p): p for p in other.parameters()}
@@ -301,7 +312,7 @@ class Exchange:
     def generators(self) -> list[Any]:
         """Return the random generators among the modules' attributes."""
         values = (table.get(name) for table, name in self.attribute_places)
-        return [value for value in values if is_generator(value)]
+        return [v for v in values if not isinstance(v, FLAT) and is_generator(v)]
 
     def new_state(self, with_attributes: bool = False) -> ShadowState:
         """Return a copy of the user's present state.
@@ -559,7 +570,8 @@ class Session:
                 raise HeldinError(
                     f"step: a parameter of shape {tuple(p.shape)} that the optimiser does not "
                     "train was changed in a shadow's step, and all shadows share it (is it an "
-                    "average of weights, or a teacher?); pass its module: state=[module]"
+                    "average of weights, or a teacher?); "
+                    + way_out(exchange.owner, "pass its module: state=[module]")
                 )
 
     def _collect_attributes(self, state: ShadowState) -> None:

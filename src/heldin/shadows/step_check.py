@@ -10,8 +10,10 @@ hides the scale of a gradient.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -19,9 +21,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from heldin._private_torch import norms, version_of
-from heldin.errors import HeldinError, more
+from heldin.errors import HeldinError, more, way_out
 from heldin.loop.events import ModelCall
-from heldin.loop.randomness import mixed_seed
+from heldin.loop.randomness import full_precision, mixed_seed
 
 from .exchange import Exchange, Session, ShadowState, _local, group_settings
 
@@ -110,7 +112,7 @@ class StepCheck:
         self._sums: Tensor | None = None
         self._entries: list[Any] = []
         self._moments: Tensor | None = None
-        self._looks_at_all = False
+        self._looks_at_all, self._rounding = False, 0.0
         buffers = [table[name] for table, name in exchange.buffer_places]
         self._looks_back = not relaxed and sum(b.numel() for b in buffers) <= SMALL
         self._samples = not self._is_small and device.type == "cpu"
@@ -128,6 +130,8 @@ class StepCheck:
         """Record the random state and, before the first call, everything else."""
         exchange = self._exchange
         if not self._called:
+            if self._steps == 0:
+                self.check_weights()
             self._called = True
             self._new_kind = self._is_new_kind()
             exchange.note_attributes()
@@ -164,8 +168,9 @@ class StepCheck:
                     f"{self._owner}: at step {self._steps + 1} the loop changed gradients between "
                     "backward() and optimizer.step(), and did not at the steps that were checked "
                     "(does it clip or scale them?). Shadows would not do so, and estimate the loss "
-                    f"of another training: {WAY_OUT}; for clipping alone, clip=1.0 "
-                    + more("another-training-step")
+                    "of another training: "
+                    + way_out(self._owner, f"{WAY_OUT}; for clipping alone, clip=1.0")
+                    + f" {more('another-training-step')}"
                 )
             self._every_step = True
         kind = (len(calls), passes, all(self._shares_storage(call.tensors) for call in calls))
@@ -203,16 +208,21 @@ class StepCheck:
 
     # -- what must not change between two steps
 
-    def renew(self, buffers: bool = True) -> None:
-        """Accept the present weights and optimiser state, and buffers unless they are followed."""
-        trained = list(self._exchange.trained.values())
-        if buffers:
-            self._exchange.accept_buffers()
-            self._entries = self._marks_of_state()
-            self._moments = self._sums_of_state() if self.due else None
-        self._versions = [version_of(p) for p in trained]
+    def renew(self) -> None:
+        """Accept the present weights, buffers and optimiser state."""
+        self.renew_versions()
+        self._exchange.accept_buffers()
+        self._entries = self._marks_of_state()
+        self._moments = self._sums_of_state() if self.due else None
         self._looks_at_all = self._is_small or self.due
-        self._sums = _sums(self._looked_at(trained))
+        looked_at = self._looked_at(list(self._exchange.trained.values()))
+        self._sums = _sums(looked_at)
+        if self._swaps_weights:
+            self._rounding = 1e-6 * float(_sums([t.abs() for t in looked_at]).sum())
+
+    def renew_versions(self) -> None:
+        """Accept that weights were exchanged, and put back as they were."""
+        self._versions = [version_of(p) for p in self._exchange.trained.values()]
 
     def _looked_at(self, trained: Sequence[Tensor]) -> list[Tensor]:
         """Return the weights whose contents are compared before the coming step."""
@@ -222,7 +232,8 @@ class StepCheck:
 
     def _marks_of_state(self) -> list[Any]:
         """Return numbers that change if the optimiser's state is replaced or changed in place."""
-        entries = (self._exchange.optimizer.state.get(p) for p in self._exchange.trained.values())
+        state = self._exchange.optimizer.state
+        entries = (state.get(p) for p in self._exchange.trained.values()) if state else ()
         return [None if not e else (id(e), *map(_mark, e.values())) for e in entries]
 
     def _sums_of_state(self) -> Tensor:
@@ -252,19 +263,23 @@ class StepCheck:
         self._steps += 1
         self.renew()
 
-    def check_weights(self) -> None:
-        """Refuse weights that changed since the last step of the optimiser."""
+    def check_weights(self, contents: bool = True) -> None:
+        """Refuse weights that changed since the last step of the optimiser.
+
+        Args:
+            contents: whether to look for changes through `.data`, too.
+        """
         if self._versions is None:
             return
         trained = list(self._exchange.trained.values())
         changed = not self._swaps_weights and self._versions != [version_of(p) for p in trained]
-        if not changed and self._sums is not None:
+        if not changed and self._sums is not None and contents:
             sums = _sums(self._looked_at(trained))
             if self._swaps_weights:  # there and back again, but for rounding
-                changed = not torch.allclose(self._sums, sums, rtol=1e-6, atol=0.0)
+                changed = not torch.allclose(self._sums, sums, rtol=1e-6, atol=self._rounding)
             else:
                 changed = not torch.equal(self._sums, sums)
-        if changed and self._steps == 0:
+        if changed and self._steps == 0 and not self._called:
             raise HeldinError(
                 f"{self._owner}: the weights of the model were changed after the stopping object "
                 "was made and before the first step (initialised, or loaded), and shadows have "
@@ -274,8 +289,9 @@ class StepCheck:
         if changed:
             raise HeldinError(
                 f"{self._owner}: the weights of the model were changed outside of "
-                f"optimizer.step() after step {self._steps} (clamped, averaged, or loaded), and "
-                f"shadows would not follow; {WAY_OUT} " + more("another-training-step")
+                f"optimizer.step() after step {self._steps} (perturbed, clamped, averaged), and "
+                f"shadows would not follow; {way_out(self._owner, WAY_OUT)} "
+                + more("another-training-step")
             )
 
     def check_optimizer(self) -> None:
@@ -290,15 +306,16 @@ class StepCheck:
                 "run (stopping.load_state_dict), or, if the model was trained on other rows, make "
                 "a new optimiser"
             )
-        pairs = zip(self._marks_of_state(), self._entries, strict=True) if self._entries else ()
-        changed = any(mark and now != mark for now, mark in pairs)
+        changed = any(self._entries) and any(
+            mark and now != mark for now, mark in zip_longest(self._marks_of_state(), self._entries)
+        )
         if not changed and self._moments is not None and self._entries:
             changed = not torch.equal(self._moments, self._sums_of_state())
         if changed:
             raise HeldinError(
                 f"{self._owner}: the state of the optimiser was cleared, changed or loaded after "
-                f"step {self._steps}, and shadows would keep theirs; make the stopping object "
-                f"anew, or {WAY_OUT}"
+                f"step {self._steps}, and shadows would keep theirs; "
+                + way_out(self._owner, f"make the stopping object anew, or {WAY_OUT}")
             )
 
     # -- comparing
@@ -398,18 +415,23 @@ class StepCheck:
             raise HeldinError(
                 f"{self._owner}: at step {number} the optimiser used another gradient than that of "
                 f"the loss on the batch: it is {scale:.3g} times that, and shadows would not "
-                "follow. If the loop clips gradients, pass the largest norm, clip=1.0. If it "
-                "scales its loss, pass the scaled one, batch_loss=lambda model, batch: "
-                f"{scale:.3g} * ..., and as eval_loss= the plain one, which is estimated. Or "
-                f"{WAY_OUT} " + more("another-training-step")
+                "follow; "
+                + way_out(
+                    self._owner,
+                    "if the loop clips gradients, pass the largest norm, clip=1.0. If it scales "
+                    f"its loss, pass the scaled one, batch_loss=lambda model, batch: {scale:.3g} * "
+                    f"..., and as eval_loss= the plain one, which is estimated. Or {WAY_OUT}",
+                )
+                + f" {more('another-training-step')}"
             )
         raise HeldinError(
             f"{self._owner}: at step {number} the optimiser used another gradient than that of "
             f"the loss on the batch (relative difference {errors[best]:.2g}). Does the loop clip "
             "gradients, add a penalty or a second loss, keep gradients of earlier steps, reshape "
             "the outputs or change the batch on its way to the model? Shadows would not, and "
-            f"estimate the loss of another training: {WAY_OUT}; for clipping alone, clip=1.0 "
-            + more("another-training-step")
+            "estimate the loss of another training: "
+            + way_out(self._owner, f"{WAY_OUT}; for clipping alone, clip=1.0")
+            + f" {more('another-training-step')}"
         )
 
 
@@ -436,6 +458,13 @@ def _sample(p: Tensor) -> Tensor:
     return flat[:: len(flat) // SAMPLE | 1]
 
 
+@functools.lru_cache(maxsize=8)
+def _weights(count: int, dtype: torch.dtype) -> Tensor:
+    """Return numbers from 1 to 2, by which a sum depends on places and signs."""
+    places = torch.arange(count, dtype=torch.float64)
+    return (1 + (places * 0.6180339887).frac()).to(dtype)
+
+
 def _mark(value: Any) -> Any:
     """Return what changes if a value of the optimiser's state is replaced or changed in place."""
     if isinstance(value, Tensor):
@@ -444,10 +473,14 @@ def _mark(value: Any) -> Any:
 
 
 def _sums(tensors: Sequence[Tensor]) -> Tensor:
-    """Return two numbers for the contents of each tensor, one of which depends on signs."""
+    """Return numbers that change with the contents of tensors."""
     if not tensors:
         return torch.zeros(0)
-    sums = (*norms(list(tensors), 1), *norms([tensor + 0.37 for tensor in tensors], 1))
+    kinds = {(tensor.dtype, tensor.device.type) for tensor in tensors}
+    if len(kinds) == 1 and kinds <= {(dtype, "cpu") for dtype in TOLERANCE}:
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        return (flat @ _weights(len(flat), flat.dtype)).nan_to_num(nan=-1.0)
+    sums = norms(list(tensors), 1)
     if len({(each.dtype, each.device) for each in sums}) > 1:
         sums = tuple(each.double().cpu() for each in sums)
     return torch.stack(sums).nan_to_num(nan=-1.0)
