@@ -429,8 +429,9 @@ class ShadowTrainingStep(FrameworkLoss):
             return sum(losses[1:], losses[0])
         if not isinstance(loss, Tensor):
             raise HeldinError(
-                "EarlyStopping: training_step returned no loss for the rows that a shadow may see; "
-                "let it return one for every batch"
+                "EarlyStopping: training_step returned None, as it does to skip a batch, and "
+                "held-out rows need a loss; let it return one for every batch, leave those rows "
+                "out of the dataset, or use rule='evidence'"
             )
         return loss
 

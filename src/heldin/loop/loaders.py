@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
 from heldin._private_torch import ITERATOR_METHOD, pin_memory
-from heldin.errors import HeldinError
+from heldin.errors import HeldinError, way_out
 
 from .batches import (
     Layout,
@@ -137,6 +137,7 @@ class LoaderRecorder:
     Args:
         loader: the loop's.
         rows_only: whether to record rows without items, for rules that have all rows in tensors.
+        owner: what errors begin with.
 
     Attributes:
         layout: where samples lie in a batch; None where slices of a batch are not established, and
@@ -151,7 +152,8 @@ class LoaderRecorder:
     >>> recorder.close()
     """
 
-    def __init__(self, loader: Any, rows_only: bool = False) -> None:
+    def __init__(self, loader: Any, rows_only: bool = False, owner: str = "step") -> None:
+        self._owner = owner
         self.layout: Layout | None = None
         self._rows_only = rows_only
         self.epochs = 0  # iterators that were made
@@ -262,9 +264,9 @@ class LoaderRecorder:
             match = self._most_alike(tensors, len(tensors))
         if match is None or match.batch.batch is None:
             raise HeldinError(
-                "step: this batch is not one of those that the loader given as data has just "
-                "returned (was it changed on the way, or does it come from another loader?); pass "
-                "its row numbers: stopping.note_batch(batch, indices)"
+                f"{self._owner}: this batch is not one of those that the loader given as data has "
+                "just returned (was it changed on the way, or does it come from another loader?); "
+                + way_out(self._owner, "pass its row numbers: stopping.note_batch(batch, indices)")
             )
         self._mark_used(match)
         return match.batch
@@ -300,11 +302,28 @@ class LoaderRecorder:
             match = self._most_alike(call, 1)
             if match is None or match.batch.batch is None:
                 match = self._only_delivery()
+            if match is None and not self._delivered:
+                raise HeldinError(
+                    f"{self._owner}: the model was called with a batch that the loader given as "
+                    "data has not just returned. The loop iterates over another DataLoader than "
+                    "the one given as data (made anew in every epoch?), or keeps batches (a list, "
+                    "itertools.cycle); make one DataLoader, give it as data, and iterate over it "
+                    "in every epoch, or "
+                    + way_out(
+                        self._owner,
+                        "announce the batch and its row numbers before the step: "
+                        "stopping.note_batch(batch, indices)",
+                    )
+                )
             if match is None:
                 raise HeldinError(
-                    "step: it is not certain which batch of the loader given as data the model was "
-                    "called with since the last step; announce it before the step: "
-                    "stopping.note_batch(batch), or pass train_step= and call stopping.train(batch)"
+                    f"{self._owner}: it is not certain which batch of the loader given as data the "
+                    "model was called with since the last step; "
+                    + way_out(
+                        self._owner,
+                        "announce it before the step: stopping.note_batch(batch), or pass "
+                        "train_step= and call stopping.train(batch)",
+                    )
                 )
             if match not in matches:
                 matches.append(match)
@@ -315,16 +334,23 @@ class LoaderRecorder:
         for delivery in matches:
             if delivery.covers_part_only(calls):
                 raise HeldinError(
-                    "step: the model was called with a part of the batch only, and shadows would "
-                    "be trained on all of it; announce the part and its row numbers before the "
-                    "step: stopping.note_batch(part, indices)"
+                    f"{self._owner}: the model was called with a part of the batch only, and "
+                    "shadows would be trained on all of it; "
+                    + way_out(
+                        self._owner,
+                        "announce the part and its row numbers before the step: "
+                        "stopping.note_batch(part, indices)",
+                    )
                 )
             self._mark_used(delivery)
         if not matches:
             raise HeldinError(
-                "step: the optimiser stepped, but the loader given as data has returned no batch "
-                "since the last step; announce the batch before the step: "
-                "stopping.note_batch(batch, indices)"
+                f"{self._owner}: the optimiser stepped, but the loader given as data has returned "
+                "no batch since the last step (are batches kept, or those of another loader?); "
+                + way_out(
+                    self._owner,
+                    "announce the batch before the step: stopping.note_batch(batch, indices)",
+                )
             )
         return [delivery.batch for delivery in matches]
 

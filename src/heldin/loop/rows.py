@@ -21,7 +21,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from heldin.errors import HeldinError
+from heldin.errors import HeldinError, way_out
 
 from .batches import (
     Layout,
@@ -54,11 +54,13 @@ class TrainingRows:
         loader: knows the dataset and the collate function; it is not iterated over.
         recorder: of the loaders that the framework iterates over; None: rows are announced.
         prepare: what the framework does with a batch between its loader and the model.
+        owner: the name of its class, for errors.
     """
 
     loader: DataLoader[Any]
     recorder: LoaderRecorder | None
     prepare: Prepare | None
+    owner: str = "step"
 
 
 class RowSource:
@@ -86,6 +88,7 @@ class RowSource:
         self, data: Any, seed: int, records: bool = True, store: ItemStore | None = None
     ) -> None:
         self.recorder: LoaderRecorder | None = None
+        self._owner = "step"
         self.batch_size: int | None = None  # of the loop, if the loader knows it
         self._seed = seed
         self._prepare: Prepare | None = None
@@ -97,6 +100,7 @@ class RowSource:
         self._layout: Layout | None = None
         if isinstance(data, TrainingRows):
             records, self.recorder, self._prepare = False, data.recorder, data.prepare
+            self._owner = data.owner
             data = data.loader
         inner = getattr(data, "base_dataloader", data)
         if isinstance(inner, DataLoader):
@@ -318,9 +322,12 @@ class RowSource:
                 batches.append(LoaderBatch(index.cpu(), batch))
             return batches
         raise HeldinError(
-            "step: the rows of the optimiser's step are unknown; announce the batch and its row "
-            "numbers before the step, stopping.note_batch(batch, indices), or give the DataLoader "
-            "as data"
+            f"{self._owner}: the rows of the optimiser's step are unknown; "
+            + way_out(
+                self._owner,
+                "announce the batch and its row numbers before the step, "
+                "stopping.note_batch(batch, indices), or give the DataLoader as data",
+            )
         )
 
     def _as_called(self, index: Tensor, calls: Sequence[ModelCall]) -> list[LoaderBatch]:
@@ -361,8 +368,11 @@ class RowSource:
             return LoaderBatch(index.cpu(), None, prepared=batch)
         if self.recorder is None:
             raise HeldinError(
-                "step: the rows of this batch are unknown; pass stopping.note_batch(batch, "
-                "indices), or give the DataLoader as data"
+                f"{self._owner}: the rows of this batch are unknown; "
+                + way_out(
+                    self._owner,
+                    "pass stopping.note_batch(batch, indices), or give the DataLoader as data",
+                )
             )
         return replace(self.recorder.find(batch), prepared=batch)
 

@@ -59,7 +59,7 @@ class StoppingRule(Closing, Reporting, ABC):
         reason: the current state in words.
     """
 
-    owner: ClassVar[str] = "heldin.EarlyStopping"  # by which messages name the rule
+    owner: str = "heldin.EarlyStopping"  # by which messages name the rule
     _state_version: ClassVar[int] = 1
     _state_schema: ClassVar[dict[str, Any]]  # schema of the result of `_own_state`
 

@@ -81,6 +81,13 @@ class LeaveOneOutStopping(PathStopping):
         self._data = TensorData(name, model, loss_fn, data, sample_weight, self._device)
         self._rows, self._weights, self._loss = self._data.rows, self._data.weights, self._data.loss
         self._count = len(self._rows)
+        bad = self._data.bad_rows()
+        if bad:
+            raise HeldinError(
+                f"heldin.EarlyStopping: the loss of row {', '.join(map(str, bad[:5]))} is nan or "
+                "infinite before training; look at the inputs and targets of that row, and leave "
+                "it out of the data"
+            )
         if self._loss.kind == "other":
             raise HeldinError(
                 "heldin.EarlyStopping: loss_fn is neither the mean nor the sum of its rows' losses "

@@ -479,7 +479,8 @@ def _sums(tensors: Sequence[Tensor]) -> Tensor:
     kinds = {(tensor.dtype, tensor.device.type) for tensor in tensors}
     if len(kinds) == 1 and kinds <= {(dtype, "cpu") for dtype in TOLERANCE}:
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        return (flat @ _weights(len(flat), flat.dtype)).nan_to_num(nan=-1.0)
+        with full_precision("cpu"):
+            return (flat @ _weights(len(flat), flat.dtype)).nan_to_num(nan=-1.0)
     sums = norms(list(tensors), 1)
     if len({(each.dtype, each.device) for each in sums}) > 1:
         sums = tuple(each.double().cpu() for each in sums)

@@ -86,6 +86,16 @@ class TensorData:
         losses = self.loss.per_row(outputs, targets) * self.weights[rows]
         return losses.sum() if self.loss.kind == "sum" else losses.mean()
 
+    def bad_rows(self) -> list[int]:
+        """Return the rows whose loss is nan or infinite."""
+        bad: list[int] = []
+        for start in range(0, len(self.rows), CHUNK):
+            some = slice(start, start + CHUNK)
+            outputs = self.outputs([x[some] for x in self.rows.inputs])
+            losses = self.loss.per_row(outputs, self.rows.targets[some])
+            bad += (start + (~losses.isfinite()).nonzero().flatten()).tolist()
+        return bad
+
     def training_loss(self, most: int = ENOUGH) -> float:
         """Mean over the rows; over some of them, evenly spread, where there are more."""
         n = len(self.rows)
