@@ -242,7 +242,12 @@ class Exchange:
         if self._buffer_marks is None:
             return self._moved_buffers
         pairs = enumerate(zip(self._buffer_marks, marks, strict=True))
-        self._moved_buffers |= {number for number, (old, new) in pairs if old != new}
+        moved = {number for number, (old, new) in pairs if old != new}
+        # PyTorch does not count the writes of a normalisation into its running mean.
+        places = [self.buffer_places[number] for number in moved]
+        counted = {id(table) for table, name in places if name == "num_batches_tracked"}
+        moved |= {n for n, (table, _) in enumerate(self.buffer_places) if id(table) in counted}
+        self._moved_buffers |= moved
         self._buffer_marks = marks
         return self._moved_buffers
 

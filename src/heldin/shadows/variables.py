@@ -197,8 +197,8 @@ class Variables:
             if depth == DEPTH or is_of_user(value.__module__):
                 self._read_function(name, value, *below)
         elif isinstance(value, MethodType):
+            self._read(name, value.__func__, values, seen, depth)
             self._read(name or "self", value.__self__, *below)
-            self._read(name, value.__func__, *below)
         elif isinstance(value, functools.partial):
             for part in (value.func, *value.args, *value.keywords.values()):
                 self._read(name, part, *below) if callable(part) else None
@@ -291,12 +291,12 @@ class Variables:
                 value, label = table[name], f"globals()[{name!r}]"
                 self._add_variable(label, table, name, values)
                 nested.append((label, value))
-                if isinstance(value, ModuleType) and is_of_user(value.__name__):
-                    for part in names:
-                        if part in vars(value):
-                            label = f"{name}.{part}"
-                            self._add_variable(label, vars(value), part, values)
-                            nested.append((label, vars(value)[part]))
+        for _, value in list(nested):
+            if isinstance(value, ModuleType) and is_of_user(value.__name__):
+                for part in [name for name in names if name in vars(value)]:
+                    label = f"{value.__name__}.{part}"
+                    self._add_variable(label, vars(value), part, values)
+                    nested.append((label, vars(value)[part]))
         if vars(function):
             nested.append((f"{prefix}{function.__name__}.__dict__", vars(function)))
         nested.append((f"{prefix}defaults", function.__defaults__))
