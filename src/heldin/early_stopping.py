@@ -790,6 +790,8 @@ class EarlyStopping(NamedArguments, RunResults, PlainLoopOnly):
         if isinstance(inner, PathStopping):
             numbers = {"test loss": inner.estimate, **inner.metric_values()}
             values = "".join(f", {name} {value:.4g}" for name, value in numbers.items())
+            if inner.uncalibrated:
+                values += f", no temperature: {inner.uncalibrated}"
         return f"<heldin.EarlyStopping({self.rule!r}): {self.reason}{values}>"
 
     # -- saving and closing

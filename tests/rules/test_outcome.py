@@ -205,6 +205,7 @@ def test_committees_of_layers_that_cannot_be_scaled_are_calibrated() -> None:
     stopping.close()
     plain = stopping_of(Cosine(), "vmap")
     assert "no temperature, as the last layer cannot be scaled exactly" in plain.conclusion
+    assert repr(plain).endswith(", no temperature: the last layer cannot be scaled exactly>")
     plain.close()
 
 
