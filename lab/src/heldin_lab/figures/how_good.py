@@ -778,13 +778,13 @@ def size_words() -> str:
                 clear["loss"] = n
             if compared(classified(some), "heldin", "accuracy").low > 0:
                 clear["accuracy"] = n
-        tried = sorted({r["spec"]["n"] for r in lines})
-        ends = [f"up to {n:,} rows" if n else "at none of these sizes" for n in clear.values()]
-        parts.append(
-            f"On {kind} ({tried[0]:,} to {tried[-1]:,} rows) heldin is clearly ahead {ends[0]} by "
-            f"log loss and {ends[1]} by accuracy"
-        )
-    return ". ".join(parts) + "."
+        most = max(r["spec"]["n"] for r in lines)
+        ends = [f"{n:,}" if n else "none" for n in clear.values()]
+        parts.append(f"{kind} {' and '.join(ends)} ({most:,} tried)")
+    return (
+        "Up to so many rows heldin is clearly ahead of the split, by log loss and by accuracy: "
+        f"{'; '.join(parts)}."
+    )
 
 
 def readme_table() -> str:
