@@ -135,10 +135,11 @@ def test_light_shadows_see_no_row_of_the_future() -> None:
         optimizer.zero_grad()
         F.mse_loss(model(batch[0]), batch[1]).backward()
         optimizer.step()
-    drawn = [int((x == row).all(1).nonzero()) for part in seen for row in part]
+    parts = [part for part in seen if len(part) < 20]  # not the checks of whole batches
+    drawn = [int((x == row).all(1).nonzero()) for part in parts for row in part]
     stopping.close()
     assert len({*drawn}) >= 20
-    assert max(drawn[-20:]) < 45  # a shadow of the first three of four blocks
+    assert max(drawn) < 45  # a shadow of the first three of four blocks
 
 
 def test_the_band_grows_with_the_rows_that_shadows_miss() -> None:
