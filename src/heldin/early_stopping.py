@@ -102,8 +102,8 @@ class EarlyStopping(NamedArguments, RunResults, PlainLoopOnly):
         averaged_model: an average of the weights that `train_step` updates, such as
             `torch.optim.swa_utils.AveragedModel`. Estimates are those of the average, and its
             weights are restored, into the average and into the model.
-        verify: whether to check every step of the loop, not only steps 1, 2, 4, 8, ...; see
-            `heldin.verify`.
+        verify: whether to check every step of the loop, not only the first ones and some later
+            ones; see `heldin.verify`.
 
     >>> import heldin, torch
     >>> _ = torch.manual_seed(0)

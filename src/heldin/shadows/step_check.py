@@ -203,7 +203,7 @@ class StepCheck:
         self.renew()
 
     def check_every_step(self) -> None:
-        """Check all steps from now on, not only steps 1, 2, 4, 8, ..."""
+        """Check all steps from now on."""
         self._every_step = True
 
     # -- what must not change between two steps
