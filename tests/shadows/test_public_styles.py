@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -9,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.data import DataLoader, Dataset
 
 import heldin
-from heldin import HeldinError, rules
+from heldin import HeldinError, HeldinWarning, rules
 
 N, FOLDS, SIZE = 24, 3, 8
 
@@ -212,3 +215,223 @@ def test_a_compiled_model_with_hooks_for_its_outputs() -> None:
 
 def items_loader() -> DataLoader[Any]:
     return DataLoader(items(), batch_size=SIZE)  # type: ignore[arg-type]
+
+
+class DenseLike(nn.Module):
+    """Blocks whose inputs are the outputs of all earlier ones, each with a BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        sizes = range(4, 24, 2)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.BatchNorm1d(size), nn.ReLU(), nn.Linear(size, 2)) for size in sizes
+        )
+        self.head = nn.Linear(24, 1)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.cat([x, block(x)], 1)
+        outputs: Tensor = self.head(x)
+        return outputs
+
+
+@pytest.mark.parametrize(("rule", "count"), [("evidence", 1), ("folds", 0)])
+def test_many_layers_give_one_warning(rule: str, count: int) -> None:
+    model, (x, y) = DenseLike(), rows()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    options: Any = {} if rule == "evidence" else {"loss_fn": nn.MSELoss(), "data": (x, y)}
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        stopping = heldin.EarlyStopping(model, optimizer, rule=rule, **options)
+        for _ in stopping.epochs(4):
+            take_step(optimizer, F.mse_loss(model(x), y))
+    assert len([each for each in shown if issubclass(each.category, HeldinWarning)]) == count
+
+
+class Normed(nn.Module):
+    """A network with spectral norm and a BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.norm = spectral_norm(nn.Linear(4, 6)), nn.BatchNorm1d(6)
+        self.last = nn.Linear(6, 1)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self.last(self.norm(self.first(x)).relu())
+        return outputs
+
+
+def test_restored_buffers_are_those_of_one_check() -> None:
+    model, loader = Normed(), items_loader()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    steps = []
+    rule = rules.Folds(folds=FOLDS, average="bagged")
+    stopping = heldin.EarlyStopping(
+        model, optimizer, data=loader, batch_loss=mse, rule=rule, patience=None
+    )
+    for _ in stopping.epochs(8):
+        for batch in loader:
+            take_step(optimizer, mse(model, batch))
+            steps.append({name: value.clone() for name, value in model.state_dict().items()})
+    restored = {name: value.clone() for name, value in model.state_dict().items()}
+    buffers = dict(model.named_buffers())
+    same = [step for step in steps if all(torch.equal(step[n], restored[n]) for n in buffers)]
+    assert len(same) == 1  # neither averaged nor mixed
+    assert not torch.equal(same[0]["last.weight"], restored["last.weight"])  # as weights are
+    with torch.no_grad():
+        assert 0.9 < float(torch.linalg.matrix_norm(model.eval().first.weight, 2)) < 1.1
+
+
+# --- losses ----------------------------------------------------------------------------------
+
+
+def token_loss(model: nn.Module, batch: Any) -> Tensor:
+    """Return the mean over tokens, whose number changes from batch to batch."""
+    logits = model(batch[0])[:, None].expand(-1, 5, -1)
+    return F.cross_entropy(logits.flatten(0, 1), batch[1].flatten(), ignore_index=-100)
+
+
+def info_nce(model: nn.Module, batch: Any) -> Tensor:
+    """Return a loss in which the other rows of the batch are negatives."""
+    one, other = F.normalize(model(batch[0]), dim=1), F.normalize(model(batch[1]), dim=1)
+    return F.cross_entropy(one @ other.T / 0.5, torch.arange(len(one)))
+
+
+def dice(model: nn.Module, batch: Any) -> Tensor:
+    """Return one ratio over all pixels of the batch."""
+    guess = model(batch[0]).sigmoid()
+    return 1 - 2 * (guess * batch[1]).sum() / (guess.sum() + batch[1].sum())
+
+
+def tokens(x: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(5)
+    labels = torch.randint(0, 3, (N, 5), generator=generator)
+    lengths = torch.randint(1, 6, (N, 1), generator=generator)
+    return labels.masked_fill(torch.arange(5) >= lengths, -100)
+
+
+@pytest.mark.parametrize(
+    ("batch_loss", "outputs", "targets"),
+    [
+        (token_loss, 3, tokens),
+        (info_nce, 3, lambda x: x + 0.1 * x.roll(1, 0)),
+        (dice, 4, lambda x: (x > 0).double()),
+    ],
+    ids=["ignore_index", "info_nce", "dice"],
+)
+def test_losses_that_are_no_mean_over_rows(batch_loss: Loss, outputs: int, targets: Any) -> None:
+    x, _ = rows()
+    y = targets(x)
+    dataset = list(zip(x, y, strict=True))
+    stopping = check_twins(dataset, lambda: linear(outputs), batch_loss)
+    rule = stopping.following
+    losses = []
+    for number in range(FOLDS):  # blocks of the loop's size, as its own loss gives them
+        block = (rule.fold_of_row == number).nonzero().flatten()
+        model = linear(outputs)
+        with torch.no_grad():
+            model.load_state_dict(rule.backend.weights_of(number))
+            losses += [float(batch_loss(model, (x[block], y[block])))] * len(block)
+    rule._check()
+    assert stopping.history.last().estimate == pytest.approx(sum(losses) / N, rel=1e-12)
+
+
+# --- rows ------------------------------------------------------------------------------------
+
+
+def test_several_crops_of_each_row() -> None:
+    x, y = rows()
+    dataset = [[(x[i], y[i]), (-x[i], y[i])] for i in range(N)]
+
+    def collate(some: list[Any]) -> Any:  # as MONAI's list_data_collate
+        return stacked([crop for row in some for crop in row])
+
+    check_twins(dataset, linear, collate_fn=collate)
+
+
+class Pairs(Dataset[Any]):
+    """Rows beside a partner that is drawn when they are read."""
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, row: int) -> Any:
+        x, y = rows()
+        other = int(torch.randint(N, ()))
+        return torch.cat([x[row], x[other]]), (y[row] > y[other]).double()
+
+
+class Windows(Dataset[Any]):
+    """Windows of a series that overlap by all but one value."""
+
+    series = rows()[0].flatten()
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, row: int) -> Any:
+        return self.series[row : row + 12], self.series[row + 12 : row + 13]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [(Pairs(), "the estimate is too low; draw such partners"), (Windows(), "rows overlap")],
+    ids=["siamese_pairs", "overlapping_windows"],
+)
+def test_rows_that_share_inputs(dataset: Any, message: str) -> None:
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return F.mse_loss(model(batch[0].unflatten(1, (-1, 4))).mean(1), batch[1])
+
+    with pytest.warns(HeldinWarning, match=message):
+        heldin.EarlyStopping(
+            model, optimizer, data=DataLoader(dataset, batch_size=SIZE), batch_loss=loss
+        )
+
+
+@pytest.mark.parametrize("kind", ["anew", "list", "cycle"])
+def test_batches_of_another_loader(kind: str) -> None:
+    model, loader = linear(), items_loader()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    stopping = heldin.EarlyStopping(model, optimizer, data=loader, batch_loss=mse)
+    batches: Any = {"anew": items_loader, "list": lambda: list(loader) * 2}.get(
+        kind, lambda: itertools.islice(itertools.cycle(loader), 6)
+    )()
+
+    def train() -> None:
+        for batch in batches:
+            take_step(optimizer, mse(model, batch))
+
+    with pytest.raises(HeldinError, match="another DataLoader than the one given as data"):
+        train()
+    stopping.close()
+
+
+def test_a_row_without_a_loss_is_named_by_leave_one_out() -> None:
+    x, y = rows()
+    x[7] = float("nan")
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(HeldinError, match="the loss of row 7 is nan"):
+        heldin.EarlyStopping(model, optimizer, nn.MSELoss(), (x, y), "leave-one-out")
+
+
+def test_weights_perturbed_inside_of_the_first_step() -> None:
+    model: Any = linear()
+    loader = items_loader()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    stopping = heldin.EarlyStopping(model, optimizer, data=loader, batch_loss=mse)
+    batch = next(iter(loader))
+    mse(model, batch).backward()
+    with torch.no_grad():  # adversarial training
+        model.weight.add_(0.1)
+    mse(model, batch).backward()
+    with pytest.raises(HeldinError, match=r"outside of optimizer\.step\(\) after step 0 \(perturb"):
+        optimizer.step()
+    stopping.close()
