@@ -304,3 +304,30 @@ def test_accelerate() -> None:
         return trace
 
     expect_same(train)
+
+
+def test_fabric() -> None:
+    pytest.importorskip("lightning")
+    from lightning.fabric import Fabric
+
+    from heldin.fabric import EarlyStopping
+
+    def train(follow: bool) -> Trace:
+        trace, fabric = Trace(), Fabric(accelerator="cpu", devices=1)
+        network = net()
+        model, optimizer = fabric.setup(network, torch.optim.Adam(network.parameters(), lr=0.01))
+        batches = fabric.setup_dataloaders(loader())
+        if follow:
+            options = {name: value for name, value in OPTIONS.items() if name != "restore"}
+            stopping = EarlyStopping(model, optimizer, F.cross_entropy, batches, **options)
+        for _ in range(EPOCHS):
+            for inputs, labels in batches:
+                optimizer.zero_grad()
+                fabric.backward(F.cross_entropy(model(inputs), labels))
+                optimizer.step()
+                trace.add(network.state_dict().values())
+        if follow:
+            stopping.close()
+        return trace
+
+    expect_same(train)
