@@ -298,7 +298,7 @@ def test_any_batch_within_a_budget() -> None:
     assert len(told) == 1
     assert isinstance(made, runs.FoldFollower)
     assert made.rule.shadows == 1
-    assert "(budget 1.5, which no rule fits: this is the cheapest)" in made.reason_chosen
+    assert "(budget 1.5, which no rule fits: this is among the cheapest)" in made.reason_chosen
     made.close()
 
 

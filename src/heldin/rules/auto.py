@@ -166,7 +166,7 @@ def _choose(case: _Case, budget: float | None, memory: int, light: bool = True) 
     spent = (
         f"for about {case.cost(*best):g} times the time of a run of 1,000 steps or more "
         f"({'' if budget is not None else 'default '}budget {limit:g}"
-        f"{', which no rule fits: this is the cheapest' if over else ''})"
+        f"{', which no rule fits: this is among the cheapest' if over else ''})"
     )
     more = _more(case, best, options, memory)
     reason = f"{case.text}: {NAMES[best]}, {spent}; {more}"
