@@ -309,7 +309,8 @@ def strided(tensor: Tensor) -> list[Tensor]:
     if tensor.layout == torch.strided:
         return list(tensor.unbind()) if tensor.is_nested else [tensor]
     if tensor.layout == torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
+        sparse = tensor.detach().coalesce()
+        return [sparse.indices(), sparse.values()]
     if tensor.layout == torch.jagged:
         nested: Any = tensor
         return [nested.values(), nested.offsets()]
