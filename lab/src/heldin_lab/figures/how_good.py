@@ -529,7 +529,7 @@ def sizes() -> str:
     """Return heldin's gain over the split by number of rows, in one row each."""
     rows = []
     groups = {kind: runs(kind) for kind in KINDS}
-    groups["images, 3,000 steps"] = read_lines(STUDY / "rivals-images-large.jsonl")
+    groups["images, 3,000 steps"] = [*read_lines(STUDY / "rivals-images-large.jsonl")]
     for kind, lines in groups.items():
         for n in sorted({r["spec"]["n"] for r in lines}):
             some = [r for r in lines if r["spec"]["n"] == n]
@@ -767,7 +767,7 @@ def size_words() -> str:
     """Say up to which number of rows heldin is clearly ahead of the split."""
     parts = []
     groups = {kind: runs(kind) for kind in KINDS}
-    groups["images"] = read_lines(STUDY / "rivals-images-large.jsonl")
+    groups["images"] = [*read_lines(STUDY / "rivals-images-large.jsonl")]
     for kind, lines in groups.items():
         if not lines:
             continue
