@@ -13,7 +13,7 @@ from heldin.errors import HeldinError, HeldinWarning, more
 __all__ = ["check_trainable", "module_of", "note_trained", "warn_of_training"]
 
 WRITES = 20  # to a parameter, beyond which more than its initialisation was written
-# Models that were trained under heldin: the sums of their weights, and how often these were written.
+# Models that were trained under heldin: sums of their weights, and how often these were written.
 _TRAINED: WeakKeyDictionary[nn.Module, tuple[list[Tensor], int]] = WeakKeyDictionary()
 
 # Moving averages of weights, by the names that torch, timm and other packages give them.
