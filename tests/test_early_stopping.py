@@ -410,3 +410,22 @@ def test_fit_says_that_evidence_follows_loops() -> None:
 def test_a_misspelt_public_name() -> None:
     with pytest.raises(AttributeError, match="did you mean 'EarlyStopping'"):
         _ = heldin.EarlyStoping
+
+
+def test_evidence_that_does_not_stop_in_many_epochs_is_warned_about() -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    rule = rules.Evidence(estimator="exact", checks=10**6)
+    stopping = heldin.EarlyStopping(model, optimizer, rule=rule)
+    batch = [each[:4] for each in rows()]
+
+    def loop() -> None:
+        for _ in stopping.epochs(102):
+            for _ in range(10):
+                optimizer.zero_grad()
+                batch_loss(model, batch).backward()
+                optimizer.step()
+
+    with pytest.warns(heldin.HeldinWarning, match="100 epochs have passed") as caught:
+        loop()
+    assert len(caught) == 1

@@ -28,6 +28,7 @@ from heldin.rules.evidence import EvidenceStopping
 from heldin.rules.folds import FoldStopping
 from heldin.rules.inputs import RunInputs
 from heldin.rules.options import Auto, Evidence, Folds, LeaveOneOut, Rule, Validation, resolve
+from heldin.rules.outlook import MANY_EPOCHS, warn_of_many_epochs
 from heldin.rules.path import PathStopping, check_patience
 from heldin.rules.policy import PATIENCE, Patience
 from heldin.rules.progress import RunProgress
@@ -500,6 +501,9 @@ class EarlyStopping(NamedArguments, RunResults, PlainLoopOnly):
             self._facts.epoch_ends.append(self._step)
             if isinstance(self._inner, PathStopping):
                 self._inner.epoch_steps = self._step - first
+            many = len(self._facts.epoch_ends) == MANY_EPOCHS and self._step >= 10 * MANY_EPOCHS
+            if many and isinstance(self._inner, EvidenceStopping) and not self.should_stop:
+                warn_of_many_epochs(NAME, self._inner.criterion)
         if isinstance(self._inner, ValidationStopping) and not self._inner.should_stop:
             assert isinstance(self.rule, Validation)
             if self.rule.check_every is None:

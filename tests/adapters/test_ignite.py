@@ -21,7 +21,6 @@ from ignite.engine import Engine, Events, create_supervised_trainer
 from ignite.handlers import Checkpoint, DiskSaver
 
 from heldin.ignite import EarlyStopping
-from tests.support import runs
 
 pytestmark = plain.foreign
 

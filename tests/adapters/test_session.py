@@ -242,11 +242,11 @@ def run_epochs(number: int, batches: int, **options: Any) -> None:
 
 
 def test_very_many_epochs_without_a_stop_are_noticed() -> None:
-    with pytest.warns(heldin.HeldinWarning, match=r"200 epochs.*Use rule='auto'") as told:
-        run_epochs(220, 10, checks=10**6)
+    with pytest.warns(heldin.HeldinWarning, match=r"100 epochs.*use rule='auto'") as told:
+        run_epochs(120, 10, checks=10**6)
     assert len(told) == 1
-    run_epochs(220, 2, checks=10**6)  # few steps in many epochs say nothing
-    run_epochs(150, 14, checks=10**6)
+    run_epochs(120, 2, checks=10**6)  # few steps in many epochs say nothing
+    run_epochs(90, 14, checks=10**6)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from heldin.rules.evidence import EvidenceStopping
 from heldin.rules.folds import FoldStopping
 from heldin.rules.inputs import RunInputs
 from heldin.rules.options import Auto, Evidence, Folds, Rule
-from heldin.rules.outlook import INSTEAD
+from heldin.rules.outlook import MANY_EPOCHS, warn_of_many_epochs
 from heldin.rules.path import PathStopping, check_patience
 from heldin.rules.results import check_outputs, follow_outputs
 from heldin.shadows.held_out import BatchLoss
@@ -46,7 +46,6 @@ __all__ = [
 ]
 
 BATCH_SIZE = 32  # rows per evaluation, where the loader has no batch size
-MANY_EPOCHS = 200  # epochs after which the criterion will hardly stop the run
 ESTIMATED_ONLY = ("groups", "stratify", "time", "eval_data", "eval_loss", "on_check", "finish")
 
 
@@ -434,14 +433,7 @@ class Session:
         self._epochs += 1
         many = self._epochs == MANY_EPOCHS and stopping.counts[0] >= 10 * MANY_EPOCHS
         if many and not stopping.should_stop:
-            warnings.warn(
-                f"{self.owner}: {MANY_EPOCHS} epochs have passed and the criterion is "
-                f"{stopping.criterion:.3g}. If the training loss does not fall any more, evidence "
-                "will hardly stop this run, as on tables with rare classes or many columns. "
-                f"{INSTEAD} {more('evidence-will-hardly-stop')}",
-                HeldinWarning,
-                stacklevel=2,
-            )
+            warn_of_many_epochs(self.owner, stopping.criterion)
         unobserved = before[0] < stopping.counts[0] < before[0] + stopping.every
         if stopping.counts[1:] != before[1:] or unobserved or self._warned:
             return

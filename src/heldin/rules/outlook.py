@@ -11,9 +11,10 @@ import torch
 from heldin.capture.moments import Moments
 from heldin.errors import HeldinWarning, more
 
-__all__ = ["INSTEAD", "VanishedGradientCheck"]
+__all__ = ["MANY_EPOCHS", "VanishedGradientCheck", "warn_of_many_epochs"]
 
-INSTEAD = "Use rule='auto', which estimates the test loss, in its place"
+INSTEAD = "use rule='auto', which estimates the test loss, in its place"
+MANY_EPOCHS = 100  # without a stop; in our study few runs were stopped after so many
 FIRST = 64  # number of checks at the first test; the number doubles for each later test
 VANISHED = 1e-6  # share of the initial mean squared per-sample gradient
 
@@ -52,10 +53,22 @@ class VanishedGradientCheck:
             f"heldin.EarlyStopping: after {step} steps the gradients of single samples are below a "
             f"thousandth of what they were, so the training loss is near zero, and the criterion "
             f"is {criterion:.3g}{unarmed}. Evidence will hardly stop this run: the model fits "
-            f"every row. {INSTEAD} {more('evidence-will-hardly-stop')}",
+            f"every row; {INSTEAD} {more('evidence-will-hardly-stop')}",
             HeldinWarning,
             stacklevel=6,
         )
+
+
+def warn_of_many_epochs(owner: str, criterion: float) -> None:
+    """Warn that evidence has not stopped a run in many epochs."""
+    warnings.warn(
+        f"{owner}: {MANY_EPOCHS} epochs have passed and the criterion is {criterion:.3g}. If the "
+        "training loss does not fall any more, evidence will hardly stop this run, as on texts, "
+        "and on tables with rare classes or many columns. End it by hand, smooth more "
+        f"(rules.Evidence(smoothing=0.95)), or {INSTEAD} {more('evidence-will-hardly-stop')}",
+        HeldinWarning,
+        stacklevel=4,
+    )
 
 
 def _sizes(seen: Mapping[str, Moments], count: int) -> dict[str, float]:
