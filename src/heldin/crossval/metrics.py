@@ -99,6 +99,11 @@ def are_probabilities(outputs: Tensor, targets: Tensor) -> bool:
     return single or bool(((outputs.double().sum(1) - 1).abs() < 1e-4).all())
 
 
+def _is_loss(value: Any) -> bool:
+    """Return whether a value is one of PyTorch's losses, or derived from one."""
+    return any(kind.__module__ == nn.MSELoss.__module__ for kind in type(value).__mro__)
+
+
 def described(function: Any) -> str:
     """Return a text that is the same for functions that do the same, as far as that is known.
 
@@ -120,7 +125,7 @@ def described(function: Any) -> str:
         if function.__module__ == "torch.nn.functional":
             return str(name if name.endswith("loss") else f"{name}loss")
         enclosed = [cell.cell_contents for cell in function.__closure__ or ()]
-        options = [described(v) for v in enclosed if isinstance(v, nn.modules.loss._Loss)]
+        options = [described(v) for v in enclosed if _is_loss(v)]
         options += [repr(v) for v in enclosed if isinstance(v, (bool, int, float, str))]
         text = (
             f"{code.co_code!r} {code.co_names} {code.co_consts} {function.__defaults__} {options}"

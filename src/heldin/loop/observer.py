@@ -110,8 +110,8 @@ class LoopObserver:
         self._optimizer = optimizer
         self._trained = [p for group in optimizer.param_groups for p in group["params"]]
         addresses = {id(p) for p in self._trained}
-        is_on_cpu = all(p.device.type == "cpu" for p in self._trained)
-        self._is_small = is_on_cpu and sum(p.numel() for p in self._trained) <= SMALL
+        is_plain = all(p.device.type == "cpu" and type(p.data) is Tensor for p in self._trained)
+        self._is_small = is_plain and sum(p.numel() for p in self._trained) <= SMALL
 
         def other_steps(other: Optimizer, args: Any, kwargs: Any) -> None:
             self._refuse_other(other, addresses)
