@@ -212,7 +212,8 @@ class EarlyStopping(NamedArguments, RunResults, PlainLoopOnly):
             self._inner.finish = finish
         self._facts: RunFacts = getattr(self._inner, "run", RunFacts())
         self._facts.describe(self._model, self._optimizer)
-        follow_outputs(self._inner, metrics, predict, targets, monitor, mode, temperature)
+        self._outputs: Any = metrics, predict, targets, monitor, mode, temperature
+        follow_outputs(self._inner, *self._outputs)
         self._tell_of_checks(self._inner, on_check)
         if verify:
             self._verify_every_step()
@@ -599,7 +600,7 @@ class EarlyStopping(NamedArguments, RunResults, PlainLoopOnly):
         the targets of rows that it does not see.
         """
         self._inner._stacked("fit").start_at(weights)
-        follow_outputs(self._inner, None, None, None, "loss", None, "auto")
+        follow_outputs(self._inner, *self._outputs)
 
     def _fit_plainly(
         self,
@@ -837,6 +838,7 @@ class EarlyStopping(NamedArguments, RunResults, PlainLoopOnly):
         self._inner.close()
         self._model = self._optimizer = self._loader = None
         self._data = self._loss = self._train_step = None
+        self._outputs = None
         self._batches = []
 
     def _opened(self, method: str) -> nn.Module:

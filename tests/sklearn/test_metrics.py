@@ -102,3 +102,28 @@ def test_refused(name: str) -> None:
 def test_an_estimator_with_metrics_is_cloned() -> None:
     model = MLPClassifier(metrics=["f1"], **QUICK)
     assert clone(model).get_params()["metrics"] == ["f1"]
+
+
+@pytest.mark.parametrize("kind", ["classes", "numbers"])
+def test_weights_are_chosen_by_a_score(kind: str) -> None:
+    generator = np.random.default_rng(3)
+    x = generator.normal(size=(90, 4))
+    signal = x[:, 0] + 1.5 * generator.normal(size=90)
+    y = np.where(signal > 0, "yes", "no") if kind == "classes" else signal
+    scorer = "accuracy" if kind == "classes" else "r2"
+    make = MLPClassifier if kind == "classes" else MLPRegressor
+    model = make((16,), random_state=0, monitor=scorer).fit(x, y)
+    run = model.run_
+    inner = run.following
+    values = [inner.metric_values(number)[scorer] for number in range(len(run.history))]
+    chosen = [record.step for record in run.history].index(run.best_step)
+    assert values[chosen] == max(values)
+    assert model.estimates_[scorer].value == pytest.approx(values[chosen], abs=1e-6)
+
+
+def test_a_score_to_choose_by_is_checked() -> None:
+    x, y = np.random.default_rng(0).normal(size=(40, 2)), np.arange(40) % 2
+    with pytest.raises(ValueError, match="Did you mean 'accuracy'"):
+        MLPClassifier(monitor="acuracy").fit(x, y)
+    with pytest.raises(ValueError, match="monitor='accuracy' needs folds"):
+        MLPClassifier(monitor="accuracy", early_stopping="evidence").fit(x, y)

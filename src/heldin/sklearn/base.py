@@ -119,10 +119,12 @@ class Estimator(CallbackSupportMixin, BaseEstimator):  # type: ignore[misc]
         "cv": ["cv_object"],
         "class_weight": [dict, StrOptions({"balanced"}), None],
         "metrics": "no_validation",
+        "monitor": [str],
     }
     early_stopping: Any
     cv: Any
     metrics: Any
+    monitor: str
     _categories: Any
     _imputer: SimpleImputer
     _scaler: Scaler | None
@@ -224,6 +226,7 @@ class Estimator(CallbackSupportMixin, BaseEstimator):  # type: ignore[misc]
         needs_folds = {
             f"cv={cv!r} needs": cv is not None,
             "metrics need": bool(self._metrics()),
+            f"monitor={self.monitor!r} needs": self.monitor != "loss",
             "groups need": groups is not None,
             "time needs": time is not None,
         }
@@ -258,6 +261,8 @@ class Estimator(CallbackSupportMixin, BaseEstimator):  # type: ignore[misc]
     def _metrics(self) -> dict[str, Metric]:
         """Return the metrics by their names."""
         try:
+            if self.monitor != "loss":
+                resolve_metrics([self.monitor])
             return resolve_metrics(self.metrics, probabilities=is_classifier(self))
         except HeldinError as error:
             raise self._refuse(str(error)) from error
@@ -569,6 +574,7 @@ class Estimator(CallbackSupportMixin, BaseEstimator):  # type: ignore[misc]
             labels = keep_first_folds(every, shadows)
             sees = visible(labels, torch.arange(shadows).unsqueeze(1), in_time=False)
             plan = FoldPlan(replace(asked, folds=every, shadows=shadows), labels, sees, groups)
+        plan = replace(plan, monitor=self.monitor)
         networks = len(plan.sees) + 1
         parameters = sum(p.numel() for p in trainer.model.parameters())
         needed = networks * TENSORS * parameters * _dtype(trainer.model).itemsize

@@ -74,6 +74,8 @@ class MLPClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
         metrics: more scores for `estimates_`: names of scikit-learn's scorers, or a mapping of
             names to functions of out-of-fold predictions and targets (tensors; the numbers of the
             classes); needs folds.
+        monitor: what the weights are chosen by: "loss", or the name of a scikit-learn scorer, whose
+            largest out-of-fold value is taken; needs folds.
 
     Attributes:
         classes_, coefs_, intercepts_, n_iter_, loss_, loss_curve_, t_, n_layers_, n_outputs_,
@@ -145,6 +147,7 @@ class MLPClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
         cv: Any = None,
         class_weight: Any = None,
         metrics: Any = None,
+        monitor: str = "loss",
     ) -> None:
         self._set_parameters(locals())
 
@@ -294,6 +297,7 @@ class MLPRegressor(RegressorMixin, Estimator):  # type: ignore[misc]
         standardize: bool = True,
         cv: Any = None,
         metrics: Any = None,
+        monitor: str = "loss",
     ) -> None:
         self._set_parameters(locals())
 

@@ -108,6 +108,7 @@ class FoldPlan:
         sees: (shadows, n) booleans: the rows that each shadow is trained on.
         groups: (n,) whole numbers; losses within a group are dependent. None with `time`.
         time: (n,) whole numbers in the order of time, or None.
+        monitor: what the weights are chosen by, "loss" or the name of a scorer.
     """
 
     rule: Folds
@@ -115,6 +116,7 @@ class FoldPlan:
     sees: Tensor
     groups: Tensor | None
     time: Tensor | None = None
+    monitor: str = "loss"
 
 
 @dataclass
@@ -286,6 +288,8 @@ class Trainer:
             time=plan.time,
             sample_weight=self.weights,
             seed=self.seed,
+            metrics=None if plan.monitor == "loss" else [plan.monitor],
+            monitor=plan.monitor,
         )
         constants = [self._constant(sees) for sees in plan.sees]
         *_, bias = dict(self.model.named_parameters())
