@@ -39,7 +39,7 @@ def test_a_run_is_verified() -> None:
     text = str(found)
     for part in (
         "engine replay",
-        "3 steps checked",
+        "5 steps checked",
         "are the same",
         "slices of the loop's batches",
     ):

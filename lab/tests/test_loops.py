@@ -39,7 +39,7 @@ def test_loops(name: str) -> None:
 
 def test_there_are_loops_of_all_kinds() -> None:
     assert len(LOOPS) >= 150
-    assert len({loop.kind for loop in LOOPS.values()}) == 7
+    assert len({loop.kind for loop in LOOPS.values()}) == 10
     assert all(loop.what.endswith(".") for loop in LOOPS.values())
 
 

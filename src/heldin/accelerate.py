@@ -153,10 +153,11 @@ class EarlyStopping(FrameworkStopping):
         return values
 
     def close(self) -> None:
-        """Put the best weights into the model, log the results, and follow no more."""
-        values = self._conclude()
-        if values:
-            self._accelerator.log(values)
+        """Put the best weights into the model, and follow no more.
+
+        `accelerator.log(stopping.summary())` logs the results; `end_training` may come before.
+        """
+        self._conclude()
 
     def __enter__(self) -> EarlyStopping:
         return self

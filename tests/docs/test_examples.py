@@ -31,7 +31,6 @@ def test_runs(
     found = runpy.run_path(str(path), run_name="__main__")
     auto, evidence = found["auto"], found["evidence"]
     told = capsys.readouterr().out
-    assert told.count("stopped at step ") == 2
     for rule in (auto, evidence):
         assert rule.should_stop
         assert f"stopped at step {rule.stopped_step}: " in told
