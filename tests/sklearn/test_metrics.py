@@ -124,6 +124,6 @@ def test_weights_are_chosen_by_a_score(kind: str) -> None:
 def test_a_score_to_choose_by_is_checked() -> None:
     x, y = np.random.default_rng(0).normal(size=(40, 2)), np.arange(40) % 2
     with pytest.raises(ValueError, match="Did you mean 'accuracy'"):
-        MLPClassifier(monitor="acuracy").fit(x, y)
+        MLPClassifier(monitor="accuracy_").fit(x, y)
     with pytest.raises(ValueError, match="monitor='accuracy' needs folds"):
         MLPClassifier(monitor="accuracy", early_stopping="evidence").fit(x, y)
