@@ -820,7 +820,27 @@ def readme_table() -> str:
     )
 
 
+TUNED = {"split": "20 % held out", "five folds, refit": "five folds, then refit"}
+TUNED |= {"evidence": "evidence", "heldin": "heldin", "heldin, one shadow": "heldin, one shadow"}
+TUNED["heldin, five folds"] = "heldin, five folds"
+
+
+def tuned_table() -> str:
+    """Return a table of the networks that were trained on other data first."""
+    groups = {name: read_lines(STUDY / f"rivals-{name}.jsonl") for name in ("faces", "topics")}
+    heads = [f"{name}, {len(lines)} runs: loss | accuracy" for name, lines in groups.items()]
+    rows = [f"| | {' | '.join(heads)} |", f"|---|{'---|' * 2 * len(groups)}"]
+    for rule, words in TUNED.items():
+        cells = []
+        for lines in groups.values():
+            loss = ratio(lines, rule, BEST).shown(2, sign=False)
+            cells += [loss, compared(lines, rule, "accuracy").shown(1)]
+        rows.append(f"| {words} | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
+    "tuned": tuned_table,
     "rivals": rivals,
     "sizes": sizes,
     "better": better,
