@@ -252,7 +252,7 @@ def test_two_threads_train_their_own_models() -> None:
                 p.copy_(torch.randn(p.shape, generator=torch_random))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         values = []
-        with runs.EvidenceStopping(model, budget=4) as stopping:
+        with runs.EvidenceStopping(model, coordinates=4) as stopping:
             for _ in range(40):
                 x = torch.randn(6 + seed, 3, generator=torch_random)
                 optimizer.zero_grad()

@@ -184,7 +184,7 @@ def test_settings_of_layers_with_the_sampled_estimator(
     torch.manual_seed(0)
     model, batch = layer(data.draw)
     exact = heldin.observe(model)
-    sampled = heldin.observe(model, estimator="sampled", budget=data.draw(st.integers(1, 3)))
+    sampled = heldin.observe(model, estimator="sampled", coordinates=data.draw(st.integers(1, 3)))
     with exact, sampled:
         for _ in range(3):
             exact.clear()

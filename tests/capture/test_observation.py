@@ -194,7 +194,7 @@ def test_non_finite_contributions_are_reported() -> None:
     e = heldin.evidence(seen)
     assert "0.weight" in e.nonfinite
     assert "0.weight" not in e.groups
-    spread = heldin.evidence(seen, groups="all")
+    spread = heldin.evidence(seen, parameter_groups="all")
     assert spread.groups == {}
     assert spread.criterion != spread.criterion
 

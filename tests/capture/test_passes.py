@@ -72,7 +72,7 @@ def is_true(seen: Any, model: nn.Module, losses: Tensor) -> None:
 def test_a_pass_for_each_task(estimator: Any, width: int) -> None:
     """A sample's contribution is the sum of both passes before it is squared."""
     model = Tasks(width)
-    with heldin.observe(model, estimator=estimator, budget=64) as seen:
+    with heldin.observe(model, estimator=estimator, coordinates=64) as seen:
         for step in range(4):
             seen.clear()
             model.zero_grad()
@@ -252,7 +252,7 @@ def test_a_pass_for_the_inputs_before_one_through_the_same_graph() -> None:
 def test_passes_of_which_one_is_looked_at_as_a_whole(order: tuple[bool, bool]) -> None:
     """A penalty is known for a whole parameter only, other passes for a block of it."""
     model = nn.Sequential(nn.Linear(60, 70), nn.Tanh(), nn.Linear(70, 50))
-    with heldin.observe(model, estimator="sampled", budget=16) as seen:
+    with heldin.observe(model, estimator="sampled", coordinates=16) as seen:
         for step in range(5):
             seen.clear()
             model.zero_grad()
@@ -284,7 +284,7 @@ def test_a_window_of_which_one_step_is_looked_at_as_a_whole() -> None:
 
     for sizes in ((1, 4), (4, 1)):
         model, window = Angles(), Window(mean=False)
-        with heldin.observe(model, estimator="sampled", budget=16) as seen:
+        with heldin.observe(model, estimator="sampled", coordinates=16) as seen:
             sampler = inside.collector(seen).sampler
             for size in sizes:
                 model(torch.randn(size, 300)).sum().backward()

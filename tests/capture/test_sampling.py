@@ -27,15 +27,17 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("budget", [1, 5])
+@pytest.mark.parametrize("coordinates", [1, 5])
 @pytest.mark.parametrize("case", [c for c in CASES if c.exact], ids=repr)
-def test_blocks_of_the_exact_moments(case: Case, budget: int) -> None:
+def test_blocks_of_the_exact_moments(case: Case, coordinates: int) -> None:
     """Whatever is looked at is exact, for every way in which a parameter can be used."""
     torch.manual_seed(1)
     torch.set_default_dtype(torch.float64)
     try:
         model = case.make()
-        sampled = heldin.observe(model, estimator="sampled", budget=budget, **case.options)
+        sampled = heldin.observe(
+            model, estimator="sampled", coordinates=coordinates, **case.options
+        )
         with (
             supported(lambda: case.losses(model, *case.batch()).sum().backward()),
             heldin.observe(model, **case.options) as exact,
@@ -67,21 +69,21 @@ def test_blocks_of_the_exact_moments(case: Case, budget: int) -> None:
     st.integers(0, 5),
 )
 def test_every_coordinate_is_as_likely(
-    shape: list[int], budget: int, spread: bool, seed: int
+    shape: list[int], coordinates: int, spread: bool, seed: int
 ) -> None:
     """The weighted sum over blocks has the mean of the whole sum, exactly, over all draws."""
     from heldin.capture.sampling import _piece
 
-    size, width = shape[0], max(1, budget)
+    size, width = shape[0], max(1, coordinates)
     chances = torch.zeros(size)
     for number in range(size * max(1, -(-size // width))):
         piece, weight = _piece(number, size, width, spread)
         chances[piece] += weight
     assert torch.allclose(chances, chances[0].expand(size))
-    sampler = Sampler(budget, seed)
+    sampler = Sampler(coordinates, seed)
     block, weight = sampler.block("w", shape, spread=spread)
     values = torch.arange(math.prod(shape)).reshape(shape)
-    most = max(budget, math.prod(shape[2:]))  # the last dimensions are never cut
+    most = max(coordinates, math.prod(shape[2:]))  # the last dimensions are never cut
     if block is None:
         assert values.numel() <= most
         assert weight == 1.0
@@ -96,7 +98,7 @@ def test_the_estimate_is_unbiased() -> None:
     model, x = nn.Linear(60, 50), torch.randn(32, 60)
     x[:, ::3] = 0  # dead columns
     y = torch.randint(0, 50, (32,))
-    sampled = heldin.observe(model, estimator="sampled", budget=200)
+    sampled = heldin.observe(model, estimator="sampled", coordinates=200)
     values = []
     with heldin.observe(model) as seen, sampled:
         for _ in range(400):
@@ -121,7 +123,7 @@ def test_small_parameters_are_exact() -> None:
 
 def test_blocks_change_with_clear_and_not_before() -> None:
     model, x = nn.Linear(300, 200), torch.randn(8, 300)
-    with heldin.observe(model, estimator="sampled", budget=64) as seen:
+    with heldin.observe(model, estimator="sampled", coordinates=64) as seen:
         model(x).sin().sum().backward()
         sampler = inside.collector(seen).sampler
         assert sampler is not None
@@ -149,7 +151,7 @@ def test_the_weight_and_the_bias_of_a_layer_share_their_rows() -> None:
 def test_the_global_random_stream_is_untouched() -> None:
     model, x = nn.Linear(300, 200), torch.randn(8, 300)
     before = torch.get_rng_state()
-    with heldin.observe(model, estimator="sampled", budget=64) as seen:
+    with heldin.observe(model, estimator="sampled", coordinates=64) as seen:
         for _ in range(3):
             model(x).sin().sum().backward()
             seen.clear()
@@ -176,11 +178,11 @@ def test_arguments() -> None:
     with pytest.raises(heldin.HeldinError, match="'exact', 'sampled' or 'microbatch'"):
         heldin.observe(model, estimator="guessed")  # type: ignore[arg-type]
     with pytest.raises(heldin.HeldinError, match="at least 1"):
-        heldin.observe(model, estimator="sampled", budget=0)
+        heldin.observe(model, estimator="sampled", coordinates=0)
 
 
 def test_small_matrices_are_exact_however_many_samples() -> None:
-    """A whole data set as one batch: hidden layers below the budget are taken whole."""
+    """A whole data set as one batch: hidden layers of fewer coordinates are taken whole."""
     model = nn.Sequential(
         nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2)
     )
@@ -291,7 +293,7 @@ def test_the_criterion_is_that_of_the_turn(across: Any) -> None:
 def test_groups_of_several_parameters_are_whole() -> None:
     torch.manual_seed(0)
     model = deep()
-    with runs.EvidenceStopping(model, groups=lambda name: name.split(".")[1]) as rule:
+    with runs.EvidenceStopping(model, parameter_groups=lambda name: name.split(".")[1]) as rule:
         for _ in range(4):
             model(torch.randn(12, 6)).square().sum().backward()
             rule.step()

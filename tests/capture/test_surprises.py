@@ -83,7 +83,7 @@ def test_layers_replaced_by_others_of_another_size(kind: str, estimator: Any) ->
     def loss(given: Tensor) -> Tensor:
         return model(given).square().sum()
 
-    with heldin.observe(model, estimator=estimator, budget=16) as seen:
+    with heldin.observe(model, estimator=estimator, coordinates=16) as seen:
         for step in range(6):
             if step == 3:
                 for i, layer in enumerate(after):
@@ -290,7 +290,7 @@ def test_a_resumed_run_over_sequences_is_the_same_to_the_last_bit(estimator: Any
     batches = torch.randn(8, 5, 6, 7, **DOUBLE)
 
     def fresh() -> runs.EvidenceStopping:
-        return runs.EvidenceStopping(model, estimator=estimator, budget=5, batch_dim=1)
+        return runs.EvidenceStopping(model, estimator=estimator, coordinates=5, batch_dim=1)
 
     found = []
     for cut in (None, 4):

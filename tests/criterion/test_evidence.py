@@ -47,7 +47,7 @@ def test_the_criterion_is_equation_10() -> None:
     assert e.criterion == pytest.approx(float(sum(expected.values())) / 2, rel=1e-9)
     assert e.count == 20
     assert e.live == {"weight": 5, "bias": 1}
-    whole = heldin.evidence(seen, groups="all")
+    whole = heldin.evidence(seen, parameter_groups="all")
     joint = 1 - torch.cat([paper(residual * x), paper(residual)]).mean()
     assert whole.criterion == pytest.approx(float(joint), rel=1e-9)
 
@@ -55,14 +55,14 @@ def test_the_criterion_is_equation_10() -> None:
 def test_groups() -> None:
     torch.manual_seed(0)
     seen = {name: moments(torch.randn(9, 4)) for name in ("a.weight", "a.bias", "b.weight")}
-    by_function = heldin.evidence(seen, groups=lambda name: name.split(".")[0])
+    by_function = heldin.evidence(seen, parameter_groups=lambda name: name.split(".")[0])
     table = {"a.weight": "a", "a.bias": "a", "b.weight": "b"}
-    assert heldin.evidence(seen, groups=table) == by_function
+    assert heldin.evidence(seen, parameter_groups=table) == by_function
     assert set(by_function.groups) == {"a", "b"}
     with pytest.raises(heldin.HeldinError, match=r"'b\.weight' has no entry"):
-        heldin.evidence(seen, groups={"a.weight": "a", "a.bias": "a"})
+        heldin.evidence(seen, parameter_groups={"a.weight": "a", "a.bias": "a"})
     with pytest.raises(heldin.HeldinError, match="groups: expected"):
-        heldin.evidence(seen, groups="layer")  # type: ignore[arg-type]
+        heldin.evidence(seen, parameter_groups="layer")  # type: ignore[arg-type]
 
 
 def test_dead_coordinates_are_left_out() -> None:

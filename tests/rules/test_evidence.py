@@ -419,8 +419,8 @@ def test_a_skipped_batch_in_the_first_window_is_no_error() -> None:
         ({"every": 0}, "every must be"),
         ({"arming": -1.0}, "arming must be"),
         ({"arming": math.nan}, "arming must be"),
-        ({"groups": "layer"}, "groups: expected 'tensor', 'all'"),
-        ({"groups": {"0.weight": "a"}}, "'0.bias' has no entry"),
+        ({"parameter_groups": "layer"}, "groups: expected 'tensor', 'all'"),
+        ({"parameter_groups": {"0.weight": "a"}}, "'0.bias' has no entry"),
         ({"correction": "student"}, "correction: expected None, 'gaussian' or 'symmetric'"),
         ({"dead": "skip"}, "dead: expected 'out' or 'zero'"),
         ({"reduction": "none"}, "reduction must be 'mean' or 'sum'"),
@@ -441,7 +441,7 @@ def test_bad_models() -> None:
 
 def test_metrics_are_flat_floats() -> None:
     model, (x, y) = net(), data()
-    with runs.EvidenceStopping(model, groups=lambda name: name.split(".")[0]) as stopping:
+    with runs.EvidenceStopping(model, parameter_groups=lambda name: name.split(".")[0]) as stopping:
         assert stopping.metrics() == {
             "heldin/count": 0.0,
             "heldin/armed": 0.0,

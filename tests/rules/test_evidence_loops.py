@@ -148,7 +148,9 @@ def test_activation_checkpointing() -> None:
 
 def test_parameter_groups_of_an_optimiser_as_groups() -> None:
     model, (x, y) = net(), data()
-    with runs.EvidenceStopping(model, groups=lambda n: n.split(".")[1], smoothing=0) as stopping:
+    with runs.EvidenceStopping(
+        model, parameter_groups=lambda n: n.split(".")[1], smoothing=0
+    ) as stopping:
         F.cross_entropy(model(x), y).backward()
         stopping.step()
         values = twin_of(model, (x, y))

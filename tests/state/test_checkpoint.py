@@ -22,7 +22,7 @@ from tests.support.states import same
 
 def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     model = nn.Linear(4, 1)
-    made = runs.EvidenceStopping(model, budget=3)
+    made = runs.EvidenceStopping(model, coordinates=3)
     for _ in range(7):
         model(torch.randn(12, 4)).square().mean().backward()
         made.step()

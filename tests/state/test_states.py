@@ -47,7 +47,7 @@ def run(name: str, width: int = 3) -> tuple[Any, Callable[[], None]]:
     optimizer: Any = torch.optim.Adam(model.parameters(), lr=0.05)
     kind, _, option = name.partition(", ")
     if kind == "EvidenceStopping":
-        made: Any = runs.EvidenceStopping(model, window=4 if option else 1, budget=3)
+        made: Any = runs.EvidenceStopping(model, window=4 if option else 1, coordinates=3)
     elif kind == "ElementwiseStopping":
         made = optimizer = heldin.ElementwiseStopping(optimizer, model, smoothing=0.5)
     elif kind == "ValidationStopping":

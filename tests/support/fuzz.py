@@ -26,7 +26,7 @@ def check(seed: int) -> str:
     m = 2 + seed % 3
     net = Net(seed, m)
     exact = heldin.observe(net)
-    sampled = heldin.observe(net, estimator="sampled", budget=1 + seed % 4)
+    sampled = heldin.observe(net, estimator="sampled", coordinates=1 + seed % 4)
     try:
         with exact, sampled:
             for step in range(3):

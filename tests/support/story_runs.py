@@ -16,7 +16,7 @@ from tests.support import inside, runs
 ESTIMATORS = [
     {"estimator": "exact"},
     {"estimator": "sampled"},  # all of these small tensors
-    {"estimator": "sampled", "budget": 8},  # other parts of them in each step
+    {"estimator": "sampled", "coordinates": 8},  # other parts of them in each step
 ]
 
 

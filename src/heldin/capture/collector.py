@@ -26,18 +26,18 @@ from .sampling import Sampler
 from .sharding import unwrapped
 from .step import Step
 
-__all__ = ["BUDGET", "Collector", "Estimator"]
+__all__ = ["COORDINATES", "Collector", "Estimator"]
 
 Estimator = Literal["exact", "sampled", "microbatch"]
 T = TypeVar("T")
-BUDGET = 4096  # coordinates per parameter of the sampled estimator
+COORDINATES = 4096  # coordinates per parameter of the sampled estimator
 
 
 class Collector:
     """The sums of all backward passes of a model since the last `clear`.
 
     Args:
-        model, batch_dim, parameters, estimator, budget, seed: see `heldin.observe`.
+        model, batch_dim, parameters, estimator, coordinates, seed: see `heldin.observe`.
         per_sample: collect the contributions of single samples instead of their sums.
         real: refuse complex parameters, whose contributions do not have the parameter's shape.
         with_reference: also run one backward pass per sample, for comparison.
@@ -58,7 +58,7 @@ class Collector:
         batch_dim: BatchDim = 0,
         parameters: Callable[[str], bool] | None = None,
         estimator: Estimator = "exact",
-        budget: int = BUDGET,
+        coordinates: int = COORDINATES,
         seed: int = 0,
         *,
         per_sample: bool = False,
@@ -79,10 +79,10 @@ class Collector:
                 f"heldin.observe: estimator must be 'exact', 'sampled' or 'microbatch', got "
                 f"{estimator!r}"
             )
-        if budget < 1:
-            raise HeldinError(f"heldin.observe: budget must be at least 1, got {budget}")
+        if coordinates < 1:
+            raise HeldinError(f"heldin.observe: coordinates must be at least 1, got {coordinates}")
         self.estimator = estimator
-        self.sampler = Sampler(budget, seed) if estimator == "sampled" else None
+        self.sampler = Sampler(coordinates, seed) if estimator == "sampled" else None
         self.weight_by_batch_size = False
         self.keeps_all_passes = False
         self.per_sample: dict[str, Tensor] = {}

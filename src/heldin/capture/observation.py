@@ -13,10 +13,10 @@ from heldin.errors import HeldinError
 
 from .arguments import BatchDim
 from .backward import attach, detach
-from .collector import BUDGET, Collector, Estimator
+from .collector import COORDINATES, Collector, Estimator
 from .moments import Moments
 
-__all__ = ["BUDGET", "BatchDim", "Estimator", "Observation", "observe"]
+__all__ = ["COORDINATES", "BatchDim", "Estimator", "Observation", "observe"]
 
 T = TypeVar("T")
 
@@ -128,7 +128,7 @@ def observe(
     batch_dim: BatchDim = 0,
     parameters: Callable[[str], bool] | None = None,
     estimator: Estimator = "exact",
-    budget: int = BUDGET,
+    coordinates: int = COORDINATES,
     seed: int = 0,
 ) -> Observation:
     """Observe the per-sample gradient contributions of a model's parameters in a `with` block.
@@ -146,7 +146,8 @@ def observe(
             it observes 32 parameters per draw, in turn. "microbatch" treats the gradient of each
             backward pass as one sample, for models that cannot be traced (compiled ones, for
             instance).
-        budget: coordinates per parameter of the sampled estimator; smaller parameters are exact.
+        coordinates: number of coordinates of each parameter that the sampled estimator observes;
+            smaller parameters are exact.
         seed: seed of the sampled blocks; the global random state is never used.
 
     >>> import heldin, torch
@@ -159,4 +160,4 @@ def observe(
     >>> torch.allclose(seen["weight"].total, model.weight.grad)
     True
     """
-    return Observation(Collector(model, batch_dim, parameters, estimator, budget, seed))
+    return Observation(Collector(model, batch_dim, parameters, estimator, coordinates, seed))

@@ -72,7 +72,7 @@ STATE_SCHEMA = {"draws": int, "known": COSTS, "pending": COSTS}
 
 
 class Sampler:
-    """A sampler of at most `TENSORS` parameters and about `budget` coordinates of each.
+    """A sampler of at most `TENSORS` parameters and about `coordinates` coordinates of each.
 
     Attributes:
         costs: `reads` and `spread` of each parameter, the worst case of all steps so far. They
@@ -84,8 +84,8 @@ class Sampler:
         whole: parameters that cannot be sampled in blocks.
     """
 
-    def __init__(self, budget: int, seed: int = 0) -> None:
-        self.budget, self.seed, self.draws = budget, seed, 0
+    def __init__(self, coordinates: int, seed: int = 0) -> None:
+        self.coordinates, self.seed, self.draws = coordinates, seed, 0
         self.costs: dict[str, Costs] = {}
         self.step_costs: dict[str, Costs] = {}
         self.pending_costs: dict[str, Costs] = {}
@@ -218,7 +218,7 @@ class Sampler:
         elif len(shape) > 1:
             widths = self._matrix_widths(shape, reads, spread)
         elif shape:
-            widths = [min(self.budget, max(ENTRIES, VECTOR // reads) if reads else shape[0])]
+            widths = [min(self.coordinates, max(ENTRIES, VECTOR // reads) if reads else shape[0])]
         else:
             widths = []
         axes = tuple(zip(shape, widths, strict=False))
@@ -232,22 +232,22 @@ class Sampler:
     def _matrix_widths(self, shape: Sequence[int], reads: int, spread: bool) -> list[int]:
         size = prod(shape)
         sides = max(SIDES, MATRIX // reads) if reads and not spread else 2 * size
-        if size <= self.budget and shape[0] + shape[1] <= sides:
+        if size <= self.coordinates and shape[0] + shape[1] <= sides:
             return []
         inner = size // (shape[0] * shape[1])
-        height = min(shape[0], ROWS, sides // 2, max(1, self.budget // inner))
-        return [height, min(sides - height, max(1, self.budget // (height * inner)))]
+        height = min(shape[0], ROWS, sides // 2, max(1, self.coordinates // inner))
+        return [height, min(sides - height, max(1, self.coordinates // (height * inner)))]
 
     def _filter_widths(self, shape: Sequence[int], reads: int) -> list[int]:
         """Return the widths of a block of filters: channels, and one kernel position or all."""
         taps = shape[2] * shape[3]
         channels = max(SIDES, FILTERS // reads)
-        if prod(shape) <= self.budget and shape[0] + shape[1] * taps <= channels:
+        if prod(shape) <= self.coordinates and shape[0] + shape[1] * taps <= channels:
             return []
         height = min(shape[0], ROWS, channels // 2)
         if shape[1] * taps <= channels - height:
             return [height, *shape[1:]]
-        return [height, max(1, min(channels - height, self.budget // height)), 1, 1]
+        return [height, max(1, min(channels - height, self.coordinates // height)), 1, 1]
 
     # -- saving
 

@@ -84,7 +84,7 @@ def grouping(groups: Groups) -> Callable[[str], str]:
         def look_up(name: str) -> str:
             if name not in table:
                 raise HeldinError(
-                    f"groups: parameter {name!r} has no entry; the mapping must name a group for "
+                    f"parameter_groups: {name!r} has no entry; the mapping must name a group for "
                     f"every trainable parameter (it has {', '.join(sorted(table)) or 'none'})"
                 )
             return table[name]
@@ -93,14 +93,14 @@ def grouping(groups: Groups) -> Callable[[str], str]:
     if callable(groups):
         return groups
     raise HeldinError(
-        f"groups: expected 'tensor', 'all', a mapping or a function from parameter names to group "
-        f"names, got {shown(groups)}"
+        "parameter_groups: expected 'tensor', 'all', a mapping or a function from parameter names "
+        f"to group names, got {shown(groups)}"
     )
 
 
 def evidence(
     seen: Mapping[str, Moments],
-    groups: Groups = "tensor",
+    parameter_groups: Groups = "tensor",
     *,
     correction: Correction = None,
     dead: Dead = "out",
@@ -110,8 +110,8 @@ def evidence(
 
     Args:
         seen: moments by parameter name, as `heldin.observe` yields them.
-        groups: "tensor" (each parameter is a group), "all" (one group), or a mapping or function
-            from parameter names to group names.
+        parameter_groups: "tensor" (each parameter is a group), "all" (one group), or a mapping or
+            function from parameter names to group names.
         correction: small-sample correction. Without signal and with Gaussian contributions, the
             mean of f is (m-1)/(m-3) instead of 1. "gaussian" divides by that (no value for
             m <= 3). "symmetric" replaces f by q = f m / (m - 1 + f), which has mean 1 for
@@ -141,7 +141,7 @@ def evidence(
     parameter_ratios = ratios(seen, correction)
     count = max((ratio.m for ratio in parameter_ratios.values()), default=0)
     return evidence_of(
-        parameter_ratios, count, grouping(groups), correction, dead, estimator, across
+        parameter_ratios, count, grouping(parameter_groups), correction, dead, estimator, across
     )
 
 

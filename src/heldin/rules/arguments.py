@@ -20,7 +20,7 @@ def evidence_arguments(rule: Evidence, window: int) -> dict[str, Any]:
     3
     """
     arguments = {
-        "groups": rule.parameter_groups,
+        "parameter_groups": rule.parameter_groups,
         "smoothing": rule.smoothing,
         "window": window,
         "patience": rule.checks,
@@ -37,4 +37,4 @@ def evidence_arguments(rule: Evidence, window: int) -> dict[str, Any]:
         "batch_dim": rule.batch_dim,
         "parameters": rule.parameters,
     }
-    return arguments if rule.coordinates is None else {**arguments, "budget": rule.coordinates}
+    return arguments if rule.coordinates is None else {**arguments, "coordinates": rule.coordinates}

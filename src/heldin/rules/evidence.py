@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 from torch import nn
 
 from heldin.capture.arguments import BatchDim
-from heldin.capture.collector import BUDGET, Collector, Estimator
+from heldin.capture.collector import COORDINATES, Collector, Estimator
 from heldin.capture.moments import Moments
 from heldin.capture.observation import Observation
 from heldin.capture.sharding import unwrapped
@@ -60,8 +60,8 @@ class EvidenceStopping(EvidenceReport, StoppingRule, Joinable):
 
     Args:
         model: the model that is trained. It is neither wrapped nor changed.
-        groups: "tensor" (each parameter is a group), "all" (one group), or a mapping or function
-            from names of parameters to names of groups.
+        parameter_groups: "tensor" (each parameter is a group), "all" (one group), or a mapping or
+            function from names of parameters to names of groups.
         smoothing: decay b of the exponential average, in [0, 1). 0 gives the values of Eq. 5, or
             Eq. 10 if each step uses the whole training set.
         window: number of observed steps that are summed for one value. The steps of an epoch give
@@ -83,8 +83,8 @@ class EvidenceStopping(EvidenceReport, StoppingRule, Joinable):
         dead: "out" or "zero": see `heldin.evidence`.
         reduction: whether the loss is a "mean" or a "sum" over the samples of a step. It matters
             only if batches within a window, or on different ranks, differ in size.
-        estimator, budget, seed: "sampled" observes a random block of coordinates of each parameter,
-            drawn again at every check; see `heldin.observe` for "exact" and "microbatch".
+        estimator, coordinates, seed: "sampled" observes a random block of coordinates of each
+            parameter, drawn again at every check; "exact" and "microbatch": see `heldin.observe`.
         batch_dim, parameters: see `heldin.observe`.
         process_group: the data-parallel processes whose samples make up a step; they all make the
             same decision. "auto": those of DistributedDataParallel or `fully_shard`, else all
@@ -119,7 +119,7 @@ class EvidenceStopping(EvidenceReport, StoppingRule, Joinable):
     def __init__(
         self,
         model: nn.Module,
-        groups: Groups = "tensor",
+        parameter_groups: Groups = "tensor",
         *,
         smoothing: float = 0.9,
         window: int = 1,
@@ -134,7 +134,7 @@ class EvidenceStopping(EvidenceReport, StoppingRule, Joinable):
         dead: Dead = "out",
         reduction: Literal["mean", "sum"] = "mean",
         estimator: Estimator = "sampled",
-        budget: int = BUDGET,
+        coordinates: int = COORDINATES,
         seed: int = 0,
         batch_dim: BatchDim = 0,
         parameters: Callable[[str], bool] | None = None,
@@ -162,13 +162,13 @@ class EvidenceStopping(EvidenceReport, StoppingRule, Joinable):
 
         is_single_step = self.window == 1  # a longer window keeps the sums of its first step
         self._collector = Collector(
-            model, batch_dim, parameters, estimator, budget, seed, reuses_memory=is_single_step
+            model, batch_dim, parameters, estimator, coordinates, seed, reuses_memory=is_single_step
         )
         self._seen = Observation(self._collector)
         self._ranks = ranks_of(model, process_group, self._collector, reduction == "mean")
         self._model = unwrapped(model)
         self._signature = model_signature(self._model)
-        self._groups = grouping(groups)
+        self._groups = grouping(parameter_groups)
         self._running = RunningEvidence(
             self._collector, self._groups, correction, dead, across, self.window,
             mean=reduction == "mean",
@@ -184,7 +184,7 @@ class EvidenceStopping(EvidenceReport, StoppingRule, Joinable):
     def paper(
         cls,
         model: nn.Module,
-        groups: Groups = "tensor",
+        parameter_groups: Groups = "tensor",
         *,
         smoothing: float = 0.9,
         start: float = 0.0,
@@ -206,7 +206,7 @@ class EvidenceStopping(EvidenceReport, StoppingRule, Joinable):
         settings: dict[str, Any] = {
             "arming": None, "across": "mean", "weighted": False, "estimator": "exact", **options
         }  # fmt: skip
-        return cls(model, groups, smoothing=smoothing, start=start, **settings)
+        return cls(model, parameter_groups, smoothing=smoothing, start=start, **settings)
 
     # -- the loop
 
@@ -363,7 +363,11 @@ class EvidenceStopping(EvidenceReport, StoppingRule, Joinable):
         names = ("smoothing", "window", "every", "weighted", "start", "across", "correction")
         values = {n: getattr(self, n) for n in (*names, "dead", "reduction")}
         sampler = self._collector.sampler
-        sampling = {"budget": sampler.budget, "seed": sampler.seed} if sampler is not None else {}
+        sampling = (
+            {"coordinates": sampler.coordinates, "seed": sampler.seed}
+            if sampler is not None
+            else {}
+        )
         if self._model is not None:
             self._signature = model_signature(self._model)
         return {

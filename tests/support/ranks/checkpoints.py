@@ -25,7 +25,9 @@ class Trained:
         self.shard, self.rank, self.world = shard, rank, world
         self.model = sharded(make("mlp")) if shard else make("mlp")
         group = "auto" if shard else None
-        self.stopping = runs.EvidenceStopping(self.model, budget=40, window=2, process_group=group)
+        self.stopping = runs.EvidenceStopping(
+            self.model, coordinates=40, window=2, process_group=group
+        )
         inner = torch.optim.Adam(self.model.parameters(), lr=0.01)
         self.optimizer = heldin.ElementwiseStopping(
             inner, self.model, smoothing=0.5, start=1.2, process_group=group

@@ -36,34 +36,34 @@ def ddp_exact(rank: int, world: int) -> None:
 @case
 def ddp_sampled(rank: int, world: int) -> None:
     for kind in ("mlp", "conv", "words"):
-        both(kind, rank, world, budget=40)
+        both(kind, rank, world, coordinates=40)
 
 
 @case
 def ddp_uneven(rank: int, world: int) -> None:
     for estimator in ("exact", "sampled"):
         for kind in ("mlp", "words"):
-            both(kind, rank, world, even=False, estimator=estimator, budget=40)
+            both(kind, rank, world, even=False, estimator=estimator, coordinates=40)
 
 
 @case
 def ddp_settings(rank: int, world: int) -> None:
-    both("mlp", rank, world, budget=40, ddp={"static_graph": True})
-    both("mlp", rank, world, budget=40, ddp={"find_unused_parameters": True})
-    both("mlp", rank, world, budget=40, ddp={"gradient_as_bucket_view": True})
+    both("mlp", rank, world, coordinates=40, ddp={"static_graph": True})
+    both("mlp", rank, world, coordinates=40, ddp={"find_unused_parameters": True})
+    both("mlp", rank, world, coordinates=40, ddp={"gradient_as_bucket_view": True})
     both("mlp", rank, world, estimator="exact", correction="symmetric", dead="zero", groups="all")
 
 
 @case
 def ddp_penalty(rank: int, world: int) -> None:
     both("smooth", rank, world, penalty=0.01, even=False, estimator="exact")
-    both("smooth", rank, world, penalty=0.01, budget=40)
+    both("smooth", rank, world, penalty=0.01, coordinates=40)
 
 
 @case
 def ddp_window(rank: int, world: int) -> None:
-    both("mlp", rank, world, window=2, even=False, budget=40, steps=6)
-    both("mlp", rank, world, every=2, even=False, budget=40, steps=6)
+    both("mlp", rank, world, window=2, even=False, coordinates=40, steps=6)
+    both("mlp", rank, world, every=2, even=False, coordinates=40, steps=6)
 
 
 @case
@@ -72,8 +72,10 @@ def ddp_no_sync(rank: int, world: int) -> None:
     for estimator in ("exact", "sampled"):
         plain = make("mlp")
         model = DDP(copy.deepcopy(plain))
-        alone = runs.EvidenceStopping(plain, process_group=None, estimator=estimator, budget=40)
-        together = runs.EvidenceStopping(model, estimator=estimator, budget=40)
+        alone = runs.EvidenceStopping(
+            plain, process_group=None, estimator=estimator, coordinates=40
+        )
+        together = runs.EvidenceStopping(model, estimator=estimator, coordinates=40)
         with alone, together:
             for step in range(3):
                 for k in range(3):
@@ -118,7 +120,7 @@ def ddp_unused(rank: int, world: int) -> None:
     model = DDP(copy.deepcopy(plain), find_unused_parameters=True)
     for dead in ("out", "zero"):
         for estimator in ("exact", "sampled"):
-            options: dict[str, Any] = {"estimator": estimator, "budget": 8, "dead": dead}
+            options: dict[str, Any] = {"estimator": estimator, "coordinates": 8, "dead": dead}
             alone = runs.EvidenceStopping(plain, process_group=None, **options)
             together = runs.EvidenceStopping(model, **options)
             with alone, together:
@@ -166,7 +168,7 @@ def ddp_join(rank: int, world: int) -> None:
     for estimator in ("exact", "sampled"):
         plain = make("mlp")
         model = DDP(copy.deepcopy(plain))
-        options: dict[str, Any] = {"estimator": estimator, "budget": 40}
+        options: dict[str, Any] = {"estimator": estimator, "coordinates": 40}
         alone = runs.EvidenceStopping(plain, process_group=None, **options)
         together = runs.EvidenceStopping(model, **options)
 

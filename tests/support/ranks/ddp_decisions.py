@@ -98,7 +98,7 @@ def ddp_elementwise(rank: int, world: int) -> None:
 @case
 def ddp_resumes_on_other_sizes(rank: int, world: int) -> None:
     """A state written by one process goes on in many, and the other way round."""
-    for options in ({"budget": 40}, {"window": 3, "budget": 40}, {"estimator": "exact"}):
+    for options in ({"coordinates": 40}, {"window": 3, "budget": 40}, {"estimator": "exact"}):
         plain = make("mlp")
         model = DDP(copy.deepcopy(plain))
         alone = runs.EvidenceStopping(plain, process_group=None, **options)
@@ -132,9 +132,9 @@ def ddp_refuses_strangers(rank: int, world: int) -> None:
     """Ranks that differ are told so, all of them."""
     model = DDP(make("mlp"))
     x, y = batch("mlp", 4, 0)
-    with runs.EvidenceStopping(model, budget=40 + rank) as stopping:
+    with runs.EvidenceStopping(model, coordinates=40 + rank) as stopping:
         loss(model(x), y).backward()
-        with refused("rank 1 and rank 0 differ in budget: 41 and 40"):
+        with refused("rank 1 and rank 0 differ in coordinates: 41 and 40"):
             stopping.step()
     different: dict[str, list[Any]] = {
         "patience": [1, 2],

@@ -36,7 +36,7 @@ def fsdp_exact(rank: int, world: int) -> None:
 @case
 def fsdp_sampled(rank: int, world: int) -> None:
     for kind in ("mlp", "conv", "words"):
-        both(kind, rank, world, even=False, budget=40, wrap=sharded)
+        both(kind, rank, world, even=False, coordinates=40, wrap=sharded)
 
 
 @case
@@ -72,7 +72,7 @@ def fsdp_gathers_nothing_more(rank: int, world: int) -> None:
     counts = []
     for watched in (False, True):
         model = sharded(make("mlp"))
-        stopping = runs.EvidenceStopping(model, budget=40) if watched else None
+        stopping = runs.EvidenceStopping(model, coordinates=40) if watched else None
         for _ in range(4):
             with CommDebugMode() as mode:
                 loss(model(x), y).backward()
@@ -126,7 +126,7 @@ def fsdp_meshes(rank: int, world: int) -> None:
     if world != 4:
         return
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
-    both("mlp", rank, world, budget=40, wrap=lambda model: fully_shard(model, mesh=mesh))
+    both("mlp", rank, world, coordinates=40, wrap=lambda model: fully_shard(model, mesh=mesh))
     model = make("mlp")
     with runs.EvidenceStopping(model, process_group=mesh["shards"]) as stopping:
         x, y = part(batch("mlp", 4 * world, 0), [4] * world, rank)

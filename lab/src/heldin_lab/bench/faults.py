@@ -73,7 +73,7 @@ class Run:
         self.stopping: Any = None
         if rule in ("evidence", "window"):
             window = 3 if rule == "window" else 1
-            self.stopping = EvidenceStopping(self.model, window=window, budget=16)
+            self.stopping = EvidenceStopping(self.model, window=window, coordinates=16)
         elif rule == "elementwise":
             self.optimizer = ElementwiseStopping(self.optimizer, self.model, smoothing=0.9)
         elif rule == "fold":

@@ -247,7 +247,7 @@ def tiny(figure: Any) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         rows = batches(n, size, torch.Generator().manual_seed(1))
         options: dict[str, Any] = {"smoothing": 0, "window": window, "patience": 10**9}
-        with EvidenceStopping(model, groups="all", **options) as stopping:
+        with EvidenceStopping(model, parameter_groups="all", **options) as stopping:
             for _ in range(10 * n // size):
                 i = next(rows)
                 F.cross_entropy(model(x[i]), y[i]).backward()

@@ -132,12 +132,12 @@ class Log:
         if self.budget is None:
             self._seen = observe(self.model)
         else:
-            self._seen = observe(self.model, estimator="sampled", budget=self.budget)
+            self._seen = observe(self.model, estimator="sampled", coordinates=self.budget)
             self._whole = observe(self.model)
         self._seen.resume()
         self._fixed = None
         if self.averages is not None:
-            self._fixed = observe(self.model, estimator="sampled", budget=self.averages.budget)
+            self._fixed = observe(self.model, estimator="sampled", coordinates=self.averages.budget)
             self._fixed.resume()
 
     def before(self, step: int) -> None:

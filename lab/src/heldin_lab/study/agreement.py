@@ -102,7 +102,8 @@ def _train(
     optimizer = torch.optim.SGD(network.parameters(), lr=RATE)
     exact = EvidenceStopping(network, estimator="exact", history=steps + 1)
     sampled = [
-        EvidenceStopping(network, budget=budget, seed=seed, history=steps + 1) for budget in budgets
+        EvidenceStopping(network, coordinates=budget, seed=seed, history=steps + 1)
+        for budget in budgets
     ]
     batches = torch.Generator().manual_seed(order)
     for _ in range(steps):
