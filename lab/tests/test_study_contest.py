@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from scipy.stats import chi2
 from torch.nn import functional as F
 
 from heldin_lab.study import contest, patience
@@ -117,6 +119,71 @@ def test_runs_are_renewed_as_a_whole_or_in_part(tmp_path: Path) -> None:
         assert (whole["rules"][name][0] == 9.0) is rival
         assert (part["rules"][name][0] == values[0]) is ours or name == "heldin, committee"
     assert part["said"].keys() == {"heldin", "heldin, one shadow"}
+
+
+def test_rivals_of_other_programs_are_added_to_stored_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(
+        contest.WAYS, "tables", contest.Ways(("hidden1",), ("adam",), (0.2,), (50,), 60)
+    )
+    whole = {"datasets": "all", "runs": 1, "seed": 1, "progress": lambda _: None}
+    (stored,) = contest.read_lines(contest.contest("tables", None, tmp_path, **whole))
+    added = {"eight bagged folds", "eight bagged folds, calibrated", "task-vector growth"}
+    added |= {"GradStop"}
+    rules = {name: values for name, values in stored["rules"].items() if name not in added}
+    (tmp_path / "tables.jsonl").write_text(json.dumps(stored | {"rules": rules}) + "\n")
+    out = contest.contest("tables", None, tmp_path, **whole, more=True)
+    (line,) = contest.read_lines(out)
+    assert line.keys() == stored.keys()
+    assert line["rules"].keys() == rules.keys() | added
+    for name, values in stored["rules"].items():
+        assert line["rules"][name][:5] == values[:5]  # and the seconds of old ones
+        assert name in added or line["rules"][name] == values
+
+
+def test_bagged_models_see_all_rows_but_their_own_and_vote() -> None:
+    run = contest.Run(setting(steps=600).spec, setting().task)
+    run.path()
+    run.bags()
+    plain, scaled = (
+        run.lines[name] for name in ("eight bagged folds", "eight bagged folds, calibrated")
+    )
+    assert plain["accuracy"] == scaled["accuracy"]
+    assert plain["loss"] != scaled["loss"]
+    epochs = run.setting.epochs
+    assert 8 * 4 <= plain["steps"] <= 8 * 4 * epochs  # 44 rows are four batches
+
+
+def test_gradstop_takes_the_gradient_of_every_row() -> None:
+    run = contest.Run(setting().spec, setting().task)
+    run.path()
+    model = run.setting.new()[0].eval()
+    contest.load(model, run.states[7])
+    problem, rows = run.setting.problem, []
+    for x, y in zip(problem.x, problem.y, strict=True):
+        loss = F.cross_entropy(model(x[None]), y[None])
+        slopes = torch.autograd.grad(loss, list(model.parameters()))
+        rows.append(torch.cat([slope.flatten() for slope in slopes]))
+    found = torch.stack(rows).double()
+    mean, variance = found.mean(0), found.var(0)
+    known = variance > 0
+    statistic = 50 * (mean[known] ** 2 / variance[known]).sum()
+    expected = chi2.sf(float(statistic), int(known.sum()))
+    assert run.credible(7) == pytest.approx(expected, abs=1e-3)
+    assert run.credible(0) < 0.01  # training has not begun
+    run.draw()
+    assert run.lines["GradStop"]["steps"] % run.setting.epoch_steps == 0
+
+
+def test_task_vector_grows_until_it_does_not() -> None:
+    run = contest.Run(setting(steps=120).spec, setting().task)
+    run.path()
+    run.growth()
+    assert run.lines["task-vector growth"]["steps"] == run.total  # it grows by more than 0.5 %
+    run.states[20:] = [run.states[20]] * (run.total - 19)
+    run.growth()
+    assert run.lines["task-vector growth"]["steps"] == (4 + 10) * run.setting.epoch_steps
 
 
 def test_sizes_and_steps_of_a_plan_can_be_given(tmp_path: Path) -> None:

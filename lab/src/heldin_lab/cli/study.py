@@ -78,6 +78,9 @@ def study(parser: argparse.ArgumentParser) -> None:
         "--renew", action="store_true", help="compute heldin's rules of the stored runs again"
     )
     rivals.add_argument(
+        "--more", action="store_true", help="add bagging, GradStop and task vectors to stored runs"
+    )
+    rivals.add_argument(
         "--only",
         default="",
         help="heldin's rules beside the default, separated by ';': these and the splits alone",
@@ -153,6 +156,7 @@ def _rivals(options: argparse.Namespace) -> int:
         sizes=_sizes(options),
         steps=options.steps,
         renew=options.renew,
+        more=options.more,
         only=[name.strip() for name in options.only.split(";") if name.strip()],
         progress=tell,
     )

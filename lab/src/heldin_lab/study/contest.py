@@ -23,6 +23,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
@@ -36,7 +37,14 @@ from .logged import Task
 from .more_networks import MORE, more_task
 from .networks import KINDS, Kind, network_task
 from .quality import plan
-from .rivals import Stop, generalisation_loss, patience, successive_rises
+from .rivals import (
+    Stop,
+    credibility,
+    generalisation_loss,
+    patience,
+    successive_rises,
+    task_vector_growth,
+)
 from .run import steps_of
 from .spec import Spec, Ways, optimizer_of, rate, sharpness
 from .witnesses import row_loss
@@ -46,7 +54,7 @@ __all__ = ["UNITS", "WAYS", "contest", "one_run", "read_lines"]
 PATIENCE = 20  # epochs without a lower validation loss
 GL_ALPHA, UP_STRIPS, UP_LENGTH = 5.0, 3, 5
 EMA_DECAY, SWA_SHARE = 0.999, 0.25
-FOLDS, SPLITS = 5, 3
+FOLDS, SPLITS, BAGS = 5, 3, 8  # AutoGluon bags eight models
 DECAYS = (0.0, 1e-4, 1e-3, 1e-2, 1e-1)  # weight decays that a split chooses among
 RATIO = 1.05  # of the steps at which the test loss of the path is measured
 BINS = 15  # of the calibration error
@@ -506,6 +514,75 @@ class Run:
             self.add(name, outputs, spent + step)
             self.say(name, mean_interval(rows[stop.keep]), outputs)
 
+    # rivals of other programs
+
+    def more(self) -> None:
+        """Follow bagging as AutoGluon's, GradStop and the growth of the task vector."""
+        self.bags()
+        self.growth()
+        self.draw()
+
+    def bags(self) -> None:
+        """Train eight models, each without an eighth of the rows, and average their predictions.
+
+        Each keeps the epoch with the lowest loss on the rows that it does not see; nothing is
+        trained again. The temperature is that of all predictions for unseen rows.
+        """
+        setting, spec = self.setting, self.setting.spec
+        order = torch.randperm(spec.n, generator=torch.Generator().manual_seed(spec.seed + 199))
+        models = [
+            HeldOut(setting, held, 9000 + spec.seed + number)
+            for number, held in enumerate(order.tensor_split(BAGS))
+        ]
+        stops = [model.until(wait) for model in models]
+        spent = sum(stop.end * m.epoch_steps for stop, m in zip(stops, models, strict=True))
+        members = [m.test(m.states[s.keep]) for s, m in zip(stops, models, strict=True)]
+        outputs = averaged(setting.problem, members)
+        self.add("eight bagged folds", outputs, spent)
+        if setting.classes:
+            unseen = torch.cat([m.outputs[s.keep] for s, m in zip(stops, models, strict=True)])
+            y = setting.problem.y[torch.cat([model.held for model in models])]
+            temperature, _ = refined(setting, unseen, y, setting.losses(unseen, y))
+            self.add("eight bagged folds, calibrated", outputs / temperature, spent)
+
+    def growth(self) -> None:
+        """Stop on the path when the distance from the first weights hardly grows."""
+        model = self.setting.new()[0]
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        states = [state[:trained] for state in self.states[:: self.setting.epoch_steps]]
+        stop = task_vector_growth([float((state - states[0]).norm()) for state in states])
+        step = self.total if stop is None else stop.keep * self.setting.epoch_steps
+        self.add("task-vector growth", self.at(step), step)
+
+    def draw(self) -> None:
+        """Stop on the path by GradStop, looked at after every epoch.
+
+        The gradients of all rows are taken in evaluation mode, and are not counted as steps.
+        """
+        drawn = float(np.random.default_rng([self.setting.spec.seed, 2]).random())
+        step, start = 0, time.process_time()
+        while step < self.total and self.credible(step) < drawn:
+            step = min(self.total, step + self.setting.epoch_steps)
+        seconds = time.process_time() - start + step * self.step_seconds
+        self.add("GradStop", self.at(step), step, seconds)
+
+    def credible(self, step: int) -> float:
+        """Return the credibility of the weights at a step of the path."""
+        problem = self.setting.problem
+        model = self.setting.new()[0].eval()
+        load(model, self.states[step])
+        trained = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
+
+        def loss(weights: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+            return problem.loss_fn(functional_call(model, weights, (x[None],)), y[None])
+
+        total, squares = torch.zeros(()), torch.zeros(())
+        for part in torch.arange(self.setting.spec.n).split(CHUNK // 10):
+            slopes = vmap(grad(loss), (None, 0, 0))(trained, problem.x[part], problem.y[part])
+            rows = torch.cat([slope.flatten(1) for slope in slopes.values()], 1)
+            total, squares = total + rows.sum(0), squares + rows.square().sum(0)
+        return credibility(total, squares, self.setting.spec.n)
+
     # heldin
 
     def evidence(self, name: str = "evidence", **options: Any) -> tuple[Tensor, int]:
@@ -597,6 +674,7 @@ class Run:
             self.folds()
             self.averages()
             self.decays()
+            self.more()
         self.ours(only)
 
     def ours(self, only: Collection[str] = ()) -> None:
@@ -679,25 +757,45 @@ def renewed(line: Line, task: Task, only: Collection[str] = ()) -> Line:
         task: that the run belongs to.
         only: rules to follow again beside the default; none: all of heldin's.
     """
-    torch.set_num_threads(1)
-    run = Run(Spec(**line["spec"]), task)
+    run = _again(line, task)
     with torch.random.fork_rng(devices=[]):
-        run.path()
         if "weight decay by a split, to the end" not in line["rules"]:
             run.decays()
         run.ours(only)
-    scale = (
-        line["rules"]["no stopping"][UNITS.index("seconds")] / run.lines["no stopping"]["seconds"]
-    )
-    run.lines = {  # seconds on the machine of the rivals
-        name: each | {"seconds": scale * each["seconds"]} for name, each in run.lines.items()
-    }
+    _rescale(run, line)
     now = _line(run)
     old = [name for name in line["rules"] if bool(only) or not is_ours(name)]
     kept = {name: line["rules"][name] for name in old if name not in now["rules"]}
     said = {name: line["said"][name] for name in old if name in line["said"]}
     said = {name: values for name, values in said.items() if name not in now["said"]}
     return now | {"rules": now["rules"] | kept, "said": now["said"] | said}
+
+
+def extended(line: Line, task: Task) -> Line:
+    """Return a stored line with the rivals of other programs, see `Run.more`."""
+    run = _again(line, task)
+    with torch.random.fork_rng(devices=[]):
+        run.more()
+    _rescale(run, line)
+    return line | {"rules": _short_lines(run) | line["rules"]}
+
+
+def _again(line: Line, task: Task) -> Run:
+    """Return a stored run with its path trained again."""
+    torch.set_num_threads(1)
+    run = Run(Spec(**line["spec"]), task)
+    with torch.random.fork_rng(devices=[]):
+        run.path()
+    return run
+
+
+def _rescale(run: Run, line: Line) -> None:
+    """Give seconds of a run as they would be on the machine of the stored one."""
+    before = line["rules"]["no stopping"][UNITS.index("seconds")]
+    scale = before / run.lines["no stopping"]["seconds"]
+    run.lines = {
+        name: each | {"seconds": scale * each["seconds"]} for name, each in run.lines.items()
+    }
 
 
 def is_ours(name: str) -> bool:
@@ -707,12 +805,16 @@ def is_ours(name: str) -> bool:
 
 def _line(run: Run) -> Line:
     """Return the results of a run as numbers and lists."""
-    rules = {name: [_short(line[unit]) for unit in UNITS] for name, line in run.lines.items()}
+    rules = _short_lines(run)
     said = {name: [_short(value) for value in values] for name, values in run.said.items()}
     facts: Line = {"classes": run.setting.problem.outputs if run.setting.classes else 0}
     facts["majority"] = _short(majority(run.setting))
     facts |= {"total": run.total, "auto": run.chosen["heldin"]}
     return {"spec": asdict(run.setting.spec), **facts, "rules": rules, "said": said}
+
+
+def _short_lines(run: Run) -> dict[str, list[float | None]]:
+    return {name: [_short(line[unit]) for unit in UNITS] for name, line in run.lines.items()}
 
 
 def majority(setting: Setting) -> float:
@@ -739,6 +841,7 @@ def contest(
     sizes: Sequence[int] | None = None,
     steps: int | None = None,
     renew: bool = False,
+    more: bool = False,
     only: Collection[str] = (),
     progress: Callable[[str], None] = print,
 ) -> Path:
@@ -753,12 +856,13 @@ def contest(
         datasets: which tables.
         sizes: numbers of training rows; None: those of the task.
         steps: optimiser steps of a run; None: those of the task.
-        renew: see below.
+        renew, more: see below.
         only: heldin's rules that are followed beside the default (and the splits, if the runs
             are not renewed); none: everything.
         progress: is told of every run.
 
-    With `renew`, heldin's rules of the stored runs are computed again into KIND-renewed.jsonl.
+    With `renew`, heldin's rules of the stored runs are computed again into KIND-renewed.jsonl; with
+    `more`, the rivals of other programs are added to them in the same file.
     """
     ways, out = WAYS[kind], folder / f"{kind}.jsonl"
     folder.mkdir(parents=True, exist_ok=True)
@@ -770,12 +874,13 @@ def contest(
     else:
         tasks = [network_task(cast("Kind", kind), data, folder)]
     by_name: Mapping[str, Task] = {task.name: task for task in tasks}
-    if renew:
+    if renew or more:
         fresh = folder / f"{kind}-renewed.jsonl"
         done = {json.dumps(line["spec"]) for line in read_lines(fresh)}
         lines = [line for line in read_lines(out) if json.dumps(line["spec"]) not in done]
         for number, line in enumerate(lines, 1):
-            text = json.dumps(renewed(line, by_name[line["spec"]["dataset"]], only))
+            task = by_name[line["spec"]["dataset"]]
+            text = json.dumps(extended(line, task) if more else renewed(line, task, only))
             with open(fresh, "a", encoding="utf-8") as file:
                 file.write(text + "\n")
             progress(f"{number} of {len(lines)} renewed: {line['spec']['dataset']}")

@@ -9,8 +9,8 @@ ended there. `replay` applies each patience to the stored curves. Runs that are 
 not repeated.
 
 On the tables of `heldin-lab data tables` (`--role all --seed 470`), two patiences are compared: the
-default and "20 epochs", which had 1.024 in place of 1.031 before. Written down before those runs: 20
-epochs become the default of networks whose shadows are stacked only if the 95 % interval of the
+default and "20 epochs", which had 1.024 in place of 1.031 before. Written down before those runs:
+20 epochs become the default of networks whose shadows are stacked only if the 95 % interval of the
 ratio of their losses, drawn over tables, is below 1, and the runs take at most 1.5 times as long.
 """
 

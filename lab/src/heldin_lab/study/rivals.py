@@ -17,6 +17,7 @@ __all__ = [
     "Stop",
     "alignment",
     "best_alignment",
+    "credibility",
     "disparity",
     "disparity_consecutive",
     "disparity_total",
@@ -26,6 +27,7 @@ __all__ = [
     "pooled_evidence",
     "progress_quotient",
     "successive_rises",
+    "task_vector_growth",
 ]
 
 
@@ -215,3 +217,54 @@ def best_alignment(values: Sequence[float]) -> Stop:
     """
     known = np.where(np.isfinite(values), values, -np.inf)
     return Stop(int(np.argmax(known)), len(values) - 1)
+
+
+def task_vector_growth(
+    distances: Sequence[float], threshold: float = 0.005, epochs: int = 10
+) -> Stop | None:
+    """Task-vector growth (Lee and others, 2026): stop when the way from the start hardly grows.
+
+    The distance d of the weights from the first ones grows by (d_t - d_(t-1)) / d_(t-1) from one
+    epoch to the next; stop when that was below the threshold for so many epochs in a row. The
+    threshold and the number are those of the authors' program, whose rounds are epochs here.
+
+    >>> task_vector_growth([0.0, 1.0, 2.0, 2.01, 2.02], threshold=0.1, epochs=2)
+    Stop(keep=4, end=4)
+    """
+    seen = 0
+    for i in range(2, len(distances)):
+        before = max(distances[i - 1], 1e-300)
+        seen = seen + 1 if (distances[i] - before) / before < threshold else 0
+        if seen >= epochs:
+            return Stop(i, i)
+    return None
+
+
+def credibility(total: Tensor, squares: Tensor, count: int) -> float:
+    """GradStop (Jamshidi and others, 2025): posterior mass that is less likely than the weights.
+
+    The posterior is normal around the minimum of the summed losses, its precision the covariance of
+    the rows' gradients times their number, here its diagonal: 1 - F(sum of G^2 / (m var)), G the
+    summed gradient and F the chi-squared distribution with as many degrees of freedom as there are
+    coordinates with a variance. GradStop ends training when it exceeds a number that was drawn
+    uniformly from [0, 1] before. How the authors estimate the covariance could not be had.
+
+    Args:
+        total: sum over the m rows of their gradients.
+        squares: sum of the squares.
+        count: m.
+
+    >>> credibility(torch.tensor([2.0]), torch.tensor([2.0]), 2)               # no variance
+    0.0
+    >>> round(credibility(torch.tensor([1.0]), torch.tensor([5.0]), 2), 3)     # 1 / (2 x 4.5)
+    0.739
+    """
+    from scipy.stats import chi2
+
+    mean = total.double() / count
+    variance = (squares.double() - count * mean.square()) / (count - 1)
+    known = variance > 1e-12 * squares.double() / count
+    if not bool(known.any()):
+        return float(not bool(mean.any()))
+    statistic = count * (mean.square()[known] / variance[known]).sum()
+    return float(chi2.sf(float(statistic), int(known.sum())))
