@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import subprocess
@@ -117,3 +118,9 @@ def test_whole_runs_until_they_stop(way: str, fits: bool) -> None:
     assert 0 < outcome.steps < 200 * 10 * (6 if way == "folds, refit" else 1)
     assert outcome.seconds > 0
     assert outcome.test_loss < math.log(4)
+
+
+def test_time_is_that_of_the_clock_that_is_given(tiny: str) -> None:
+    ticks = itertools.count()
+    result = _run.measure(tiny, ["heldin exact"], clock=lambda: float(next(ticks)))
+    assert result.seconds == {"plain": 1.0, "heldin exact": 1.0}  # a tick from start to end

@@ -66,18 +66,21 @@ def measure_apart(
     progress: Progress,
     steady: bool = False,
     processes: int = PROCESSES,
+    processor_time: bool = False,
 ) -> Measurement:
     """`measure` in several new processes, one after the other.
 
     Where the memory of a process happens to lie moves a ratio by some hundredths, however often it
     is measured there; hence the medians of the ratios over processes. Methods that are far behind
-    are timed in the first one only.
+    are timed in the first one only. Processor time is for machines that others use; the process
+    must have one thread then.
     """
     found: list[Measurement] = []
     fast = list(methods)
     for number in range(processes):
         with get_context("spawn").Pool(1) as pool:
-            args = (name, fast, progress, f" in process {number + 1}", steady)
+            where = f" in process {number + 1}"
+            args = (name, fast, progress, where, steady, processor_time)
             found.append(pool.apply(_in_process, args))
         fast = [m for m in fast if found[0].ratios.get(m, SLOW) < SLOW]
     result = found[0]
@@ -88,18 +91,31 @@ def measure_apart(
 
 
 def _in_process(
-    name: str, methods: Sequence[str], progress: Progress, where: str, steady: bool
+    name: str,
+    methods: Sequence[str],
+    progress: Progress,
+    where: str,
+    steady: bool,
+    processor_time: bool,
 ) -> Measurement:
     if steady:
         steady_heap()
-    return measure(name, methods, lambda line: progress(line + where if line else line))
+    if processor_time:
+        torch.set_num_threads(1)
+    clock = time.process_time if processor_time else time.perf_counter
+    return measure(name, methods, lambda line: progress(line + where if line else line), clock)
 
 
-def measure(name: str, methods: Sequence[str], progress: Progress = lambda _: None) -> Measurement:
+def measure(
+    name: str,
+    methods: Sequence[str],
+    progress: Progress = lambda _: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Measurement:
     """Time the methods on one workload, after checking that they agree on the second moment."""
     workload = WORKLOADS[name]
     if workload.batches is not None:
-        return _measure_runs(name, workload.batches(), methods, progress)
+        return _measure_runs(name, workload.batches(), methods, progress, clock)
     torch.manual_seed(0)
     model, x, y = workload.make()
     result = Measurement(name, workload.title)
@@ -116,10 +132,10 @@ def measure(name: str, methods: Sequence[str], progress: Progress = lambda _: No
             if repeat > 2 and times[method][0] > SLOW * times["plain"][0]:
                 continue
             with way.active():
-                start = time.perf_counter()
+                start = clock()
                 for _ in range(workload.inner):
                     way.step()
-                times[method].append((time.perf_counter() - start) / workload.inner)
+                times[method].append((clock() - start) / workload.inner)
     result.seconds = {method: statistics.median(values) for method, values in times.items()}
     return result
 
@@ -129,6 +145,7 @@ def _measure_runs(
     batches: Sequence[tuple[Tensor, Tensor]],
     methods: Sequence[str],
     progress: Progress,
+    clock: Callable[[], float],
 ) -> Measurement:
     """Seconds per step of whole runs, each with a new model and a new rule."""
     workload = WORKLOADS[name]
@@ -140,13 +157,13 @@ def _measure_runs(
         for method in turns if repeat % 2 == 0 else reversed(turns):
             torch.manual_seed(0)
             model, _, _ = workload.make()
-            start = time.perf_counter()
+            start = clock()
             try:
                 run(method, model, batches)
             except Skip as reason:
                 result.skipped[method] = str(reason)
                 continue
-            times.setdefault(method, []).append((time.perf_counter() - start) / len(batches))
+            times.setdefault(method, []).append((clock() - start) / len(batches))
     result.seconds = {m: statistics.median(times[m]) for m in turns if m in times}
     return result
 

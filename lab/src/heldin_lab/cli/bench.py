@@ -30,6 +30,11 @@ def bench(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="tell glibc to keep freed memory, as jemalloc does (default: as it is)",
     )
+    parser.add_argument(
+        "--processor-time",
+        action="store_true",
+        help="count processor time, on one thread, in place of elapsed time: for a busy machine",
+    )
     parser.add_argument("--processes", type=int, default=7, help="in how many to time (7)")
     parser.add_argument("--no-counts", action="store_true", help="do not count operations")
     parser.add_argument("--no-growth", action="store_true", help="do not measure growth with size")
@@ -147,7 +152,7 @@ def _bench(options: argparse.Namespace) -> int:
     ours = [m for m in ("heldin sampled", "heldin exact") if m in methods]
     results = []
     for name in names:
-        args = (methods, tell, options.steady_heap, options.processes)
+        args = (methods, tell, options.steady_heap, options.processes, options.processor_time)
         results.append(measure_apart(name, *args))
         if WORKLOADS[name].memory and not options.no_memory:
             tell(f"{name}: peak memory")
