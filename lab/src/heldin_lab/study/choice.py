@@ -62,7 +62,7 @@ def one_run(spec: Spec, task: Task, turn: int) -> Line:
     """Return what both settings keep, say and cost; the second one first in every other run."""
     torch.set_num_threads(1)
     run = Run(spec, task)
-    names = list(SETTINGS) if turn % 2 == 0 else list(reversed(SETTINGS))
+    names = list(SETTINGS)[:: 1 if turn % 2 == 0 else -1]
     with torch.random.fork_rng(devices=[]):
         run.path()
         for name in names:
