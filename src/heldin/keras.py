@@ -42,6 +42,12 @@ if keras.backend.backend() != "torch":
 
 __all__ = ["EarlyStopping"]
 
+# losses of logits, or of probabilities, whose logits Keras notes
+CROSS_ENTROPIES = (
+    keras.losses.binary_crossentropy,
+    keras.losses.categorical_crossentropy,
+    keras.losses.sparse_categorical_crossentropy,
+)
 TORCH_PREFIX = re.compile(r"/[\w.]*_torch_params\.")  # of the variables of a Keras model
 
 
@@ -69,11 +75,12 @@ class EarlyStopping(FrameworkStopping, keras.callbacks.Callback):
         restore: put the weights of the best estimate into the model at the end.
         log_groups: also log the value of each group of parameters, for evidence.
         others: see `heldin.EarlyStopping`; predict is a function of the Keras model and a batch.
-            There are no eval_data, eval_loss and temperature.
+            There are no eval_data and eval_loss. Where the loss is a cross-entropy after a softmax
+            or a sigmoid, outputs are the logits before that.
 
     Attributes:
         stopping: the rule of the last fit, with its history and estimate.
-        estimates, out_of_fold: results, see `heldin.EarlyStopping`.
+        estimates, out_of_fold, temperature: results, see `heldin.EarlyStopping`.
         stopped_epoch: the epoch in which training was stopped, 0 if it was not.
 
     >>> from heldin.keras import EarlyStopping
@@ -95,7 +102,6 @@ class EarlyStopping(FrameworkStopping, keras.callbacks.Callback):
         refused = {
             "eval_data has no effect": self.eval_data is not None,
             "eval_loss has no effect": self.eval_loss is not None,
-            "temperature=True would scale the last layer": options["temperature"] is True,
         }
         for reason in (reason for reason, is_set in refused.items() if is_set):
             raise HeldinError(
@@ -146,11 +152,12 @@ class EarlyStopping(FrameworkStopping, keras.callbacks.Callback):
                 "mixed_bfloat16"
             )
         if getattr(optimizer, "use_ema", False) and not self.by_evidence:
-            raise HeldinError(
-                f"{self.name}: use_ema=True keeps averages of weights, which shadows do not have; "
-                "leave it out (the restored weights are an average already), use rule='evidence', "
-                "or heldin.EarlyStopping(averaged_model=) in a loop of your own"
-            )
+            if _accumulated(optimizer) > 1 or self._run.next_state.get("last"):
+                raise HeldinError(
+                    f"{self.name}: averages of weights (use_ema=True) are followed in one fit "
+                    "without gradient_accumulation_steps; leave one of them out, or use "
+                    "rule='evidence'"
+                )
         self.stopped_epoch, self._starts = 0, True
         self._data = self._watch_fit().data_adapter
 
@@ -203,7 +210,7 @@ class EarlyStopping(FrameworkStopping, keras.callbacks.Callback):
             rows,
             eval_loss=view.row_losses if view.has_row_losses else None,
             predict=None if predict is None else partial(view.predict, predict),
-            targets=lambda batch: unpack_x_y_sample_weight(batch)[1],
+            targets=view.targets,
             resumed=int(model.optimizer.iterations) > 0,
             in_grad=False,  # Keras sums them up in variables
             epoch_steps=self._epoch_steps(),
@@ -347,7 +354,7 @@ class Variables(nn.Module):
         loss = vars(self)["_keras"].loss
         if isinstance(loss, keras.losses.Loss):
             return loss.reduction in ("sum_over_batch_size", "mean")
-        return isinstance(loss, str)
+        return isinstance(loss, str) or self._cross_entropy is not None
 
     def row_losses(self, view: nn.Module, batch: Any) -> Tensor:
         """Return the loss of each row, with its share of penalties, which are added to the mean."""
@@ -359,6 +366,28 @@ class Variables(nn.Module):
             loss = LossFunctionWrapper(loss)
         losses: Tensor = loss.call(y, outputs).reshape(len(outputs), -1).mean(1)  # (rows,)
         return losses + (total - losses.mean())
+
+    @property
+    def _cross_entropy(self) -> Any:
+        """The compiled loss, if it is a cross-entropy of one tensor; else None."""
+        loss = vars(self)["_keras"].loss
+        loss = keras.losses.get(loss) if isinstance(loss, (str, keras.losses.Loss)) else loss
+        return loss if getattr(loss, "fn", loss) in CROSS_ENTROPIES else None
+
+    def linear_layers(self) -> list[list[nn.Parameter]]:
+        """Return the weights of trained Dense and convolutional layers, the last one first."""
+        places = {id(v): table[name] for v, table, name in self._places}
+        layers = reversed(list(vars(self)["_keras"]._flatten_layers()))
+        weights = [layer.weights for layer in layers]
+        linear = [w for w in weights if [v.name for v in w] in (["kernel"], ["kernel", "bias"])]
+        values = [[places[id(v)] for v in variables] for variables in linear]
+        return [each for each in values if all(isinstance(p, nn.Parameter) for p in each)]
+
+    def targets(self, batch: Any) -> Any:
+        """Return the targets of a batch; numbers of classes in one dimension, as in PyTorch."""
+        y, loss = unpack_x_y_sample_weight(batch)[1], self._cross_entropy
+        sparse = getattr(loss, "fn", loss) is keras.losses.sparse_categorical_crossentropy
+        return y.long().reshape(-1) if sparse and y.numel() == len(y) else y
 
     def _losses(self, view: nn.Module, batch: Any) -> tuple[Tensor, Any, Any, Any]:
         model = vars(self)["_keras"]
@@ -372,11 +401,17 @@ class Variables(nn.Module):
         return loss, outputs, y, weight
 
     def forward(self, x: Any) -> Any:
-        """Return the outputs of the Keras model, whose variables are in place."""
-        model = vars(self)["_keras"]
-        if not model._call_has_training_arg:
-            return model(x)
-        return model(x, training=self.training)
+        """Return the outputs of the Keras model, whose variables are in place.
+
+        Probabilities have the logits that Keras has made them of as an attribute.
+        """
+        model, loss = vars(self)["_keras"], self._cross_entropy
+        options = {"training": self.training} if model._call_has_training_arg else {}
+        outputs = model(x, **options)
+        of_logits = isinstance(loss, keras.losses.Loss) and loss.get_config()["from_logits"]
+        if loss is not None and not of_logits and hasattr(outputs, "_keras_logits"):
+            outputs.logits = outputs._keras_logits
+        return outputs
 
     def predict(self, function: Any, view: nn.Module, batch: Any) -> Any:
         """Return the prediction of a function of Keras model and batch."""
@@ -422,11 +457,43 @@ def bridge_to(optimizer: Any, view: Variables) -> OptimizerBridge:
             inner.apply([w.grad for w in weights], variables)
 
     groups = [{"params": weights, "lr": float(optimizer.learning_rate)}]
-    bridge = OptimizerBridge(groups, replay)
     names = ["step", *map(str, range(1, len(slots)))]
     values = [v._value.detach().clone() for v in _slots(optimizer)]
+    bridge = OptimizerBridge(groups, replay)
+    if optimizer.use_ema:
+        averages = optimizer._model_variables_moving_average
+        bridge = AveragingBridge(groups, replay)
+        for number, slot in enumerate(_slots(optimizer)):
+            for average, weight in zip(averages, weights, strict=True):
+                if slot is average:
+                    if not int(optimizer.iterations):
+                        average.assign(weight)  # as the first step does, too
+                    values[number] = average._value.detach()
+                    bridge.averages.append(names[number])
     bridge.state[weights[0]] = dict(zip(names, values, strict=True))
     return bridge
+
+
+class AveragingBridge(OptimizerBridge):
+    """An optimiser that keeps averages of weights (use_ema=True), which are evaluated.
+
+    Attributes:
+        averages: their names in the state.
+    """
+
+    def __init__(self, params: Any, replay: Callable[[], Any]) -> None:
+        super().__init__(params, replay)
+        self.averages: list[str] = []
+
+    def train(self) -> None:
+        """Do nothing: the weights are put back with the shadow's state."""
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        """Put the averages in the place of the weights."""
+        weights = self.param_groups[0]["params"]
+        for weight, name in zip(weights, self.averages, strict=True):
+            weight.copy_(self.state[weights[0]][name])
 
 
 def _slots(optimizer: Any) -> list[Any]:

@@ -15,6 +15,7 @@ from .adapters.patches import Patches
 from .adapters.session import flat_metrics
 from .adapters.stopping import FrameworkStopping
 from .errors import HeldinError
+from .pause import is_paused
 from .rules.elementwise import ElementwiseStopping as Elementwise
 from .rules.options import Rule
 from .shadows.held_out import FrameworkLoss
@@ -30,11 +31,7 @@ except ImportError as error:
 
 __all__ = ["EarlyStopping", "ElementwiseStopping"]
 
-AVERAGES = tuple(
-    vars(callbacks)[name]
-    for name in ("StochasticWeightAveraging", "WeightAveraging")
-    if name in vars(callbacks)
-)
+WeightAveraging: Any = vars(callbacks).get("WeightAveraging", ())  # since Lightning 2.6
 NO_LOSS = (
     "EarlyStopping: training_step gave no loss to self.manual_backward, from which shadows get it; "
     "call that instead of loss.backward()"
@@ -51,6 +48,8 @@ class EarlyStopping(FrameworkStopping, Callback):
     optimiser, a DataLoader over a map-style dataset, in one process or in several
     (strategy="ddp"). In manual optimisation, losses are given to `self.manual_backward`, one batch
     has at most one step, and the loss that the step returns, if any, is the one that is estimated.
+    An average of the weights by Lightning's `WeightAveraging` is what is estimated and restored, if
+    it is updated after steps.
 
     Evidence: the step that asks for the stop leaves the weights as they are; values are logged as
     `heldin/criterion` and others. `min_epochs` and `min_steps` of the Trainer are respected.
@@ -87,6 +86,7 @@ class EarlyStopping(FrameworkStopping, Callback):
         self._patches = Patches()
         self._loss: ShadowTrainingStep | None = None
         self._delivered: Any = None  # the coming batch, as the loader returned it
+        self._average: Any = None  # Lightning's callback that averages weights
 
     # -- the run
 
@@ -103,6 +103,8 @@ class EarlyStopping(FrameworkStopping, Callback):
             self._run.carry_over()
         if self.by_evidence:
             return
+        averages = (c for c in trainer.callbacks if isinstance(c, WeightAveraging))
+        self._average = next(averages, None)
         _check_trainer(trainer)
 
         def process(processed: Callable[[Any], Any], loader: Any) -> Any:
@@ -144,8 +146,16 @@ class EarlyStopping(FrameworkStopping, Callback):
             batch = pl_module._on_before_batch_transfer(batch, dataloader_idx=0)
             return strategy.batch_to_device(batch, dataloader_idx=0)
 
-        def predict_step(_: Any, batch: Any) -> Any:
-            return pl_module.predict_step(batch, 0)
+        def predict_step(model: Any, batch: Any) -> Any:
+            return model.predict_step(batch, 0)
+
+        if self._average is not None:
+            if trainer.world_size > 1 or self._run.next_state.get("last"):
+                raise HeldinError(
+                    f"EarlyStopping: {type(self._average).__name__} is followed in one process and "
+                    "in one fit; leave it out, or use rule='evidence'"
+                )
+            follow_average(self._patches, self._average, trainer, pl_module)
 
         self._begin(
             pl_module,
@@ -159,6 +169,7 @@ class EarlyStopping(FrameworkStopping, Callback):
                 predict_step if is_overridden("predict_step", pl_module) else None
             ),
             clip=_clip(trainer, pl_module, loss),
+            averaged_model=getattr(self._average, "_average_model", None),
             resumed=trainer.global_step > 0,
             pools_ranks=True,
             epoch_steps=epoch_steps,
@@ -211,9 +222,16 @@ class EarlyStopping(FrameworkStopping, Callback):
             self.stopped_epoch = trainer.current_epoch
             self.stopping_reason_message = f"{self.stopping.reason}. Signaling Trainer to stop."
 
-    def on_train_epoch_end(self, *_: Any) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:
         """Warn of an epoch in which nothing was observed."""
         self._run.end_epoch()
+        average, epoch = self._average, trainer.current_epoch
+        if average is not None and average.should_update(epoch_idx=epoch):
+            raise HeldinError(
+                f"EarlyStopping: {type(average).__name__} averages weights at the end of an "
+                "epoch, and shadows do so after steps alone; let it update by steps, or use "
+                "rule='evidence'"
+            )
 
     def on_train_end(self, trainer: Trainer, *_: Any) -> None:
         """Put the best weights into the module, and log the results."""
@@ -233,7 +251,7 @@ class EarlyStopping(FrameworkStopping, Callback):
     def _end(self) -> None:
         self._run.end()
         self._patches.close()
-        self._loss = self._delivered = None
+        self._loss = self._delivered = self._average = None
 
     # -- checkpoints
 
@@ -332,13 +350,28 @@ def _may_stop(trainer: Trainer) -> bool:
     return bool(epoch >= (trainer.min_epochs or 0) and step >= (trainer.min_steps or 0))
 
 
+def follow_average(patches: Patches, averaging: Any, trainer: Any, module: nn.Module) -> None:
+    """Update an average of weights right after the optimiser's step, and after those of shadows."""
+    due = False
+
+    def update(*_: Any) -> None:
+        nonlocal due
+        if not is_paused():  # the step of the module; Lightning will not ask again
+            due = averaging.should_update(step_idx=trainer.global_step)
+            averaging._latest_update_step = trainer.global_step + 1
+        if due:
+            averaging._average_model.update_parameters(module)
+
+    patches.add(trainer.optimizers[0].register_step_post_hook(update).remove)
+
+
 def _check_trainer(trainer: Trainer) -> None:
     """Refuse weights and losses that shadows do not follow."""
-    for name in (type(c).__name__ for c in trainer.callbacks if isinstance(c, AVERAGES)):
+    if any(isinstance(c, callbacks.StochasticWeightAveraging) for c in trainer.callbacks):
         raise HeldinError(
-            f"EarlyStopping: {name} puts averages of weights into the module, which shadows do not "
-            "have; leave it out (the restored weights are an average already), use "
-            "rule='evidence', or heldin.EarlyStopping(averaged_model=) in a loop of your own"
+            "EarlyStopping: StochasticWeightAveraging averages weights at the end of epochs, and "
+            "shadows do so after steps alone; use Lightning's EMAWeightAveraging, rule='evidence', "
+            "or heldin.EarlyStopping(averaged_model=) in a loop of your own"
         )
     if not isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy)):
         raise HeldinError(

@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import heldin
+from heldin.crossval import cross_fitted
 from tests.support import estimated, plain
 
 keras = pytest.importorskip("keras")
@@ -182,5 +183,119 @@ def test_what_cannot_be_followed_is_refused() -> None:
         fit(model, PLAIN, rule())
     model = made(PLAIN)
     model.compile(keras.optimizers.Adam(use_ema=True), model.loss)
-    with pytest.raises(heldin.HeldinError, match=r"use_ema=True keeps averages.*averaged_model="):
+    model.optimizer.gradient_accumulation_steps = 2
+    with pytest.raises(heldin.HeldinError, match=r"use_ema=True\) are followed in one fit"):
         fit(model, PLAIN, rule())
+
+
+# -- temperature
+
+LAYERS = keras.layers
+CROSS_ENTROPY = "sparse_categorical_crossentropy"
+ENDS: dict[str, tuple[list[Any], Any]] = {  # the last layers, and the loss
+    "logits": (
+        [lambda: LAYERS.Dense(3)],
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    ),
+    "softmax": ([lambda: LAYERS.Dense(3, activation="softmax")], CROSS_ENTROPY),
+    "layer": ([lambda: LAYERS.Dense(3), LAYERS.Softmax], keras.losses.get(CROSS_ENTROPY)),
+    "one-hot": ([lambda: LAYERS.Dense(3, activation="softmax")], "categorical_crossentropy"),
+    "sigmoid": (
+        [lambda: LAYERS.Dense(1, activation="sigmoid")],
+        keras.losses.BinaryCrossentropy(),
+    ),
+    "column": ([lambda: LAYERS.Dense(3, activation="softmax")], CROSS_ENTROPY),
+}
+
+
+def classify(end: str, **options: Any) -> tuple[EarlyStopping, Any]:
+    """Train a network on few rows for long, and keep its last weights."""
+    layers, loss = ENDS[end]
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential(
+        [LAYERS.Input((plain.INPUTS,)), LAYERS.Dense(16, activation="tanh"), *(f() for f in layers)]
+    )
+    model.compile(keras.optimizers.SGD(0.5), loss)
+    x, y = plain.data(torch.float32)
+    targets = {"one-hot": torch.eye(3)[y], "sigmoid": (y > 0).long(), "column": y[:, None]}
+    callback = EarlyStopping(rule=heldin.rules.Folds(folds=3), finish=True, **options)
+    data = {"x": x.numpy(), "y": targets.get(end, y).numpy()}
+    model.fit(**data, batch_size=16, epochs=20, shuffle=False, verbose=0, callbacks=[callback])
+    return callback, model
+
+
+@pytest.mark.parametrize("end", [*ENDS])
+def test_a_temperature_is_in_the_last_layer(end: str) -> None:
+    callback, model = classify(end)
+    plain_run, uncalibrated = classify(end, temperature=False)
+    temperature, logits = callback.temperature, plain_run.out_of_fold.outputs
+    held = plain_run.out_of_fold
+    expected, losses = cross_fitted(logits, held.targets, held.folds)
+    assert plain_run.temperature == 1.0
+    assert temperature == pytest.approx(expected, rel=1e-4)
+    assert temperature > 1.2
+    assert callback.estimates["loss"].value == pytest.approx(float(losses.mean()), rel=1e-3)
+    assert callback.estimates["loss"].value < plain_run.estimates["loss"].value
+    torch.testing.assert_close(callback.out_of_fold.outputs, logits / temperature)
+    x, _ = plain.data(torch.float32)
+    after, before = model(x), uncalibrated(x)
+    if end == "sigmoid":
+        after, before = after.logit(), before.logit()
+    elif end != "logits":  # known up to a constant
+        after, before = after.log(), before.log() - before.log().mean(1, keepdim=True)
+        after = after - after.mean(1, keepdim=True)
+    torch.testing.assert_close(after, before / temperature, rtol=1e-3, atol=1e-3)
+    expect_no_trace(model)
+
+
+def test_a_temperature_that_no_layer_takes() -> None:
+    ENDS["scaled"] = (
+        [lambda: LAYERS.Dense(3), lambda: LAYERS.Rescaling(2.0, offset=1.0)],
+        ENDS["logits"][1],
+    )
+    callback, _ = classify("scaled")
+    assert callback.temperature == 1.0
+    with pytest.warns(heldin.HeldinWarning, match=r"divide its outputs by stopping\.temperature"):
+        callback, _ = classify("scaled", temperature=True)
+    assert callback.temperature > 1.2
+    del ENDS["scaled"]
+
+
+# -- averages of weights
+
+
+@pytest.mark.parametrize("overwrites", [None, 3])
+def test_averages_of_weights_are_followed(overwrites: int | None) -> None:
+    """Shadows have averages of their own; that of the best step is restored."""
+
+    def build() -> Any:
+        model = made(PLAIN)
+        optimizer = keras.optimizers.Adam(
+            0.05, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=overwrites
+        )
+        model.compile(optimizer, model.loss)
+        return model
+
+    def averages(model: Any) -> list[torch.Tensor]:
+        return [v.value.detach() for v in model.optimizer._model_variables_moving_average]
+
+    x, y = plain.data(torch.float32)
+    batches = [slice(a, a + 16) for a in range(0, plain.ROWS, 16)] * 3
+    callback, model = rule(rule="folds", average="best", patience=None, temperature=False), build()
+    fit(model, PLAIN, callback, epochs=3, batch_size=16)
+    step, held = callback.stopping.best_step, callback.out_of_fold
+    twin, shadows = build(), [build() for _ in held.folds.unique()]
+    for rows in batches[:step]:
+        twin.train_on_batch(x[rows].numpy(), y[rows].numpy())
+        for fold, shadow in enumerate(shadows):
+            seen = torch.arange(plain.ROWS)[rows]
+            seen = seen[held.folds[seen] != fold]
+            shadow.train_on_batch(x[seen].numpy(), y[seen].numpy())
+    assert 0 < step <= len(batches)
+    for weight, average in zip(model.get_weights(), averages(twin), strict=True):
+        torch.testing.assert_close(torch.tensor(weight), average)
+    for fold, shadow in enumerate(shadows):
+        shadow.set_weights([average.numpy() for average in averages(shadow)])
+        outputs = shadow(x[held.folds == fold]).detach()
+        torch.testing.assert_close(held.outputs[held.folds == fold], outputs, rtol=1e-3, atol=1e-4)
+    expect_no_trace(model)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, IterableDataset
 
 import heldin
@@ -356,16 +357,106 @@ def test_what_cannot_be_followed_is_refused(module: Any, data: Any, message: str
     estimated.expect_no_trace(module, batches if data is None else None)
 
 
-@pytest.mark.parametrize("name", ["EMAWeightAveraging", "StochasticWeightAveraging"])
-def test_averages_of_weights_are_refused(name: str) -> None:
-    made = getattr(pytest.importorskip("lightning.pytorch.callbacks"), name, None)
-    if made is None:
+def averaging(name: str, **options: Any) -> Any:
+    """Return a callback of Lightning that averages weights; that of users begins at step 3."""
+    callbacks = pytest.importorskip("lightning.pytorch.callbacks")
+    base: Any = getattr(callbacks, name, None)
+    if base is None:
         pytest.skip(f"this version of Lightning has no {name}")
-    average = made(0.01) if name.startswith("Stochastic") else made()
-    with pytest.raises(heldin.HeldinError, match=rf"{name} puts averages.*averaged_model="):
-        trainer(PLAIN, rule(), average, gradient_clip_val=None).fit(
-            Module(), estimated.loader(PLAIN)
-        )
+
+    class FromStep(base):
+        asked = 0
+
+        def should_update(self, step_idx: Any = None, epoch_idx: Any = None) -> bool:
+            self.asked += step_idx is not None
+            return step_idx is not None and step_idx >= 3
+
+    return base(**options) if options else FromStep()
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("ema", [True, False])
+def test_averages_of_weights_are_followed(ema: bool, first: bool) -> None:
+    """Each shadow has an average of its own; that of the best step is evaluated and restored."""
+    rows = torch.arange(plain.ROWS)
+
+    class Normalised(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net.insert(1, torch.nn.BatchNorm1d(12).double())
+            torch.nn.init.constant_(self.net[1].weight, 1.3)  # type: ignore[arg-type]
+
+    def averaged(kept: Tensor, steps: int) -> Any:
+        """Train a module without some rows in a plain loop; return it with its average."""
+        module = Normalised()
+        decay = {"multi_avg_fn": get_ema_multi_avg_fn(0.8)} if ema else {}
+        average = AveragedModel(module, use_buffers=True, **decay)
+        optimizer = plain.sgd(module.net)
+        x, y = plain.data()
+        for step, batch in enumerate([*rows.split(PLAIN.batch)] * 3):
+            if step == steps:
+                break
+            seen = batch[kept[batch]]
+            optimizer.zero_grad()
+            F.cross_entropy(module.net(x[seen]), y[seen]).backward()
+            optimizer.step()
+            if ema or step >= 3:
+                average.update_parameters(module)
+        return module, average
+
+    callback = rule(rule="folds", average="best", patience=None)
+    ema_options = {"decay": 0.8} if ema else {}
+    average = averaging("EMAWeightAveraging" if ema else "WeightAveraging", **ema_options)
+    module, pair = Normalised(), [callback, average]
+    fit = trainer(PLAIN, *(pair if first else pair[::-1]), max_epochs=3)
+    fit.fit(module, estimated.loader(PLAIN, shuffle=False))
+    step, held = callback.best_step, callback.out_of_fold
+    assert step is not None
+    assert 4 < step <= 12
+    if not ema:
+        assert average.asked == fit.global_step  # once for each step
+    expected = averaged(torch.ones(plain.ROWS, dtype=torch.bool), step)[1].module.eval()
+    torch.testing.assert_close(module.state_dict(), expected.state_dict())
+    x, y = plain.data()
+    for fold in held.folds.unique().tolist():
+        own = averaged(held.folds != fold, step)[1].module.eval()
+        torch.testing.assert_close(held.outputs[held.folds == fold], own.net(x[held.folds == fold]))
+    loss = F.cross_entropy(held.outputs, y)
+    assert callback.estimates["loss"].value == pytest.approx(float(loss.detach()))
+    estimated.expect_no_trace(module)
+
+
+def test_exact_resume_with_averages(tmp_path: Path) -> None:
+    def run(*callbacks: Any, path: Any = None, **options: Any) -> tuple[Any, Any]:
+        callback, module = rule(rule="folds"), Module()
+        ema = averaging("EMAWeightAveraging", decay=0.8)
+        fit = trainer(PLAIN, ema, callback, *callbacks, **options)
+        batches = estimated.loader(PLAIN, shuffle=False)
+        fit.fit(module, batches, ckpt_path=path, weights_only=True)
+        return callback, module
+
+    whole, expected = run()
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=8, save_top_k=-1)
+    run(saver, enable_checkpointing=True, max_steps=8)
+    resumed, module = run(path=next(tmp_path.glob("*.ckpt")))
+    assert str(resumed.stopping.history.columns()) == str(whole.stopping.history.columns())
+    torch.testing.assert_close(module.state_dict(), expected.state_dict(), rtol=0, atol=0)
+
+
+def test_averages_that_are_not_followed_are_refused() -> None:
+    def fit(average: Any) -> Any:
+        run = trainer(PLAIN, rule(), average, gradient_clip_val=None)
+        run.fit(Module(), estimated.loader(PLAIN))
+        return run
+
+    with pytest.raises(heldin.HeldinError, match=r"StochasticWeightAveraging.*averaged_model="):
+        fit(lightning.pytorch.callbacks.StochasticWeightAveraging(0.01))
+    by_epoch = averaging("EMAWeightAveraging", update_every_n_steps=0, update_starting_at_epoch=1)
+    with pytest.raises(heldin.HeldinError, match="averages weights at the end of an epoch"):
+        fit(by_epoch)
+    run = fit(averaging("EMAWeightAveraging", decay=0.9))
+    with pytest.raises(heldin.HeldinError, match="EMAWeightAveraging is followed in one process"):
+        run.fit(run.lightning_module, estimated.loader(PLAIN))
 
 
 def test_wrong_settings_are_refused_at_once() -> None:

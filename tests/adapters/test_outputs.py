@@ -240,7 +240,7 @@ def in_a_plain_loop(**options: Any) -> tuple[heldin.EarlyStopping, nn.Module]:
     return stopping, model
 
 
-@pytest.mark.parametrize("name", [n for n in FRAMEWORKS if n != "keras"])
+@each
 def test_a_temperature_is_that_of_a_plain_loop(name: str, tmp_path: Path) -> None:
     options = {"rule": replace(FOLDS, engine="replay"), "patience": None}
     stopping, model = in_a_plain_loop(**options)
@@ -248,13 +248,15 @@ def test_a_temperature_is_that_of_a_plain_loop(name: str, tmp_path: Path) -> Non
     callback = run.callback
     temperature = callback.temperature_ if name == "skorch" else callback.temperature
     assert temperature > 1.001
-    assert temperature == pytest.approx(stopping.temperature, rel=1e-8)
+    near: dict[str, float] = {"rtol": 2e-4, "atol": 2e-5} if name == "keras" else {}
+    assert temperature == pytest.approx(stopping.temperature, rel=near.get("rtol", 1e-8))
     assert callback.best_step == stopping.best_step
     assert callback.plan() == replace(stopping.plan(), temperature=temperature)
     assert callback.estimates["loss"].value == pytest.approx(stopping.estimates["loss"].value)
     for p, q in zip(run.net.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(p, q)
-    assert heldin.compare(callback, stopping).difference == pytest.approx(0.0, abs=1e-9)
+        torch.testing.assert_close(p, q, **near)  # type: ignore[arg-type]
+    difference = heldin.compare(callback, stopping).difference
+    assert difference == pytest.approx(0.0, abs=1e-6 if near else 1e-9)
 
 
 @each
@@ -372,13 +374,6 @@ def test_mistakes_are_refused_when_the_object_is_made(
     options, message = MISTAKES[mistake]
     with pytest.raises(heldin.HeldinError, match=message):
         FRAMEWORKS[name](tmp_path, **options)
-
-
-def test_keras_scales_no_layer(tmp_path: Path) -> None:
-    with pytest.raises(heldin.HeldinError, match="temperature=True would scale"):
-        in_keras(tmp_path, temperature=True)
-    run = in_keras(tmp_path, rule=FOLDS, patience=None)
-    assert run.callback.temperature == 1.0
 
 
 def test_results_of_evidence_and_before_a_run() -> None:

@@ -91,11 +91,15 @@ class Patches:
         harmless: tuple[type[BaseException], ...] = (),
     ) -> None:
         self._on_error, self._harmless = on_error, harmless
-        self._wrappers: list[MethodWrapper] = []
+        self._removals: list[Callable[[], Any]] = []
+
+    def add(self, remove: Callable[[], Any]) -> None:
+        """Call a function, such as the one that removes a hook, at the end."""
+        self._removals.append(remove)
 
     def wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
         """Call a method of an object through a function, which gets the method first."""
-        self._wrappers.append(MethodWrapper(owner, name, around))
+        self.add(MethodWrapper(owner, name, around).close)
 
     def watch_methods(self, owner: Any, *names: str) -> None:
         """Call `on_error` if an error leaves one of these methods; skip names without a method."""
@@ -122,9 +126,9 @@ class Patches:
 
     def close(self) -> None:
         """Put all methods back."""
-        for wrapper in self._wrappers:
-            wrapper.close()
-        self._wrappers = []
+        for remove in self._removals:
+            remove()
+        self._removals = []
 
 
 class OptimizerBridge(Optimizer):

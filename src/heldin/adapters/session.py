@@ -207,6 +207,7 @@ class Session:
         fallback: Callable[[nn.Module, Any], Any] | None = None,
         targets: Callable[[Any], Any] | None = None,
         clip: Clip | None = None,
+        averaged_model: nn.Module | None = None,
         resumed: bool = False,
         pools_ranks: bool = False,
         in_grad: bool = True,
@@ -229,6 +230,7 @@ class Session:
             fallback: (model, batch) -> outputs, where a call of the model does not show them.
             targets: (batch) -> targets, where the user's argument is None.
             clip: how the framework clips gradients.
+            averaged_model: an average of the weights that hooks of the optimiser's step update.
             resumed: whether the model was trained before, in the same run.
             pools_ranks: whether the framework may train the model in several processes.
             in_grad: whether the framework accumulates gradients in `.grad`.
@@ -250,6 +252,7 @@ class Session:
                     "batch_loss": loss,
                     "eval_loss": eval_loss or self.settings.eval_loss,
                     "clip": clip,
+                    "averaged_model": averaged_model,
                 }
                 stopping = self._make_estimated(model, optimizer, rows, prepare, options)
             self.stopping, self.epoch_steps = stopping, epoch_steps

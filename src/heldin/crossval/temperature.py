@@ -400,11 +400,14 @@ def scale_last_layer(
     call = _call if predict is None else predict
     with _quiet(model):
         layer, before = _last_layer(model, inputs, call)
-        if layer is None or not bool(before.isfinite().all()):
+        if not bool(before.isfinite().all()):
             return False
+        linear: Any = getattr(
+            model, "linear_layers", list
+        )()  # where layers are no modules of PyTorch
         return any(
             _scale(parameters, divisor, before, lambda: call(model, inputs))
-            for parameters in _scalable(model, layer)
+            for parameters in (linear if layer is None else _scalable(model, layer))
         )
 
 
