@@ -23,8 +23,8 @@ from safetensors.numpy import load_file, save_file
 
 import heldin
 from heldin.cli.main import main
+from heldin.sklearn.training import Trainer
 from heldin.tables.model import TabularModel
-from heldin.tables.trainer import Trainer
 
 FAST = ["--hidden", "6", "--max-epochs", "25"]
 

@@ -14,7 +14,7 @@ from sklearn.model_selection import KFold
 
 import heldin
 from heldin.sklearn import MLPClassifier, MLPRegressor
-from heldin.tables.trainer import Trainer
+from heldin.sklearn.training import Trainer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning"),

@@ -12,8 +12,6 @@ import torch
 from torch import nn
 
 import heldin
-from heldin.tables.mlp import build_network
-from heldin.tables.trainer import Trainer, TrainingConfig
 
 pytest.importorskip("sklearn")
 
@@ -28,6 +26,7 @@ from sklearn.preprocessing import StandardScaler
 import heldin.sklearn.base as base
 from heldin.sklearn import MLPClassifier, MLPRegressor
 from heldin.sklearn.base import WHOLE_EPOCHS
+from heldin.sklearn.training import Trainer, build_network
 from tests.support import runs
 
 pytestmark = pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
@@ -56,23 +55,25 @@ def numbers(n: int = 60, outputs: int = 1, seed: int = 0) -> tuple[Any, Any]:
 
 
 def twins(
-    rows: int, config: TrainingConfig, weights: Any = None
+    rows: int, solver: str = "sgd", **options: Any
 ) -> tuple[Trainer, nn.Sequential, Any, Any]:
     """A trainer, and a model in the same state for a plain loop."""
+    options = {"weight_decay": 0.0, "learning_rate_init": 1e-3, **options}
+    estimator = MLPClassifier(solver=solver, **options)
     X, y = classes(rows, 2)
     x, t = torch.from_numpy(X), torch.from_numpy(y)[:, None].double()
     generator = torch.Generator().manual_seed(1)
     model = build_network([4, 6, 1], "tanh", generator=generator)
     twin = build_network([4, 6, 1], "tanh")
     twin.load_state_dict(model.state_dict())
-    return Trainer(model, nn.BCEWithLogitsLoss(), x, t, weights, config, 0), twin, x, t
+    return Trainer(model, nn.BCEWithLogitsLoss(), x, t, None, estimator, 0), twin, x, t
 
 
 @pytest.mark.parametrize("solver", ["adam", "sgd"])
 def test_evidence_is_that_of_a_plain_loop(solver: str) -> None:
-    config = TrainingConfig(solver, alpha=0.3, batch_size=16, learning_rate_init=0.02, max_iter=200)
-    trainer, twin, x, t = twins(50, config)
-    outcome = trainer.run(WHOLE_EPOCHS)
+    options = {"alpha": 0.3, "batch_size": 16, "learning_rate_init": 0.02, "max_iter": 200}
+    trainer, twin, x, t = twins(50, solver, **options)
+    trainer.run(WHOLE_EPOCHS)
     groups: list[dict[str, Any]] = [
         {"params": [twin[0].weight, twin[2].weight], "weight_decay": 0.3 / 16},
         {"params": [twin[0].bias, twin[2].bias]},
@@ -93,12 +94,12 @@ def test_evidence_is_that_of_a_plain_loop(solver: str) -> None:
                 stopping.step()
                 optimizer.step()
             criteria.append(stopping.criterion)
-    assert outcome.stopped
-    assert outcome.rule == "evidence"
-    assert outcome.evidence is not None
-    assert outcome.evidence == pytest.approx(criteria, rel=1e-9, abs=1e-9)
-    assert outcome.epochs == len(criteria) == len(outcome.losses)
-    assert outcome.steps == 4 * len(criteria)
+    assert trainer.stopped
+    assert trainer.rule == "evidence"
+    assert trainer.evidence is not None
+    assert trainer.evidence == pytest.approx(criteria, rel=1e-9, abs=1e-9)
+    assert trainer.epochs == len(criteria) == len(trainer.losses)
+    assert trainer.steps == 4 * len(criteria)
     for p, q in zip(trainer.model.parameters(), twin.parameters(), strict=True):
         assert torch.allclose(p, q, atol=1e-9)
 
@@ -113,17 +114,13 @@ def test_auto_falls_back_to_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rates_follow_their_schedules() -> None:
-    trainer, *_ = twins(
-        20, TrainingConfig("sgd", learning_rate="invscaling", power_t=0.5, max_iter=3)
-    )
+    trainer, *_ = twins(20, learning_rate="invscaling", power_t=0.5, max_iter=3)
     trainer.run("none")
     assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(1e-3 / 61**0.5)
-    config = TrainingConfig(
-        "sgd", learning_rate="adaptive", tol=1e9, n_iter_no_change=1, max_iter=1000
-    )
-    trainer, *_ = twins(20, config)
-    outcome = trainer.run("none")
-    assert outcome.stopped
+    options: dict[str, Any] = {"tol": 1e9, "n_iter_no_change": 1, "max_iter": 1000}
+    trainer, *_ = twins(20, learning_rate="adaptive", **options)
+    trainer.run("none")
+    assert trainer.stopped
     # 1e-3 / 5^5 is the first rate that is not above 1e-6
     assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(1e-3 / 5**5)
 

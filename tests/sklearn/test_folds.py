@@ -12,8 +12,6 @@ from torch import nn
 
 import heldin
 from heldin.shadows.labels import fold_labels
-from heldin.tables.mlp import build_network, constant_outputs, start_at
-from heldin.tables.trainer import Trainer, TrainingConfig
 
 pytest.importorskip("sklearn")
 
@@ -23,7 +21,8 @@ from sklearn import metrics
 from sklearn.model_selection import GroupKFold, KFold, RepeatedKFold, TimeSeriesSplit
 
 from heldin.sklearn import MLPClassifier, MLPRegressor
-from heldin.sklearn.inputs import find_copies
+from heldin.sklearn.data import find_copies
+from heldin.sklearn.training import build_network, constant_outputs, make_optimizer, start_at
 
 pytestmark = pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
 QUICK: dict[str, Any] = {"max_iter": 60, "learning_rate_init": 0.02, "random_state": 0}
@@ -74,11 +73,10 @@ def test_the_network_is_that_of_early_stopping(kind: str, solver: str) -> None:
     inputs, targets = torch.from_numpy(X[order]), y[order]
     row_weights = torch.from_numpy(weights[order])
     start_at(model, constant_outputs(LOSSES[kind], targets, size, row_weights))
-    config = TrainingConfig(solver, weight_decay=0.3, batch_size=16, learning_rate_init=0.02)
     classes = None if kind == "numbers" else targets.ravel().long()
     stopping = heldin.EarlyStopping(
         model,
-        config.optimizer(model, 16),
+        make_optimizer(model, estimator, 16),
         LOSSES[kind],
         (inputs, targets),
         heldin.rules.Folds(folds=fold_labels(60, 10, seed, None, classes)),
@@ -134,23 +132,14 @@ def test_one_network_predicts() -> None:
 
 
 @pytest.mark.parametrize(("rows", "cv", "missed"), [(100, None, 10), (101, None, 21), (60, 3, 20)])
-def test_every_row_is_new_to_a_shadow(
-    rows: int, cv: int | None, missed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_row_is_new_to_a_shadow(rows: int, cv: int | None, missed: int) -> None:
     """Up to a hundred rows a shadow misses a tenth of them."""
     X, _, numbers = signal(rows)
-    plans = []
-    run_folds = Trainer.run_folds
-
-    def spy(self: Trainer, plan: Any, report: Any) -> Any:
-        plans.append(plan)
-        return run_folds(self, plan, report)
-
-    monkeypatch.setattr(Trainer, "run_folds", spy)
     model = MLPRegressor((4,), cv=cv, **QUICK).fit(X, numbers)
     assert np.isfinite(model.oof_predictions_).all()
-    assert int((~plans[0].sees).sum(1).max()) == missed
-    assert (~plans[0].sees).sum(0).tolist() == [1] * rows
+    folds = model.record().folds
+    assert len(folds) == rows
+    assert int(folds.bincount().max()) == missed
 
 
 def test_units_are_bounded_for_few_rows_of_classes() -> None:

@@ -1,79 +1,265 @@
-"""Data of the estimators: targets of a network, and rows without copies."""
+"""Data of the estimators: rows, copies of rows, categories, missing values, scales."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from torch import nn
+import torch
+from scipy import sparse
+from scipy.sparse.csgraph import connected_components
+from sklearn.compose import make_column_transformer
+from sklearn.preprocessing import OneHotEncoder, StandardScaler
+from torch import Tensor, nn
 
-from .inputs import find_copies, join_groups
+from heldin.errors import HeldinError
 
-__all__ = ["Data", "Targets"]
+__all__ = [
+    "Categories",
+    "Copies",
+    "Data",
+    "InvalidParameter",
+    "Scaler",
+    "Targets",
+    "as_rows",
+    "category",
+    "find_copies",
+    "has_categories",
+    "join_groups",
+    "largest_input",
+    "missing_labels",
+]
+
+BY_CHANCE = 10  # equal pairs of rows per expected pair up to which chance explains them
+FEW_CATEGORIES = 10  # categories that a column of any length may have
+ROWS = 2**14  # rows per call of scikit-learn's scaler, which makes several copies
 
 
-@dataclass(frozen=True, eq=False)
-class Targets:
-    """Targets as a network learns them.
+class InvalidParameter(HeldinError, ValueError):
+    """Parameters or data that an estimator cannot be fitted with."""
 
-    Attributes:
-        y: (n,) class numbers, or (n, outputs) numbers.
-        outputs: number of outputs of the network.
-        loss: function of outputs and targets.
-        single: whether each row belongs to one class.
+
+class SparseRows:
+    """Rows of a sparse matrix, made dense on access."""
+
+    def __init__(self, matrix: Any) -> None:
+        self.matrix = matrix.tocsr()
+
+    def __len__(self) -> int:
+        return int(self.matrix.shape[0])
+
+    def __getitem__(self, index: Any, /) -> Tensor:
+        rows = index.numpy() if isinstance(index, Tensor) else index
+        return torch.from_numpy(self.matrix[rows].toarray())
+
+
+def as_rows(X: Any) -> Any:
+    """Return a tensor, or the rows of a sparse matrix."""
+    if sparse.issparse(X):
+        return SparseRows(X)
+    return torch.from_numpy(X) if X.flags.writeable and X.flags.c_contiguous else torch.tensor(X)
+
+
+class Copies(NamedTuple):
+    """Rows of a table that equal each other in every input and in the target."""
+
+    first: Any  # (m,) for each different row, the first row that equals it, ordered by contents
+    which: Any  # (n,) for each row, the number of its different row
+    by_chance: bool  # whether rows drawn at random would repeat as often
+
+    @property
+    def extra(self) -> int:
+        """Number of rows that repeat another."""
+        return len(self.which) - len(self.first)
+
+
+def find_copies(X: Any, y: Any, splits: Any = None) -> Copies:
+    """Find rows that are equal in every input and in the target (and in the splits they are in).
+
+    Rows repeat by chance if their columns have few values. The share of pairs of different rows
+    that agree in a column, multiplied over the columns, estimates how often two rows are equal; if
+    that explains a tenth of the equal pairs, they are put down to chance.
+
+    >>> X, y = np.array([[0.5, 7.0], [0.1, 3.0], [0.5, 7.0], [0.2, 7.0]]), np.array([1, 0, 1, 0])
+    >>> copies = find_copies(X, y)
+    >>> copies.extra, copies.by_chance
+    (1, False)
+    """
+    table = np.column_stack([X, y] if splits is None else [X, y, splits])
+    table = table.astype(np.float64, copy=False) + 0.0  # -0 becomes 0
+    keys = np.ascontiguousarray(table).view(np.dtype((np.void, table.shape[1] * 8))).ravel()
+    _, first, which, counts = np.unique(
+        keys, return_index=True, return_inverse=True, return_counts=True
+    )
+    n, m = len(table), len(first)
+    if m in (1, n):
+        return Copies(first, which, by_chance=m < n)
+    log_agree = 0.0
+    for column in table[first].T:
+        same = np.unique(column, return_counts=True)[1].astype(float)
+        pairs = float((same * (same - 1)).sum())
+        log_agree += np.log(pairs / (m * (m - 1))) if pairs else -np.inf
+    expected = n * (n - 1) * np.exp(log_agree)
+    equal = float((counts * (counts - 1.0)).sum())
+    return Copies(first, which, by_chance=bool(BY_CHANCE * expected >= equal))
+
+
+def join_groups(groups: Any, copies: Any) -> Any:
+    """Return (n,) groups in which rows are linked by a group or as copies of each other.
+
+    >>> join_groups(np.array([0, 0, 1, 2]), np.array([0, 1, 1, 2])).tolist()
+    [0, 0, 0, 1]
+    """
+    size = int(groups.max()) + 1
+    nodes = size + int(copies.max()) + 1
+    links = sparse.coo_matrix((np.ones(len(groups)), (groups, size + copies)), (nodes, nodes))
+    labels = connected_components(links, directed=False)[1][groups]
+    return np.unique(labels, return_inverse=True)[1]
+
+
+class Scaler:
+    """Scaler to mean 0 and standard deviation 1 that cuts off inputs far out.
+
+    >>> scaler = Scaler(4.0, np.array([[0.0, 5.0], [2.0, 5.0]]), None)
+    >>> scaler(np.array([[1.0, 5.0], [100.0, 5.0]]))
+    array([[0., 0.],
+           [4., 0.]])
     """
 
-    y: Any
-    outputs: int
+    def __init__(self, clip: float | None, X: Any, weights: Any) -> None:
+        self.clip, self.standard = clip, StandardScaler(with_mean=not sparse.issparse(X))
+        for start in range(0, X.shape[0], ROWS):
+            part = slice(start, start + ROWS)
+            with np.errstate(over="ignore", invalid="ignore"):
+                self.standard.partial_fit(X[part], None, None if weights is None else weights[part])
+        columns = np.flatnonzero(~np.isfinite(self.standard.scale_))
+        if len(columns):
+            raise InvalidParameter(
+                f"input column {columns[0]} has numbers whose squares are out of range; divide them"
+            )
+
+    def __call__(self, X: Any) -> Any:
+        """Scale other rows."""
+        if self.standard.with_mean and sparse.issparse(X):
+            raise InvalidParameter("the first rows were dense, so these must be")
+        scaled = self.standard.transform(X)
+        if self.clip is None or sparse.issparse(scaled):
+            return scaled
+        return np.clip(scaled, -self.clip, self.clip, out=scaled)
+
+
+def largest_input(X: Any) -> tuple[int, float]:
+    """Return the column with the largest root mean square, and that.
+
+    >>> largest_input(np.array([[1.0, -30.0], [1.0, 40.0]]))
+    (1, 35.3...)
+    """
+    squares = np.asarray((X.multiply(X) if sparse.issparse(X) else np.square(X)).mean(0)).ravel()
+    column = int(squares.argmax())
+    return column, float(np.sqrt(squares[column]))
+
+
+def category(value: Any) -> str:
+    """Return the text of a category; 1.0 and 1 are the same.
+
+    >>> category(1.0), category(True), category("a ")
+    ('1', 'True', 'a')
+    """
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return str(value).strip()
+
+
+def has_categories(X: Any) -> bool:
+    """Return whether X is a DataFrame of pandas with columns that are not numbers."""
+    return hasattr(X, "select_dtypes") and not X.select_dtypes(exclude="number").empty
+
+
+class Categories:
+    """Encoder of the columns of a DataFrame that are not numbers as inputs of 0 and 1.
+
+    Values of a later frame are compared as texts, so that their dtype does not matter.
+
+    Args:
+        X: frame to learn from.
+        owner: name of the estimator, for errors.
+    """
+
+    def __init__(self, X: Any, owner: str) -> None:
+        self.names = list(X.select_dtypes(exclude="number").columns)
+        for name in self.names:
+            categories, count = X[name].nunique(), int(X[name].notna().sum())
+            problem = ""
+            if X[name].dtype.kind in "mM":
+                problem = "dates or times"
+            elif categories > max(FEW_CATEGORIES, count / 2):
+                problem = f"free text or names ({categories} different values in {count} rows)"
+            if problem:
+                raise InvalidParameter(
+                    f"{owner}: column {name!r} holds {problem}, not categories; leave it out, or "
+                    f"encode it before: skrub.tabular_pipeline({owner}())"
+                )
+        encoder = OneHotEncoder(handle_unknown="ignore", sparse_output=False)
+        columns = (encoder, self.names)
+        self.transformer = make_column_transformer(columns, remainder="passthrough")
+        self.transformer.fit(self._texts(X))
+
+    def __call__(self, X: Any) -> Any:
+        """Return the (n, inputs) numbers of a frame."""
+        return self.transformer.transform(self._texts(X))
+
+    def _texts(self, X: Any) -> Any:
+        """Return a frame of texts and floats without pandas' missing value."""
+        columns = {name: X[name].map(category, na_action="ignore") for name in self.names}
+        texts = {n: c.astype(object).where(c.notna(), None) for n, c in columns.items()}
+        numbers = X.drop(columns=self.names).astype(float)
+        return numbers.assign(**texts)[list(X.columns)]
+
+
+def missing_labels(y: Any) -> Any:
+    """Return the numbers of the rows without a label, among texts or objects.
+
+    >>> missing_labels(np.array(["a", None, "b", float("nan")], object)).tolist()
+    [1, 3]
+    """
+    y = np.asarray(y)
+    if y.dtype != object or y.ndim != 1:
+        return np.arange(0)
+    return np.flatnonzero([v is None or type(v).__name__ == "NAType" or v != v for v in y])
+
+
+class Targets(NamedTuple):
+    """Targets as a network learns them."""
+
+    y: Any  # (n,) class numbers, or (n, outputs) numbers
+    outputs: int  # of the network
     loss: nn.Module
-    single: bool = False
+    single: bool = False  # whether each row belongs to one class
 
 
 @dataclass(frozen=True, eq=False)
 class Data:
-    """Rows with a weight, as arrays.
-
-    Attributes:
-        X, y, weights, groups: of these rows; groups are whole numbers, or None.
-        row_of: (given,) for each row that the user gave, its number among these rows; -1 if its
-            weight is zero.
-        splits: (n, 2 K) booleans for K splits of the user: whether a row is in each training part,
-            then whether it is in each test part; or None.
-        times: (n,) whole numbers in the order of time, or None.
-        copies: number of given rows that equal another and share its fold.
-        counts: sample weights of these rows, without weights of classes.
-    """
+    """Rows with a weight, as arrays."""
 
     X: Any
     y: Any
     weights: Any
-    groups: Any
-    row_of: Any
-    splits: Any = None
-    times: Any = None
-    copies: int = 0
-    counts: Any = None
+    groups: Any = None  # whole numbers
+    row_of: Any = None  # for each row given, its number among these; -1 if its weight is zero
+    splits: Any = None  # (n, 2 K) booleans: in the training, then in the test part of K splits
+    times: Any = None  # whole numbers in the order of time
+    copies: int = 0  # number of given rows that equal another and share its fold
+    counts: Any = None  # sample weights without weights of classes
 
     def take(self, index: Any) -> Data:
         """Return the rows with these numbers, each at most once."""
         place = np.full(len(self.weights) + 1, -1)  # the last entry serves row_of = -1
         place[index] = np.arange(len(index))
-        return replace(
-            self,
-            X=self.X[index],
-            y=self.y[index],
-            weights=self.weights[index],
-            groups=None if self.groups is None else self.groups[index],
-            splits=None if self.splits is None else self.splits[index],
-            times=None if self.times is None else self.times[index],
-            row_of=place[self.row_of],
-        )
-
-    def split_masks(self) -> tuple[Any, Any]:
-        """Return (K, n) booleans of the rows to train on, and of those to test."""
-        train, test = np.split(self.splits.T, 2)
-        return train, test
+        names = ("X", "y", "weights", "groups", "splits", "times")
+        rows: Any = {name: getattr(self, name) for name in names}
+        taken: Any = {name: None if each is None else each[index] for name, each in rows.items()}
+        return replace(self, row_of=place[self.row_of], **taken)
 
     def without_copies(self, shuffle: bool) -> Data:
         """Make equal rows one row with the sum of their weights, or put them into one group.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,8 +19,9 @@ from sklearn.utils.multiclass import (
 from sklearn.utils.validation import column_or_1d
 from torch import nn
 
-from .base import Estimator, Layers, Score
+from .base import Estimator, Score
 from .data import Data, Targets
+from .training import Layers
 
 __all__ = ["MLPClassifier", "MLPRegressor"]
 
@@ -112,10 +112,6 @@ class MLPClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
     >>> 0.9 < accuracy.low < accuracy.value < accuracy.high
     True
     """
-
-    class_weight: Any
-    classes_: Any
-    n_outputs_: int
 
     def __init__(
         self,
@@ -227,12 +223,12 @@ class MLPClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
         shares = expit(outputs)
         return shares if self._several else np.concatenate([1 - shares, shares], 1)
 
-    def _assess(self, out_of_fold: Any, data: Data) -> None:
-        super()._assess(out_of_fold, data)
+    def _assess(self, labels: Any, data: Data) -> None:
+        super()._assess(labels, data)
         self.calibration_curve_ = None
-        if out_of_fold is not None and not self._several:
-            tested = np.isfinite(out_of_fold).all(1)
-            self.calibration_curve_ = calibration(out_of_fold[tested], self._truth(data.y)[tested])
+        if self._evaluated is not None and not self._several:
+            predicted, tested = self._evaluated[0], labels.numpy() >= 0
+            self.calibration_curve_ = calibration(predicted[tested], self._truth(data.y)[tested])
 
     def _truth(self, y: Any) -> Any:
         return (y if self._several else y.ravel()).astype(int)
@@ -323,9 +319,8 @@ class MLPRegressor(RegressorMixin, Estimator):  # type: ignore[misc]
         outputs = self._outputs(X)
         return outputs[:, 0] if self._one_dimensional else outputs
 
-    def _scale_targets(self, targets: Targets, weights: Any, first: bool) -> Targets:
+    def _scale_targets(self, y: Any, weights: Any, first: bool) -> Any:
         """Divide by the standard deviation, so that the unit of the targets does not matter."""
-        y = targets.y
         if first:
             self._centre, self._spread = np.zeros(y.shape[1]), 1.0
             if self.standardize:
@@ -333,7 +328,7 @@ class MLPRegressor(RegressorMixin, Estimator):  # type: ignore[misc]
                 squares = np.average((y - self._centre) ** 2, axis=0, weights=weights)
                 self._spread = float(np.sqrt(squares.mean())) or 1.0
             self._unit = float(np.square(self._spread))
-        return replace(targets, y=(y - self._centre) / self._spread)
+        return (y - self._centre) / self._spread
 
     def _scale_layers(self, layers: Layers, back: bool) -> Layers:
         *others, (weight, bias) = layers
@@ -344,8 +339,8 @@ class MLPRegressor(RegressorMixin, Estimator):  # type: ignore[misc]
             weight, bias = weight / spread, (bias - centre) / spread
         return [*others, (weight.astype(kind), bias.astype(kind))]
 
-    def _assess(self, out_of_fold: Any, data: Data) -> None:
-        super()._assess(out_of_fold, data)
+    def _assess(self, labels: Any, data: Data) -> None:
+        super()._assess(labels, data)
         if self.oof_predictions_ is not None and self._one_dimensional:
             self.oof_predictions_ = self.oof_predictions_[:, 0]
 

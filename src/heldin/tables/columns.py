@@ -17,12 +17,12 @@ import pandas
 from pandas.api.types import is_datetime64_any_dtype, is_timedelta64_dtype
 
 from heldin.errors import HeldinError
+from heldin.sklearn.data import category
 
 from .number_formats import (
     Decimal,
     Order,
     Unusable,
-    category,
     date_order,
     decimal_mark,
     is_number,

@@ -17,13 +17,14 @@ import torch
 from heldin.crossval import mean_interval
 from heldin.errors import HeldinError
 from heldin.pages.predictions import Predictions
+from heldin.sklearn.data import category
+from heldin.sklearn.training import ACTIVATIONS, network_of, network_outputs
 from heldin.state.estimates import EstimateHistory
 from heldin.state.schema import check_schema
 
 from .columns import Columns
 from .importance import importances
-from .mlp import ACTIVATIONS, network_of, network_outputs
-from .number_formats import category, is_number
+from .number_formats import is_number
 
 __all__ = ["TabularModel", "Target"]
 

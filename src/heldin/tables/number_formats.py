@@ -24,7 +24,6 @@ __all__ = [
     "Decimal",
     "Order",
     "Unusable",
-    "category",
     "date_order",
     "decimal_mark",
     "is_number",
@@ -73,17 +72,6 @@ class Unusable(HeldinError):
             super().__init__(
                 f"{len(lines)} columns cannot be used:\n  {listed}\n--drop-unusable leaves them out"
             )
-
-
-def category(value: Any) -> str:
-    """Return the text of a category; 1.0 and 1 are the same.
-
-    >>> category(1.0), category(True), category("a ")
-    ('1', 'True', 'a')
-    """
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    return str(value).strip()
 
 
 def _split_unit(text: str) -> tuple[str, str] | None:

@@ -17,7 +17,7 @@ from sklearn.base import clone
 
 import heldin
 from heldin.sklearn import MLPClassifier, MLPRegressor
-from heldin.sklearn.inputs import Scaler, as_rows, find_copies, join_groups, largest_input
+from heldin.sklearn.data import Scaler, as_rows, find_copies, join_groups, largest_input
 
 pytestmark = pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
 QUICK: dict[str, Any] = {"max_iter": 40, "learning_rate_init": 0.02, "random_state": 0}
@@ -142,18 +142,18 @@ def test_columns_that_are_no_categories_are_refused() -> None:
 def test_scales_are_learnt_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
     X, weights = rng.normal(3, 2, size=(100, 4)), rng.uniform(1, 2, 100)
-    whole = Scaler().fit(X, weights).standard
-    monkeypatch.setattr("heldin.sklearn.inputs.ROWS", 7)
-    pieces = Scaler().fit(X, weights).standard
+    whole = Scaler(None, X, weights).standard
+    monkeypatch.setattr("heldin.sklearn.data.ROWS", 7)
+    pieces = Scaler(None, X, weights).standard
     np.testing.assert_allclose(pieces.mean_, whole.mean_)
     np.testing.assert_allclose(pieces.scale_, whole.scale_)
 
 
 def test_rows_are_not_copied_and_read_only_ones_are() -> None:
     X = np.ones((3, 2))
-    assert as_rows(X).data_ptr() == X.ctypes.data  # type: ignore[attr-defined]
+    assert as_rows(X).data_ptr() == X.ctypes.data
     X.flags.writeable = False
-    assert as_rows(X).data_ptr() != X.ctypes.data  # type: ignore[attr-defined]
+    assert as_rows(X).data_ptr() != X.ctypes.data
 
 
 @pytest.mark.filterwarnings("ignore:.*no better than a constant:heldin.HeldinWarning")  # noise

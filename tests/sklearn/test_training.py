@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from heldin.tables.mlp import build_network, constant_outputs, start_at
+pytest.importorskip("sklearn")
+
+from heldin.sklearn.training import build_network, constant_outputs, start_at
 
 LOSSES = {
     "classes": nn.CrossEntropyLoss(),
