@@ -10,7 +10,7 @@ import pytest
 for needed in ("sklearn", "matplotlib"):
     pytest.importorskip(needed)
 
-from heldin.cli import demo_runs as demo
+from heldin.cli import demo
 from heldin.cli.main import main
 
 
@@ -36,11 +36,16 @@ def test_demo_refuses(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> N
     assert wrong[0] in capsys.readouterr().err
 
 
+def test_interval_of_a_mean() -> None:
+    middle, half = demo.interval([1.0, 2.0, 3.0])
+    assert (middle, half) == (2, pytest.approx(2.484, abs=1e-3))  # Student's t with two degrees
+
+
 def test_rows_that_are_tested_with_are_not_trained_on() -> None:
-    problem = demo.load(3)
-    assert (len(problem.x), len(problem.test_x)) == (100, 469)
-    rows = {tuple(row) for row in problem.x.tolist()}
-    assert not rows & {tuple(row) for row in problem.test_x.tolist()}
+    x, y, test_x, test_y = demo.load(3)
+    assert (len(x), len(y), len(test_x), len(test_y)) == (100, 100, 469, 469)
+    rows = {tuple(row) for row in x.tolist()}
+    assert not rows & {tuple(row) for row in test_x.tolist()}
     trained_on = {"heldin": 100, "split": 80, "folds": 100, "none": 100}
     for rule, count in trained_on.items():
         run = demo.train(rule, 3, epochs=2)

@@ -15,8 +15,7 @@ import numpy as np
 import pandas
 
 from heldin.cli.main import main
-from heldin.tables.columns import Columns
-from heldin.tables.number_formats import Unusable
+from heldin.tables.columns import Columns, Unusable
 
 FAST = ["--target", "y", "--hidden", "4", "--max-epochs", "8"]
 

@@ -17,7 +17,15 @@ from sklearn.base import clone
 
 import heldin
 from heldin.sklearn import MLPClassifier, MLPRegressor
-from heldin.sklearn.data import Scaler, as_rows, find_copies, join_groups, largest_input
+from heldin.sklearn.data import (
+    Scaler,
+    as_rows,
+    category,
+    find_copies,
+    join_groups,
+    largest_input,
+    missing_labels,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
 QUICK: dict[str, Any] = {"max_iter": 40, "learning_rate_init": 0.02, "random_state": 0}
@@ -137,6 +145,25 @@ def test_columns_that_are_no_categories_are_refused() -> None:
         model.predict(frame.to_numpy())
     with pytest.raises(ValueError, match="feature names"):
         model.predict(frame[["age", "member"]])
+
+
+def test_a_scaler_cuts_off_what_is_far_out() -> None:
+    scaler = Scaler(4.0, np.array([[0.0, 5.0], [2.0, 5.0]]), None)
+    assert scaler(np.array([[1.0, 5.0], [100.0, 5.0]])).tolist() == [[0, 0], [4, 0]]
+
+
+def test_values_of_a_category_are_compared_as_texts() -> None:
+    assert [category(value) for value in (1.0, 1, True, "a ")] == ["1", "1", "True", "a"]
+
+
+def test_labels_that_are_missing() -> None:
+    labels = np.array(["a", None, "b", float("nan")], object)
+    assert missing_labels(labels).tolist() == [1, 3]
+
+
+def test_the_largest_input() -> None:
+    column, size = largest_input(np.array([[1.0, -30.0], [1.0, 40.0]]))
+    assert (column, size) == (1, pytest.approx(35.355, abs=1e-3))
 
 
 def test_scales_are_learnt_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

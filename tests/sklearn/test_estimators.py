@@ -380,7 +380,7 @@ def test_bad_data_is_named() -> None:
 
 def test_an_end_without_a_stop_is_said() -> None:
     with pytest.warns(ConvergenceWarning, match="max_iter=2 epochs were over") as caught:
-        MLPClassifier((5,), max_iter=2).fit(*classes())
+        MLPClassifier((5,), max_iter=2, random_state=0).fit(*classes())
     assert caught[0].filename == __file__  # it points to the call of fit
 
 

@@ -50,6 +50,14 @@ def test_the_constant_is_the_best_constant(kind: str) -> None:
             assert loss(other) > loss(best)
 
 
+def test_layers_of_a_network() -> None:
+    model = build_network([3, 5, 2], "relu")
+    kinds = [type(layer).__name__ for layer in model]
+    assert kinds == ["Linear", "ReLU", "Linear"]
+    assert [tuple(p.shape) for p in model.parameters()] == [(5, 3), (5,), (2, 5), (2,)]
+    assert all(p.count_nonzero() == 0 for p in model.parameters())
+
+
 def test_a_class_that_is_missing_has_a_share() -> None:
     shares = constant_outputs(nn.CrossEntropyLoss(), torch.tensor([0, 0, 2]), 3, None).exp()
     assert shares.sum() == pytest.approx(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import pytest
 
@@ -14,8 +15,7 @@ import numpy as np
 import pandas
 
 from heldin.errors import HeldinError
-from heldin.tables.columns import Column, Columns
-from heldin.tables.number_formats import with_numbers
+from heldin.tables.columns import Column, Columns, date_order, decimal_mark, parse_number
 
 
 def test_columns_become_numbers() -> None:
@@ -40,7 +40,7 @@ def test_columns_become_numbers() -> None:
     ]
     np.testing.assert_allclose(found, expected)
     assert unknown == {}
-    again = Columns.from_json(json.loads(json.dumps(columns.to_json())))
+    again = Columns.from_json(json.loads(json.dumps(asdict(columns))))
     assert again == columns
     other = pandas.DataFrame({"a": [None, "2"], "b": ["z", None], "d": [None, 1]})
     found, unknown = again.encode(other, "t")
@@ -52,11 +52,11 @@ def test_columns_become_numbers() -> None:
 
 
 def test_a_column_keeps_its_way_of_writing() -> None:
-    frame, decimals = with_numbers(pandas.DataFrame({"price": ["1.234,50 €", "7,5 €", None]}))
-    assert decimals == {"price": ","}
-    assert frame["price"].tolist()[:2] == [1234.5, 7.5]
-    columns = Columns.learn(frame, decimals=decimals)
-    columns = Columns.from_json(json.loads(json.dumps(columns.to_json())))
+    frame = pandas.DataFrame({"price": ["1.234,50 €", "7,5 €", None]})
+    columns = Columns.learn(frame)
+    assert columns.decimal_commas == ["price"]
+    columns = Columns.from_json(json.loads(json.dumps(asdict(columns))))
+    assert columns.used[0].measure(frame["price"]).tolist()[:2] == [1234.5, 7.5]
     new = pandas.DataFrame({"price": ["7,500 €"]})  # by itself it might be thousands
     middle, spread = np.mean([1234.5, 7.5]), np.std([1234.5, 7.5])
     assert columns.encode(new, "new.csv")[0][0, 0] == pytest.approx((7.5 - middle) / spread)
@@ -86,3 +86,44 @@ def test_times_of_day_and_gaps() -> None:
     assert found.shape == (3, 8)  # also of the day; and whether it is missing
     assert found[0, 5] == pytest.approx(1)  # six o'clock: a quarter of the day
     assert found[2].tolist() == [0] * 7 + [1]
+
+
+@pytest.mark.parametrize(
+    ("texts", "mark", "numbers"),
+    [
+        (["1.234,50 €", "7,00 €"], ",", [1234.5, 7.0]),
+        (["$1,234.50", "$7.00"], ".", [1234.5, 7.0]),
+        (["1'234.50 CHF", "7 CHF"], ".", [1234.5, 7.0]),
+        (["1 234,5", "-7,25"], ",", [1234.5, -7.25]),
+        (["1'234,5 CHF", "-3,25"], ",", [1234.5, -3.25]),
+        (["12 %", "3.5 %"], ".", [12.0, 3.5]),
+        (["12.345.678", "1"], ",", [12345678.0, 1.0]),
+        (["1,234", "5,678"], "either", None),
+        (["1.5 EUR", "2.5 USD"], None, None),  # not the same thing
+        (["1,2,3"], None, None),
+        (["KLM 12", "KLM 13"], None, None),
+    ],
+)
+def test_numbers_as_people_write_them(
+    texts: list[str], mark: str | None, numbers: list[float] | None
+) -> None:
+    assert decimal_mark(texts) == mark
+    if numbers is not None:
+        assert mark in (".", ",")
+        assert [parse_number(text, mark) for text in texts] == numbers
+    assert np.isnan(parse_number("x", ","))
+
+
+@pytest.mark.parametrize(
+    ("texts", "order"),
+    [
+        (["2024-01-31"], "ymd"),
+        (["31.12.2024"], "dmy"),
+        (["12/31/2024"], "mdy"),
+        (["01/02/2024"], "either"),  # January or February?
+        (["2024-01-31", "31.12.2024"], None),
+        (["soon"], None),
+    ],
+)
+def test_order_of_dates(texts: list[str], order: str | None) -> None:
+    assert date_order(texts) == order

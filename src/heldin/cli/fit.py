@@ -9,7 +9,6 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from heldin.errors import HeldinError, HeldinWarning
 __all__ = ["fit", "predict"]
 
 Options = argparse.Namespace
-RULES = ["auto", "folds", "evidence", "validation", "none"]
 READING = ("separator", "encoding", "decimal", "missing")  # options that describe a file
 LINEAR = {"hidden_layer_sizes": (), "learning_rate_init": 0.01, "weight_decay": 0.0}
 
@@ -34,7 +32,8 @@ def fit(parser: argparse.ArgumentParser) -> None:
     tasks = ["auto", "classification", "regression"]
     add("--task", choices=tasks, default="auto", help="default: by the target")
     add("--test", metavar="FILE", help="other rows, to measure the loss on new data")
-    add("--rule", choices=RULES, default="auto", help="what stops training (default auto)")
+    rules = ["auto", "folds", "evidence", "validation", "none"]
+    add("--rule", choices=rules, default="auto", help="what stops training (default auto)")
     add("--hidden", default="100", help="sizes of hidden layers, as 100 or 64,64 (default 100)")
     several: dict[str, Any] = {"action": "append", "default": [], "metavar": "COLUMN"}
     add("--drop", **several, help="leave it out; may be repeated")
@@ -42,8 +41,7 @@ def fit(parser: argparse.ArgumentParser) -> None:
     add("--id", **several, help="written beside the predictions, no input; may be repeated")
     add("--groups", metavar="COLUMN", help="no input; rows with the same value belong together")
     add("--time", metavar="COLUMN", help="order of the rows: shadows are tested on later ones")
-    orders = ["auto", "dmy", "mdy"]
-    first = "day or month first, where the dates do not tell"
+    orders, first = ["auto", "dmy", "mdy"], "day or month first, where the dates do not tell"
     add("--dates", choices=orders, default="auto", help=first)
     limit = "a limit that the rule should not reach (default 2000)"
     add("--max-epochs", type=int, default=2000, help=limit)
@@ -84,47 +82,40 @@ def _needs_extras() -> Iterator[None]:
         raise HeldinError(f"{name} is not installed; pip install 'heldin[fit]'") from error
 
 
-@dataclass(frozen=True, eq=False)
-class Prepared:
-    """An encoded table, without the table itself."""
-
-    inputs: Any
-    targets: Any
-    columns: Any
-    target: Any
-    decimals: Any
-    groups: Any
-    time: Any
-    without_target: int
-
-
 def run_fit(options: Options) -> int:
     """Train a model and write its folder."""
     with _needs_extras():  # before training, not after it
         import jinja2  # noqa: F401
-        import pandas  # noqa: F401
         import safetensors  # noqa: F401
-        import sklearn  # noqa: F401
 
-        from heldin.tables.report import write_report
-        from heldin.tables.summary import summary
-    hidden = _check(options)
-    out = Path(options.out)
-    table = _prepare(options)
-    test = _read_test(table, options) if options.test else None
-    model = _train(table, options, hidden)
+        from heldin.tables.report import remarks, summary, write_report
+    hidden, path, out = _check(options), options.data, Path(options.out)
+    frame = _read(path, options, options.id)
+    rows, target, columns, time = _learn(frame, options)
+    for remark in remarks(frame, columns, options.groups):
+        print(f"heldin: {path}: {remark}", file=sys.stderr)
+    if options.test:  # an error in it comes before training
+        commas = [*columns.decimal_commas, *[target.name] * (target.decimal == ",")]
+        test = _read(options.test, options, [*options.id, *commas])
+        columns.encode(test, options.test)
+    left_out, data = len(frame) - len(rows), columns.encode(rows, path)[0]
+    targets = target.encode(rows[target.name])
+    groups = None if options.groups is None else rows[options.groups].to_numpy()
+    del frame, rows  # which may be large
+    model = _train(options, hidden, data, targets, columns, target, groups, time)
     model.facts |= {
-        "data": Path(options.data).name,
-        "dropped_rows": table.without_target,
+        "data": Path(path).name,
+        "dropped_rows": left_out,
         "id": options.id,
         "groups": options.groups,
         "time": options.time,
         "reading": {name: getattr(options, name) for name in READING},
     }
-    if test is not None:
-        model.facts["test"] = model.test(test, options.test) | {"data": Path(options.test).name}
-        _report_unknown(table.columns.encode(test, options.test)[1], options.test)
-    lines = summary(model)
+    if options.test:
+        measured, unknown = model.test(test, options.test)
+        model.facts["test"] = measured | {"data": Path(options.test).name}
+        _report_unknown(unknown, options.test)
+    lines = list(summary(model))
     try:
         model.save(out)
         write_report(model, lines, out / "report.html")
@@ -164,94 +155,56 @@ def _read(path: str, options: Options, texts: Sequence[str]) -> Any:
     return frame
 
 
-def _prepare(options: Options) -> Prepared:
-    """Read and encode the table."""
-    from heldin.tables.columns import Columns
+def _learn(frame: Any, options: Options) -> tuple[Any, Any, Any, Any]:
+    """Return the rows with a target, the target, the other columns, and the times of the rows."""
+    from heldin.tables.columns import Column, Columns, Unusable
     from heldin.tables.model import Target
-    from heldin.tables.number_formats import Unusable, with_numbers
-    from heldin.tables.summary import remarks
+    from heldin.tables.reading import refuse_missing
 
-    path, name = options.data, options.target
-    frame = _read(path, options, options.id)
-    marks = dict.fromkeys(frame.columns, options.decimal) if options.decimal else {}
-    frame, decimals = with_numbers(frame, options.id, marks)
-    no_inputs = _no_inputs(frame, options)
+    path, name, time = options.data, options.target, None
+    named = [("--drop", each) for each in options.drop] + [("--id", each) for each in options.id]
+    named += [] if options.groups is None else [("--groups", options.groups)]
+    asked = named + ([] if options.time is None else [("--time", options.time)])
+    for option, column in asked:
+        refuse_missing(frame, [column], path, f"{option}: the column")
+        if column == name:
+            raise HeldinError(f"{option}: {column!r} is the target")
+    if options.groups is not None and frame[options.groups].isna().any():
+        raise HeldinError(
+            f"--groups: {options.groups!r} is missing in some rows; which belong together?"
+        )
     present = frame[name].notna()
     if not present.any():
         raise HeldinError(f"{path}: the target {name!r} is missing in all rows")
     rows = frame if present.all() else frame[present].reset_index(drop=True)
     if len(rows) < 2:
         raise HeldinError(f"{path}: one row with a value of {name!r} is too few to learn from")
+    leave_out, reading = [name, *(each for _, each in named)], (options.decimal, options.dates)
     try:
-        target = Target.learn(rows[name], options.task)
-        columns = Columns.learn(
-            rows, [name, *no_inputs], decimals, options.dates, options.drop_unusable
-        )
-        time = None if options.time is None else _times(rows, decimals, options)
+        target = Target.learn(rows[name], options.task, options.decimal)
+        columns = Columns.learn(rows, leave_out, *reading, options.drop_unusable)
+        if options.time is not None:
+            learnt = Column.learn(options.time, rows[options.time], *reading)
+            if learnt is None or learnt.missing or learnt.kind == "category":
+                problem = "must hold a number or a date in every row"
+                raise HeldinError(f"--time: {options.time!r} {problem}")
+            time = learnt.measure(rows[options.time])
     except HeldinError as error:
         command = ""
         if isinstance(error, Unusable) and len(error.reasons) > 1:
             command = f":\n  {shlex.join(['heldin', *options.words, '--drop-unusable'])}"
         raise HeldinError(f"{path}: {error}{command}") from error
-    for remark in remarks(frame, columns, options.groups):
-        print(f"heldin: {path}: {remark}", file=sys.stderr)
-    return Prepared(
-        columns.encode(rows, path)[0],
-        target.encode(rows[name]),
-        columns,
-        target,
-        decimals,
-        None if options.groups is None else rows[options.groups].to_numpy(),
-        time,
-        int((~present).sum()),
-    )
+    return rows, target, columns, time
 
 
-def _times(rows: Any, decimals: Any, options: Options) -> Any:
-    """Return the column that --time names, as numbers."""
-    from heldin.tables.columns import Column
-    from heldin.tables.reading import refuse_missing
+def _train(options: Options, hidden: tuple[int, ...], *table: Any) -> Any:
+    """Train with a progress bar, or lines, on stderr.
 
-    name = options.time
-    if name == options.target:
-        raise HeldinError(f"--time: {name!r} is the target")
-    refuse_missing(rows, [name], options.data, "--time: the column")
-    column = Column.learn(name, rows[name], decimals.get(name, "."), options.dates)
-    if column is None or column.missing or column.kind == "category":
-        raise HeldinError(f"--time: {name!r} must hold a number or a date in every row")
-    return column.measure(rows[name])
-
-
-def _read_test(table: Prepared, options: Options) -> Any:
-    """Read the rows of --test, and refuse wrong ones before training."""
-    from heldin.tables.number_formats import with_numbers
-
-    commas = [name for name, mark in table.decimals.items() if mark == ","]
-    frame = _read(options.test, options, [*options.id, *commas])
-    frame, _ = with_numbers(frame, options.id, {c: "," for c in commas if c in frame.columns})
-    table.columns.encode(frame, options.test)
-    return frame
-
-
-def _no_inputs(frame: Any, options: Options) -> list[str]:
-    """Return the columns that --drop, --id and --groups name."""
-    from heldin.tables.reading import refuse_missing
-
-    pairs = [("--drop", name) for name in options.drop] + [("--id", name) for name in options.id]
-    pairs += [] if options.groups is None else [("--groups", options.groups)]
-    for option, name in pairs:
-        refuse_missing(frame, [name], options.data, f"{option}: the column")
-        if name == options.target:
-            raise HeldinError(f"{option}: {name!r} is the target")
-    if options.groups is not None and frame[options.groups].isna().any():
-        raise HeldinError(
-            f"--groups: {options.groups!r} is missing in some rows; which belong together?"
-        )
-    return [name for _, name in pairs]
-
-
-def _train(table: Prepared, options: Options, hidden: tuple[int, ...]) -> Any:
-    """Train with a progress bar, or lines, on stderr."""
+    Args:
+        options: of the command.
+        hidden: sizes of the hidden layers.
+        table: inputs, targets, columns, target, groups and times of the rows.
+    """
     from sklearn.exceptions import ConvergenceWarning
 
     from heldin.pages.live import Live
@@ -266,8 +219,8 @@ def _train(table: Prepared, options: Options, hidden: tuple[int, ...]) -> Any:
         reached = epoch
         live.show(epoch, f"epoch {epoch} | loss {loss:.4g} | {status}")
 
-    kind = MLPClassifier if table.target.task == "classification" else MLPRegressor
-    estimator = kind(
+    data, targets, columns, target, groups, time = table
+    estimator = (MLPClassifier if target.task == "classification" else MLPRegressor)(
         **(LINEAR if options.model == "linear" else {"hidden_layer_sizes": hidden}),
         early_stopping=False if options.rule == "none" else options.rule,
         max_iter=options.max_epochs,
@@ -278,15 +231,7 @@ def _train(table: Prepared, options: Options, hidden: tuple[int, ...]) -> Any:
         with live, warnings.catch_warnings():  # the summary has what these warn of
             warnings.simplefilter("ignore", ConvergenceWarning)
             warnings.filterwarnings("ignore", ".*no better than a constant", HeldinWarning)
-            return TabularModel.fit(
-                table.inputs,
-                table.targets,
-                table.columns,
-                table.target,
-                estimator,
-                table.groups,
-                table.time,
-            )
+            return TabularModel.fit(data, targets, columns, target, estimator, groups, time)
     except KeyboardInterrupt:
         way_out = f". To end there with a model: --max-epochs {reached}" if reached else ""
         raise KeyboardInterrupt(f"after {reached} epochs; nothing was written{way_out}") from None
@@ -304,7 +249,6 @@ def _report_unknown(unknown: dict[str, int], path: str) -> None:
 def run_predict(options: Options) -> int:
     """Write the predictions of a model to stdout."""
     with _needs_extras():
-        import pandas  # noqa: F401
         import safetensors  # noqa: F401
 
         from heldin.tables.model import TabularModel

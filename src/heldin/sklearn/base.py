@@ -69,7 +69,6 @@ except ImportError:  # scikit-learn before 1.9
 
 __all__ = ["Estimator", "Score"]
 
-RULE_NAMES = {"auto", "folds", "shadow", "evidence", "validation"}
 MEMORY = 2**30  # bytes of the network and its shadows in training
 TENSORS = 4  # of the size of the weights per network: weights, gradients, two moments
 FOLDS, FEW_ROWS, FOLDS_OF_FEW = 5, 100, 10  # up to this number of rows, ten folds
@@ -82,6 +81,15 @@ CLIP = 4.0  # standard deviations beyond which an input is cut off
 CALLER = 3 if CallbackSupportMixin is object else 4  # levels from a warning to the call of fit
 SIDE = 1.96  # standard errors on each side of an estimate
 WHOLE_EPOCHS = Evidence(window="epoch", estimator="exact")
+RULES: Mapping[Any, Callable[[], Any]] = {  # by the values of early_stopping
+    "auto": lambda: Auto(memory=MEMORY),
+    True: lambda: Auto(memory=MEMORY),
+    "folds": Folds,
+    "shadow": lambda: Folds(shadows=1),
+    "evidence": lambda: WHOLE_EPOCHS,
+    "validation": lambda: "validation",
+    False: lambda: "none",
+}
 
 Score = Callable[[Any, Any, Any], float]  # of predictions, targets and weights
 
@@ -100,7 +108,11 @@ class Estimator(CallbackSupportMixin, BaseEstimator):  # type: ignore[misc]
         "solver": [StrOptions({"adam", "sgd"})],
         "weight_decay": [None, Interval(Real, 0, None, closed="left")],
         "verbose": ["verbose", callable],
-        "early_stopping": [StrOptions(RULE_NAMES), "boolean", Rule],
+        "early_stopping": [
+            StrOptions({name for name in RULES if isinstance(name, str)}),
+            "boolean",
+            Rule,
+        ],
         "standardize": ["boolean"],
         "cv": ["cv_object"],
         "class_weight": [dict, StrOptions({"balanced"}), None],
@@ -147,11 +159,6 @@ class Estimator(CallbackSupportMixin, BaseEstimator):  # type: ignore[misc]
     def _refuse(self, message: str) -> InvalidParameter:
         return InvalidParameter(f"{type(self).__name__}: {message}")
 
-    def _chosen(self) -> Rule | None:
-        """Return the rule that is not one of the usual ones."""
-        chosen = Folds(shadows=1) if self.early_stopping == "shadow" else self.early_stopping
-        return chosen if isinstance(chosen, Rule) else None
-
     def _cv(self) -> Any:
         """Return the folds that the user asked for: a number, a splitter, splits or None."""
         if not isinstance(self.early_stopping, Folds):
@@ -160,49 +167,40 @@ class Estimator(CallbackSupportMixin, BaseEstimator):  # type: ignore[misc]
         given = isinstance(folds, Integral) or isinstance(folds[0], (tuple, list))
         return folds if given else PredefinedSplit(np.asarray(folds))
 
-    def _rule(self, groups: Any = None, time: Any = None) -> str:
-        """Check the parameters and return the name of the rule."""
+    def _rule(self, groups: Any = None, time: Any = None) -> Any:
+        """Check the parameters; return a rule of `heldin.rules`, "validation" or "none"."""
         if self.solver == "lbfgs":
             raise self._refuse("solver='lbfgs' has no steps to stop at; use 'adam' or 'sgd'")
         try:
             self._validate_params()
         except InvalidParameterError as error:
             raise InvalidParameter(str(error)) from error
-        asked, chosen, cv = self.early_stopping, self._chosen(), self._cv()
-        rule = "none" if asked is False else asked if isinstance(asked, str) else "auto"
-        rule = rule if chosen is None else chosen.name
-        folds = chosen if isinstance(chosen, Folds) else None
-        needs_folds = self._needs_folds(groups, time)
-        is_number, alpha, decay = isinstance(cv, Integral), self.alpha, self.weight_decay
+        asked, cv, alpha, decay = self.early_stopping, self._cv(), self.alpha, self.weight_decay
+        rule: Any = asked if isinstance(asked, Rule) else RULES[asked]()
+        folds, needs_folds = isinstance(rule, Folds), self._needs_folds(groups, time)
+        sizes = np.atleast_1d(np.asarray(self.hidden_layer_sizes))
+        known = isinstance(rule, (str, Auto, Folds, Evidence))
+        budget = isinstance(rule, Auto) and rule.budget is not None
+        adaptive = self.learning_rate == "adaptive" and self.solver == "sgd" and rule != "none"
+        in_vain = needs_folds and not isinstance(rule, (Auto, Folds))
+        splits = groups is not None or not (cv is None or isinstance(cv, Integral))
         problems = {
-            "hidden_layer_sizes must be whole numbers above 0": any(
-                np.atleast_1d(np.asarray(self.hidden_layer_sizes)) < 1
-            ),
-            f"early_stopping={asked!r}: estimators take Auto, Folds and Evidence, or a name": (
-                chosen is not None and not isinstance(chosen, (Auto, Folds, Evidence))
-            ),
-            "estimators train in one stack and have no budget; use Folds(folds=...)": (
-                isinstance(chosen, Auto) and chosen.budget is not None
-            ),
+            "hidden_layer_sizes must be whole numbers above 0": any(sizes < 1),
+            f"early_stopping={asked!r}: estimators take Auto, Folds and Evidence": not known,
+            "estimators train in one stack and have no budget; use Folds(folds=...)": budget,
             "light shadows are not trained in one stack; leave rows out of Folds": (
-                folds is not None and folds.rows != "all"
+                folds and rule.rows != "all"
             ),
             "the rule has folds, and so has cv; leave one of them out": (
-                folds is asked and self.cv is not None
+                folds and rule is asked and self.cv is not None
             ),
             "learning_rate='adaptive' waits until the training loss no longer falls; with it, use "
-            "early_stopping=False": (
-                self.learning_rate == "adaptive" and self.solver == "sgd" and rule != "none"
-            ),
-            f"{needs_folds} folds, and early_stopping={asked!r} has none; use 'auto'": (
-                needs_folds and rule not in ("auto", "folds")
-            ),
+            "early_stopping=False": adaptive,
+            f"{needs_folds} folds, and early_stopping={asked!r} has none; use 'auto'": in_vain,
             "with time, shadows are tested on the rows after those they see; leave groups out, cv "
-            "a number or None": (
-                time is not None and (groups is not None or not (cv is None or is_number))
-            ),
+            "a number or None": time is not None and splits,
             f"alpha={alpha} and weight_decay={decay} are two ways to keep weights small; give one "
-            "of them": decay and alpha,
+            "of them": alpha and decay,
         }
         for problem, is_there in problems.items():
             if is_there:
@@ -354,10 +352,10 @@ class Estimator(CallbackSupportMixin, BaseEstimator):  # type: ignore[misc]
         rule = self._rule(groups, time)
         first = not (self.warm_start and hasattr(self, "n_iter_"))
         data = self._check_data(X, y, sample_weight, groups, time, first)
-        thin, folds = sparse.issparse(data.X), rule in ("auto", "folds")
+        thin, folds = sparse.issparse(data.X), isinstance(rule, (Auto, Folds))
         if len(data.weights) < 2:
             raise self._refuse("there is only one sample (n_samples=1), too few to learn from")
-        if thin and folds and (rule == "folds" or self._needs_folds(groups, time)):
+        if thin and folds and (isinstance(rule, Folds) or self._needs_folds(groups, time)):
             raise self._refuse(
                 f"early_stopping={self.early_stopping!r} needs dense rows, and {data.X.shape[0]} x "
                 f"{data.X.shape[1]} of them are too many; use early_stopping='evidence'"
@@ -387,12 +385,9 @@ class Estimator(CallbackSupportMixin, BaseEstimator):  # type: ignore[misc]
         report = self._report(X, y)
         if plan is not None:
             trainer.run_folds(*plan, report)
-        elif held_out is not None:
-            trainer.run("validation", self._tensors(held_out, trainer.dtype), report)
         else:
-            chosen = self._chosen()
-            evidence = chosen if isinstance(chosen, Evidence) else WHOLE_EPOCHS
-            trainer.run("none" if rule == "none" else evidence, None, report)
+            parts = None if held_out is None else self._tensors(held_out, trainer.dtype)
+            trainer.run(WHOLE_EPOCHS if folds else rule, parts, report)
         self._keep(trainer, used.X.dtype)
         self._assess(trainer.shadow_of, used)
         self._warn(trainer, used.X)
@@ -472,13 +467,13 @@ class Estimator(CallbackSupportMixin, BaseEstimator):  # type: ignore[misc]
         return Trainer(model, targets.loss, as_rows(X), y, weights, self, seed)
 
     def _plan(
-        self, trainer: Trainer, data: Data, targets: Targets, rule: str
+        self, trainer: Trainer, data: Data, targets: Targets, rule: Auto | Folds
     ) -> tuple[Folds, Any, Any, Any] | None:
         """Return folds, groups, times and classes of the rows; None if the memory is too small."""
-        n, cv, chosen = len(data.y), self._cv(), self._chosen()
+        n, cv = len(data.y), self._cv()
         folds = FOLDS_OF_FEW if n <= FEW_ROWS else FOLDS
         folds = int(cv) if isinstance(cv, Integral) else folds
-        asked = chosen if isinstance(chosen, Folds) else Folds()
+        asked = rule if isinstance(rule, Folds) else Folds()
         codes = torch.as_tensor(data.y.ravel().astype(np.int64)) if targets.single else None
         groups: Tensor | None = None if data.groups is None else torch.as_tensor(data.groups)
         times = None if data.times is None else torch.as_tensor(data.times)
@@ -496,12 +491,12 @@ class Estimator(CallbackSupportMixin, BaseEstimator):  # type: ignore[misc]
             shadows = min(asked.shadows or folds, folds)
         parameters = sum(p.numel() for p in trainer.model.parameters())
         needed = (shadows + 1) * TENSORS * parameters * trainer.dtype.itemsize
-        memory = chosen.memory if isinstance(chosen, Auto) else MEMORY
+        memory = rule.memory if isinstance(rule, Auto) else MEMORY
         size = f"{n} rows and {parameters} parameters"
         trainer.chosen = f"{size}: one network, trained together with {shadows} shadows"
         if needed > memory:
             problem = f"{shadows + 1} networks would take {needed:,} bytes to train"
-            if rule != "auto" or self._needs_folds(data.groups, data.times):
+            if isinstance(rule, Folds) or self._needs_folds(data.groups, data.times):
                 raise self._refuse(f"with {size}, {problem}; use early_stopping='evidence'")
             trainer.chosen = f"{size}: {problem}, more than {memory:,}"
             return None

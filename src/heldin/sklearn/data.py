@@ -15,21 +15,7 @@ from torch import Tensor, nn
 
 from heldin.errors import HeldinError
 
-__all__ = [
-    "Categories",
-    "Copies",
-    "Data",
-    "InvalidParameter",
-    "Scaler",
-    "Targets",
-    "as_rows",
-    "category",
-    "find_copies",
-    "has_categories",
-    "join_groups",
-    "largest_input",
-    "missing_labels",
-]
+__all__ = ["Data", "InvalidParameter", "Targets"]
 
 BY_CHANCE = 10  # equal pairs of rows per expected pair up to which chance explains them
 FEW_CATEGORIES = 10  # categories that a column of any length may have
@@ -80,11 +66,6 @@ def find_copies(X: Any, y: Any, splits: Any = None) -> Copies:
     Rows repeat by chance if their columns have few values. The share of pairs of different rows
     that agree in a column, multiplied over the columns, estimates how often two rows are equal; if
     that explains a tenth of the equal pairs, they are put down to chance.
-
-    >>> X, y = np.array([[0.5, 7.0], [0.1, 3.0], [0.5, 7.0], [0.2, 7.0]]), np.array([1, 0, 1, 0])
-    >>> copies = find_copies(X, y)
-    >>> copies.extra, copies.by_chance
-    (1, False)
     """
     table = np.column_stack([X, y] if splits is None else [X, y, splits])
     table = table.astype(np.float64, copy=False) + 0.0  # -0 becomes 0
@@ -106,11 +87,7 @@ def find_copies(X: Any, y: Any, splits: Any = None) -> Copies:
 
 
 def join_groups(groups: Any, copies: Any) -> Any:
-    """Return (n,) groups in which rows are linked by a group or as copies of each other.
-
-    >>> join_groups(np.array([0, 0, 1, 2]), np.array([0, 1, 1, 2])).tolist()
-    [0, 0, 0, 1]
-    """
+    """Return (n,) groups in which rows are linked by a group or as copies of each other."""
     size = int(groups.max()) + 1
     nodes = size + int(copies.max()) + 1
     links = sparse.coo_matrix((np.ones(len(groups)), (groups, size + copies)), (nodes, nodes))
@@ -119,13 +96,7 @@ def join_groups(groups: Any, copies: Any) -> Any:
 
 
 class Scaler:
-    """Scaler to mean 0 and standard deviation 1 that cuts off inputs far out.
-
-    >>> scaler = Scaler(4.0, np.array([[0.0, 5.0], [2.0, 5.0]]), None)
-    >>> scaler(np.array([[1.0, 5.0], [100.0, 5.0]]))
-    array([[0., 0.],
-           [4., 0.]])
-    """
+    """Scaler to mean 0 and standard deviation 1 that cuts off inputs far out."""
 
     def __init__(self, clip: float | None, X: Any, weights: Any) -> None:
         self.clip, self.standard = clip, StandardScaler(with_mean=not sparse.issparse(X))
@@ -150,22 +121,14 @@ class Scaler:
 
 
 def largest_input(X: Any) -> tuple[int, float]:
-    """Return the column with the largest root mean square, and that.
-
-    >>> largest_input(np.array([[1.0, -30.0], [1.0, 40.0]]))
-    (1, 35.3...)
-    """
+    """Return the column with the largest root mean square, and that."""
     squares = np.asarray((X.multiply(X) if sparse.issparse(X) else np.square(X)).mean(0)).ravel()
     column = int(squares.argmax())
     return column, float(np.sqrt(squares[column]))
 
 
 def category(value: Any) -> str:
-    """Return the text of a category; 1.0 and 1 are the same.
-
-    >>> category(1.0), category(True), category("a ")
-    ('1', 'True', 'a')
-    """
+    """Return the text of a category; 1.0 and 1 are the same."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     return str(value).strip()
@@ -218,11 +181,7 @@ class Categories:
 
 
 def missing_labels(y: Any) -> Any:
-    """Return the numbers of the rows without a label, among texts or objects.
-
-    >>> missing_labels(np.array(["a", None, "b", float("nan")], object)).tolist()
-    [1, 3]
-    """
+    """Return the numbers of the rows without a label, among texts or objects."""
     y = np.asarray(y)
     if y.dtype != object or y.ndim != 1:
         return np.arange(0)

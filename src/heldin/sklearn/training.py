@@ -27,18 +27,7 @@ from heldin.shadows.losses import PerRowLoss
 from heldin.state.estimates import EstimateHistory
 from heldin.state.history import History
 
-__all__ = [
-    "ACTIVATIONS",
-    "Layers",
-    "Trainer",
-    "build_network",
-    "constant_outputs",
-    "layers_of",
-    "make_optimizer",
-    "network_of",
-    "network_outputs",
-    "start_at",
-]
+__all__ = ["Layers", "Trainer"]
 
 CHUNK = 4096  # rows per evaluation call
 SHOWN_ROWS = 2048  # rows whose training loss is computed after an epoch
@@ -63,15 +52,7 @@ def build_network(
     dtype: torch.dtype = torch.float64,
     generator: torch.Generator | None = None,
 ) -> nn.Sequential:
-    """Return linear layers with activations: zeros, or with a generator Glorot's weights.
-
-    >>> build_network([3, 5, 2], "relu")
-    Sequential(
-      (0): Linear(in_features=3, out_features=5, bias=True)
-      (1): ReLU()
-      (2): Linear(in_features=5, out_features=2, bias=True)
-    )
-    """
+    """Return linear layers with activations: zeros, or with a generator Glorot's weights."""
     layers: list[nn.Module] = []
     for above, below in pairwise(sizes):
         layers += [ACTIVATIONS[activation]()] if layers else []
@@ -88,10 +69,6 @@ def constant_outputs(loss_fn: Any, y: Tensor, outputs: int, weights: Tensor | No
     """Return the (outputs,) of the best constant prediction: class frequencies, or means.
 
     A class that is missing counts as half a row.
-
-    >>> y = torch.tensor([0, 0, 0, 1])
-    >>> constant_outputs(nn.CrossEntropyLoss(), y, 2, None).exp()
-    tensor([0.7500, 0.2500], dtype=torch.float64)
     """
     weights = torch.ones(len(y), dtype=torch.float64) if weights is None else weights.double()
     if isinstance(loss_fn, nn.CrossEntropyLoss):

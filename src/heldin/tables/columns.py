@@ -1,69 +1,175 @@
-"""Columns of a table: how each is encoded as numbers.
+"""Columns of a table: how each is read and encoded as numbers.
 
-Everything learnt from the training table (means, standard deviations, categories) is plain data,
-which is stored as JSON and applied to other tables.
+Everything learnt from the training table (formats, means, standard deviations, categories) is plain
+data, which is stored as JSON and applied to other tables. A format of numbers or dates that are
+written as text is assumed only if it fits a whole column and no other one does.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pandas
-from pandas.api.types import is_datetime64_any_dtype, is_timedelta64_dtype
+from pandas.api.types import (
+    is_bool_dtype,
+    is_datetime64_any_dtype,
+    is_numeric_dtype,
+    is_timedelta64_dtype,
+)
 
 from heldin.errors import HeldinError
 from heldin.sklearn.data import category
 
-from .number_formats import (
-    Decimal,
-    Order,
-    Unusable,
-    date_order,
-    decimal_mark,
-    is_number,
-    parse_dates,
-    parse_numbers,
-)
 from .reading import refuse_missing
 
-__all__ = ["Column", "Columns"]
+__all__ = ["Column", "Columns", "Unusable", "as_numbers", "decimal_mark", "parse_number"]
 
 CATEGORIES = 1000  # largest number of categories of a column
-CLOCK = re.compile(r"\s*\d{1,2}:\d{2}(:\d{2}(\.\d+)?)?\s*([aApP][mM])?$")
 SINGLE = 2**22  # most numbers of a table in double precision
 DAY = 86_400  # seconds
 PERIODS = (365.2425 * DAY, 7 * DAY)  # seconds of a year and a week
 
+MONEY = "[$€£¥₹]|AUD|BRL|CAD|CHF|CNY|CZK|DKK|EUR|GBP|INR|JPY|NOK|PLN|SEK|USD"
+UNIT = re.compile(
+    rf"\s*(?P<sign>[-+]?)\s*(?P<before>{MONEY})?\s*"
+    rf"(?P<number>[-+]?[\d.,'\u2019 \u00a0\u202f]*\d)\s*(?P<after>%|{MONEY})?\s*"
+)
+GAPS = re.compile(r"['\u2019 \u00a0\u202f](?=\d{3}(?!\d))")  # between thousands
+NUMBER = {  # by decimal mark
+    ".": re.compile(r"[-+]?(\d{1,3}(,\d{3})+|\d+)(\.\d+)?"),
+    ",": re.compile(r"[-+]?(\d{1,3}(\.\d{3})+|\d+)(,\d+)?"),
+}
+CLOCK = re.compile(r"\s*\d{1,2}:\d{2}(:\d{2}(\.\d+)?)?\s*([aApP][mM])?$")
+DATE = re.compile(
+    r"\s*(?:(?P<y>\d{4})[-/.](?P<m>\d{1,2})[-/.](?P<d>\d{1,2})"
+    r"|(?P<a>\d{1,2})(?P<mark>[-/.])(?P<b>\d{1,2})[-/.](?P<year>\d{4}|\d{2}))"
+    r"(?:[T ,]\s*(?P<time>\d{1,2}:\d{2}.*))?\s*"
+)
+
+
+class Unusable(HeldinError):
+    """Columns that cannot become numbers, with a reason for each."""
+
+    def __init__(self, reasons: Mapping[str, str]) -> None:
+        self.reasons = dict(reasons)
+        lines = [f"column {name!r} {reason}" for name, reason in reasons.items()]
+        message = f"{lines[0]}; leave it out: --drop {next(iter(reasons))!r}"
+        if len(lines) > 1:
+            listed = "\n  ".join(lines)
+            message = (
+                f"{len(lines)} columns cannot be used:\n  {listed}\n--drop-unusable leaves them out"
+            )
+        super().__init__(message)
+
+
+# -- numbers and dates written as text
+
+
+def _split_unit(text: str) -> tuple[str, str] | None:
+    """Return a number without unit and gaps, and the unit; None if the text is no number."""
+    parts = UNIT.fullmatch(text)
+    if parts is None or (parts["before"] and parts["after"]):
+        return None
+    return parts["sign"] + GAPS.sub("", parts["number"]), parts["before"] or parts["after"] or ""
+
+
+def decimal_mark(texts: Sequence[str]) -> str | None:
+    """Return the decimal mark that fits all texts, or "either"; None if they are not numbers."""
+    pairs = [pair for pair in map(_split_unit, texts) if pair is not None]
+    if not pairs or len(pairs) < len(texts) or len({unit for _, unit in pairs if unit}) > 1:
+        return None
+    point, comma = (all(NUMBER[mark].fullmatch(number) for number, _ in pairs) for mark in ".,")
+    if point and comma:
+        return "either" if any("," in n or "." in n for n, _ in pairs) else "."
+    return "." if point else "," if comma else None
+
+
+def parse_number(text: str, decimal: str) -> float:
+    """Return a number, or nan if the text is none."""
+    number, _ = _split_unit(text) or (text.strip(), "")
+    if NUMBER[decimal].fullmatch(number):
+        return float(number.replace("." if decimal == "," else ",", "").replace(decimal, "."))
+    try:
+        return float(text)  # 1e-3
+    except ValueError:
+        return math.nan
+
+
+def as_numbers(values: Any, decimal: str | None = None) -> tuple[Any, str] | None:
+    """Return a column of numbers, or of texts that are certainly numbers, and its decimal mark.
+
+    Args:
+        values: the column.
+        decimal: the mark that the user gave.
+    """
+    if is_numeric_dtype(values.dtype) and not is_bool_dtype(values.dtype):
+        return values, decimal or "."
+    different = values.dropna().unique()
+    mark = decimal_mark(different) if all(isinstance(v, str) for v in different) else None
+    mark = decimal if mark == "either" else mark
+    return None if mark is None else (_parse_numbers(values, mark), mark)
+
+
+def _parse_numbers(values: Any, decimal: str) -> Any:
+    parsed = values.astype(object).map(lambda v: parse_number(str(v), decimal), na_action="ignore")
+    return parsed.astype(float)
+
+
+def date_order(texts: Sequence[str]) -> str | None:
+    """Return the order of day, month and year that fits all texts; None if they are no dates."""
+    dates = [date for date in map(DATE.fullmatch, texts) if date is not None]
+    if not dates or len(dates) < len(texts):
+        return None
+    year_first = [bool(date["y"]) for date in dates]
+    if any(year_first):
+        return "ymd" if all(year_first) else None
+    first, second = (max(int(date[part]) for date in dates) for part in "ab")
+    if first > 12 and second > 12:
+        return None
+    if first > 12 or all(date["mark"] == "." for date in dates):  # points: the day is first
+        return "dmy" if second <= 12 else "mdy"
+    return "mdy" if second > 12 else "either"
+
+
+def _seconds(values: Any, order: str) -> Any:
+    """Return dates as seconds since 1970, nan for missing ones; refuse what is no date."""
+    if is_datetime64_any_dtype(values.dtype):
+        times = pandas.to_datetime(values, utc=True)
+    else:
+        texts = values.astype("string").str.strip()
+        times = pandas.to_datetime(
+            texts, format="mixed", dayfirst=order == "dmy", errors="coerce", utc=True
+        )
+        refused = values[times.isna() & values.notna()]
+        if len(refused):
+            row, value = refused.index[0] + 1, refused.iloc[0]
+            raise HeldinError(f"row {row} has {value!r}, which is no date")
+    raw = times.dt.tz_localize(None).to_numpy("datetime64[s]")
+    return np.where(np.isnat(raw), np.nan, raw.astype("int64"))
+
+
+# -- columns
+
 
 @dataclass(frozen=True)
 class Column:
-    """A column and its encoding.
-
-    Attributes:
-        name: in the table.
-        kind: "number", "category" or "date".
-        mean, spread: mean and standard deviation of the numbers; of dates in seconds.
-        categories: the values of a category, sorted.
-        missing: whether values were missing, which is then one more input.
-        decimal: decimal mark of numbers that are written as texts.
-        order: of day, month and year, in dates that are written as texts.
-        clock: whether dates have times of day.
-    """
+    """A column and its encoding."""
 
     name: str
-    kind: Literal["number", "category", "date"]
-    mean: float = 0.0
-    spread: float = 1.0
-    categories: tuple[str, ...] = ()
-    missing: bool = False
-    decimal: Decimal = "."
-    order: Order = "ymd"
-    clock: bool = False
+    kind: str  # "number", "category" or "date"
+    mean: float = 0.0  # of the numbers; of dates in seconds
+    spread: float = 1.0  # their standard deviation
+    categories: tuple[str, ...] = ()  # sorted
+    missing: bool = False  # whether values were missing, which is then one more input
+    decimal: str = "."  # mark of numbers that are written as text
+    order: str = "ymd"  # of day, month and year in dates that are written as text
+    clock: bool = False  # whether dates have times of day
 
     @property
     def width(self) -> int:
@@ -74,40 +180,49 @@ class Column:
 
     @classmethod
     def learn(
-        cls,
-        name: str,
-        values: Any,
-        decimal: Decimal = ".",
-        order: Literal["auto", "dmy", "mdy"] = "auto",
+        cls, name: str, values: Any, decimal: str | None = None, order: str = "auto"
     ) -> Column | None:
         """Return the encoding of a training column; None if it is constant.
 
-        Raises `Unusable` for columns that cannot become numbers.
+        Args:
+            name: of the column.
+            values: of the training rows.
+            decimal, order: what the user says of numbers and dates that leave a doubt.
         """
         present = values.dropna()
         missing = len(present) < len(values)
-        if is_number(values):
-            numbers = present.to_numpy(float)
+        read = as_numbers(values, decimal)
+        if read is not None:
+            numbers = read[0].dropna().to_numpy(float)
             if not np.isfinite(numbers).all():
-                raise _unusable(name, "has infinite values; clean them")
-            return cls._scaled(name, "number", numbers, missing, decimal=decimal)
+                raise Unusable({name: "has infinite values; clean them"})
+            return cls._scaled(name, "number", numbers, missing, decimal=read[1])
         if is_timedelta64_dtype(values.dtype):
-            raise _unusable(name, f"holds durations ({str(present.iloc[0])!r}): make them numbers")
-        dates = _date_order(name, values, present, order)
+            text = str(present.iloc[0])
+            raise Unusable({name: f"holds durations ({text!r}): make them numbers"})
+        dates = _date_order(name, present, order)
         if dates is not None:
-            seconds = _seconds(parse_dates(present, dates))
+            seconds = _seconds(present, dates)
             clock = bool((seconds % DAY != 0).any())
             return cls._scaled(name, "date", seconds, missing, order=dates, clock=clock)
-        texts = _texts(name, present)
+        for value in present:
+            if not isinstance(value, (str, bool, int, float)) and not hasattr(value, "item"):
+                what = f"values of type {type(value).__name__}"
+                if hasattr(value, "isoformat"):
+                    what = f"times ({str(value)!r}): make them numbers"
+                raise Unusable({name: f"holds {what}"})
+        texts = [category(value) for value in present]
         different = tuple(sorted(set(texts)))
         if len(different) + missing < 2:
             return None
-        _refuse_text(name, texts, different)
+        reason = _no_categories(name, texts, different)
+        if reason:
+            raise Unusable({name: reason})
         return cls(name, "category", categories=different, missing=missing)
 
     @classmethod
     def _scaled(
-        cls, name: str, kind: Any, numbers: Any, missing: bool, **more: Any
+        cls, name: str, kind: str, numbers: Any, missing: bool, **more: Any
     ) -> Column | None:
         """Return a column with the mean and standard deviation of its numbers."""
         if not len(numbers):
@@ -118,7 +233,7 @@ class Column:
         with np.errstate(over="ignore"):
             spread = float(numbers.std())
         if not np.isfinite(spread) or spread == 0.0:
-            raise _unusable(name, "has numbers too large or too close to scale")
+            raise Unusable({name: "has numbers too large or too close to scale"})
         return cls(name, kind, float(numbers.mean()), spread, missing=missing, **more)
 
     def encode(self, values: Any) -> tuple[Any, int]:
@@ -146,11 +261,11 @@ class Column:
         """Return the numbers of a column, or its dates as seconds since 1970."""
         if self.kind == "date":
             try:
-                return _seconds(parse_dates(values, self.order))
+                return _seconds(values, self.order)
             except HeldinError as error:
                 raise HeldinError(f"column {self.name!r} held dates, but {error}") from error
-        if not is_number(values):
-            texts, values = values, parse_numbers(values, self.decimal)
+        if not is_numeric_dtype(values.dtype) or is_bool_dtype(values.dtype):
+            texts, values = values, _parse_numbers(values, self.decimal)
             refused = texts[values.isna() & texts.notna()]
             if len(refused):
                 raise HeldinError(
@@ -163,122 +278,86 @@ class Column:
         return numbers
 
 
-def _seconds(times: Any) -> Any:
-    """Return seconds since 1970; nan for missing times."""
-    raw = times.to_numpy("datetime64[s]")
-    return np.where(np.isnat(raw), np.nan, raw.astype("int64"))
-
-
-def _unusable(name: str, reason: str) -> Unusable:
-    return Unusable({name: f"column {name!r} {reason}"})
-
-
-def _date_order(name: str, values: Any, present: Any, order: str) -> Order | None:
+def _date_order(name: str, present: Any, order: str) -> str | None:
     """Return the order of day, month and year; None if the column holds no dates."""
-    if is_datetime64_any_dtype(values.dtype):
+    if is_datetime64_any_dtype(present.dtype):
         return "ymd"
-    if not len(present):
-        return None
-    if all(hasattr(v, "isoformat") and hasattr(v, "year") for v in present):
+    if len(present) and all(hasattr(v, "isoformat") and hasattr(v, "year") for v in present):
         return "ymd"
     if not all(isinstance(v, str) for v in present):
         return None
-    written = date_order([str(v) for v in present.unique()])
-    if written != "either":
-        return written
-    if order == "auto":
-        raise _unusable(
-            name,
-            f"holds dates ({present.iloc[0]!r}) in which day and month cannot be told apart; say "
-            "--dates dmy or --dates mdy",
+    written = date_order(present.unique())
+    if written == "either" and order == "auto":
+        raise Unusable(
+            {
+                name: f"holds dates ({present.iloc[0]!r}) in which day and month cannot be told "
+                "apart; say --dates dmy or --dates mdy"
+            }
         )
-    return order  # type: ignore[return-value]
+    return order if written == "either" else written
 
 
-def _texts(name: str, present: Any) -> list[str]:
-    for value in present:
-        if not isinstance(value, (str, bool, int, float)) and not hasattr(value, "item"):
-            if hasattr(value, "isoformat"):
-                raise _unusable(name, f"holds times ({str(value)!r}): make them numbers")
-            raise _unusable(name, f"holds values of type {type(value).__name__}")
-    return [category(value) for value in present]
+def _no_categories(name: str, texts: Sequence[str], different: Sequence[str]) -> str:
+    """Return why texts are no categories; empty if they are.
 
-
-def _refuse_text(name: str, texts: Sequence[str], different: Sequence[str]) -> None:
-    """Refuse times, free text, and numbers among which there is something else."""
+    Times, free text, and numbers among which there is something else are none.
+    """
     clocks = [t for t in different if CLOCK.match(t)]
     dated = clocks or [t for t in different if date_order([t]) is not None]
     if len(dated) > len(different) / 2:
         what = "times" if clocks else "dates, but not in all rows, or not in one order"
-        raise _unusable(name, f"holds dates or times ({dated[0]!r}): {what}; make them numbers")
+        return f"holds dates or times ({dated[0]!r}): {what}; make them numbers"
+    first = different[0]
     if decimal_mark(different) == "either":
-        raise _unusable(
-            name,
-            f"holds numbers ({different[0]!r}) that may have thousands or decimals; say --decimal "
-            ", or --decimal .",
+        return (
+            f"holds numbers ({first!r}) that may have thousands or decimals; say --decimal , or "
+            "--decimal ."
         )
     odd = [t for t in different if decimal_mark([t]) is None]
     if odd and len(odd) < len(different) / 2 and len(different) > 4:
-        raise _unusable(
-            name,
+        return (
             f"holds numbers, but also {odd[0]!r}; if that means missing, say --missing {odd[0]!r}, "
-            "else clean it",
+            "else clean it"
         )
     words = sum(len(t.split()) for t in different) / len(different)
     if len(different) == len(texts) > 10 and words < 2:
-        raise _unusable(
-            name,
-            f"is different in every row ({different[0][:30]!r} for instance), as IDs and names "
-            f"are; --id {name!r} keeps it for the predictions",
+        return (
+            f"is different in every row ({first[:30]!r} for instance), as IDs and names are; "
+            f"--id {name!r} keeps it for the predictions"
         )
     many = len(different) > max(10, len(texts) / 2) or len(different) > CATEGORIES
     if many or (words >= 4 and len(different) > 10):
-        raise _unusable(
-            name,
+        return (
             f"holds free text or names ({len(different)} different values in {len(texts)} rows, "
-            f"{different[0][:30]!r} for instance), not categories",
+            f"{first[:30]!r} for instance), not categories"
         )
+    return ""
 
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns of a table, by their use.
+    """The columns of a table, by their use."""
 
-    Attributes:
-        used: columns that become inputs.
-        constant: names of the columns that are the same in all rows.
-        unusable: names of the columns that were left out because they cannot become numbers.
-    """
-
-    used: tuple[Column, ...]
-    constant: tuple[str, ...] = ()
-    unusable: tuple[str, ...] = ()
+    used: tuple[Column, ...]  # become inputs
+    constant: tuple[str, ...] = ()  # names: the same in all rows
+    unusable: tuple[str, ...] = ()  # names: left out, as they cannot become numbers
 
     @classmethod
     def learn(
         cls,
         frame: Any,
         leave_out: Sequence[str] = (),
-        decimals: Mapping[str, Decimal] | None = None,
-        dates: Literal["auto", "dmy", "mdy"] = "auto",
+        decimal: str | None = None,
+        dates: str = "auto",
         drop_unusable: bool = False,
     ) -> Columns:
-        """Return the columns of a training table; one error names all that cannot be used.
-
-        Args:
-            frame: the table.
-            leave_out: names of columns that are no inputs.
-            decimals: decimal marks by column; the default is a point.
-            dates: order of day and month in ambiguous dates.
-            drop_unusable: leave out the columns that cannot be used.
-        """
+        """Return the columns of a training table; one error names all that cannot be used."""
         names = [name for name in frame.columns if name not in leave_out]
         if not names:
             raise HeldinError("there is no column to predict from, only the target")
         learnt: dict[str, Column | None] = {}
         reasons: dict[str, str] = {}  # why a column cannot be used
         for name in names:
-            decimal: Decimal = (decimals or {}).get(name, ".")
             try:
                 learnt[name] = Column.learn(name, frame[name], decimal, dates)
             except Unusable as error:
@@ -288,10 +367,8 @@ class Columns:
         used = tuple(column for column in learnt.values() if column is not None)
         if not used:
             why = "cannot be used" if reasons else "has the same value in all rows"
-            raise HeldinError(
-                f"every column {why}, so there is nothing to learn from: "
-                + ", ".join(map(repr, names[:8]))
-            )
+            listed = ", ".join(map(repr, names[:8]))
+            raise HeldinError(f"every column {why}, so there is nothing to learn from: {listed}")
         constant = tuple(name for name, column in learnt.items() if column is None)
         return cls(used, constant, tuple(reasons))
 
@@ -321,16 +398,8 @@ class Columns:
                 unknown[column.name] = count
         return inputs, unknown
 
-    def to_json(self) -> dict[str, Any]:
-        """Return lists, texts and numbers."""
-        return {
-            "used": [asdict(column) for column in self.used],
-            "constant": list(self.constant),
-            "unusable": list(self.unusable),
-        }
-
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Columns:
-        """Return the columns that `to_json` described."""
+        """Return the columns that `dataclasses.asdict` described."""
         used = [Column(**{**c, "categories": tuple(c["categories"])}) for c in data["used"]]
         return cls(tuple(used), tuple(data["constant"]), tuple(data["unusable"]))

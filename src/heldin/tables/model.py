@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
+from hashlib import sha256
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pandas
@@ -16,82 +16,47 @@ import torch
 
 from heldin.crossval import mean_interval
 from heldin.errors import HeldinError
-from heldin.pages.predictions import Predictions
+from heldin.sklearn.base import Estimator
 from heldin.sklearn.data import category
-from heldin.sklearn.training import ACTIVATIONS, network_of, network_outputs
+from heldin.sklearn.training import Layers, network_of, network_outputs
 from heldin.state.estimates import EstimateHistory
-from heldin.state.schema import check_schema
 
-from .columns import Columns
-from .importance import importances
-from .number_formats import is_number
+from .columns import Columns, as_numbers
 
 __all__ = ["TabularModel", "Target"]
 
 FEW_CLASSES = 10  # different whole numbers up to which a target is taken for classes
 SMALL, LARGE = 1e-100, 1e100  # numbers whose squares, and sums of these, are in range
-VERSION = 4
-TEXT = (str, None)
-FORM = {  # schema of model.json, see `heldin.state.schema`; other facts are for the report
-    "target": {"name": str, "task": str, "classes": [str], "why": str},
-    "columns": {
-        "used": [
-            {"name": str, "kind": str, "mean": float, "spread": float, "categories": [str]}
-            | {"missing": bool, "decimal": str, "order": str, "clock": bool}
-        ],
-        "constant": [str],
-        "unusable": [str],
-    },
-    "activation": str,
-    "clip": float,
-    "facts": {
-        "id": [str],
-        "reading": {"separator": TEXT, "encoding": TEXT, "decimal": TEXT, "missing": [str]},
-    },
-}
-CHOICES = {
-    "task": ("classification", "regression"),
-    "kind": ("number", "category", "date"),
-    "decimal": (".", ",", None),
-    "order": ("ymd", "dmy", "mdy"),
-    "activation": tuple(ACTIVATIONS),
-}
-
-Layers = list[tuple[Any, Any]]
+REPEATS, MOST_ROWS = 5, 2_000  # shuffles of a column, and rows, that show how much it matters
+VERSION = 5
 
 
 @dataclass(frozen=True)
 class Target:
-    """The column to predict.
-
-    Attributes:
-        name: of the column.
-        task: kind of the target.
-        classes: of a classification, numbers by size, before texts.
-        why: reason for the task.
-    """
+    """The column to predict."""
 
     name: str
-    task: Literal["classification", "regression"]
-    classes: tuple[str, ...] = ()
-    why: str = ""
+    task: str  # "classification" or "regression"
+    classes: Sequence[str] = ()  # numbers by size, before texts
+    why: str = ""  # reason for the task
+    decimal: str = "."  # mark of numbers that are written as text
 
     @classmethod
-    def learn(cls, values: Any, task: str = "auto") -> Target:
+    def learn(cls, values: Any, task: str = "auto", decimal: str | None = None) -> Target:
         """Return the target of a column without missing values; "auto" chooses the task."""
-        name, number, different = str(values.name), is_number(values), values.nunique()
-        why = "as asked for"
+        name, read = str(values.name), as_numbers(values, decimal)
+        values, mark = (values, ".") if read is None else read
+        different, why = values.nunique(), "as asked for"
         if task == "auto":
-            whole = number and bool((values % 1 == 0).all())
-            task = "regression"
-            why = f"it has {different} different numbers"
-            if not number:
-                task, why = "classification", "its values are not numbers"
-            elif whole and different <= FEW_CLASSES:
-                task, why = "classification", f"it has {different} different whole numbers"
+            whole = read is not None and bool((values % 1 == 0).all())
+            few = whole and different <= FEW_CLASSES
+            task = "classification" if read is None or few else "regression"
+            numbers = "whole numbers" if few else "numbers"
+            why = f"it has {different} different {numbers}"
+            why = "its values are not numbers" if read is None else why
         if task == "regression":
-            _refuse_numbers(name, values)
-            return cls(name, "regression", (), why)
+            _refuse_numbers(name, values, read is not None)
+            return cls(name, task, (), why, mark)
         classes = tuple(sorted({category(value) for value in values}, key=_numbers_first))
         if len(classes) < 2:
             raise HeldinError(
@@ -100,25 +65,25 @@ class Target:
         if len(classes) > max(FEW_CLASSES, len(values) / 2):
             raise HeldinError(
                 f"target {name!r} has {len(classes)} different values in {len(values)} rows, too "
-                "many for classes" + ("; use --task regression" if number else "")
+                "many for classes" + ("; use --task regression" if read is not None else "")
             )
-        return cls(name, "classification", classes, why)
+        return cls(name, task, classes, why, mark)
 
     def encode(self, values: Any) -> Any:
         """Return class numbers, -1 for classes that were not in training; or the numbers."""
+        read = as_numbers(values, self.decimal)
+        values = values if read is None else read[0]
         if self.task == "classification":
-            texts = [category(value) for value in values]
-            return pandas.Index(self.classes).get_indexer(texts)
+            return pandas.Index(self.classes).get_indexer([category(value) for value in values])
         numbers = pandas.to_numeric(values, errors="coerce")
-        if numbers.isna().any():
-            value = values[numbers.isna()].iloc[0]
+        for value in values[numbers.isna()]:
             raise HeldinError(f"target {self.name!r}: {value!r} is not a number")
         return numbers.to_numpy(float)
 
 
-def _refuse_numbers(name: str, values: Any) -> None:
+def _refuse_numbers(name: str, values: Any, are_numbers: bool) -> None:
     """Refuse the targets of a regression that are no numbers, constant or out of range."""
-    if not is_number(values):
+    if not are_numbers:
         raise HeldinError(
             f"target {name!r}: {values.iloc[0]!r} is not a number; use --task classification, or "
             "clean the column"
@@ -154,49 +119,54 @@ def _without_nan(value: Any) -> Any:
 
 
 def _baseline(targets: Any, target: Target) -> dict[str, float]:
-    """Return the loss of the best constant, and the accuracy of the most frequent class.
-
-    >>> both = Target("y", "classification", ("no", "yes"))
-    >>> _baseline(np.array([0, 0, 0, 1]), both)["most_frequent"]
-    0.75
-    """
+    """Return the loss of the best constant, and the accuracy of the most frequent class."""
     if target.task == "regression":
         return {"constant": float(targets.var())}
     shares = np.bincount(targets) / len(targets)
     positive = shares[shares > 0]
-    return {
-        "constant": float(-(positive * np.log(positive)).sum()),
-        "most_frequent": float(shares.max()),
-    }
+    constant = float(-(positive * np.log(positive)).sum())
+    return {"constant": constant, "most_frequent": float(shares.max())}
 
 
-def _out_of_fold(estimator: Any, targets: Any, target: Target) -> Predictions | None:
-    """Return out-of-fold predictions for the report; rows count from 1."""
-    predicted = estimator.oof_predictions_
-    if predicted is None:
-        return None
-    rows = np.flatnonzero(np.isfinite(predicted.reshape(len(targets), -1)).all(1))
-    numbers, truth, predicted = (rows + 1).tolist(), targets[rows], predicted[rows]
-    losses = estimator._row_losses(predicted, truth).tolist()
-    if target.task == "regression":
-        return Predictions(numbers, truth.tolist(), losses, (), predicted.tolist())
-    return Predictions(numbers, truth.tolist(), losses, predicted.tolist(), (), target.classes)
+def _importances(
+    estimator: Estimator, inputs: Any, targets: Any, columns: Columns
+) -> dict[str, list[float]]:
+    """Return by how much the mean loss rises with each column, and the standard deviation.
+
+    A row is predicted by the shadow that was not trained on it. Columns of the table are shuffled
+    among the rows, five times each; the inputs of one column move jointly. The largest is first;
+    without out-of-fold rows there is none.
+    """
+    if estimator._shadow_of is None:
+        return {}
+    generator = np.random.default_rng(0)
+    rows = np.flatnonzero(estimator._shadow_of >= 0)
+    rows = rows[:: -(-len(rows) // MOST_ROWS)]
+    x, y, shadow_of = inputs[rows], targets[rows], estimator._shadow_of[rows]
+
+    def loss(x: Any) -> float:
+        predicted = estimator._out_of_fold(x, shadow_of)
+        single = predicted.shape[1] == 1  # numbers
+        return float(estimator._row_losses(predicted[:, 0] if single else predicted, y).mean())
+
+    baseline, first, rises = loss(x), 0, {}
+    for column in columns.used:
+        inputs_of_column = slice(first, first + column.width)
+        first += column.width
+        losses = []
+        for _ in range(REPEATS):
+            shuffled = x.copy()
+            shuffled[:, inputs_of_column] = x[generator.permutation(len(x)), inputs_of_column]
+            losses.append(loss(shuffled) - baseline)
+        rises[column.name] = [float(np.mean(losses)), float(np.std(losses))]
+    return dict(sorted(rises.items(), key=lambda item: -item[1][0]))
 
 
 @dataclass
 class TabularModel:
     """A network with the encodings of a table.
 
-    Attributes:
-        columns, target: encodings of inputs and targets.
-        layers: weights (inputs, outputs) and biases of the network, layer by layer.
-        mean, spread, clip: inputs are scaled to (x - mean) / spread, and cut off at +-clip.
-        activation: between layers.
-        facts: the course of training, for summaries.
-        history: record of the rule, if the model has just been trained.
-        bands: (low, high) of the estimates in it.
-        run: names and values for the report: optimiser, duration and so on.
-        out_of_fold: predictions of rows that were not trained on, if it has.
+    Inputs are scaled to (x - mean) / spread, and cut off at +-clip.
     """
 
     columns: Columns
@@ -206,11 +176,8 @@ class TabularModel:
     spread: Any
     clip: float
     activation: str
-    facts: dict[str, Any] = field(default_factory=dict)
-    history: Any = None
-    bands: Sequence[tuple[float, float]] = ()
-    run: Sequence[tuple[str, str]] = ()
-    out_of_fold: Predictions | None = None
+    facts: dict[str, Any] = field(default_factory=dict)  # the course of training, for summaries
+    estimator: Any = None  # if the model has just been trained
 
     @classmethod
     def fit(
@@ -219,22 +186,14 @@ class TabularModel:
         targets: Any,
         columns: Columns,
         target: Target,
-        estimator: Any,
+        estimator: Estimator,
         groups: Any = None,
         time: Any = None,
     ) -> TabularModel:
-        """Train an estimator of `heldin.sklearn` on all rows of a table.
-
-        Args:
-            inputs, targets: encoded rows.
-            columns, target: their encodings.
-            estimator: not fitted yet.
-            groups: rows with the same value share a fold; None: all rows are independent.
-            time: numbers or dates of the rows, if networks are to be tested on later rows.
-        """
+        """Train an estimator on all encoded rows; the last two as in its `fit`."""
         estimator.fit(inputs, targets, groups=groups, time=time)
-        history, reason = estimator.history_, estimator.stopping_reason_
-        if isinstance(history, EstimateHistory):
+        reason = estimator.stopping_reason_
+        if isinstance(estimator.history_, EstimateHistory):
             reason = ""
         elif estimator.stopping_rule_ == "validation" and target.task == "regression":
             reason += " (of the target divided by its standard deviation)"
@@ -257,17 +216,13 @@ class TabularModel:
             "temperature": estimator.temperature_,
             "seed": estimator.random_state,
             "copies": estimator.n_copies_,
-            "importance": importances(estimator, inputs, targets, columns),
+            "importance": _importances(estimator, inputs, targets, columns),
         }
-        scaler = estimator._scaler
-        mean, spread, clip = scaler.standard.mean_, scaler.standard.scale_, scaler.clip
-        activation = estimator.activation_
-        layers = list(zip(estimator.coefs_, estimator.intercepts_, strict=True))
-        rows = _out_of_fold(estimator, targets, target)
-        return cls(
-            columns, target, layers, mean, spread, clip, activation, facts, history,
-            estimator._bands(), estimator._facts, rows,
-        )  # fmt: skip
+        scaler, layers = estimator._scaler, estimator._network()
+        assert scaler is not None
+        assert scaler.clip is not None
+        scale = scaler.standard.mean_, scaler.standard.scale_, scaler.clip
+        return cls(columns, target, layers, *scale, estimator.activation_, facts, estimator)
 
     def outputs(self, frame: Any, path: str | Path) -> tuple[Any, dict[str, int]]:
         """Return (n, classes) probabilities or (n, 1) numbers.
@@ -293,127 +248,87 @@ class TabularModel:
         table |= {f"p({label})": outputs[:, i] for i, label in enumerate(classes)}
         return pandas.DataFrame(table), unknown
 
-    def test(self, frame: Any, path: str | Path) -> dict[str, Any]:
-        """Return loss and score on rows that were not trained on."""
+    def test(self, frame: Any, path: str | Path) -> tuple[dict[str, Any], dict[str, int]]:
+        """Return loss and score on rows that were not trained on, and unknown categories."""
         rows = frame[frame[self.target.name].notna()]
         if not len(rows):
             raise HeldinError(f"{path}: no row has a value of the target {self.target.name!r}")
-        outputs, truth = self.outputs(rows, path)[0], self.target.encode(rows[self.target.name])
+        (outputs, unknown), targets = self.outputs(rows, path), rows[self.target.name]
+        truth = self.target.encode(targets)
         if self.target.task == "regression":
             losses = np.square(outputs[:, 0] - truth)
             score = 1 - float(losses.mean()) / truth.var() if truth.var() else math.nan
         else:
-            if (truth < 0).any():
-                label = category(rows[self.target.name].iloc[int((truth < 0).argmax())])
+            for value in targets[truth < 0]:
+                label = category(value)
                 raise HeldinError(f"{path}: class {label!r} was not there in training")
             with np.errstate(divide="ignore"):
                 losses = -np.log(outputs[np.arange(len(truth)), truth])
             score = float((outputs.argmax(1) == truth).mean())
         loss = mean_interval(torch.from_numpy(losses))
-        return {"rows": len(losses), "loss": loss.value, "interval": list(loss), "score": score}
+        facts = {"rows": len(losses), "loss": loss.value, "interval": list(loss), "score": score}
+        return facts, unknown
 
     # -- the folder
 
     def save(self, folder: str | Path) -> None:
         """Write model.json and weights.safetensors."""
-        from safetensors.torch import save_file
+        from safetensors.numpy import save
 
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         arrays = {"scale.mean": self.mean, "scale.spread": self.spread}
         for number, (weight, bias) in enumerate(self.layers):
-            arrays[f"{number}.weight"], arrays[f"{number}.bias"] = weight, bias
-        tensors = {name: torch.tensor(array) for name, array in arrays.items()}
-        save_file(tensors, folder / "weights.safetensors")
+            arrays |= {f"{number}.weight": weight, f"{number}.bias": bias}
+        weights = save({name: np.ascontiguousarray(array) for name, array in arrays.items()})
         content = {
             "heldin": "TabularModel",
             "version": VERSION,
             "target": asdict(self.target),
-            "columns": self.columns.to_json(),
+            "columns": asdict(self.columns),
             "activation": self.activation,
             "clip": self.clip,
             "facts": _without_nan(self.facts),
         }
-        text = json.dumps(content, indent=1, allow_nan=False)
+        text = json.dumps(content | {"digest": _digest(content, weights)}, indent=1)
+        (folder / "weights.safetensors").write_bytes(weights)
         (folder / "model.json").write_text(text + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, folder: str | Path) -> TabularModel:
-        """Read a folder that `save` wrote."""
-        from safetensors import SafetensorError
-        from safetensors.numpy import load_file
+        """Read a folder that `save` wrote, and refuse one that was changed since."""
+        from safetensors.numpy import load
 
         folder = Path(folder)
         for name in ("model.json", "weights.safetensors"):
             if not (folder / name).is_file():
                 raise HeldinError(f"{folder}: not a model of `heldin fit`, {name} is missing")
+        weights = (folder / "weights.safetensors").read_bytes()
         try:
-            content: Mapping[str, Any] = json.loads((folder / "model.json").read_text("utf-8"))
-            if content["heldin"] != "TabularModel" or content["version"] != VERSION:
+            content = json.loads((folder / "model.json").read_text("utf-8"))
+            if content["version"] != VERSION:
                 raise HeldinError(
                     f"{folder}: written by another version of heldin (format "
                     f"{content['version']!r}, this one reads {VERSION}); fit again"
                 )
-            check_schema(content, FORM)
-            arrays = load_file(folder / "weights.safetensors")
-            target = content["target"]
-            model = cls(
+            if content.pop("digest") != _digest(content, weights):
+                raise ValueError("the files are not as they were written")
+            arrays = load(weights)
+            layers = range(len(arrays) // 2 - 1)  # two arrays are scales
+            return cls(
                 Columns.from_json(content["columns"]),
-                Target(**{**target, "classes": tuple(target["classes"])}),
-                _read_layers(arrays),
+                Target(**content["target"]),
+                [(arrays[f"{number}.weight"], arrays[f"{number}.bias"]) for number in layers],
                 arrays["scale.mean"],
                 arrays["scale.spread"],
-                float(content["clip"]),
+                content["clip"],
                 content["activation"],
                 content["facts"],
             )
-            model._check()
-            return model
-        except (
-            AttributeError,
-            ValueError,
-            KeyError,
-            TypeError,
-            RecursionError,
-            SafetensorError,
-        ) as error:
-            raise HeldinError(f"{folder}: the model is damaged ({error!r}); fit again") from error
-
-    def _check(self) -> None:
-        """Refuse values of a folder that do not fit each other, before they are used."""
-        columns, classes = self.columns.used, self.target.classes
-        regression = self.target.task == "regression"
-        inputs = sum(column.width for column in columns)
-        outputs = 1 if regression or len(classes) == 2 else len(classes)
-        values = [("task", self.target.task), ("activation", self.activation)]
-        values += [("decimal", self.facts["reading"]["decimal"])]
-        values += [(n, getattr(c, n)) for c in columns for n in ("kind", "decimal", "order")]
-        for name, value in values:
-            if value not in CHOICES[name]:
-                raise ValueError(f"{name} {value!r} is not one of {CHOICES[name]}")
-        if len(set(classes)) < len(classes) or (not regression and len(classes) < 2):
-            raise ValueError("there must be two different classes or more")
-        if any(len(set(c.categories)) < len(c.categories) for c in columns):
-            raise ValueError("categories must be different")
-        if not self.mean.shape == self.spread.shape == (inputs,):
-            raise ValueError(f"there are {inputs} inputs and scales of {self.mean.shape}")
-        sizes = [inputs, *(weight.shape[-1] for weight, _ in self.layers)]
-        shapes = [(weight.shape, bias.shape) for weight, bias in self.layers]
-        if shapes != [((a, b), (b,)) for a, b in pairwise(sizes)] or sizes[-1] != outputs:
-            raise ValueError(f"layers do not lead from {inputs} inputs to {outputs} outputs")
-        parts = [part for layer in self.layers for part in layer]
-        numbers = [self.mean, self.spread, *((c.mean, c.spread) for c in columns), *parts]
-        if not all(np.isfinite(part).all() for part in numbers):
-            raise ValueError("numbers must be finite")
-        if len({part.dtype for part in parts}) > 1:
-            raise ValueError("weights must have one precision")
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+            raise HeldinError(f"{folder}: the model is damaged ({error}); fit again") from error
 
 
-def _read_layers(arrays: Mapping[str, Any]) -> Layers:
-    """Return the layers of a network from the names of its arrays."""
-    if any(array.dtype.kind != "f" for array in arrays.values()):
-        raise ValueError("weights must be floating-point numbers")
-    numbers = range(len(arrays) // 2 - 1)  # two arrays are scales
-    if not numbers or len(arrays) % 2:
-        raise ValueError(f"{len(arrays)} tensors are not those of a network")
-    return [(arrays[f"{number}.weight"], arrays[f"{number}.bias"]) for number in numbers]
+def _digest(content: dict[str, Any], weights: bytes) -> str:
+    """Return a hash of both files of a model, by which a change of one is noticed."""
+    return sha256(json.dumps(content, allow_nan=False).encode() + weights).hexdigest()

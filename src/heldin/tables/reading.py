@@ -48,12 +48,10 @@ def read_table(
     """Read a CSV or Parquet file into a DataFrame.
 
     Args:
-        path: a file whose name ends in .csv (perhaps compressed, .csv.gz), .tsv, .parquet or .pq.
-        separator: between the fields of a CSV file; by default found in its first lines.
+        path: the ending of its name says what is in it.
+        separator, encoding, decimal: of a CSV file; None: found in it.
         missing: texts for a missing value, besides those of pandas ("", "NA", "nan", "null" ...).
-        encoding: of a CSV file. By default UTF-8, or the one of its byte order mark.
-        otherwise: encoding to try if the default one fails.
-        decimal: decimal mark, "," or "."; by default found for each column.
+        otherwise: encoding to try if that of the file is not the one found.
         texts: columns to read as texts, such as IDs with leading zeros.
     """
     path = Path(path)
@@ -83,11 +81,7 @@ def read_table(
 
 
 def find_separator(lines: Sequence[str]) -> str:
-    """Return the separator that gives the header most fields, and no line more than the header.
-
-    >>> find_separator(["name;price", "Genève;1,50"]), find_separator(["a,b", "x;y,2"])
-    (';', ',')
-    """
+    """Return the separator that gives the header most fields, and no line more than the header."""
     counts: dict[str, list[int]] = {}
     for mark in SEPARATORS:
         try:
@@ -103,9 +97,7 @@ def _read_parquet(path: Path) -> Any:
     try:
         return pandas.read_parquet(path)
     except ImportError as error:
-        raise HeldinError(
-            f"{path}: Parquet needs pyarrow: pip install 'heldin[parquet]'"
-        ) from error
+        raise HeldinError(f"{path}: Parquet: pip install 'heldin[parquet]'") from error
     except Exception as error:  # pyarrow's errors have no common class
         raise HeldinError(f"{path}: not a Parquet file ({_first_line(error)})") from error
 
@@ -154,11 +146,11 @@ def _read_csv(
     options: dict[str, Any],
 ) -> Any:
     try:
-        encoding_used = _encoding(path, encoding)
+        found = _encoding(path, encoding)
         if separator is None:
-            with _open(path) as file, io.TextIOWrapper(file, encoding_used, newline="") as texts:
+            with _open(path) as file, io.TextIOWrapper(file, found, newline="") as texts:
                 separator = find_separator(list(islice(texts, FIRST_LINES)))
-        return _parse_csv(path, {"sep": separator, "encoding": encoding_used}, options)
+        return _parse_csv(path, {"sep": separator, "encoding": found}, options)
     except EmptyDataError as error:
         raise HeldinError(f"{path}: the file is empty") from error
     except ParserWarning as error:
@@ -200,22 +192,15 @@ def _first_line(error: BaseException) -> str:
 
 
 def refuse_missing(frame: Any, names: Sequence[str], path: str | Path, what: str) -> None:
-    """Refuse a table without these columns; one error names all of them.
-
-    Args:
-        frame: the table.
-        names: of the columns that it must have.
-        path: of its file.
-        what: name of such a column in messages, as in "the target column".
-    """
+    """Refuse a table without these columns; `what` is one of them in words."""
     absent = [name for name in names if name not in frame.columns]
     if not absent:
         return
     shown = ", ".join(map(repr, frame.columns[:8])) + (", ..." if len(frame.columns) > 8 else "")
     if len(absent) > 1:
         listed = ", ".join(map(repr, absent))
-        raise HeldinError(
-            f"{path}: {len(absent)} columns are not there: {listed} (columns: {shown})"
-        )
-    hint = "; ".join(filter(None, ["is not there", did_you_mean(absent[0], frame.columns)]))
-    raise HeldinError(f"{path}: {what} {absent[0]!r} {hint} (columns: {shown})")
+        problem = f"{len(absent)} columns are not there: {listed}"
+    else:
+        hint = did_you_mean(absent[0], frame.columns)
+        problem = f"{what} {absent[0]!r} is not there" + (f"; {hint}" if hint else "")
+    raise HeldinError(f"{path}: {problem} (columns: {shown})")
