@@ -415,7 +415,7 @@ def test_outputs_are_divided(name: str, dtype: torch.dtype) -> None:
     modes = [m.training for m in model.modules()]
     buffers = copy.deepcopy(dict(model.named_buffers()))
     state = torch.get_rng_state()
-    assert scale_last_layer(model, 1.7, x) is True
+    assert scale_last_layer(model, 1.7, lambda: model(x))
     assert torch.equal(torch.get_rng_state(), state)
     assert [m.training for m in model.modules()] == modes
     assert all(torch.equal(buffer, buffers[key]) for key, buffer in model.named_buffers())
@@ -436,7 +436,7 @@ def test_weights_stay_where_it_is_not_exact(name: str) -> None:
         model = LEFT_ALONE[name]()  # .double() would copy
     before = copy.deepcopy(model.state_dict())
     x = torch.randn(6, 4, dtype=torch.float32 if name == "tied memory" else torch.float64)
-    assert scale_last_layer(model, 1.7, x) is False
+    assert not scale_last_layer(model, 1.7, lambda: model(x))
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
@@ -445,26 +445,26 @@ def test_an_error_of_the_model_leaves_the_weights() -> None:
     before = copy.deepcopy(model.state_dict())
     calls: list[int] = []
 
-    def predict(model: nn.Module, x: Tensor) -> Tensor:
+    def predict() -> Tensor:
         calls.append(1)
         if len(calls) == 2:
             raise RuntimeError("out of memory")
-        return model(x)
+        return model(torch.ones(5, 4))
 
     with pytest.raises(RuntimeError, match="out of memory"):
-        scale_last_layer(model, 2.0, torch.randn(5, 4), predict)
+        scale_last_layer(model, 2.0, predict)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert model.training
 
 
-def test_arguments_of_the_model() -> None:
+def test_parameters_with_their_values_before() -> None:
     bilinear = nn.Bilinear(2, 3, 4)
     pair = torch.randn(5, 2), torch.randn(5, 3)
-    before = bilinear(*pair)
-    assert scale_last_layer(bilinear, 2.0, pair)
+    before, weight = bilinear(*pair), bilinear.weight.detach().clone()
+    scaled = scale_last_layer(bilinear, 2.0, lambda: bilinear(*pair))
     assert torch.equal(bilinear(*pair), before / 2)
-    assert scale_last_layer(bilinear, 0.5, {"input1": pair[0], "input2": pair[1]})
-    assert torch.equal(bilinear(*pair), before)
+    assert scaled[0][0] is bilinear.weight
+    assert torch.equal(scaled[0][1], weight)
 
 
 def test_other_heads_stay() -> None:
@@ -478,12 +478,12 @@ def test_other_heads_stay() -> None:
 
     model = Heads()
     second = model.second.weight.clone()
-    assert scale_last_layer(model, 3.0, torch.randn(5, 4))
+    assert scale_last_layer(model, 3.0, lambda: model(torch.ones(5, 4)))
     assert torch.equal(model.second.weight, second)
 
 
 def test_mistakes_in_the_last_layer() -> None:
     with pytest.raises(HeldinError, match="positive number, got -1"):
-        scale_last_layer(nn.Linear(4, 3), -1, torch.randn(5, 4))
-    with pytest.raises(HeldinError, match="give predict="):
-        scale_last_layer(nn.LSTM(4, 3), 2.0, torch.randn(5, 4))
+        scale_last_layer(nn.Linear(4, 3), -1, lambda: None)
+    with pytest.raises(HeldinError, match="not logits"):
+        scale_last_layer(nn.LSTM(4, 3), 2.0, lambda: (torch.zeros(5, 3), None))

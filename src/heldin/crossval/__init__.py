@@ -10,6 +10,7 @@ from .temperature import (
     calibrate,
     cross_fitted,
     fit_temperature,
+    numbered,
     scale_last_layer,
     temperature_losses,
 )
@@ -32,6 +33,7 @@ __all__ = [
     "described",
     "fit_temperature",
     "mean_interval",
+    "numbered",
     "resolve_metrics",
     "scale_last_layer",
     "statistic_interval",

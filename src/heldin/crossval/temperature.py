@@ -7,7 +7,7 @@ it is over-confident already, if its logits are divided by one temperature after
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import combinations
 from typing import Any, NamedTuple
@@ -34,10 +34,11 @@ STEPS = 60  # most steps of Newton's method
 LAST_STEP = 1e-5  # relative size of the last step; the error after it is about its square
 FOLD_STEP = 0.1  # the same without a fold, which the losses depend on little
 MOST_LINES = 20_000  # lines that a temperature is fitted on
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 MOST_BESIDE = 6  # parameters beside the last layer, whose subsets are tried
-LINEAR = (nn.Linear, nn.Bilinear, *CONVOLUTIONS, *TRANSPOSED)
+LINEAR = (
+    *(nn.Linear, nn.Bilinear, nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
 
 
 def fit_temperature(
@@ -65,8 +66,8 @@ def fit_temperature(
     >>> fit_temperature(logits / 4, targets)
     1.0
     """
-    terms = _Terms(logits, targets, binary)
-    return terms.temperature(_checked_weights(weights, terms.rows), 0.5)
+    lines = _Lines(logits, targets, binary)
+    return 1 / lines.sharpness(_checked_weights(weights, lines.rows), 0.5)
 
 
 def temperature_losses(
@@ -81,7 +82,7 @@ def temperature_losses(
     >>> temperature_losses(logits, targets, 2.0)
     tensor([0.3133, 1.3133], dtype=torch.float64)
     """
-    return _Terms(logits, targets, binary).losses(1 / _checked_temperature(temperature))
+    return _Lines(logits, targets, binary).losses(1 / _checked_temperature(temperature))
 
 
 def cross_fitted(
@@ -113,7 +114,11 @@ def cross_fitted(
     >>> losses  # rows 0 and 1 at T = 100, rows 2 and 3 at T = 1
     tensor([0.6733, 0.6733, 0.0181, 4.0181], dtype=torch.float64)
     """
-    fit = calibrate(logits, targets, folds, weights, binary=binary, last_step=0.0)
+    if torch.as_tensor(folds).shape != (len(logits),):
+        raise HeldinError(
+            f"folds has shape {tuple(folds.shape)}; give the fold of each of {len(logits)} rows"
+        )
+    fit = calibrate(logits, targets, numbered(folds), weights, binary=binary, last_step=0.0)
     return fit.temperature, fit.losses
 
 
@@ -146,134 +151,130 @@ def calibrate(
     """Return what `cross_fitted` returns, and more.
 
     Args:
-        logits, targets, folds, weights, binary: see `cross_fitted`.
+        logits, targets, weights, binary: see `fit_temperature`.
+        folds: (n,) numbers of the rows' folds, from 0; see `numbered`.
         start: a temperature to start from.
         last_step: relative size up to which one step of Newton's method is enough without a fold.
     """
-    terms = _Terms(logits, targets, binary)
-    row_weights = _checked_weights(weights, terms.rows)
-    numbers = torch.as_tensor(folds).detach().cpu()
-    if numbers.shape != (terms.rows,):
-        raise HeldinError(
-            f"folds has shape {tuple(numbers.shape)}; give the fold of each of {terms.rows} rows"
-        )
-    names, numbers = torch.unique(numbers, return_inverse=True)
-    if len(names) == 1:
-        numbers = torch.arange(terms.rows) % 2
-    temperature = terms.temperature(row_weights, 1 / start)
-    sharpness = terms.without_folds(row_weights, numbers, 1 / temperature, last_step)
-    return Calibrated(
-        temperature, terms.losses(1 / temperature), 1 / sharpness, terms.losses(sharpness)
-    )
+    lines = _Lines(logits, targets, binary)
+    row_weights = _checked_weights(weights, lines.rows)
+    sharpness = lines.sharpness(row_weights, 1 / start)
+    of_rows = lines.without_folds(row_weights, folds, sharpness, last_step)
+    return Calibrated(1 / sharpness, lines.losses(sharpness), 1 / of_rows, lines.losses(of_rows))
 
 
-class _Terms:
-    """Logits and targets, one line for each softmax or sigmoid; each row has as many lines."""
+def numbered(folds: Tensor) -> Tensor:
+    """Return numbers of folds from 0; a single fold is cut into two halves.
+
+    >>> numbered(torch.tensor([7, 3, 7])), numbered(torch.tensor([7, 7, 7]))
+    (tensor([1, 0, 1]), tensor([0, 1, 0]))
+    """
+    numbers = torch.unique(folds.detach().cpu(), return_inverse=True)[1]
+    return numbers if bool(numbers.any()) else torch.arange(len(folds)) % 2
+
+
+class _Lines:
+    """Logits and targets, one line for each softmax or sigmoid; each row has as many lines.
+
+    Tensors are (classes, lines), because sums over the first dimension are fast.
+    """
 
     def __init__(self, logits: Tensor, targets: Tensor, binary: bool | None) -> None:
         for name, value in (("logits", logits), ("targets", targets)):
             if not isinstance(value, Tensor) or value.dim() == 0 or len(value) == 0:
                 raise HeldinError(f"{name} must be a tensor with one entry for each row")
         self.rows = len(logits)
-        z = logits.detach().to("cpu", torch.float64)
-        t = targets.detach().cpu()
+        z, t = logits.detach().to("cpu", torch.float64), targets.detach().cpu()
         if z.dim() == 1:
             z = z[:, None]
         if t.dim() == z.dim() - 1 and z.shape[1] == 1:
             t = t.unsqueeze(1)
-        self.binary = _is_binary(z, t) if binary is None else binary
-        self.target_sums: Tensor | float = 1.0
-        counts = torch.ones((), dtype=torch.bool)
-        if self.binary and t.shape == z.shape:
-            scores, t = z.reshape(-1, 1), t.double().reshape(-1)
+        counts: Tensor | None = None  # (lines,) whether they do; None: all
+        if binary is None:
+            binary = _is_binary(z, t)
+        if binary and t.shape == z.shape:  # a softmax of two classes
+            t, z = t.double().reshape(-1), z.reshape(-1)
             counts = t != IGNORED
-            used = t[counts]
-            if len(used) and not bool(((used >= 0) & (used <= 1)).all()):
+            if not bool(((t >= 0) & (t <= 1) | ~counts).all()):
                 raise HeldinError("targets of sigmoid logits must lie between 0 and 1")
-            self.target_scores = t * scores[:, 0]
-        elif not self.binary and t.shape == z.shape:
-            scores, t = _class_lines(z), _class_lines(t.double())
-            scores = scores - scores.amax(1, keepdim=True)
-            self.target_sums = t.sum(1)
-            self.target_scores = torch.where(t > 0, t * scores, 0.0).sum(1)
-        elif not self.binary and not t.is_floating_point() and t.shape == z[:, 0].shape:
-            scores, labels = _class_lines(z), t.reshape(-1).long()
-            scores = scores - scores.amax(1, keepdim=True)
-            counts = labels != IGNORED
-            used, classes = labels[counts], z.shape[1]
-            if len(used) and not 0 <= int(used.min()) <= int(used.max()) < classes:
-                raise HeldinError(
-                    f"targets must be numbers from 0 to {classes - 1}, the classes of the logits; "
-                    f"they lie between {int(used.min())} and {int(used.max())}"
-                )
-            self.target_scores = scores.gather(1, labels.clamp_min(0)[:, None])[:, 0]
+            z, t = torch.stack([torch.zeros_like(z), z]), torch.stack([1 - t, t])
+        elif not binary and t.shape == z.shape:
+            z, t = _class_lines(z), _class_lines(t.double())
+        elif not binary and not t.is_floating_point() and t.shape == z[:, 0].shape:
+            z, t = _class_lines(z), t.reshape(-1).long()
         else:
             raise HeldinError(
                 f"logits of shape {tuple(logits.shape)} do not match targets of shape "
                 f"{tuple(targets.shape)} and type {targets.dtype}; give logits (n, classes) with "
                 "whole numbers (n,), or logits (n,) with targets 0 and 1"
             )
-        self.scores = scores
-        shares = counts.expand(len(scores)).double().reshape(self.rows, -1)
+        z = z - z.amax(0)
+        self.target_sums: Tensor | float = 1.0
+        if t.dim() == 2:
+            self.target_sums = t.sum(0)
+            self.target_scores = torch.where(t > 0, t * z, 0.0).sum(0)
+        else:
+            counts = t != IGNORED
+            used, classes = t[counts], len(z)
+            if len(used) and not 0 <= int(used.min()) <= int(used.max()) < classes:
+                raise HeldinError(
+                    f"targets must be numbers from 0 to {classes - 1}, the classes of the logits; "
+                    f"they lie between {int(used.min())} and {int(used.max())}"
+                )
+            self.target_scores = z.gather(0, t.clamp_min(0)[None])[0]
+        self.scores = z.clamp_min(-1e100)  # a masked class (-inf) has no part in the derivatives
+        lines = z.shape[1]
+        self._per_row = lines // self.rows
+        shares = torch.ones(lines, dtype=torch.float64) if counts is None else counts.double()
+        shares = shares.reshape(self.rows, -1)
         number = shares.sum(1, keepdim=True)
         self.shares = (shares / number.clamp_min(1)).reshape(-1)  # of the row's mean
-        finite = self.target_scores.isfinite() | (self.shares == 0)
-        self.finite = finite.reshape(self.rows, -1).all(1) & (number[:, 0] > 0)
-        self.broken: Tensor | None = None  # losses of rows, if some are not finite
-        if not bool(self.finite.all()):
-            self.broken = self.losses(1.0)
-            used = self._of_lines(self.finite)
-            self.scores = torch.where(used[:, None], self.scores, 0.0)
-            self.target_scores = torch.where(used, self.target_scores, 0.0)
-        # a class that is masked by -inf has probability 0 and no part in the derivatives
-        self.scores = self.scores.clamp_min(-1e100)
-        # lines that a temperature is fitted on
-        self.sample: Any = slice(None)
-        if len(scores) > MOST_LINES:
-            self.sample = torch.linspace(0, len(scores) - 1, MOST_LINES).round().long()
-        self._latest: tuple[float, Tensor, Tensor] | None = None
+        usable = self.target_scores.isfinite() | (self.shares == 0)
+        self.usable = usable.reshape(self.rows, -1).all(1) & (number[:, 0] > 0)
+        # what a temperature is fitted on: evenly spaced lines, 0 in place of what is not finite
+        scores, target_scores, sums = self.scores, self.target_scores, self.target_sums
+        if not bool(self.usable.all()):
+            used = self._of_lines(self.usable)
+            scores = torch.where(used, scores, 0.0)
+            target_scores = torch.where(used, target_scores, 0.0)
+        self._sample: Any = slice(None)
+        if lines > MOST_LINES:
+            self._sample = torch.linspace(0, lines - 1, MOST_LINES).round().long()
+            scores, target_scores = scores[:, self._sample], target_scores[self._sample]
+            sums = sums[self._sample] if isinstance(sums, Tensor) else sums
+        self._sampled = scores, target_scores, sums
+        self._latest: tuple[float, Tensor, Tensor] | None = None  # see `slopes`
 
     def _of_lines(self, values: Tensor) -> Tensor:
         """Repeat values of rows for their lines."""
-        count = len(self.scores) // self.rows
-        return values if count == 1 else values.repeat_interleave(count)
+        return values if self._per_row == 1 else values.repeat_interleave(self._per_row)
+
+    def _line_weights(self, weights: Tensor) -> Tensor:
+        return (self._of_lines(weights * self.usable) * self.shares)[self._sample]
 
     def losses(self, sharpness: float | Tensor) -> Tensor:
         """Return the rows' losses at logits x sharpness: one for all, or one for each row."""
+        total: Tensor | None = None
         if isinstance(sharpness, Tensor):
-            sharpness = self._of_lines(sharpness)[:, None]
-        z = self.scores * sharpness
-        if self.binary:
-            normaliser = (z.clamp_min(0) + torch.log1p((-z.abs()).exp()))[:, 0]
-        else:
-            normaliser = self.target_sums * z.exp().sum(1).log()  # scores are at most 0
-        if isinstance(sharpness, Tensor):
-            sharpness = sharpness[:, 0]
-        lines = torch.where(
-            self.shares > 0, (normaliser - self.target_scores * sharpness) * self.shares, 0.0
-        )
-        rows = lines.reshape(self.rows, -1).sum(1)
-        return rows if self.broken is None else torch.where(self.finite, rows, self.broken)
+            sharpness = self._of_lines(sharpness)
+        elif self._latest is not None and self._latest[0] == sharpness:
+            total = self._latest[2]
+        if total is None or len(total) != len(self.shares):
+            total = (self.scores * sharpness).exp_().sum(0)
+        losses = (total.log() * self.target_sums - self.target_scores * sharpness) * self.shares
+        return torch.where(self.shares > 0, losses, 0.0).reshape(self.rows, -1).sum(1)
 
-    def slopes(self, sharpness: float) -> tuple[Tensor, Tensor]:
-        """Return two derivatives of every sampled line's loss by the sharpness."""
-        if self._latest is not None and self._latest[0] == sharpness:
-            return self._latest[1:]
-        z, target_scores = self.scores[self.sample], self.target_scores[self.sample]
-        if self.binary:
-            p = (z * sharpness).sigmoid()
-            first = (p * z)[:, 0] - target_scores
-            second = (p * (1 - p) * z.square())[:, 0]
-        else:
-            p = (z * sharpness).exp_()
-            total, p = p.sum(1), p.mul_(z)
-            mean, square = p.sum(1) / total, p.mul_(z).sum(1) / total
-            sums = self.target_sums
-            sums = sums[self.sample] if isinstance(sums, Tensor) else sums
-            first = sums * mean - target_scores
-            second = sums * (square - mean.square())
-        self._latest = (sharpness, first, second)
-        return first, second
+    def slopes(self, sharpness: float) -> Tensor:
+        """Return (2, lines): two derivatives of every sampled line's loss by the sharpness."""
+        if self._latest is None or self._latest[0] != sharpness:
+            scores, target_scores, sums = self._sampled
+            p = (scores * sharpness).exp_()
+            total = p.sum(0)
+            mean = p.mul_(scores).sum(0).div_(total)
+            square = p.mul_(scores).sum(0).div_(total)
+            first, second = sums * mean - target_scores, sums * (square - mean * mean)
+            self._latest = sharpness, torch.stack([first, second]), total
+        return self._latest[1]
 
     def without_folds(
         self, weights: Tensor, folds: Tensor, sharpness: float, last_step: float
@@ -285,56 +286,48 @@ class _Terms:
             sharpness: that fits all rows.
             last_step: relative size up to which one step of Newton's method is enough.
         """
-        slopes = torch.stack(self.slopes(sharpness)) * self._line_weights(weights)
+        slopes = self.slopes(sharpness) * self._line_weights(weights)
         sums = torch.zeros(2, int(folds.max()) + 1, dtype=torch.float64)
-        sums.index_add_(1, self._of_lines(folds)[self.sample], slopes)
+        sums.index_add_(1, self._of_lines(folds)[self._sample], slopes)
         first, second = sums.sum(1, keepdim=True) - sums
         each: Tensor = (sharpness - first / second).clamp(1 / HOTTEST, 1.0)
-        near = ((each - sharpness).abs() <= last_step * sharpness) & (second > 0)
-        for fold in (~near).nonzero()[:, 0].tolist():
+        enough = ((each - sharpness).abs() <= last_step * sharpness) & (second > 0)
+        for fold in (~enough).nonzero()[:, 0].tolist():
             start = float(each[fold].nan_to_num(sharpness))
             others = weights * (folds != fold)
-            each[fold] = 1 / self.temperature(others, start, max(last_step, LAST_STEP))
+            each[fold] = self.sharpness(others, start, max(last_step, LAST_STEP))
         return each[folds]
 
-    def _line_weights(self, weights: Tensor) -> Tensor:
-        return (self._of_lines(weights * self.finite) * self.shares)[self.sample]
-
-    def temperature(self, weights: Tensor, start: float, last_step: float = LAST_STEP) -> float:
-        """Return the best temperature for weighted rows, by Newton's method with bisection.
+    def sharpness(self, weights: Tensor, start: float, last_step: float = LAST_STEP) -> float:
+        """Return the best 1 / temperature for weighted rows, by Newton's method with bisection.
 
         Args:
             weights: (n,) of the rows.
-            start: sharpness, 1 / temperature, to start from.
+            start: sharpness to start from.
             last_step: relative size of the last step.
         """
         line_weights = self._line_weights(weights)
-        if not bool((line_weights > 0).any()):
+        if not bool(line_weights.any()):
             return 1.0
-        low, high, sharpness = 1 / HOTTEST, 1.0, start
+        low, high, at = 0.99 / HOTTEST, 1.01, start  # around the ends, which may be the best
         for _ in range(STEPS):
-            first, second = (float(line_weights @ each) for each in self.slopes(sharpness))
-            if sharpness == 1 and first <= 0:
-                return 1.0
-            if sharpness == 1 / HOTTEST and first >= 0:
-                return HOTTEST
-            at_an_end = sharpness in (low, high)
-            low, high = (sharpness, high) if first < 0 else (low, sharpness)
-            step = sharpness - first / second if second > 0 else math.nan
-            after = step if low < step < high else (low + high) / 2
-            if not at_an_end and high == 1 and step >= 1:
-                after = 1.0
-            elif not at_an_end and low == 1 / HOTTEST and step <= low:
-                after = low
-            if abs(after - sharpness) <= last_step * sharpness and after not in (1.0, 1 / HOTTEST):
-                return 1 / after
-            sharpness = after
-        return 1 / sharpness
+            first, second = (self.slopes(at) @ line_weights).tolist()
+            if (at == 1 and first <= 0) or (at == 1 / HOTTEST and first >= 0):
+                break
+            low, high = (at, high) if first < 0 else (low, at)
+            after = min(max(at - first / second, 1 / HOTTEST), 1.0) if second > 0 else math.nan
+            if not low < after < high:
+                after = (max(low, 1 / HOTTEST) + min(high, 1.0)) / 2
+            is_last = abs(after - at) <= last_step * at and 1 / HOTTEST < after < 1
+            at = after
+            if is_last:
+                break
+        return at
 
 
 def _class_lines(values: Tensor) -> Tensor:
-    """Reshape (n, classes, ...) to one line of classes for each position of each row."""
-    return values.movedim(1, -1).reshape(-1, values.shape[1])
+    """Reshape (n, classes, ...) to (classes, lines), one line for each position of each row."""
+    return values.movedim(1, 0).reshape(values.shape[1], -1).contiguous()
 
 
 def _is_binary(logits: Tensor, targets: Tensor) -> bool:
@@ -361,11 +354,8 @@ def _checked_temperature(temperature: float) -> float:
 
 
 def scale_last_layer(
-    model: nn.Module,
-    temperature: float,
-    inputs: Any,
-    predict: Callable[[nn.Module, Any], Tensor] | None = None,
-) -> bool:
+    model: nn.Module, temperature: float, predict: Callable[[], Any]
+) -> list[tuple[nn.Parameter, Tensor]]:
     """Divide the model's outputs by a temperature through the weights of its last linear layer.
 
     The model is called on example inputs, in evaluation mode and without gradients. The weights are
@@ -380,70 +370,63 @@ def scale_last_layer(
     Args:
         model: with a linear or convolutional last layer.
         temperature: to divide the outputs by.
-        inputs: example inputs: a tensor, a tuple of arguments or a mapping of keywords.
-        predict: (model, inputs) -> logits (default: call the model; `.logits` if it has some).
+        predict: calls the model on example inputs; `.logits` of what it returns, if it has some.
 
     Returns:
-        Whether the weights were scaled.
+        The parameters that were divided, with their values before; none if nothing was changed.
 
     >>> model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> x = torch.randn(5, 3)
     >>> before = model(x)
-    >>> scale_last_layer(model, 1.7, x)
-    True
+    >>> [tuple(weights.shape) for weights, _ in scale_last_layer(model, 1.7, lambda: model(x))]
+    [(2, 8), (2,)]
     >>> torch.allclose(model(x), before / 1.7)
     True
-    >>> scale_last_layer(nn.Sequential(model, nn.Softmax(1)), 1.7, x)
-    False
+    >>> scale_last_layer(model, 1.7, lambda: model(x).softmax(1))
+    []
     """
     divisor = _checked_temperature(temperature)
-    call = _call if predict is None else predict
+
+    def call() -> Tensor:
+        output = predict()
+        logits = getattr(output, "logits", output)
+        if not isinstance(logits, Tensor):
+            raise HeldinError(f"temperature: the model returned {shown(output)}, not logits")
+        return logits
+
     with _quiet(model):
-        layer, before = _last_layer(model, inputs, call)
-        if not bool(before.isfinite().all()):
-            return False
-        linear: Any = getattr(
-            model, "linear_layers", list
-        )()  # where layers are no modules of PyTorch
-        return any(
-            _scale(parameters, divisor, before, lambda: call(model, inputs))
-            for parameters in (linear if layer is None else _scalable(model, layer))
-        )
+        called: list[nn.Module] = []
+        layers = (m for m in model.modules() if isinstance(m, LINEAR) or _is_lora(m))
+        with after_calls(layers, lambda module, output: called.append(module)):
+            before = call().clone()
+        if bool(before.isfinite().all()):
+            # where layers are no modules of PyTorch, the model lists their parameters itself
+            others: Any = getattr(model, "linear_layers", list)
+            for parameters in _scalable(model, called[-1]) if called else others():
+                if scaled := _scale(parameters, divisor, before, call):
+                    return scaled
+    return []
 
 
 def _scale(
     parameters: list[nn.Parameter], divisor: float, before: Tensor, call: Callable[[], Tensor]
-) -> bool:
+) -> list[tuple[nn.Parameter, Tensor]]:
     """Divide parameters by a number if that divides the outputs; else leave them as they are."""
-    backup = [p.clone() for p in parameters]
+    pairs = [(p, p.detach().clone()) for p in parameters]
     kept = False
     try:
         factor = 16.0 if before.dtype == torch.float16 else 1024.0
         for p in parameters:
             p.mul_(factor)
         if torch.equal(call(), before * factor):
-            for p, old in zip(parameters, backup, strict=True):
+            for p, old in pairs:
                 p.copy_(old / divisor)
             kept = _equal_to_rounding(call(), before / divisor, parameters)
     finally:
         if not kept:
-            for p, old in zip(parameters, backup, strict=True):
+            for p, old in pairs:
                 p.copy_(old)
-    return kept
-
-
-def _call(model: nn.Module, inputs: Any) -> Tensor:
-    if isinstance(inputs, Mapping):
-        output = model(**inputs)
-    else:
-        output = model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
-    logits = getattr(output, "logits", output)
-    if not isinstance(logits, Tensor):
-        raise HeldinError(
-            f"scale_last_layer: the model returned {shown(output)}; give predict=(model, inputs) "
-            "-> logits"
-        )
-    return logits
+    return pairs if kept else []
 
 
 @contextmanager
@@ -458,17 +441,6 @@ def _quiet(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
-
-
-def _last_layer(
-    model: nn.Module, inputs: Any, call: Callable[[nn.Module, Any], Tensor]
-) -> tuple[nn.Module | None, Tensor]:
-    """Return the linear layer that was called last, and the outputs."""
-    called: list[nn.Module] = []
-    layers = (m for m in model.modules() if isinstance(m, LINEAR) or _is_lora(m))
-    with after_calls(layers, lambda module, output: called.append(module)):
-        outputs = call(model, inputs).clone()
-    return (called[-1] if called else None), outputs
 
 
 def _is_lora(module: nn.Module) -> bool:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from heldin._private_torch import version_of
 from heldin.crossval import scale_last_layer
 from heldin.errors import HeldinError, HeldinWarning, more
 
@@ -30,7 +29,7 @@ def is_scalable(model: nn.Module, batch: Any, predict: Predict) -> bool:
         with torch.no_grad():
             for p in zeros:
                 p.fill_(0.5)
-        return scale_last_layer(model, 1.0, batch, predict)
+        return bool(scale_last_layer(model, 1.0, lambda: predict(model, batch)))
     except (HeldinError, RuntimeError):  # outputs or weights of a kind that cannot be scaled
         return False
     finally:
@@ -53,8 +52,8 @@ class Calibration:
     @classmethod
     def of(cls, model: nn.Module, temperature: float, batch: Any, predict: Predict) -> Calibration:
         """Divide the outputs of a model by a temperature, through its last layer."""
-        versions = [version_of(p) for p in model.parameters()]
-        if not scale_last_layer(model, 1.0, batch, predict):
+        scaled = scale_last_layer(model, temperature, lambda: predict(model, batch))
+        if not scaled:
             warnings.warn(
                 f"temperature: the last layer of {type(model).__name__} cannot be scaled exactly, "
                 f"so divide its outputs by stopping.temperature ({temperature:.4g}) yourself; the "
@@ -62,15 +61,9 @@ class Calibration:
                 HeldinWarning,
                 stacklevel=5,
             )
-            return cls([], [])
-        scaled = {
-            name: p
-            for (name, p), version in zip(model.named_parameters(), versions, strict=True)
-            if version_of(p) != version
-        }
-        frozen = [(p, p.detach().clone()) for p in scaled.values() if not p.requires_grad]
-        scale_last_layer(model, temperature, batch, predict)
-        return cls(list(scaled), frozen)
+        changed = {id(p) for p, _ in scaled}
+        names = [name for name, p in model.named_parameters() if id(p) in changed]
+        return cls(names, [(p, old) for p, old in scaled if not p.requires_grad])
 
     def undo(self) -> None:
         """Put frozen weights back, which no snapshot of the trained ones contains."""

@@ -17,6 +17,7 @@ from heldin.crossval import (
     OutOfFold,
     are_probabilities,
     calibrate,
+    numbered,
     statistic_interval,
     temperature_losses,
 )
@@ -106,6 +107,7 @@ class Outcome:
         self._temperatures: list[float] = []
         self._monitored: list[float] = []
         self._held: OutOfFold | None = None  # of the first check
+        self._folds = torch.zeros(0)  # of its rows, to fit a temperature without each of them
         self._weights: Tensor | None = None
         self._groups: Tensor | None = None
 
@@ -120,6 +122,8 @@ class Outcome:
             groups: (m,) their groups.
         """
         self._held, self._weights, self._groups = held, weights, groups
+        many = len(torch.unique(held.folds)) > MOST_FOLDS
+        self._folds = torch.arange(len(held.folds)) % PARTS if many else numbered(held.folds)
 
     def add(self, number: int, losses: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor]:
         """Take the outputs of a check; return losses to choose the check by, and to estimate with.
@@ -200,15 +204,14 @@ class Outcome:
     def _calibration(self, number: int) -> Calibrated | None:
         """Return the temperatures of a check whose outputs are kept; None: it has none."""
         outputs, held = self._outputs.get(number), self._first()
-        if not self._has_temperature or outputs is None or not bool(outputs.isfinite().all()):
+        if not self._has_temperature or outputs is None:
+            return None
+        if not bool(torch.stack(outputs.aminmax()).isfinite().all()):
             return None
         if self._calibrated is None or self._calibrated[0] != number:
-            folds = held.folds
-            if len(torch.unique(folds)) > MOST_FOLDS:
-                folds = torch.arange(len(folds)) % PARTS
             start = self._temperatures[min(number, len(self._temperatures)) - 1] if number else 1.0
             fit = calibrate(
-                outputs, held.targets, folds, self._weights, binary=self.binary, start=start
+                outputs, held.targets, self._folds, self._weights, binary=self.binary, start=start
             )
             self._calibrated = number, fit
         return self._calibrated[1]
