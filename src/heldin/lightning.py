@@ -15,6 +15,7 @@ from .adapters.patches import Patches
 from .adapters.session import flat_metrics
 from .adapters.stopping import FrameworkStopping
 from .errors import HeldinError
+from .loop.hooks import after_every_step
 from .pause import is_paused
 from .rules.elementwise import ElementwiseStopping as Elementwise
 from .rules.options import Rule
@@ -354,7 +355,7 @@ def follow_average(patches: Patches, averaging: Any, trainer: Any, module: nn.Mo
     """Update an average of weights right after the optimiser's step, and after those of shadows."""
     due = False
 
-    def update(*_: Any) -> None:
+    def update() -> None:
         nonlocal due
         if not is_paused():  # the step of the module; Lightning will not ask again
             due = averaging.should_update(step_idx=trainer.global_step)
@@ -362,7 +363,7 @@ def follow_average(patches: Patches, averaging: Any, trainer: Any, module: nn.Mo
         if due:
             averaging._average_model.update_parameters(module)
 
-    patches.add(trainer.optimizers[0].register_step_post_hook(update).remove)
+    patches.add(after_every_step(trainer.optimizers[0], update))
 
 
 def _check_trainer(trainer: Trainer) -> None:

@@ -67,13 +67,12 @@ CASES = [
     Case("bf16", bf16=True),
     Case("window", special={"window": EPOCH_STEPS, "smoothing": 0.0, "across": "median"}),
     Case("everything", clip=0.3, accumulate=3, bf16=True),
-    Case("patience", special={"patience": 3, "groups": "all", "estimator": "exact"}),
+    Case("patience", special={"patience": 3, "parameter_groups": "all", "estimator": "exact"}),
 ]
 NAMES = {  # of options in a rule
     "arming": "arm_threshold",
     "across": "group_reduction",
     "patience": "checks",
-    "groups": "parameter_groups",
     "every": "check_every",
 }
 EXACT = 1e-300  # a tolerance for nothing but the same bits

@@ -25,6 +25,7 @@ from heldin.pause import is_paused
 __all__ = [
     "add_to_state",
     "after_calls",
+    "after_every_step",
     "before_calls",
     "call_at_steps",
     "record_calls",
@@ -67,6 +68,15 @@ def call_at_steps(
     else:
         handle = optimizer.register_step_pre_hook(respond)
     return weakref.finalize(method.__self__, handle.remove)
+
+
+def after_every_step(optimizer: Optimizer, function: Callable[[], None]) -> Callable[[], None]:
+    """Call a function after the steps of an optimiser, those of shadows included.
+
+    Returns:
+        A function that removes the hook.
+    """
+    return optimizer.register_step_post_hook(lambda *_: function()).remove
 
 
 @contextmanager

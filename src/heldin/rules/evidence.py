@@ -387,7 +387,7 @@ class EvidenceStopping(EvidenceReport, StoppingRule, Joinable):
         return {
             **self._settings(),
             **decision_settings,
-            "groups": groups,
+            "parameter_groups": groups,
             "step": self._step,
             **decision,
         }

@@ -51,7 +51,8 @@ def ddp_settings(rank: int, world: int) -> None:
     both("mlp", rank, world, coordinates=40, ddp={"static_graph": True})
     both("mlp", rank, world, coordinates=40, ddp={"find_unused_parameters": True})
     both("mlp", rank, world, coordinates=40, ddp={"gradient_as_bucket_view": True})
-    both("mlp", rank, world, estimator="exact", correction="symmetric", dead="zero", groups="all")
+    options = {"correction": "symmetric", "dead": "zero", "parameter_groups": "all"}
+    both("mlp", rank, world, estimator="exact", **options)
 
 
 @case

@@ -98,7 +98,7 @@ def ddp_elementwise(rank: int, world: int) -> None:
 @case
 def ddp_resumes_on_other_sizes(rank: int, world: int) -> None:
     """A state written by one process goes on in many, and the other way round."""
-    for options in ({"coordinates": 40}, {"window": 3, "budget": 40}, {"estimator": "exact"}):
+    for options in ({"coordinates": 40}, {"window": 3, "coordinates": 40}, {"estimator": "exact"}):
         plain = make("mlp")
         model = DDP(copy.deepcopy(plain))
         alone = runs.EvidenceStopping(plain, process_group=None, **options)
@@ -142,7 +142,7 @@ def ddp_refuses_strangers(rank: int, world: int) -> None:
         "arming": [None, 0.5],
         "every": [2, 3],
         "window": [2, 3],
-        "groups": ["tensor", "all"],
+        "parameter_groups": ["tensor", "all"],
         "smoothing": [0.5, 0.9],
     }
     for name, values in different.items():  # before anything could hang
