@@ -7,6 +7,7 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -21,15 +22,15 @@ from heldin.distributed.ranks import JoinHook
 from heldin.errors import HeldinError, HeldinWarning, NamedArguments
 from heldin.loop.batches import tensors_in, to_device
 from heldin.loop.hooks import call_at_steps
-from heldin.rules.arguments import evidence_arguments
 from heldin.rules.auto import follow
 from heldin.rules.callback_hints import CALLBACKS, PlainLoopOnly
+from heldin.rules.estimated import check_patience
 from heldin.rules.evidence import EvidenceStopping
 from heldin.rules.folds import FoldStopping
 from heldin.rules.inputs import RunInputs
 from heldin.rules.options import Auto, Evidence, Folds, LeaveOneOut, Rule, Validation, resolve
 from heldin.rules.outlook import MANY_EPOCHS, warn_of_many_epochs
-from heldin.rules.path import PathStopping, check_patience
+from heldin.rules.path import PathStopping
 from heldin.rules.policy import PATIENCE, Patience
 from heldin.rules.progress import RunProgress
 from heldin.rules.reporting import RunFacts
@@ -284,8 +285,8 @@ class EarlyStopping(NamedArguments, RunResults, PlainLoopOnly):
                 )
         if not self._default_patience:
             raise HeldinError(f"{NAME}: rule='evidence' has checks= in place of patience=")
-        arguments = evidence_arguments(rule, window)
-        return EvidenceStopping(model, seed=self.seed, process_group=group, **arguments)
+        rule = replace(rule, window=window)
+        return EvidenceStopping(model, rule, seed=self.seed, process_group=group)
 
     def _make_validation(
         self, model: nn.Module, rule: Validation, loss_fn: Any, batch_loss: Any

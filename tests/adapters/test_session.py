@@ -254,7 +254,7 @@ def test_very_many_epochs_without_a_stop_are_noticed() -> None:
 )
 def test_a_window_of_an_epoch_has_its_observed_steps(steps: float, every: int, window: int) -> None:
     session = evidence_session(window="epoch", check_every=every)
-    assert session.begin(plain.net(), epoch_steps=steps).window == window
+    assert session.begin(plain.net(), epoch_steps=steps).rule.window == window
     session.end()
 
 
@@ -279,5 +279,5 @@ def test_a_run_that_goes_on_keeps_its_window() -> None:
     for steps in (3, None):
         session = evidence_session(window="epoch")
         session.load_state_dict(state)
-        assert session.begin(plain.net(), epoch_steps=steps).window == 7
+        assert session.begin(plain.net(), epoch_steps=steps).rule.window == 7
         session.end()

@@ -167,7 +167,7 @@ def test_cloned_and_searched() -> None:
     rules = [heldin.rules.Evidence(smoothing=s) for s in (0.5, 0.9)]
     search = GridSearchCV(clone(model), {"callbacks__evidence__rule": rules}, cv=2).fit(x, y)
     stopping = used(search.best_estimator_).stopping_
-    assert stopping.smoothing == search.best_params_["callbacks__evidence__rule"].smoothing
+    assert stopping.rule.smoothing == search.best_params_["callbacks__evidence__rule"].smoothing
 
 
 def test_another_kind_of_rule_may_be_set() -> None:
@@ -177,7 +177,7 @@ def test_another_kind_of_rule_may_be_set() -> None:
     model.set_params(callbacks__early__rule="folds").fit(x, y)
     assert isinstance(used(model).stopping_, runs.FoldFollower)
     model.set_params(callbacks__early__rule="evidence").fit(x, y)
-    assert isinstance(used(model).stopping_, runs.EvidenceStopping)
+    assert isinstance(used(model).stopping_, runs.EvidenceFollower)
 
 
 def test_wrong_settings_are_refused_at_once() -> None:

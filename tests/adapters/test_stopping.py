@@ -87,7 +87,7 @@ def test_a_class_derived_by_a_user_follows_either_rule() -> None:
     from skorch import NeuralNetRegressor
 
     x = torch.randn(20, 2).numpy()
-    for rule, kind in (("folds", runs.FoldFollower), ("evidence", runs.EvidenceStopping)):
+    for rule, kind in (("folds", runs.FoldFollower), ("evidence", runs.EvidenceFollower)):
         callback = Mine(rule)
         assert isinstance(callback, Mine)
         net = NeuralNetRegressor(
@@ -136,7 +136,7 @@ def test_an_object_for_own_loops_in_the_place_of_a_callback_is_named(
 
 def test_wrong_values_are_not_printed_at_length() -> None:
     big = nn.Sequential(*[nn.Linear(2, 2) for _ in range(9)])
-    for name in ("patience", "smoothing", "window"):
+    for name in ("checks", "smoothing", "window"):
         with pytest.raises(heldin.HeldinError, match=name) as caught:
             runs.EvidenceStopping(big, **{name: big})  # type: ignore[arg-type]
         assert len(str(caught.value)) < 200

@@ -92,7 +92,7 @@ def test_the_whole_rule_against_dense_matrices(classes: int, decay: float) -> No
                 moved, rows = naive(model, x, y, losses, moved, times, 1 / (1 + decay * times))
             estimates.append(float(rows.mean()))
             since = 0.0
-    assert stopping.outputs == classes
+    assert stopping.backend.outputs == classes
     torch.testing.assert_close(displacements(stopping), moved)
     torch.testing.assert_close(
         torch.tensor(stopping.history.columns()["estimate"]), torch.tensor(estimates)
@@ -191,8 +191,10 @@ def test_several_classes_agree_with_retraining_within_12_percent(
     monkeypatch.setattr(_leaveoneout, "FOLLOWED", followed)
     off, rule = against_retraining(*setting, memory=memory)
     assert off < 0.12
-    assert rule.outputs_only == (memory == 0)
-    assert rule.outputs == {"wine": 3, "three directions": 3, "the slope alone": 1}.get(name, 10)
+    assert rule.backend.outputs_only == (memory == 0)
+    assert rule.backend.outputs == {"wine": 3, "three directions": 3, "the slope alone": 1}.get(
+        name, 10
+    )
 
 
 def test_gram_matrices_follow_turning_directions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,15 +202,15 @@ def test_gram_matrices_follow_turning_directions(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(_leaveoneout, "FOLLOWED", 40 * 9)  # of the ten: nearly all
     _, full = against_retraining("digits", (), lambda p: SGD(p, lr=0.1), None)
     _, lazy = against_retraining("digits", (), lambda p: SGD(p, lr=0.1), None, memory=0)
-    assert lazy.outputs == full.outputs == 9
+    assert lazy.backend.outputs == full.backend.outputs == 9
     assert disagreement(lazy, full) < 0.01
 
 
 def test_gram_matrices_alone_lose_little_where_one_output_is_followed() -> None:
     _, full = against_retraining(*SINGLE["sgd"])
     _, lazy = against_retraining(*SINGLE["sgd"], memory=0)
-    assert lazy.outputs_only
-    assert not full.outputs_only
+    assert lazy.backend.outputs_only
+    assert not full.backend.outputs_only
     assert disagreement(lazy, full) < 0.003  # a linear model: J does not change
 
 

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
-from heldin.rules import Auto, Folds, LeaveOneOut
+from heldin.rules import Auto, Evidence, Folds, LeaveOneOut
 from heldin.rules.auto import follow
-from heldin.rules.evidence import EvidenceStopping as EvidenceStopping
+from heldin.rules.evidence import EvidenceStopping as EvidenceFollower
 from heldin.rules.folds import FoldStopping as FoldFollower
 from heldin.rules.inputs import RunInputs
 from heldin.rules.leave_one_out import LeaveOneOutStopping as LeaveOneOutFollower
@@ -21,6 +21,7 @@ from heldin.rules.validation import ValidationStopping as ValidationStopping
 
 OF_RULES = {"grid": "check_spacing", "memory": "snapshot_memory"}  # names of the followers
 __all__ = [
+    "EvidenceFollower",
     "EvidenceStopping",
     "FoldFollower",
     "FoldStopping",
@@ -31,7 +32,44 @@ __all__ = [
     "stopping",
 ]
 
+# short names of options of `rules.Evidence`
+SHORT = {
+    "across": "group_reduction",
+    "arming": "arm_threshold",
+    "dead": "dead_coordinates",
+    "every": "check_every",
+    "patience": "checks",
+    "reduction": "loss_reduction",
+    "start": "initial_average",
+    "weighted": "weight_by_batch_size",
+}
+
 INPUTS = {field.name for field in fields(RunInputs)}
+
+
+class EvidenceStopping(EvidenceFollower):
+    """What follows a run by `rules.Evidence`, from its options by short names."""
+
+    def __init__(
+        self,
+        model: Any,
+        parameter_groups: Any = "tensor",
+        *,
+        make: Callable[..., Evidence] = Evidence,
+        **options: Any,
+    ) -> None:
+        of_run = {"seed", "process_group", "history"} & options.keys()
+        own = {name: options.pop(name) for name in of_run}
+        if options.get("estimator", "sampled") != "sampled":
+            options.pop("coordinates", None)  # without effect
+        if "dead" in options:
+            options["dead"] = {"out": "exclude"}.get(options["dead"], options["dead"])
+        of_rule = {SHORT.get(name, name): value for name, value in options.items()}
+        super().__init__(model, make(parameter_groups=parameter_groups, **of_rule), **own)
+
+    @classmethod
+    def paper(cls, model: Any, parameter_groups: Any = "tensor", **options: Any) -> Any:
+        return cls(model, parameter_groups, make=Evidence.paper, **options)
 
 
 def _inputs(arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[RunInputs, Any]:

@@ -15,7 +15,7 @@ from heldin.rules.folds import FoldStopping
 from heldin.rules.inputs import RunInputs
 from heldin.rules.jacobians import mapped
 from heldin.rules.leave_one_out import LeaveOneOutStopping
-from heldin.rules.options import Auto, Folds, LeaveOneOut, Validation
+from heldin.rules.options import Auto, Evidence, Folds, LeaveOneOut, Validation
 from heldin.rules.path import PathStopping
 from heldin.rules.policy import PATIENCE, best_check, bootstrap_shares, mean_and_error, next_check
 from heldin.rules.validation import ValidationStopping
@@ -30,6 +30,7 @@ __all__ = [
     "Auto",
     "EarlyStopping",
     "ElementwiseStopping",
+    "Evidence",
     "EvidenceStopping",
     "FoldStopping",
     "Folds",

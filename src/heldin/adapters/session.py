@@ -21,15 +21,15 @@ from heldin.loop.hooks import call_at_steps
 from heldin.loop.loaders import LoaderRecorder, inner_loader
 from heldin.loop.randomness import RandomState
 from heldin.loop.rows import TrainingRows, has_same_rows
-from heldin.rules.arguments import evidence_arguments
 from heldin.rules.auto import follow
 from heldin.rules.elementwise import ElementwiseStopping
+from heldin.rules.estimated import check_patience
 from heldin.rules.evidence import EvidenceStopping
 from heldin.rules.folds import FoldStopping
 from heldin.rules.inputs import RunInputs
 from heldin.rules.options import Auto, Evidence, Folds, Rule
 from heldin.rules.outlook import MANY_EPOCHS, warn_of_many_epochs
-from heldin.rules.path import PathStopping, check_patience
+from heldin.rules.path import PathStopping
 from heldin.rules.results import check_outputs, follow_outputs
 from heldin.shadows.held_out import BatchLoss
 from heldin.shadows.replayed import Clip
@@ -137,7 +137,7 @@ class Session:
         just_stopped: whether the present batch is the first with a request to stop.
 
     >>> session = Session("Callback", Settings(Evidence(smoothing=0.5)))
-    >>> session.begin(nn.Linear(2, 1)).smoothing
+    >>> session.begin(nn.Linear(2, 1)).rule.smoothing
     0.5
     >>> session.end()
     """
@@ -310,8 +310,7 @@ class Session:
                     f"{self.owner}: window='epoch' needs the number of steps in an epoch, and "
                     "these data have no length; pass their number, window=100 for instance"
                 )
-        arguments = evidence_arguments(rule, window)
-        return EvidenceStopping(model, seed=self.settings.seed, **arguments)
+        return EvidenceStopping(model, replace(rule, window=window), seed=self.settings.seed)
 
     def _make_estimated(
         self, model: nn.Module, optimizer: Any, rows: Any, prepare: Any, options: dict[str, Any]

@@ -1,42 +1,19 @@
-"""The base classes of all stopping rules."""
+"""The base class of all stopping rules."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from types import TracebackType
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from torch import nn
 
 from heldin.errors import HeldinError
 from heldin.state.schema import check_settings, checked_state, load_or_roll_back
 
-from .reporting import Reporting, RunFacts
+from .reporting import Follower, RunFacts
 
-__all__ = ["Closing", "StoppingRule"]
-
-Self = TypeVar("Self", bound="Closing")
-
-
-class Closing:
-    """A context manager that calls `close` at the end of its `with` block."""
-
-    def close(self) -> None:
-        """Remove all hooks. Results remain available."""
-        raise NotImplementedError
-
-    def __enter__(self: Self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
+__all__ = ["StoppingRule"]
 
 STATE_SCHEMA: dict[str, Any] = {  # entries of a saved state that all rules share
     "settings": dict,
@@ -47,7 +24,7 @@ STATE_SCHEMA: dict[str, Any] = {  # entries of a saved state that all rules shar
 }
 
 
-class StoppingRule(Closing, Reporting, ABC):
+class StoppingRule(Follower, ABC):
     """The base class of rules that decide at each step of a training loop whether to stop.
 
     A subclass adds the decision, `_settings` (which a resumed run must share with the saved one),
@@ -68,7 +45,7 @@ class StoppingRule(Closing, Reporting, ABC):
         self.stopped_step: int | None = None
         self.reason = "no check yet"
         self._step = 0
-        self._run = RunFacts()
+        self.run = RunFacts()
         self._model: nn.Module | None = None  # until `close`
 
     def _opened(self, method: str) -> nn.Module:
@@ -84,13 +61,6 @@ class StoppingRule(Closing, Reporting, ABC):
 
     def __repr__(self) -> str:
         return f"<{self.owner}: {self.reason}>"
-
-    history: Any  # the type of its records depends on the rule
-
-    @property
-    def run(self) -> RunFacts:
-        """What is known of the run beside the rule, for its report."""
-        return self._run
 
     # -- saving
 

@@ -18,7 +18,8 @@ from heldin.capture.sharding import as_parameter, local_part, shard_of, unwrappe
 from heldin.criterion.evidence import Correction, Dead, evidence
 from heldin.criterion.masking import keep, pieces, smoothed
 from heldin.distributed.ranks import Joinable, ProcessGroup, ranks_of
-from heldin.errors import HeldinError
+from heldin.errors import HeldinError, docs
+from heldin.pages import Section, Table
 from heldin.state.schema import (
     check_fraction,
     check_int,
@@ -28,9 +29,8 @@ from heldin.state.schema import (
     model_signature,
 )
 
-from .base import Closing
 from .optimizer_state import STATE_SCHEMA, local_averages, with_averages, without_averages
-from .reporting import ElementwiseReport
+from .reporting import Advice, Follower, RunFacts
 from .wrapper import OptimizerWrapper
 
 __all__ = ["ElementwiseStopping"]
@@ -45,7 +45,7 @@ CALLBACKS = {
 }
 
 
-class ElementwiseStopping(Joinable, Closing, ElementwiseReport, OptimizerWrapper):
+class ElementwiseStopping(Joinable, Follower, OptimizerWrapper):
     """An optimiser wrapper that does not move weights without evidence.
 
     It wraps any optimiser and is used in its place: learning-rate schedulers, gradient scalers,
@@ -115,6 +115,7 @@ class ElementwiseStopping(Joinable, Closing, ElementwiseReport, OptimizerWrapper
         self._seen = Observation(self._collector)
         self._ranks = ranks_of(model, process_group, self._collector, reduction == "mean")
         self._model: nn.Module | None = unwrapped(model)
+        self.run = RunFacts()
         self._signature = model_signature(self._model)
         self._averages: dict[str, Tensor] = {}  # smoothed f_k by parameter name
         self._named: dict[str, Tensor] = {}
@@ -307,6 +308,25 @@ class ElementwiseStopping(Joinable, Closing, ElementwiseReport, OptimizerWrapper
         """Return the stopped fractions as a flat mapping for a tracker."""
         parts = {f"heldin/stopped/{n}": v for n, v in self.stopped_fraction(by="tensor").items()}
         return {"heldin/stopped": self.stopped_fraction(), **parts}
+
+    def _headline(self) -> tuple[str, str]:
+        share = self.stopped_fraction()
+        return f"{share:.1%} of the weights stopped", f"after {self._step:,} steps"
+
+    def _sections(self) -> list[Section]:
+        parts = self.stopped_fraction(by="tensor")
+        rows = [[name, f"{share:.1%}"] for name, share in parts.items()]
+        shades = [[0.0, share] for share in parts.values()]
+        return [Section("", tables=[Table(["parameter", "stopped"], rows, shades)])]
+
+    def _advice(self) -> list[Advice]:
+        return [
+            (
+                "Weights stop when their smoothed f is below 1. If too many stop, raise start or "
+                "smoothing; if none does, lower the learning rate.",
+                docs("tutorials/single-weights.html"),
+            )
+        ]
 
     # -- saving and closing
 

@@ -5,87 +5,52 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from torch import nn
 
-from heldin.capture.arguments import BatchDim
-from heldin.capture.collector import COORDINATES, Collector, Estimator
+from heldin.capture.collector import COORDINATES, Collector
 from heldin.capture.moments import Moments
 from heldin.capture.observation import Observation
 from heldin.capture.sharding import unwrapped
 from heldin.criterion.average import weight
-from heldin.criterion.evidence import (
-    Across,
-    Correction,
-    Dead,
-    Evidence,
-    Groups,
-    check_options,
-    grouping,
-)
+from heldin.criterion.evidence import Dead, Evidence, grouping
 from heldin.criterion.running import STATE_SCHEMA as RUNNING
 from heldin.criterion.running import RunningEvidence, why_none
 from heldin.distributed.ranks import Joinable, ProcessGroup, ranks_of
 from heldin.errors import HeldinError
+from heldin.pages import Section, Table, csv_link
+from heldin.pages.charts import Series, chart
 from heldin.state.history import STATE_SCHEMA as HISTORY
 from heldin.state.history import History, Record
-from heldin.state.schema import check_fraction, check_int, model_signature
+from heldin.state.schema import check_int, model_signature
 
+from . import options
 from .base import StoppingRule
 from .decision import STATE_SCHEMA as DECISION
-from .decision import Decision, check_arming
+from .decision import Decision
 from .outlook import VanishedGradientCheck
-from .reporting import EvidenceReport
+from .reporting import Advice, advice_on_evidence
 from .step_order import StepOrderCheck
 
 __all__ = ["EvidenceStopping"]
 
 T = TypeVar("T")
+DEFAULT = options.Evidence()
 
 
-class EvidenceStopping(EvidenceReport, StoppingRule, Joinable):
-    """A rule that stops training when the gradients carry no more evidence than noise.
+class EvidenceStopping(StoppingRule, Joinable):
+    """Stops training when the gradients carry no more evidence than noise.
 
     Call `step()` after `backward()` and before `optimizer.step()`, so that the weights that
     triggered the stop are kept. All backward passes since the last `step()` count as one step, so
     accumulated micro-batches need no special treatment. If the optimiser takes a closure, call
     `step()` in the closure, after `backward()`.
 
-    Use this rule if a second model is not affordable, or as a diagnostic; otherwise
-    the rule "auto" ends with better models (docs/which-rule.md). The criterion is 1 - mean f per
-    group, the median over groups, smoothed; a value above zero stops training. The first block of
-    arguments belongs to the paper's rule, the second adds robustness; `EvidenceStopping.paper`
-    disables the second.
-
     Args:
         model: the model that is trained. It is neither wrapped nor changed.
-        parameter_groups: "tensor" (each parameter is a group), "all" (one group), or a mapping or
-            function from names of parameters to names of groups.
-        smoothing: decay b of the exponential average, in [0, 1). 0 gives the values of Eq. 5, or
-            Eq. 10 if each step uses the whole training set.
-        window: number of observed steps that are summed for one value. The steps of an epoch give
-            minibatch training the resolution of Eq. 10.
-        patience: number of consecutive checks with a criterion above zero before training stops.
-        warmup: number of first steps at which training is never stopped.
-        every: observe every n-th step only; the others have no overhead.
-
-        arming: the rule may stop only after the criterion has clearly left zero, where it stays
-            during an initial plateau: an average over about ten checks (decay 0.9, started at zero)
-            must have exceeded this distance from zero once. Values below zero show a signal, values
-            above zero fitted noise. None: armed from the start.
-        across: the "median" of the groups' values, or their "mean", as in the paper. On unseen
-            tables and networks the median ended with better models (docs/which-rule.md).
-        weighted: weight each value in the average by the size of its batch.
-        start: None for a bias-corrected average. A number is the initial value of the plain
-            recursion c = b c + (1-b) x, without weights.
-        correction: None, "gaussian" or "symmetric": see `heldin.evidence`.
-        dead: "out" or "zero": see `heldin.evidence`.
-        reduction: whether the loss is a "mean" or a "sum" over the samples of a step. It matters
-            only if batches within a window, or on different ranks, differ in size.
-        estimator, coordinates, seed: "sampled" observes a random block of coordinates of each
-            parameter, drawn again at every check; "exact" and "microbatch": see `heldin.observe`.
-        batch_dim, parameters: see `heldin.observe`.
+        rule: the options; its window is a number of steps.
+        seed: of the coordinates that are drawn again at every check.
         process_group: the data-parallel processes whose samples make up a step; they all make the
             same decision. "auto": those of DistributedDataParallel or `fully_shard`, else all
             processes if torch.distributed is initialised. None: this process only.
@@ -119,59 +84,38 @@ class EvidenceStopping(EvidenceReport, StoppingRule, Joinable):
     def __init__(
         self,
         model: nn.Module,
-        parameter_groups: Groups = "tensor",
+        rule: options.Evidence = DEFAULT,
         *,
-        smoothing: float = 0.9,
-        window: int = 1,
-        patience: int = 1,
-        warmup: int = 0,
-        every: int = 1,
-        arming: float | None = 0.5,
-        across: Across = "median",
-        weighted: bool = True,
-        start: float | None = None,
-        correction: Correction = None,
-        dead: Dead = "out",
-        reduction: Literal["mean", "sum"] = "mean",
-        estimator: Estimator = "sampled",
-        coordinates: int = COORDINATES,
         seed: int = 0,
-        batch_dim: BatchDim = 0,
-        parameters: Callable[[str], bool] | None = None,
         process_group: ProcessGroup = "auto",
         history: int = 4096,
     ) -> None:
         super().__init__()
-        name = self.owner
-        self.smoothing = check_fraction(name, "smoothing", smoothing)
-        self.window = check_int(name, "window", window, 1)
-        self.patience = check_int(name, "patience", patience, 1)
-        self.warmup = check_int(name, "warmup", warmup, 0)
-        self.every = check_int(name, "every", every, 1)
-        check_arming(name, arming)
-        if reduction not in ("mean", "sum"):
-            raise HeldinError(f"{name}: reduction must be 'mean' or 'sum', got {reduction!r}")
-        self.arming, self.weighted, self.start, self.across = arming, weighted, start, across
-        self.correction, self.dead, self.reduction = correction, dead, reduction
-        check_options(correction, dead, across)
-
-        self.history = History(check_int(name, "history", history, 2))
-        self._decision = Decision(self.smoothing, start, arming, self.warmup, self.patience)
+        self.rule, self.every = rule, rule.check_every
+        self.history = History(check_int(self.owner, "history", history, 2))
+        self._decision = Decision(rule)
         self._seen_step = 0
         self._vanished_gradients = VanishedGradientCheck()
-
-        is_single_step = self.window == 1  # a longer window keeps the sums of its first step
+        assert isinstance(rule.window, int)
         self._collector = Collector(
-            model, batch_dim, parameters, estimator, coordinates, seed, reuses_memory=is_single_step
+            model,
+            rule.batch_dim,
+            rule.parameters,
+            rule.estimator,
+            COORDINATES if rule.coordinates is None else rule.coordinates,
+            seed,
+            reuses_memory=rule.window == 1,  # a longer window keeps the sums of its first step
         )
         self._seen = Observation(self._collector)
-        self._ranks = ranks_of(model, process_group, self._collector, reduction == "mean")
+        mean = rule.loss_reduction == "mean"
+        self._ranks = ranks_of(model, process_group, self._collector, mean)
         self._model = unwrapped(model)
         self._signature = model_signature(self._model)
-        self._groups = grouping(parameter_groups)
+        self._groups = grouping(rule.parameter_groups)
+        self._dead: Dead = "out" if rule.dead_coordinates == "exclude" else "zero"
         self._running = RunningEvidence(
-            self._collector, self._groups, correction, dead, across, self.window,
-            mean=reduction == "mean",
+            self._collector, self._groups, rule.correction, self._dead, rule.group_reduction,
+            rule.window, mean,
         )  # fmt: skip
         for parameter in self._collector.trained():
             self._groups(parameter)  # refuse a mapping without an entry now, not in a step
@@ -179,34 +123,6 @@ class EvidenceStopping(EvidenceReport, StoppingRule, Joinable):
         weakref.finalize(self, self._order.close)
         self._release = weakref.finalize(self, self._seen.close)
         self._prepare()
-
-    @classmethod
-    def paper(
-        cls,
-        model: nn.Module,
-        parameter_groups: Groups = "tensor",
-        *,
-        smoothing: float = 0.9,
-        start: float = 0.0,
-        **options: Any,
-    ) -> EvidenceStopping:
-        """Make the paper's rule, which stops as soon as the smoothed criterion is above zero.
-
-        It uses every coordinate, the mean over groups, no arming, no weights, no correction, and
-        the plain recursion c = b c + (1-b) x. The paper does not specify b (here 0.9), the start of
-        the average (here zero) and the meaning of 0/0 (here dead coordinates are excluded;
-        `docs/reproduction.md` shows the alternatives). Arguments are those of the class.
-
-        >>> import heldin, torch
-        >>> stopping = EvidenceStopping.paper(torch.nn.Linear(3, 1), smoothing=0.99)
-        >>> stopping.armed, stopping.start
-        (True, 0.0)
-        >>> stopping.close()
-        """
-        settings: dict[str, Any] = {
-            "arming": None, "across": "mean", "weighted": False, "estimator": "exact", **options
-        }  # fmt: skip
-        return cls(model, parameter_groups, smoothing=smoothing, start=start, **settings)
 
     # -- the loop
 
@@ -298,17 +214,16 @@ class EvidenceStopping(EvidenceReport, StoppingRule, Joinable):
 
         >>> import heldin, torch
         >>> model = torch.nn.Linear(1, 1, bias=False)
-        >>> stopping = EvidenceStopping(model, arming=None, estimator="exact")
+        >>> stopping = EvidenceStopping(
+        ...     model, options.Evidence(arm_threshold=None, estimator="exact")
+        ... )
         >>> stopping.take({"weight": heldin.Moments(torch.ones(1, 1), torch.full((1, 1), 9.0), 2)})
         True
         >>> stopping.close()
         """
         self._opened("take")
         self._step += check_int("heldin.EarlyStopping.take", "steps", steps, 1)
-        self._check(
-            moments,
-            max((parameter_moments.count for parameter_moments in moments.values()), default=0),
-        )
+        self._check(moments, max((each.count for each in moments.values()), default=0))
         return self.should_stop
 
     def _prepare(self) -> None:
@@ -329,19 +244,49 @@ class EvidenceStopping(EvidenceReport, StoppingRule, Joinable):
             self.reason = f"step {self._step}: no value, {why_none(count, bad)}"
             raw = math.nan
         else:
-            batch_weight = weight(count, self._running.correction) if self.weighted else 1.0
+            weighs = self.rule.weight_by_batch_size
+            batch_weight = weight(count, self._running.correction) if weighs else 1.0
             stop, why = self._decision.add(self._step, raw, batch_weight)
             if not self.should_stop:
                 self.reason = f"step {self._step}: {why}"
                 if stop:
                     self.should_stop, self.stopped_step = True, self._step
         hopeless = self._vanished_gradients.update(seen, count) and not self.should_stop
-        if hopeless and self._step > self.warmup and not (self.armed and self.criterion > 0):
+        if hopeless and self._step > self.rule.warmup and not (self.armed and self.criterion > 0):
             self._vanished_gradients.warn(self._step, self.criterion, self.armed)
         record = Record(self._step, count, raw, self.criterion, evidence.groups, bad)
         self.history.append(record, stopped=self.stopped_step == self._step)
 
     # -- reports
+
+    def _headline(self) -> tuple[str, str]:
+        if self.stopped_step is None:
+            return f"Evidence: no stop in {self._step:,} steps", self.reason
+        return f"Evidence: stop at {self.run.place(self.stopped_step)}", self.reason
+
+    def _sections(self) -> list[Section]:
+        facts = [
+            ("steps", f"{self._step:,}"),
+            ("criterion", f"{self.criterion:.4g} (smoothed; training stops above 0)"),
+            ("value of the last check", f"{self.evidence.criterion:.4g}"),
+            ("samples in it", str(self.evidence.count)),
+            ("may stop", "yes" if self.armed else "not yet: the criterion has never left zero"),
+            *((f"criterion of {n}", f"{v:.4g}") for n, v in self.evidence.groups.items()),
+        ]
+        columns = self.history.columns()
+        series = [
+            Series("one check", columns["step"], columns["raw"], "soft"),
+            Series("smoothed", columns["step"], columns["criterion"], "b"),
+        ]
+        marks = [] if self.stopped_step is None else [(self.stopped_step, "stop")]
+        figure = chart(
+            series, "Criterion", y="criterion", signed=True, marks=marks, **self._step_axis()
+        )
+        files = {"history.csv": csv_link(columns)}
+        return [Section("Criterion", "", [figure], [Table([], facts)], files)]
+
+    def _advice(self) -> list[Advice]:
+        return advice_on_evidence(self.history, self.should_stop, self.armed)
 
     def metrics(self) -> dict[str, float]:
         """Return the current values as a flat mapping for a tracker, without missing ones."""
@@ -360,36 +305,35 @@ class EvidenceStopping(EvidenceReport, StoppingRule, Joinable):
     # -- saving and closing
 
     def _settings(self) -> dict[str, Any]:
-        names = ("smoothing", "window", "every", "weighted", "start", "across", "correction")
-        values = {n: getattr(self, n) for n in (*names, "dead", "reduction")}
-        sampler = self._collector.sampler
-        sampling = (
-            {"coordinates": sampler.coordinates, "seed": sampler.seed}
-            if sampler is not None
-            else {}
-        )
+        rule, sampler = self.rule, self._collector.sampler
         if self._model is not None:
             self._signature = model_signature(self._model)
         return {
-            **values,
-            "estimator": self._collector.estimator,
-            **sampling,
+            "smoothing": rule.smoothing,
+            "window": rule.window,
+            "every": rule.check_every,
+            "weighted": rule.weight_by_batch_size,
+            "start": rule.initial_average,
+            "across": rule.group_reduction,
+            "correction": rule.correction,
+            "dead": self._dead,
+            "reduction": rule.loss_reduction,
+            "estimator": rule.estimator,
+            **({"coordinates": sampler.coordinates, "seed": sampler.seed} if sampler else {}),
             "model": self._signature,
         }
 
     def _common(self) -> dict[str, Any]:
         """Return the values that must be the same on all ranks, so that their decisions agree."""
-        decision_settings = {
-            n: getattr(self, n) for n in ("patience", "warmup", "arming", "should_stop")
-        }
-        groups = [f"{name}: {self._groups(name)}" for name in self._collector.trained()]
-        decision = self._decision.state_dict()
         return {
             **self._settings(),
-            **decision_settings,
-            "parameter_groups": groups,
+            "patience": self.rule.checks,
+            "warmup": self.rule.warmup,
+            "arming": self.rule.arm_threshold,
+            "should_stop": self.should_stop,
+            "parameter_groups": [f"{n}: {self._groups(n)}" for n in self._collector.trained()],
             "step": self._step,
-            **decision,
+            **self._decision.state_dict(),
         }
 
     def _own_state(self) -> dict[str, Any]:

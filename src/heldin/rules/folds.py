@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 from zlib import crc32
@@ -15,7 +14,6 @@ from torch.optim import Optimizer
 
 from heldin._private_torch import forward_hooks
 from heldin.capture.sharding import unwrapped
-from heldin.crossval import OutOfFold
 from heldin.errors import HeldinError, HeldinWarning, more
 from heldin.loop.events import ModelCall, OptimizerStep
 from heldin.loop.items import ItemStore
@@ -43,7 +41,6 @@ from heldin.shadows.labels import (
     visible,
 )
 from heldin.shadows.models import module_of
-from heldin.shadows.outputs import OutputRecipe
 from heldin.shadows.parameters import ParameterGuard
 from heldin.shadows.replayed import ReplayedShadows, has_evaluation_mode
 from heldin.shadows.stacked import CannotStack, StackedShadows
@@ -58,6 +55,7 @@ SHARE = 0.05  # of the time of the run that checks may take
 LIGHT_SHARE = 0.1  # the same for light shadows, whose steps cost less
 FIRST = 8  # checks that are made whatever they cost, so that short runs have some
 
+COUNTS = ("seen", "seen_at_check", "seen_at_start")  # rows, in a saved state
 UNDRAWN_EPOCHS = 8  # in which a loader draws every row that it ever draws
 
 # Light shadows start again on all rows, once, if they fall behind: between these epochs, the model
@@ -87,7 +85,6 @@ class FoldStopping(PathStopping):
             state = (*state, inputs.averaged_model)
             self._average = module_of(self.owner, inputs.averaged_model, model)
             inputs = replace(inputs, state=state)
-        self._optimizer: Optimizer | None = optimizer
         self._clip, self._store = inputs.clip, inputs.store
         self._first_rows: int | None = None
         self._warned_of_undrawn = False
@@ -97,19 +94,14 @@ class FoldStopping(PathStopping):
         self._seen_at_start = 0  # of the shadows
         self._same = ParameterGuard(model, optimizer, state)
         self._replays_function = inputs.train_step is not None
-        self._backend = self._make_backend(inputs, model)
+        self._backend: ShadowBackend = self._make_backend(inputs, model)
         self._same_loss = self._backend.same_loss
-        self._start(optimizer)
+        self._start()
 
     @property
     def fold_of_row(self) -> Tensor:
         """(rows,) the number of the shadow that is tested on a row; -1: none."""
         return self._label
-
-    @property
-    def backend(self) -> ShadowBackend:
-        """The shadows; `backend.weights_of(number)` are the weights of one."""
-        return self._backend
 
     def _refuse_arguments(self, inputs: RunInputs) -> None:
         """Refuse what is missing, and what would be ignored."""
@@ -429,12 +421,6 @@ class FoldStopping(PathStopping):
     def _step_check(self) -> StepCheck | None:
         return None if self._replays_function else self._backend.check
 
-    def _trial(self) -> AbstractContextManager[None]:
-        return self._backend.trial()
-
-    def _accept_weights(self) -> None:
-        self._backend.check.renew()
-
     def train_on(self, batch: Any, indices: Tensor | Sequence[int] | None = None) -> Any:
         """Call `train_step` for the model and then for its shadows; return what it returned.
 
@@ -469,7 +455,6 @@ class FoldStopping(PathStopping):
 
     def lead(self, batch: Any, index: Tensor) -> bool:
         """Train the shadows on a batch that the model has not seen; True if they should stop."""
-        assert self._optimizer is not None
         self._leads = True
         self._step += 1
         call = ModelCall((), (), (), Autocast.current(self._device.type))
@@ -496,7 +481,7 @@ class FoldStopping(PathStopping):
                 take_step(rows)
                 if step in checks:
                     self._kept[checks[step]] = self._snapshot()
-        self._accept_weights()
+        self._backend.check.renew()
 
     def _follow(self, taken: OptimizerStep, index: Tensor | None, now: bool) -> None:
         self._same.check()
@@ -560,7 +545,6 @@ class FoldStopping(PathStopping):
         check_int(name, "max_steps", max_steps, 0)
         if not team.inside:
             team.take_in()
-        assert self._optimizer is not None
         while self._step < max_steps and not self.should_stop:
             settings = group_settings(self._optimizer)
             for index, inputs in team.epoch(batch_size, shuffle, generator):
@@ -584,32 +568,13 @@ class FoldStopping(PathStopping):
                 if name in own:
                     value.copy_(own[name])
 
-    def _held_out(self) -> Tensor:
-        self._seen_at_check = self._seen
-        return self._backend.held_out()
-
-    def _keep_outputs(self, recipe: OutputRecipe | None) -> None:
-        self._backend.keep_outputs(recipe)
-
-    def _held_out_outputs(self) -> OutOfFold:
-        return self._backend.held_out_outputs()
-
-    def _example(self) -> tuple[Any, Callable[[nn.Module, Any], Tensor]]:
-        return self._backend.example()
-
-    def _row_weights(self, rows: Tensor) -> Tensor | None:
-        return self._backend.row_weights(rows)
-
     def _row_groups(self, rows: Tensor) -> Tensor | None:
         if self._times is not None:
             return stretches(self._times[rows])
         return None if self._groups is None else self._groups[rows]
 
-    def _members(self) -> list[dict[str, Tensor]]:
-        size = sum(value.numel() * value.element_size() for _, value in self._state())
-        return self._backend.members() if self._backend.copies * size <= self.memory else []
-
     def _check(self) -> None:
+        self._seen_at_check = self._seen
         super()._check()
         self._warn_of_undrawn()
         if self._backend.draw.share < 1.0 and not self.should_stop:
@@ -679,18 +644,13 @@ class FoldStopping(PathStopping):
             return None
         return interval_coverage(self._backend.copies, light, self._count)
 
-    def _training_loss(self) -> float:
-        return self._backend.training_loss()
-
     def _facts(self) -> dict[str, Any]:
         clip = self._clip if isinstance(self._clip, (int, float)) else self._clip is not None
-        optimizer = self._optimizer
-        assert optimizer is not None
         return {
             **super()._facts(),
             "engine": self.rule.engine,
             "clip": clip,
-            "optimizer": (type(optimizer).__name__, group_settings(optimizer)),
+            "optimizer": (type(self._optimizer).__name__, group_settings(self._optimizer)),
             "the rows held out (folds, groups, stratify, time)": crc32(
                 repr((self._label.tolist(), self._visible)).encode()
             ),
@@ -698,20 +658,14 @@ class FoldStopping(PathStopping):
         }
 
     def _rule_state(self) -> dict[str, Any]:
-        own = {
-            "seen": self._seen,
-            "seen_at_check": self._seen_at_check,
-            "seen_at_start": self._seen_at_start,
-        }
-        return own | self._backend.state_dict()
+        return {**{name: getattr(self, f"_{name}") for name in COUNTS}, **super()._rule_state()}
 
     def _load_rule_state(self, state: Mapping[str, Any]) -> None:
-        counts = {"seen": int, "seen_at_check": int, "seen_at_start": int}
-        check_schema(state, counts)
-        self._backend.load_state_dict(state)
+        check_schema(state, dict.fromkeys(COUNTS, int))
+        super()._load_rule_state(state)
         self._label, self._given = self._backend.label, []
-        self._seen, self._seen_at_check = state["seen"], state["seen_at_check"]
-        self._seen_at_start = state["seen_at_start"]
+        for name in COUNTS:
+            setattr(self, f"_{name}", state[name])
         self._same.renew()
 
     def _snapshot(self) -> dict[str, Tensor]:
@@ -723,18 +677,15 @@ class FoldStopping(PathStopping):
         self._opened("restore")
         if self._step > self.history.last().step:
             self._check()  # the last weights are a candidate too
-        optimizer: Any = self._optimizer
-        if has_evaluation_mode(optimizer):
-            optimizer.eval()  # the weights that are restored are those of evaluation
+        if has_evaluation_mode(self._optimizer):
+            self._optimizer.eval()  # the weights that are restored are those of evaluation
         super().restore()
         self._same.renew()
 
     def close(self) -> None:
         """Remove all hooks; release the model and its shadows. Results remain available."""
-        if self._model is not None:
-            self._backend.close()
         super().close()
-        self._optimizer, self._clip, self._given = None, None, []
+        self._clip, self._given = None, []
         self._store.close()
         vars(self).pop("_same", None)
 

@@ -33,19 +33,15 @@ from heldin.rules.jacobians import chosen
 from heldin.rules.options import LeaveOneOut
 from heldin.rules.path import PathStopping
 from heldin.rules.unit_steps import KNOWN, UnitGradientPath, second_moment, unit_gradient_step
+from heldin.shadows.backend import release
 from heldin.shadows.held_out import EXAMPLE
 from heldin.shadows.outputs import OutputRecipe
 from heldin.shadows.plain_step import PlainStepCheck
-from heldin.shadows.step_check import StepCheck
 from heldin.shadows.tensors import TensorData
 from heldin.state.schema import check_schema
 
 __all__ = ["LeaveOneOutStopping"]
 
-RELEASED = (  # by `close`
-    "_basis", "_data", "_displacements", "_find", "_jacobian_fn", "_loss", "_optimizer", "_outputs",
-    "_plain", "_recipe", "_rows", "_trained_params", "_weights",
-)  # fmt: skip
 FLOOR = 0.1  # lower bound of a second moment, in units of the gradient noise of a minibatch
 MOST = 1024  # default number of probes: the samples whose loss is estimated
 FOLLOWED = 1000  # largest number of probes x directions in their outputs, see `directions`
@@ -59,29 +55,68 @@ class LeaveOneOutStopping(PathStopping):
     would be had one row been left out so far, and so the loss that the row would have. The rule
     knows SGD, RMSprop, Adam and AdamW, with any schedule. It is a linearisation: it agrees with
     retraining for wide models with single outputs, less so for deep ones on few rows.
-
-    Where probes x parameters do not fit into the memory for snapshots, only Gram matrices are
-    formed and the state is kept in the outputs (`outputs_only`).
     """
 
     name = "leave-one-out"
 
     def __init__(self, inputs: RunInputs, rule: LeaveOneOut) -> None:
         super().__init__(inputs, rule)
-        model, optimizer = inputs.model, inputs.optimizer
-        loss_fn, data, sample_weight = inputs.loss_fn, inputs.data, inputs.sample_weight
-        assert loss_fn is not None
-        name = self.owner
         if self._process_group is not None:
             raise HeldinError(
                 "heldin.EarlyStopping: several processes train the model, and each of them would "
                 "decide by its own rows; use rule='folds' or rule='shadow', or pass "
                 "process_group=None if the processes have nothing to do with each other"
             )
-        self._data = TensorData(name, model, loss_fn, data, sample_weight, self._device)
-        self._rows, self._weights, self._loss = self._data.rows, self._data.weights, self._data.loss
-        self._count = len(self._rows)
-        bad = self._data.bad_rows()
+        self._backend: Displacements = Displacements(
+            self.owner, inputs, rule, self._device, self.seed
+        )
+        self._count = self._backend.count
+        self._start()
+
+    def _follow(self, taken: OptimizerStep, index: Tensor | None, now: bool) -> None:
+        self._backend.follow(taken, index)
+
+    def _steps_of_an_epoch(self) -> float:
+        return self._count / self._backend.batch
+
+    def _held_per_trained(self) -> float:
+        return self._backend.held / max(1, self._count - 1)
+
+    def _missing(self) -> float:
+        return 1 / self._count
+
+    def _own_settings(self) -> dict[str, Any]:
+        backend = self._backend
+        settings = {"outputs": backend.outputs, "outputs_only": backend.outputs_only}
+        return {"probes": backend.held, **settings}
+
+
+class Displacements:
+    """The displacements of the weights by leaving out each of some rows, the probes.
+
+    Where probes x parameters do not fit into the memory for snapshots, only Gram matrices are
+    formed and the state is kept in the outputs (`outputs_only`).
+
+    Attributes:
+        count, held: number of rows, and of probes.
+        batch: rows of the latest minibatch.
+        outputs: number of directions in the outputs of a probe that are followed.
+        copies: of the model: none.
+        check: compares the loop's steps with plain ones.
+    """
+
+    copies = 0
+
+    def __init__(
+        self, owner: str, inputs: RunInputs, rule: LeaveOneOut, device: torch.device, seed: int
+    ) -> None:
+        model, optimizer = inputs.model, inputs.optimizer
+        assert inputs.loss_fn is not None
+        data = TensorData(owner, model, inputs.loss_fn, inputs.data, inputs.sample_weight, device)
+        self._model, self._optimizer, self._data = model, optimizer, data
+        self._rows, self._weights, self._loss = data.rows, data.weights, data.loss
+        self.count = len(self._rows)
+        bad = data.bad_rows()
         if bad:
             raise HeldinError(
                 f"heldin.EarlyStopping: the loss of row {', '.join(map(str, bad[:5]))} is nan or "
@@ -112,42 +147,38 @@ class LeaveOneOutStopping(PathStopping):
                 "optimiser that trains this model"
             )
         self._jacobian_fn = chosen(model, list(self._trained_params), self._rows.inputs)
-        self._optimizer = optimizer
         self._groups = [UnitGradientPath() for _ in optimizer.param_groups]
-        self._batch = float(len(self._rows))
-        self._probes = self._choose(rule.probes)
-        self._allocate()
+        self.batch = float(self.count)
+        wanted = MOST if rule.probes is None else rule.probes
+        order = torch.randperm(self.count, generator=torch.Generator().manual_seed(seed))
+        probes = torch.arange(self.count) if wanted >= self.count else order[:wanted].sort().values
+        self._probes = probes.to(self._rows.targets.device)
+        self.held = len(probes)
+        self._allocate(rule.snapshot_memory)
+        self._followed = False  # whether there was a step
         self._recipe: OutputRecipe | None = None
         self._outputs: Tensor | None = None
-        self._plain = PlainStepCheck(name, model, optimizer)
+        self._plain = PlainStepCheck(owner, model, optimizer)
+        self.check = self._plain.steps
         self._find = RowMatcher(self._rows)
-        self._start(optimizer)
 
-    def _step_check(self) -> StepCheck | None:
-        return self._plain.steps
-
-    def _choose(self, probes: int | None) -> Tensor:
-        n = len(self._rows)
-        wanted = MOST if probes is None else probes
-        order = torch.randperm(n, generator=torch.Generator().manual_seed(self.seed))
-        chosen = torch.arange(n) if wanted >= n else order[:wanted].sort().values
-        return chosen.to(self._rows.targets.device)
-
-    def _allocate(self) -> None:
+    def _allocate(self, memory: int) -> None:
         """How the state is kept: (q, weights) displacements, or (q, b, q) shifts of outputs."""
         params = [p for _, p in self._trained_params.values()]
-        q, width = len(self._probes), sum(p.numel() for p in params)
+        q, width = self.held, sum(p.numel() for p in params)
         outputs = self._data.outputs([x[self._probes[:1]] for x in self._rows.inputs]).numel()
         self.outputs = max(1, min(outputs, FOLLOWED // q)) if outputs <= WIDE else 1
         each = params[0].element_size()
-        self.outputs_only = (1 + self.outputs) * q * width * each > self.memory
+        self.outputs_only = (1 + self.outputs) * q * width * each > memory
         shape = (q, self.outputs, q) if self.outputs_only else (q, width)
         dtype = torch.float64 if self.outputs_only else params[0].dtype
         self._displacements = torch.zeros(shape, dtype=dtype, device=self._probes.device)
 
     # -- following the optimiser
 
-    def _follow(self, taken: OptimizerStep, index: Tensor | None, now: bool) -> None:
+    def follow(self, taken: OptimizerStep, index: Tensor | None) -> None:
+        """Take notice of a step on rows; index: their numbers, where they are known."""
+        self._followed = True
         if len(taken.settings) != len(self._groups):
             raise HeldinError(
                 "step: the optimiser has got another parameter group; make a new stopping object "
@@ -163,16 +194,8 @@ class LeaveOneOutStopping(PathStopping):
             group.velocity, far = unit_gradient_step(kind, setting, group.velocity)
             group.time += far
             group.decay += float(setting["lr"]) * float(setting["weight_decay"])
-        rows = (
-            len(index)
-            if index is not None
-            else sum(len(call.tensors[0]) for call in taken.calls if call.tensors)
-        )
-        if rows:
-            self._batch = float(rows)
-
-    def _steps_of_an_epoch(self) -> float:
-        return self._count / self._batch
+        if index is not None and len(index):
+            self.batch = float(len(index))
 
     def _preconditioner(self, name: str, squares: Tensor) -> tuple[Tensor, Tensor]:
         """How far a unit of gradient has carried a parameter, and what is left of its D.
@@ -186,7 +209,7 @@ class LeaveOneOutStopping(PathStopping):
         times = torch.full_like(squares, group.time)
         if not isinstance(self._optimizer, torch.optim.SGD):
             v = torch.maximum(
-                second_moment(self._optimizer, p, setting), FLOOR * squares / self._batch
+                second_moment(self._optimizer, p, setting), FLOOR * squares / self.batch
             )
             times = times / (v.sqrt() + float(setting["eps"]))
         decoupled = isinstance(self._optimizer, torch.optim.AdamW)
@@ -198,20 +221,15 @@ class LeaveOneOutStopping(PathStopping):
 
     # -- the estimate
 
-    def _held_per_trained(self) -> float:
-        return len(self._probes) / max(1, self._count - 1)
-
-    def _missing(self) -> float:
-        return 1 / self._count
-
-    def _held_out(self) -> Tensor:
+    def held_out(self) -> Tensor:
+        """Return the losses that the probes would have had they been left out."""
         rows, probes = self._rows, self._probes
         inputs, targets = [x[probes] for x in rows.inputs], rows.targets[probes]
         weights = None if self._weights is None else self._weights[probes]
         outputs = self._data.outputs(inputs).detach()
         base = self._loss.per_row(outputs, targets).double()
         basis, residual, curvature = self._slopes(outputs, targets, weights)
-        if self._step == 0:
+        if not self._followed:
             self._basis = basis
         if any(group.time for group in self._groups):
             shifts = self._advance(inputs, basis, residual, curvature)
@@ -227,9 +245,10 @@ class LeaveOneOutStopping(PathStopping):
             losses, base = losses * weights, base * weights
         if len(probes) == len(rows):
             return losses
-        return self._data.training_loss() + losses - base
+        return self.training_loss() + losses - base
 
-    def _keep_outputs(self, recipe: OutputRecipe | None) -> None:
+    def keep_outputs(self, recipe: OutputRecipe | None) -> None:
+        """Keep the outputs at every later check; None: no longer."""
         if recipe is not None and recipe.predict is not None:
             raise HeldinError(
                 "predict: leave-one-out linearises the outputs that the model returns; leave "
@@ -237,21 +256,25 @@ class LeaveOneOutStopping(PathStopping):
             )
         self._recipe, self._outputs = recipe, None
 
-    def _held_out_outputs(self) -> OutOfFold:
+    def held_out_outputs(self) -> OutOfFold:
+        """Return the outputs at the last `held_out()`."""
         assert self._recipe is not None
         assert self._outputs is not None
         rows = self._probes
         targets = self._recipe.targets_of(self._data.batch(rows), len(rows))
         return OutOfFold(self._outputs, rows.cpu(), rows.cpu(), targets)
 
-    def _trial(self) -> AbstractContextManager[None]:
+    def trial(self) -> AbstractContextManager[None]:
+        """Return a context in which calls of the model leave nothing behind."""
         return self._plain.trial()
 
-    def _example(self) -> tuple[Any, Callable[[nn.Module, Any], Tensor]]:
+    def example(self) -> tuple[Any, Callable[[nn.Module, Any], Tensor]]:
+        """Return the inputs of a few probes, and the function that predicts them."""
         inputs = tuple(x[self._probes[:EXAMPLE]] for x in self._rows.inputs)
         return inputs, lambda model, batch: torch.as_tensor(model(*batch))
 
-    def _row_weights(self, rows: Tensor) -> Tensor | None:
+    def row_weights(self, rows: Tensor) -> Tensor | None:
+        """Return the weights of rows in the loss; None: all are equal."""
         return self._data.weights_of(rows)
 
     def _slopes(
@@ -275,7 +298,8 @@ class LeaveOneOutStopping(PathStopping):
             flat = slope.detach().flatten(1)
             basis = directions(flat, bend, self.outputs)
             bends = torch.stack([bend(basis[:, b]) for b in range(self.outputs)], dim=1)
-        scale = torch.full((q,), self._scale(), dtype=torch.float64, device=flat.device)
+        each = self.batch if self._loss.kind == "sum" else 1.0  # beyond 1 / M
+        scale = torch.full((q,), each, dtype=torch.float64, device=flat.device)
         if weights is not None:
             scale = scale * weights
         residual = torch.einsum("qbc,qc->qb", basis, flat).double() * scale[:, None]
@@ -284,10 +308,6 @@ class LeaveOneOutStopping(PathStopping):
         curvature = vectors @ (values.clamp(min=0) / 2).diag_embed() @ vectors.transpose(1, 2)
         free.requires_grad_(False)
         return basis.reshape(q, self.outputs, *outputs.shape[1:]), residual, curvature
-
-    def _scale(self) -> float:
-        """Return the factor of a sample's gradient, beyond 1 / M."""
-        return self._batch if self._loss.kind == "sum" else 1.0
 
     def _advance(
         self, inputs: Sequence[Tensor], basis: Tensor, residual: Tensor, curvature: Tensor
@@ -331,41 +351,38 @@ class LeaveOneOutStopping(PathStopping):
 
     def _jacobians(self, inputs: Sequence[Tensor], basis: Tensor) -> Iterator[tuple[Tensor, str]]:
         """(q, b, size) of every parameter; one after the other where memory is scarce."""
-        assert self._model is not None
         every = list(self._trained_params)
         for names in [[name] for name in every] if self.outputs_only else [every]:
             found = self._jacobian_fn(self._model, names, inputs, basis)
             for name in names:
                 yield found[name].flatten(2), name
 
-    def _training_loss(self) -> float:
+    def training_loss(self) -> float:
+        """Return the loss of the model on the rows it is trained on."""
         return self._data.training_loss()
+
+    def members(self) -> list[dict[str, Tensor]]:
+        """Return the weights of the shadows; there are none."""
+        return []
 
     # -- saving and closing
 
     def close(self) -> None:
-        """Remove all hooks and release the model. Results remain available."""
-        super().close()
-        for name in RELEASED:
-            vars(self).pop(name, None)
+        """Release the model."""
+        release(self, ("count", "held", "batch", "outputs", "outputs_only"))
 
-    def _own_settings(self) -> dict[str, Any]:
-        return {
-            "probes": len(self._probes),
-            "outputs": self.outputs,
-            "outputs_only": self.outputs_only,
-        }
-
-    def _rule_state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that a resumed run needs."""
         return {
             "probes": self._probes.clone(),
             "moved": self._displacements.clone(),
             "basis": self._basis.clone(),
             "groups": [[g.velocity, g.time, g.decay] for g in self._groups],
-            "batch": self._batch,
+            "batch": self.batch,
         }
 
-    def _load_rule_state(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state_dict` was taken."""
         own = {"probes": self._probes, "moved": self._displacements, "basis": self._basis}
         kinds = {name: value.cpu() for name, value in own.items()}
         check_schema(state, {**kinds, "groups": [[float]], "batch": float}, "['rule']")
@@ -375,4 +392,5 @@ class LeaveOneOutStopping(PathStopping):
         self._displacements = state["moved"].to(self._displacements)
         self._basis = state["basis"].to(self._basis)
         self._groups = [UnitGradientPath(*values) for values in state["groups"]]
-        self._batch = state["batch"]
+        self.batch, self._followed = state["batch"], True
+        self.check.resume()

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from heldin.errors import HeldinError, NamedArguments, did_you_mean
+from heldin.state.schema import shown
 
 __all__ = ["Auto", "Evidence", "Folds", "LeaveOneOut", "Rule", "Validation", "resolve"]
 
@@ -39,7 +40,7 @@ class Rule(NamedArguments):
         if not condition:
             value = getattr(self, name)
             raise HeldinError(
-                f"rules.{type(self).__name__}: {name} must be {wanted}, got {value!r}"
+                f"rules.{type(self).__name__}: {name} must be {wanted}, got {shown(value)}"
             )
 
     def _whole(self, name: str, least: int) -> None:

@@ -84,6 +84,9 @@ class Outcome:
         calibrates: whether a temperature is fitted, if the loss is a cross-entropy.
         binary: whether the outputs are logits of a sigmoid, not of a softmax; None: of neither.
         uncalibrated: why there is no temperature, in words.
+        outputs: by number of the check, as far as they are kept.
+        monitored: the metric that chooses the check, at every check.
+        weights, groups: (m,) of the rows in the loss; None: all are equal, each is its own group.
         members: weights and buffers of the shadows at the chosen check, for a committee.
     """
 
@@ -96,20 +99,25 @@ class Outcome:
         memory: int,
     ) -> None:
         self.metrics, self.monitor = dict(metrics), monitor
-        self._larger, self._memory = larger_is_better, memory
+        self.larger_is_better, self._memory = larger_is_better, memory
         self.required, self.calibrates = temperature is True, temperature is not False
         self.binary: bool | None = None
         self.uncalibrated = ""
         self._probabilities = True  # whether all outputs of a loss that is none of logits look so
         self._calibrated: tuple[int, Calibrated] | None = None  # of the latest check
         self.members: list[dict[str, Tensor]] = []
-        self._outputs: dict[int, Tensor] = {}  # by number of the check
+        self.outputs: dict[int, Tensor] = {}
+        self.monitored: list[float] = []
         self._temperatures: list[float] = []
-        self._monitored: list[float] = []
-        self._held: OutOfFold | None = None  # of the first check
+        self._held: Any = None  # `OutOfFold` of the first check
         self._folds = torch.zeros(0)  # of its rows, to fit a temperature without each of them
-        self._weights: Tensor | None = None
-        self._groups: Tensor | None = None
+        self.weights: Tensor | None = None
+        self.groups: Tensor | None = None
+
+    @property
+    def by_metric(self) -> bool:
+        """Whether a metric chooses the check, not the loss."""
+        return self.larger_is_better is not None
 
     # -- checks
 
@@ -121,7 +129,7 @@ class Outcome:
             weights: (m,) weights of its rows in the loss.
             groups: (m,) their groups.
         """
-        self._held, self._weights, self._groups = held, weights, groups
+        self._held, self.weights, self.groups = held, weights, groups
         many = len(torch.unique(held.folds)) > MOST_FOLDS
         self._folds = torch.arange(len(held.folds)) % PARTS if many else numbered(held.folds)
 
@@ -133,30 +141,23 @@ class Outcome:
             losses: (m,) of the rows, or means over blocks.
             outputs: (m, ...) of the rows.
         """
-        self._outputs[number] = outputs
+        self.outputs[number] = outputs
         self._decide(number, losses)
         self._look_for_logits(number)
-        fit, temperature, curve = self._calibration(number), 1.0, losses
+        fit, curve = self._calibration(number), losses
         if fit is not None:
-            temperature, curve, losses = (
-                fit.temperature,
-                *map(self._weighted, (fit.curve, fit.losses)),
-            )
-        self._temperatures.append(temperature)
-        if self._larger is not None:
-            self._monitored.append(self.value(number, self.monitor))
+            curve, losses = self._weighted(fit.curve), self._weighted(fit.losses)
+        self._temperatures.append(1.0 if fit is None else fit.temperature)
+        if self.by_metric:
+            self.monitored.append(self.value(number, self.monitor))
         return curve, losses
 
     def _look_for_logits(self, number: int) -> None:
         """Note outputs that are no probabilities, for all checks and resamplings to come."""
-        held = self._first()
-        if self._probabilities and not are_probabilities(self._outputs[number], held.targets):
+        if self._probabilities and not are_probabilities(self.outputs[number], self._held.targets):
             self._probabilities = False
-            values = self._monitored
-            known = [i for i in range(len(values)) if i in self._outputs]
-            self._monitored = [
-                self.value(i, self.monitor) if i in known else v for i, v in enumerate(values)
-            ]
+            for i in self.outputs.keys() & range(len(self.monitored)):
+                self.monitored[i] = self.value(i, self.monitor)
 
     def _decide(self, number: int, losses: Tensor) -> None:
         """Decide whether the loss is the cross-entropy of the outputs."""
@@ -168,7 +169,7 @@ class Outcome:
         self.binary = next((b for b in candidates if self._agrees(number, losses, b)), None)
         if self.binary is not None:
             return
-        if not self._first().targets.is_floating_point() and not self.uncalibrated:
+        if not self._held.targets.is_floating_point() and not self.uncalibrated:
             self.uncalibrated = "the loss is not the cross-entropy of the outputs"
         if self.required:
             raise HeldinError(
@@ -178,42 +179,34 @@ class Outcome:
             )
         self._temperatures = [1.0] * len(self._temperatures)
 
-    @property
-    def _has_temperature(self) -> bool:
-        return self.calibrates and self.binary is not None
-
     def _agrees(self, number: int, losses: Tensor, binary: bool | None) -> bool:
+        """Return whether losses are the log losses of the outputs."""
+        targets = self._held.targets
         try:
-            expected = self._log_losses(number, 1.0, binary)
+            expected = temperature_losses(self.outputs[number], targets, 1.0, binary=binary)
         except HeldinError:
             return False
+        expected = self._weighted(expected)
         return len(expected) == len(losses) and torch.allclose(
             losses, expected, rtol=1e-3, atol=1e-6
         )
 
-    def _log_losses(self, number: int, temperature: float, binary: bool | None = None) -> Tensor:
-        binary = self.binary if binary is None else binary
-        targets = self._first().targets
-        return self._weighted(
-            temperature_losses(self._outputs[number], targets, temperature, binary=binary)
-        )
-
     def _weighted(self, losses: Tensor) -> Tensor:
-        return losses if self._weights is None else losses * self._weights
+        return losses if self.weights is None else losses * self.weights
 
     def _calibration(self, number: int) -> Calibrated | None:
         """Return the temperatures of a check whose outputs are kept; None: it has none."""
-        outputs, held = self._outputs.get(number), self._first()
-        if not self._has_temperature or outputs is None:
+        outputs = self.outputs.get(number)
+        if outputs is None or self.binary is None or not self.calibrates:
             return None
         if not bool(torch.stack(outputs.aminmax()).isfinite().all()):
             return None
         if self._calibrated is None or self._calibrated[0] != number:
             start = self._temperatures[min(number, len(self._temperatures)) - 1] if number else 1.0
-            fit = calibrate(
-                outputs, held.targets, self._folds, self._weights, binary=self.binary, start=start
-            )
-            self._calibrated = number, fit
+            self._calibrated = number, calibrate(
+                outputs, self._held.targets, self._folds, self.weights, binary=self.binary,
+                start=start,
+            )  # fmt: skip
         return self._calibrated[1]
 
     def best(self, first: int = 0) -> int:
@@ -222,53 +215,31 @@ class Outcome:
         Args:
             first: number of the first check that counts.
         """
-        values = torch.tensor(self._monitored[first:], dtype=torch.float64)
-        return first + best_check(-values if self._larger else values)
+        values = torch.tensor(self.monitored[first:], dtype=torch.float64)
+        return first + best_check(-values if self.larger_is_better else values)
 
     def thin(self, best: int, steps: list[int]) -> None:
         """Keep the outputs of the best check, and as many others as fit into half of the memory."""
-        while len(self._outputs) > 1 and self._bytes() > self._memory // 2:
-            kept = {number: steps[number] for number in sorted(self._outputs)}
-            del self._outputs[densest_check(kept, best)]
-
-    def _bytes(self) -> int:
-        return sum(map(_size, self._outputs.values()))
+        while len(self.outputs) > 1 and _bytes(self.outputs) > self._memory // 2:
+            kept = {number: steps[number] for number in sorted(self.outputs)}
+            del self.outputs[densest_check(kept, best)]
 
     def take_members(self, members: list[dict[str, Tensor]]) -> None:
         """Keep the weights of the shadows, if they fit into the memory beside the outputs."""
-        size = sum(_size(value) for member in members for value in member.values())
-        self.members = members if size <= self._memory - self._bytes() else []
+        self.members = members
+        if self.room < 0:
+            self.members = []
 
     @property
     def room(self) -> int:
         """The bytes that outputs and members leave for the weights of checks."""
-        used = sum(_size(value) for member in self.members for value in member.values())
-        return self._memory - self._bytes() - used
+        return self._memory - _bytes(self.outputs) - sum(map(_bytes, self.members))
 
     # -- results
 
-    @property
-    def by_metric(self) -> bool:
-        """Whether a metric chooses the check, not the loss."""
-        return self._larger is not None
-
-    @property
-    def larger_is_better(self) -> bool | None:
-        """Whether a larger value of the monitored metric is better; None: it is the loss."""
-        return self._larger
-
-    @property
-    def monitored(self) -> list[float]:
-        """The monitored metric at every check."""
-        return self._monitored
-
     def temperature(self, number: int) -> float:
         """Return the temperature of a check; 1: none."""
-        return self._temperatures[number]
-
-    def has_outputs(self, number: int) -> bool:
-        """Return whether the outputs of a check are kept."""
-        return number in self._outputs
+        return self._temperatures[number] if self._temperatures else 1.0
 
     def out_of_fold(self, number: int) -> OutOfFold:
         """Return the outputs at a check, divided by its temperature."""
@@ -280,7 +251,7 @@ class Outcome:
         return self._divided(number, 1.0 if fit is None else fit.row_temperatures)
 
     def _divided(self, number: int, temperature: float | Tensor) -> OutOfFold:
-        held, outputs = self._first(), self._outputs[number]
+        held, outputs = self._held, self.outputs[number]
         if isinstance(temperature, Tensor):
             temperature = temperature.reshape(-1, *[1] * (outputs.dim() - 1)).to(outputs.dtype)
         if not isinstance(temperature, float) or temperature != 1:
@@ -306,27 +277,30 @@ class Outcome:
         held = self.cross_fitted(number)
         if held.outputs.is_floating_point() and not bool(held.outputs.isfinite().all()):
             return math.nan
-        return self.fixed_metrics[name](held.outputs, held.targets, self._weights)
+        return self.fixed_metrics[name](held.outputs, held.targets, self.weights)
 
     def intervals(self, number: int) -> dict[str, Callable[[], Interval]]:
         """Return functions that compute the metrics at a check with their intervals."""
+        if not self.metrics:
+            return {}
         held = self.cross_fitted(number)
-        arguments = (held.outputs, held.targets, self._groups)
+        arguments = (held.outputs, held.targets, self.groups)
         return {
-            name: functools.partial(statistic_interval, metric, *arguments, weights=self._weights)
+            name: functools.partial(statistic_interval, metric, *arguments, weights=self.weights)
             for name, metric in self.fixed_metrics.items()
         }
 
     def doubt(self, number: int) -> str:
         """Return why the probabilities at a check are of no use; "": they are of some."""
-        fit, targets = self._calibration(number), self._first().targets
+        fit = self._calibration(number)
         if fit is None:
             return ""
+        targets = self._held.targets
         if fit.temperature >= HOTTEST:
             return "the largest temperature fits best, so the logits tell nothing of held-out rows"
         if targets.dim() > 1 or targets.is_floating_point() or self.binary:
             return ""
-        weights = torch.ones(len(targets)) if self._weights is None else self._weights
+        weights = torch.ones(len(targets)) if self.weights is None else self.weights
         shares = torch.bincount(targets, weights.double())
         shares = shares[shares > 0] / shares.sum()
         entropy = -float((shares * shares.log()).sum())
@@ -338,47 +312,31 @@ class Outcome:
             "the shares of the classes alone"
         )
 
-    @property
-    def weights(self) -> Tensor | None:
-        """The weights of the rows in the loss."""
-        return self._weights
-
-    @property
-    def groups(self) -> Tensor | None:
-        """The groups of the rows."""
-        return self._groups
-
-    def _first(self) -> OutOfFold:
-        assert self._held is not None
-        return self._held
-
     # -- saving
 
     def state_dict(self) -> dict[str, Any]:
         """Return tensors and numbers only."""
         return {
-            "outputs": dict(self._outputs),
+            "outputs": dict(self.outputs),
             "temperatures": list(self._temperatures),
-            "monitored": list(self._monitored),
+            "monitored": list(self.monitored),
             "members": [dict(member) for member in self.members],
         }
 
     def load_state_dict(self, state: Mapping[str, Any], checks: int) -> None:
         """Continue where `state_dict` was taken."""
         check_schema(state, STATE_SCHEMA, "['outcome']")
-        monitored = checks if self._larger is not None else 0
+        monitored = checks if self.by_metric else 0
         if len(state["temperatures"]) != checks or len(state["monitored"]) != monitored:
             raise ValueError(f"outputs of another number of checks than {checks}")
-        form = next(iter(self._outputs.values()))
+        form = next(iter(self.outputs.values()))
         for number, outputs in state["outputs"].items():
             check_schema(outputs, form, f"['outcome']['outputs'][{number}]")
-        self._outputs = dict(state["outputs"])
-        self._temperatures = list(state["temperatures"])
-        self._monitored = list(state["monitored"])
-        self.members = [dict(member) for member in state["members"]]
-        self._calibrated, targets = None, self._first().targets
-        self._probabilities = all(are_probabilities(o, targets) for o in self._outputs.values())
+        self.outputs, self.members = dict(state["outputs"]), [dict(m) for m in state["members"]]
+        self._temperatures, self.monitored = list(state["temperatures"]), list(state["monitored"])
+        self._calibrated, targets = None, self._held.targets
+        self._probabilities = all(are_probabilities(o, targets) for o in self.outputs.values())
 
 
-def _size(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+def _bytes(tensors: Mapping[Any, Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

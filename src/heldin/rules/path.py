@@ -8,54 +8,37 @@ import warnings
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import replace
 from types import TracebackType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from heldin.capture.sharding import unwrapped
-from heldin.crossval import Estimates, Interval, OutOfFold, RunRecord, described, mean_interval
 from heldin.distributed.shadow_group import refuse_unpooled_ddp, shadow_group_for
 from heldin.errors import HeldinError, HeldinWarning, more
 from heldin.loop.events import OptimizerStep
 from heldin.loop.observer import LoopObserver
 from heldin.pause import paused
-from heldin.rules.base import StoppingRule
 from heldin.rules.calibration import Calibration, is_scalable
+from heldin.rules.estimated import EstimatedRun
 from heldin.rules.inputs import RunInputs
 from heldin.rules.options import Folds, LeaveOneOut
 from heldin.rules.outcome import Outcome
-from heldin.rules.policy import (
-    Patience,
-    best_check,
-    bootstrap_shares,
-    densest_check,
-    matched_checks,
-    mean_and_error,
-    next_check,
-)
-from heldin.rules.reporting import EstimateReport
-from heldin.rules.schedules import fixed_schedule, warn_of_schedule
+from heldin.rules.policy import densest_check, mean_and_error, next_check
+from heldin.rules.schedules import warn_of_schedule
 from heldin.shadows.exchange import group_settings
 from heldin.shadows.models import check_trainable, note_trained, warn_of_training
 from heldin.shadows.outputs import OutputRecipe
 from heldin.shadows.step_check import StepCheck
 from heldin.state.estimates import STATE_SCHEMA as HISTORY
 from heldin.state.estimates import Estimate, EstimateHistory
-from heldin.state.schema import (
-    check_int,
-    check_schema,
-    model_signature,
-)
+from heldin.state.schema import check_schema, model_signature
 
-__all__ = ["PathStopping", "check_patience"]
+__all__ = ["PathStopping"]
 
-LIGHT_ERROR = 0.1  # of the estimate: what the rows of light shadows do not show, measured
-
+REPEATED = ("_outcome", "_keeps_outputs", "_curves", "_kept", "_levels", "history", "reason")
 STATE_SCHEMA = {  # of a saved state
     "history": HISTORY,
     "curves": Tensor,
@@ -69,71 +52,46 @@ STATE_SCHEMA = {  # of a saved state
 }
 
 
-class PathStopping(EstimateReport, StoppingRule):
+class PathStopping(EstimatedRun):
     """Follows an estimated test loss at log-spaced checks and keeps the weights of the best one.
 
-    A rule says how to follow an optimiser step (`_follow`) and how to estimate the loss of rows
-    that were not trained on (`_held_out`).
+    A rule says how to follow an optimiser step (`_follow`); its backend estimates the loss of rows
+    that were not trained on.
     """
 
     _state_schema = STATE_SCHEMA
-    name: ClassVar[str]  # by which users ask for it
-    _count: int  # of the training rows
-    _same_loss = True  # whether the training loss is of the same kind as the estimated one
 
     def __init__(self, inputs: RunInputs, rule: Folds | LeaveOneOut) -> None:
         self.owner = getattr(inputs.data, "owner", self.owner)  # of a framework's run
-        name, model, optimizer = self.owner, inputs.model, inputs.optimizer
+        name, optimizer = self.owner, inputs.optimizer
         if not isinstance(optimizer, Optimizer):
             raise HeldinError(
                 f"{name}: optimizer must be a torch.optim.Optimizer, got {type(optimizer)!r}"
             )
-        self._process_group = shadow_group_for(name, model, inputs.process_group)
+        self._process_group = shadow_group_for(name, inputs.model, inputs.process_group)
         self._resumes = inputs.resumes
-        model = unwrapped(model)
-        parameter = check_trainable(name, model)
-        self.grid, self.average = float(rule.check_spacing), rule.average
-        self.memory, self.resamples = rule.snapshot_memory, rule.resamples
-        self.patience: Patience | int | None = check_patience(name, inputs.patience)
-        self.epoch_steps: float | None = None  # of the loop; None: counted in rows
-        self.seed = check_int(name, "seed", inputs.seed, 0)
-
-        super().__init__()
-        self.reason_chosen = ""  # why "auto" has chosen it
+        model = unwrapped(inputs.model)
+        self._device = check_trainable(name, model).device
+        super().__init__(inputs, rule)
         self.on_check: Callable[[], Any] | None = None  # called after every check of the loop
-        self.history = EstimateHistory(self.name)
-
         self._model: nn.Module | None = model
-        self.finish: bool | None = None  # keep the last weights; None: warn of fixed schedules
+        self._optimizer: Any = optimizer
         self._average: nn.Module | None = None  # an average of its weights, which is estimated
         self._signature = model_signature(model)
-        self._device = parameter.device
         self.run.describe(model, optimizer)
-        self._curves: list[Tensor] = []  # one (rows,) for each check
-        self._kept: dict[int, dict[str, Tensor]] = {}  # number of the check -> the model's weights
-        self._outcome: Outcome | None = None
-        self.no_outcome = "heldin.EarlyStopping keeps them"  # why there are none
         self.calibration: Calibration | None = None
-        loss = inputs.eval_loss or inputs.batch_loss or inputs.loss_fn
-        self._loss_name = "" if loss is None else described(loss)
-        self._rates: dict[int, float] = {}  # by step of the checks: sum of learning rates x steps
         self._doubted = False  # whether a warning was given that nothing was learnt
         self._rate_sum, self._rated = 0.0, 0  # of the steps so far, and their number
-        self._intervals: dict[tuple[int, int], Estimates] = {}  # of the latest check
-        self._values: dict[tuple[int, int], dict[str, float]] = {}  # the same for metrics
-        self._levels: list[tuple[float, float]] = []  # of light shadows, see `matched_checks`
-        self._void = 0  # first checks that do not count, as shadows have started again
-        self._behind = 0  # steps that shadows are behind the model, since then
         self._leads = False  # whether shadows are ahead of the model
         self._next_look = 0  # step of the next check for patience in epochs; 0: none
         self._observer: LoopObserver | None = None
+        self._backend: Any = None  # the shadows, or what stands in for them
         self._release: Any = None
 
-    def _start(self, optimizer: Optimizer) -> None:
+    def _start(self) -> None:
         """To be called at the end of a rule's constructor: the check at step 0."""
         assert self._model is not None
-        name, check = self.owner, self._step_check()
-        alone = self._process_group is None
+        name, check, alone = self.owner, self._step_check(), self._process_group is None
         self._observer = LoopObserver(
             name,
             group_settings,
@@ -145,23 +103,19 @@ class PathStopping(EstimateReport, StoppingRule):
         self._release = weakref.finalize(self, self._observer.close)
         self._check_ranks_agree()
         self._check()
-        self._observer.attach(self._model, optimizer)
+        self._observer.attach(self._model, self._optimizer)
         if not self._resumes:
             warn_of_training(name, self._model)
 
     def _step_check(self) -> StepCheck | None:
         """Return what compares the loop's steps with those that the rule takes them for."""
-        return None
+        check: StepCheck = self._backend.check
+        return check
 
-    @abstractmethod
-    def _trial(self) -> AbstractContextManager[None]:
-        """Return a context in which calls of the model leave nothing behind."""
-
-    def _accept_weights(self) -> None:
-        """Accept weights that heldin has written into the model."""
-        check = self._step_check()
-        if check is not None:
-            check.renew()
+    @property
+    def backend(self) -> Any:
+        """The shadows; `backend.weights_of(number)` are the weights of one."""
+        return self._backend
 
     def _check_ranks_agree(self) -> None:
         """Make sure that all processes do the same."""
@@ -180,57 +134,22 @@ class PathStopping(EstimateReport, StoppingRule):
     def _follow(self, taken: OptimizerStep, index: Tensor | None, now: bool) -> None:
         """Take notice of an optimiser step; `now`: the model has not moved since."""
 
-    @abstractmethod
-    def _held_out(self) -> Tensor:
-        """(rows,) estimated losses of rows as if they had not been trained on."""
-
-    @abstractmethod
-    def _keep_outputs(self, recipe: OutputRecipe | None) -> None:
-        """Keep the outputs behind later calls of `_held_out`; None: no longer."""
-
-    @abstractmethod
-    def _held_out_outputs(self) -> OutOfFold:
-        """Return the outputs behind the last `_held_out`."""
-
-    @abstractmethod
-    def _example(self) -> tuple[Any, Callable[[nn.Module, Any], Tensor]]:
-        """Return a batch of a few rows, and the function that predicts them."""
-
-    def _row_weights(self, rows: Tensor) -> Tensor | None:
-        """Return the weights of rows in the loss."""
-        return None
-
     def _row_groups(self, rows: Tensor) -> Tensor | None:
         """Return the groups of rows."""
         return None
-
-    def _members(self) -> list[dict[str, Tensor]]:
-        """Return the weights of the shadows, if there are some and the memory allows it."""
-        return []
-
-    @abstractmethod
-    def _held_per_trained(self) -> float:
-        """Return the rows that are held out, over those that each model was trained on."""
-
-    @abstractmethod
-    def _missing(self) -> float:
-        """Share of the rows that each model behind `_held_out` was not trained on."""
-
-    @abstractmethod
-    def _training_loss(self) -> float:
-        """Of the model (or of its shadows), for the history."""
 
     @abstractmethod
     def _own_settings(self) -> dict[str, Any]:
         """Arguments that a resumed run must share."""
 
-    @abstractmethod
     def _rule_state(self) -> dict[str, Any]:
-        """State of the rule."""
+        """Return the state of the rule."""
+        state: dict[str, Any] = self._backend.state_dict()
+        return state
 
-    @abstractmethod
     def _load_rule_state(self, state: Mapping[str, Any]) -> None:
         """Take over what `_rule_state` gave."""
+        self._backend.load_state_dict(state)
 
     # -- the loop
 
@@ -290,20 +209,21 @@ class PathStopping(EstimateReport, StoppingRule):
         return index.long()
 
     def _check(self) -> None:
+        self._intervals, self._values = {}, {}
         if self._step and self.finish is None:
-            self._look_for_schedule()
-        losses = self._held_out().detach().cpu().double()
-        number, estimated = len(self._curves), losses
-        optimizer: Any = getattr(self, "_optimizer", None)
-        if optimizer is not None:
-            self._note_rate(optimizer.param_groups, self._step - self._rated)
+            self.finish = False  # one warning is enough
+            warn_of_schedule(self.owner, self._optimizer)
+        losses = self._backend.held_out().detach().cpu().double()
+        number, estimated, outcome = len(self._curves), losses, self._outcome
+        self._note_rate(self._optimizer.param_groups, self._step - self._rated)
         self._rates[self._step] = self._rate_sum
-        if self._outcome is not None:
-            held = self._held_out_outputs()
+        if self._keeps_outputs:
+            held = self._backend.held_out_outputs()
             if number == 0:
-                self._outcome.begin(held, self._row_weights(held.rows), self._row_groups(held.rows))
-            losses, estimated = self._outcome.add(number, losses, held.outputs)
-        levels, seen = self._training_levels(), self._training_loss()
+                weights = self._backend.row_weights(held.rows)
+                outcome.begin(held, weights, self._row_groups(held.rows))
+            losses, estimated = outcome.add(number, losses, held.outputs)
+        levels, seen = self._training_levels(), self._backend.training_loss()
         if levels is not None:
             self._levels.append(levels)
             seen = levels[1]
@@ -316,10 +236,10 @@ class PathStopping(EstimateReport, StoppingRule):
         lowest, chosen = self._lowest(), self.best_number
         best = self._matched()[lowest]
         self.history.best_step = self.history[best].step
-        if self._outcome is not None:
-            self._outcome.thin(chosen, self.history.columns()["step"])
-            if chosen == number:
-                self._outcome.take_members(self._members())
+        outcome.thin(chosen, self.history.columns()["step"])
+        if self._keeps_outputs and chosen == number:
+            fits = self._backend.copies * self._snapshot_bytes() <= self.memory
+            outcome.take_members(self._backend.members() if fits else [])
         self._thin(number if self.finish else best)
         self._next_look, patience = 0, self._patience_in_steps()
         if self.should_stop:  # the reason is that of the stop
@@ -340,11 +260,9 @@ class PathStopping(EstimateReport, StoppingRule):
     def _compared(self, number: int, best: int) -> str:
         """Return what is monitored at a check, and at the best one, in words."""
         name, word = "estimated loss", "lowest"
-        values = [self.history[i].estimate for i in (number, best)]
-        if self._outcome is not None and self._outcome.by_metric:
+        if self._outcome.by_metric:
             name, word = self._outcome.monitor, "best"
-            values = [self._outcome.monitored[i] for i in (number, best)]
-        now, then = (f"{value:.4g}" for value in values)
+        now, then = (f"{self.monitored(i):.4g}" for i in (number, best))
         return f"{name} {now}, {word} {then} at step {self.history[best].step}"
 
     def _note_rate(self, groups: Any, steps: int) -> None:
@@ -353,38 +271,10 @@ class PathStopping(EstimateReport, StoppingRule):
             self._rate_sum += float(groups[0]["lr"]) * steps
             self._rated += steps
 
-    def rate_steps(self, step: int) -> float | None:
-        """Return the sum of the learning rates of the steps to one of a check; None: not known."""
-        rate = self._rates.get(step, math.nan)
-        return None if math.isnan(rate) else rate
-
-    def _course(self, best: int) -> tuple[list[int], int, Tensor | None]:
-        """Return what patience is decided by: steps of the checks, the best one, their curves.
-
-        Checks before shadows have started again do not count.
-        """
-        first = min(self._void, len(self._curves) - 1)
-        steps = [step - self._behind for step in self.history.columns()["step"][first:]]
-        if self._outcome is not None and self._outcome.by_metric:
-            return steps, best - first, None
-        return steps, best - first, torch.stack(self._curves[first:], dim=1)
-
     def _check_and_tell(self) -> None:
         self._check()
         if self.on_check is not None:
             self.on_check()
-
-    @property
-    def monitored(self) -> float:
-        """What chooses the weights, at the last check: the estimated loss, or a metric."""
-        if self._outcome is None or not self._outcome.by_metric:
-            return self.history.last().estimate
-        return self._outcome.monitored[-1]
-
-    @property
-    def larger_is_better(self) -> bool:
-        """Whether a larger value of what chooses the weights is better."""
-        return self._outcome is not None and self._outcome.larger_is_better is True
 
     def follow_outputs(self, recipe: OutputRecipe, outcome: Outcome) -> None:
         """Keep the outputs of held-out rows at every check; the one at step 0 is repeated.
@@ -394,79 +284,29 @@ class PathStopping(EstimateReport, StoppingRule):
             outcome: takes the outputs.
         """
         assert self._step == 0
-        self._keep_outputs(recipe)
-        before = self._curves, self._kept, self._levels, self.history, self.reason
+        self._backend.keep_outputs(recipe)
+        before = {name: getattr(self, name) for name in REPEATED}
         self._outcome, self._curves, self._kept, self._levels = outcome, [], {}, []
-        self.history = EstimateHistory(self.history.rule)
+        self._keeps_outputs, self.history = True, EstimateHistory(self.history.rule)
         try:
             if outcome.calibrates and not outcome.required:
-                with self._trial():
+                with self._backend.trial():
                     model = self._average or self._opened("predict")
-                    outcome.calibrates = is_scalable(model, *self._example())
+                    outcome.calibrates = is_scalable(model, *self._backend.example())
                 if not outcome.calibrates:
                     outcome.uncalibrated = "the last layer cannot be scaled exactly"
-                self._accept_weights()  # which were scaled, and put back bit for bit
             self._check()
             self.metric_values()  # an error now, not after the training
         except BaseException:
-            self._keep_outputs(None)
-            self._outcome = None
-            self._curves, self._kept, self._levels, self.history, self.reason = before
+            self._backend.keep_outputs(None)
+            vars(self).update(before)
             raise
-
-    def _epochs(self) -> float:
-        """Return the number of epochs so far."""
-        return 0.0
-
-    def _steps_of_an_epoch(self) -> float:
-        """Return the number of steps in an epoch, by the rows so far; 0 before the first step."""
-        epochs = self._epochs()
-        return (self._step - self._behind) / epochs if epochs else 0.0
-
-    def _patience_in_steps(self) -> Patience | None:
-        """Return the patience, as far as the length of an epoch is known."""
-        if not isinstance(self.patience, int):
-            return self.patience
-        steps = self.epoch_steps or self._steps_of_an_epoch()
-        return Patience.of_epochs(self.patience, steps) if steps else None
+        finally:
+            self._backend.check.renew()  # weights were scaled to try it, and put back bit for bit
 
     def _training_levels(self) -> tuple[float, float] | None:
         """Return the training loss of light shadows and of the model on the same rows."""
         return None
-
-    def _light_error(self) -> float:
-        """Return the share of the estimate that the rows of light shadows do not show."""
-        return LIGHT_ERROR if self._levels and not self._behind else 0.0
-
-    def _look_for_schedule(self) -> None:
-        """Warn of a schedule with a fixed end, once."""
-        self.finish = False
-        optimizer: Any = getattr(self, "_optimizer", None)
-        schedule = fixed_schedule(optimizer)
-        if schedule is not None:
-            warn_of_schedule(self.owner, schedule)
-
-    @property
-    def best_number(self) -> int:
-        """The number of the check whose weights are restored: the lowest, or the last one."""
-        return len(self._curves) - 1 if self.finish else self._lowest()
-
-    def _lowest(self) -> int:
-        """Return the number of the check with the lowest estimate, or the best metric."""
-        first = min(self._void, len(self._curves) - 1)  # its shadows have started again since
-        if self._outcome is not None and self._outcome.by_metric:
-            return self._outcome.best(first)
-        return first + best_check(torch.stack([curve.mean() for curve in self._curves[first:]]))
-
-    def _matched(self) -> list[int]:
-        """Return the check whose weights belong to each check of the curves."""
-        if not self._levels:
-            return list(range(len(self.history)))
-        if self._behind:
-            logs = {i: math.log1p(self.history[i].step) for i in sorted(self._kept)}
-            own = [math.log1p(max(0, r.step - self._behind)) for r in self.history]
-            return [min(logs, key=lambda i: abs(logs[i] - log)) for log in own]
-        return matched_checks(self.history.columns()["step"], self._levels, sorted(self._kept))
 
     # -- the model
 
@@ -486,184 +326,18 @@ class PathStopping(EstimateReport, StoppingRule):
             self._process_group.copy_first(kept[name] for name, _ in self._model.named_buffers())
         return kept
 
+    def _snapshot_bytes(self) -> int:
+        return sum(value.numel() * value.element_size() for _, value in self._state())
+
     def _thin(self, best: int) -> None:
         """Keep the best weights, and as many others as the memory allows, evenly in log steps."""
         if (self.finish or self._averages_none) and not self._levels:
             self._kept = {best: self._kept[best]}
             return
-        each = sum(value.numel() * value.element_size() for _, value in self._state())
-        room = self.memory if self._outcome is None else self._outcome.room
-        while len(self._kept) > 1 and len(self._kept) * each > room:
+        each = self._snapshot_bytes()
+        while len(self._kept) > 1 and len(self._kept) * each > self._outcome.room:
             steps = {number: self.history[number].step for number in sorted(self._kept)}
             del self._kept[densest_check(steps, best)]
-
-    @property
-    def _averages_none(self) -> bool:
-        """Whether the weights of a single check are restored."""
-        return self.average == "best" or (self._outcome is not None and self._outcome.by_metric)
-
-    # -- results
-
-    @property
-    def best_step(self) -> int:
-        """The step with the lowest estimated test loss so far.
-
-        With light shadows, the step of the model that belongs to it.
-        """
-        assert self.history.best_step is not None
-        return self.history.best_step
-
-    def _best(self) -> Estimate:
-        return self.history[self.best_number]
-
-    @property
-    def outcome(self) -> Outcome:
-        """The outputs of held-out rows."""
-        if self._outcome is None:
-            raise HeldinError(
-                f"{self.owner}: no outputs of held-out rows were kept; {self.no_outcome}"
-            )
-        return self._outcome
-
-    @property
-    def temperature(self) -> float:
-        """By which logits at the best step have to be divided to be calibrated; 1: by none."""
-        return 1.0 if self._outcome is None else self._outcome.temperature(self.best_number)
-
-    @property
-    def uncalibrated(self) -> str:
-        """Why the logits of a classifier have no temperature, in words; "": they have, or may."""
-        return "" if self._outcome is None else self._outcome.uncalibrated
-
-    @property
-    def lowest_temperature(self) -> float:
-        """The temperature at the best step, which is not that of the kept weights with `finish`."""
-        return 1.0 if self._outcome is None else self._outcome.temperature(self._lowest())
-
-    def metric_values(self, number: int | None = None) -> dict[str, float]:
-        """Return the metrics at a check (default: the chosen one), if its outputs are kept."""
-        number = self.best_number if number is None else number
-        if self._outcome is None or not self._outcome.has_outputs(number):
-            return {}
-        key = (len(self.history), number)
-        if key not in self._values:
-            values = {name: self._outcome.value(number, name) for name in self._outcome.metrics}
-            self._values = {key: values, **dict([*self._values.items()][-1:])}
-        return dict(self._values[key])
-
-    def intervals(self) -> Estimates:
-        """Return the estimated test loss and the metrics, with their intervals."""
-        key = (len(self.history), self.best_number)
-        if self._intervals.get(key) is None:
-            metrics = {} if self._outcome is None else self._outcome.intervals(self.best_number)
-            loss = self.loss_interval()
-            self._intervals = {key: Estimates({"loss": lambda: loss, **metrics})}
-        return self._intervals[key]
-
-    def row_losses(self, number: int | None = None) -> Tensor:
-        """Return the losses of rows, or of blocks of them, that an estimate is the mean of.
-
-        Args:
-            number: of the check (default: the chosen one).
-        """
-        number = self.best_number if number is None else number
-        losses = self._curves[number]
-        if self._outcome is None:
-            return losses
-        return self._outcome.row_losses(number, losses)
-
-    def record(self) -> RunRecord:
-        """Return the out-of-fold losses and outputs at the chosen check."""
-        held, losses = self.outcome.cross_fitted(self.best_number), self.row_losses()
-        if len(losses) != len(held):
-            raise HeldinError(
-                f"heldin.EarlyStopping.record: the loss is that of {len(losses)} blocks of rows, "
-                "because batch_loss does not give it row by row; give eval_loss=(model, batch) -> "
-                "one loss for each row"
-            )
-        binary = self.outcome.binary
-        name = self._loss_name if binary is None else f"{'sigmoid ' * binary}cross-entropy"
-        return RunRecord(
-            losses,
-            held.outputs,
-            held.targets,
-            held.rows,
-            held.folds,
-            self.outcome.fixed_metrics,
-            self.outcome.groups,
-            name,
-            self.outcome.weights,
-        )
-
-    def loss_interval(self, number: int | None = None) -> Interval:
-        """Return the estimated test loss at a check (default: the chosen one) with its interval."""
-        number = self.best_number if number is None else number
-        best, losses = self.history[number], self.row_losses(number)
-        groups = None if self._outcome is None else self._outcome.groups
-        if groups is not None and len(groups) != len(losses):
-            groups = None  # means over blocks of rows
-        missing = self._missing() if self._same_loss else 0.0
-        interval = mean_interval(losses, groups=groups).widened(
-            math.sqrt(1 + self._held_per_trained() / 2),
-            math.hypot(
-                missing * max(0.0, best.estimate - best.training_loss),
-                2 * self._light_error() * best.estimate,
-            ),
-        )
-        return replace(interval, coverage=self._coverage() if groups is None else None)
-
-    def _coverage(self) -> float | None:
-        """Return the coverage of such an interval in our study; None: not measured."""
-        return None
-
-    def stop_limit(self) -> int | None:
-        """Return the step by which training stops unless the estimate falls; None: not known."""
-        patience = self._patience_in_steps()
-        if patience is None or self.should_stop:
-            return None
-        steps, best, curves = self._course(self._lowest())
-        limit = patience.step_limit(steps[patience.reference(best, curves)]) + self._behind
-        step = self.history.last().step
-        if isinstance(self.patience, int):  # which has a check there
-            return limit
-        while step < limit:  # a stop is found at a check
-            step = next_check(step, self.grid)
-        return step
-
-    @property
-    def estimate(self) -> float:
-        """Estimated test loss at the best step."""
-        return self._best().estimate
-
-    @property
-    def standard_error(self) -> float:
-        """Of the estimate: the test loss lay within one in 2 of 3 runs of our study.
-
-        See docs/which-rule.md for how it is computed, and how often the truth lies within it.
-        """
-        return self._best().standard_error
-
-    @property
-    def shares(self) -> dict[int, float]:
-        """The weights of which step go into the restored model with which share."""
-        if self.finish:
-            return {self.history.last().step: 1.0}
-        if self._averages_none:
-            return {self.best_step: 1.0}
-        numbers = sorted(self._kept)
-        if self._levels:
-            numbers = list(range(min(self._void, len(self._curves) - 1), len(self._curves)))
-        curves = torch.stack([self._curves[i] for i in numbers], dim=1)
-        voted = bootstrap_shares(
-            curves, self.resamples, self.seed, self._held_per_trained()
-        ).tolist()
-        matched = self._matched()
-        shares: dict[int, float] = {}
-        for number, share in zip(numbers, voted, strict=True):
-            step = self.history[matched[number]].step
-            if share > 0:
-                shares[step] = shares.get(step, 0.0) + share
-        return shares
 
     def restore(self) -> None:
         """Put the chosen weights (averaged, if so asked) into the model."""
@@ -705,9 +379,9 @@ class PathStopping(EstimateReport, StoppingRule):
         if self.temperature != 1:
             model = self._average or self._opened("restore")
             with paused():
-                self.calibration = Calibration.of(model, self.temperature, *self._example())
-        over = self._outcome is not None and bool(self.should_stop or self.finish)
-        doubt = self.outcome.doubt(self.best_number) if over and not self._doubted else ""
+                self.calibration = Calibration.of(model, self.temperature, *self._backend.example())
+        over = bool(self.should_stop or self.finish)
+        doubt = self._outcome.doubt(self.best_number) if over and not self._doubted else ""
         if doubt and self.best_step:
             self._doubted = True
             warnings.warn(
@@ -716,21 +390,6 @@ class PathStopping(EstimateReport, StoppingRule):
                 HeldinWarning,
                 stacklevel=3,
             )
-
-    def metrics(self) -> dict[str, float]:
-        """Return the state as a flat mapping for any tracker, without values that do not exist."""
-        last, number = self.history.last(), len(self.history) - 1
-        values = {
-            "heldin/estimate": last.estimate,
-            "heldin/standard_error": last.standard_error,
-            "heldin/training_loss": last.training_loss,
-            "heldin/best_estimate": self.estimate,
-            "heldin/best_step": float(self.best_step),
-            "heldin/should_stop": float(self.should_stop),
-            **{f"heldin/{n}": value for n, value in self.metric_values(number).items()},
-            **{f"heldin/best_{n}": value for n, value in self.metric_values().items()},
-        }
-        return {name: value for name, value in values.items() if not math.isnan(value)}
 
     # -- saving and closing
 
@@ -744,18 +403,17 @@ class PathStopping(EstimateReport, StoppingRule):
         return dict(vars(self))
 
     def _settings(self) -> dict[str, Any]:
-        own: dict[str, Any] = {"grid": self.grid, "average": self.average, "rows": self._count}
-        own["finish"] = bool(self.finish)
-        if self._outcome is not None:
-            own["monitor"] = self._outcome.monitor
-        return own | self._own_settings() | {"model": self._signature}
+        shared = {"grid": self.grid, "average": self.average, "rows": self._count}
+        shared["finish"] = bool(self.finish)
+        monitor = {"monitor": self._outcome.monitor} if self._keeps_outputs else {}
+        return {**shared, **monitor, **self._own_settings(), "model": self._signature}
 
     def _own_state(self) -> dict[str, Any]:
         return {
             "history": self.history.state_dict(),
             "curves": torch.stack(self._curves, dim=1),
             "kept": {number: dict(weights) for number, weights in self._kept.items()},
-            "outcome": {} if self._outcome is None else self._outcome.state_dict(),
+            "outcome": self._outcome.state_dict() if self._keeps_outputs else {},
             "levels": torch.tensor(self._levels, dtype=torch.float64).reshape(-1, 2),
             "void": self._void,
             "behind": self._behind,
@@ -776,9 +434,6 @@ class PathStopping(EstimateReport, StoppingRule):
             self._process_group.forget()
         if self._observer is not None:
             self._observer.forget()
-        check = self._step_check()
-        if check is not None:
-            check.resume()
 
     def _take_own_state(self, state: Mapping[str, Any]) -> None:
         device = self._device
@@ -794,12 +449,13 @@ class PathStopping(EstimateReport, StoppingRule):
         form = {name: value.detach() for name, value in self._state()}
         for number, weights in state["kept"].items():
             check_schema(weights, form, f"['kept'][{number}]")
-        if self._outcome is not None:
+        if self._keeps_outputs:
             self._outcome.load_state_dict(state["outcome"], checks)
         self._load_rule_state(state["rule"])
         self.history.load_state_dict(state["history"])
         self._curves = list(state["curves"].unbind(1))
         self._rate_sum = math.nan  # rates before the state are not known
+        self._intervals, self._values = {}, {}
         self._void, self._behind = state["void"], state["behind"]
         self._next_look = state["next_look"]
         self._levels = [(shadows, model) for shadows, model in levels]
@@ -813,8 +469,10 @@ class PathStopping(EstimateReport, StoppingRule):
         self._release()
         if self.calibration is not None:
             self.calibration.close()
+        if self._model is not None:
+            self._backend.close()
         self._kept = {number: {} for number in self._kept}
-        self._model = self._average = None
+        self._model = self._optimizer = self._average = None
 
     def __exit__(
         self,
@@ -825,27 +483,6 @@ class PathStopping(EstimateReport, StoppingRule):
         if kind is None and self._model is not None:
             self.restore()
         self.close()
-
-
-def check_patience(owner: str, patience: Any, finish: Any = None) -> Any:
-    """Return the patience of a run, or refuse it.
-
-    Args:
-        owner: the public name, for errors.
-        patience: "default", a number of epochs, a `Patience`, or None to never stop.
-        finish: whether the run goes to its end, so that the patience is None.
-    """
-    if finish not in (None, True, False):
-        raise HeldinError(f"{owner}: finish must be True, False or None, got {finish!r}")
-    if finish and patience not in ("default", None):
-        raise HeldinError(f"{owner}: patience has no effect with finish=True; leave it out")
-    whole = isinstance(patience, int) and not isinstance(patience, bool) and patience >= 1
-    if not whole and patience not in ("default", None) and not isinstance(patience, Patience):
-        raise HeldinError(
-            f"{owner}: patience must be a number of epochs >= 1, a heldin.Patience, or None to "
-            f"never stop, got {patience!r}"
-        )
-    return None if finish else patience
 
 
 def _is_whole(tensor: Tensor) -> bool:

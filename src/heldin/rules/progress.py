@@ -9,7 +9,8 @@ import torch
 
 from heldin.pages.live import Live, sparkline
 
-from .reporting import EstimateReport, RunFacts
+from .estimated import EstimatedRun
+from .reporting import RunFacts
 
 __all__ = ["RunProgress"]
 
@@ -42,7 +43,7 @@ class RunProgress:
         epoch = facts.epoch(step)
         parts = [] if epoch is None else [f"epoch {epoch}"]
         parts.append(f"step {step}")
-        if not isinstance(rule, EstimateReport):
+        if not isinstance(rule, EstimatedRun):
             words = rule.reason.partition(": ")[2] or rule.reason
             return " | ".join([*parts, *(["stopped"] if rule.should_stop else []), words])
         if len(rule.history) != self._checks:  # intervals take a while
@@ -60,7 +61,7 @@ class RunProgress:
         if self._rule.should_stop:
             return step
         ends, limit = self._facts.epoch_ends, None
-        if isinstance(self._rule, EstimateReport):
+        if isinstance(self._rule, EstimatedRun):
             limit = self._rule.stop_limit()
         last = self._max_epochs * ends[-1] // len(ends) if ends else None
         return min((step for step in (limit, last) if step is not None), default=None)
@@ -71,7 +72,7 @@ class RunProgress:
             self._live.close()
 
 
-def _latest_check(rule: EstimateReport) -> list[str]:
+def _latest_check(rule: EstimatedRun) -> list[str]:
     """Return training loss, test loss and metrics of the latest check, in words."""
     last, number = rule.history.last(), len(rule.history) - 1
     loss = [] if math.isnan(last.training_loss) else [f"loss {last.training_loss:.3g}"]

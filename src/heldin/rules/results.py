@@ -131,9 +131,6 @@ def follow_outputs(
         if asked:
             raise HeldinError(f"{owner}: {error}") from error
         inner.no_outcome = str(error)
-    check = inner._step_check()
-    if check is not None:
-        check.renew()  # the last layer was scaled to try it, and scaled back
 
 
 class RunResults:
@@ -239,7 +236,7 @@ class RunResults:
     def last_check(self) -> Check:
         """The last check, for `on_check`."""
         inner = self._estimating("last_check")
-        return Check(inner.history.last().step, inner.monitored, inner.larger_is_better)
+        return Check(inner.history.last().step, inner.monitored(), inner.larger_is_better)
 
     def _tell_of_checks(self, inner: Any, on_check: Callable[[Any], Any] | None) -> None:
         """Call a function with this object after every check."""

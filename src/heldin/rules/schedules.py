@@ -56,13 +56,11 @@ def _described(scheduler: Any) -> str | None:
     return f"{type(scheduler).__name__}({end}={getattr(scheduler, end)})"
 
 
-def warn_of_schedule(owner: str, schedule: str) -> None:
-    """Warn that weights from before the end of a run with a fixed end are going to be chosen.
-
-    Args:
-        owner: the public name of the rule.
-        schedule: in words.
-    """
+def warn_of_schedule(owner: str, optimizer: Optimizer) -> None:
+    """Warn of a schedule with a fixed end, from before which weights are going to be chosen."""
+    schedule = fixed_schedule(optimizer)
+    if schedule is None:
+        return
     warnings.warn(
         f"{owner}: {schedule} lowers the learning rate until a fixed end. Weights from the middle "
         "of such a run, at a high rate, are often worse than those of a shorter run to its end. "
@@ -70,5 +68,5 @@ def warn_of_schedule(owner: str, schedule: str) -> None:
         "best_step is advice for the length of the next run; finish=False chooses weights as ever "
         + more("a-schedule-with-an-end"),
         HeldinWarning,
-        stacklevel=6,
+        stacklevel=5,
     )

@@ -10,21 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from heldin.errors import HeldinError
+from heldin.pages import Section, Table, csv_link
+from heldin.pages.charts import Series, chart
 from heldin.state.history import STATE_SCHEMA as HISTORY
 from heldin.state.history import History, Record
-from heldin.state.schema import (
-    check_int,
-    check_schema,
-    model_signature,
-)
+from heldin.state.schema import check_int, check_schema, model_signature
 
 from .base import StoppingRule
-from .reporting import ValidationReport
 
 __all__ = ["ValidationStopping"]
 
 
-class ValidationStopping(ValidationReport, StoppingRule):
+class ValidationStopping(StoppingRule):
     """A rule that stops when the validation loss has not improved for `patience` checks.
 
     The counterpart of `EvidenceStopping`, with the same interface. Call `step()` before
@@ -173,6 +170,21 @@ class ValidationStopping(ValidationReport, StoppingRule):
         self._model.load_state_dict(self._best, strict=False)
 
     # -- reports
+
+    def _headline(self) -> tuple[str, str]:
+        if self.best_step is None:
+            return "No validation loss yet", self.reason
+        return f"Validation loss {self.best_loss:.4g}", self.reason
+
+    def _sections(self) -> list[Section]:
+        columns = self.history.columns()
+        losses = Series("validation loss", columns["step"], columns["raw"], "a")
+        figure = chart([losses], "Validation loss", "step", "loss")
+        facts = [("steps", str(self._step)), ("last validation loss", f"{self.last_loss:.4g}")]
+        if self.best_step is not None:
+            facts += [("lowest", f"{self.best_loss:.6g} at step {self.best_step}")]
+        files = {"history.csv": csv_link({"step": columns["step"], "loss": columns["raw"]})}
+        return [Section("Validation loss", "", [figure], [Table([], facts)], files)]
 
     def metrics(self) -> dict[str, float]:
         """Return the current values as a flat mapping for a tracker, without missing ones."""

@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from heldin.crossval import Interval
 from heldin.early_stopping import EarlyStopping
 from heldin.errors import HeldinError, HeldinWarning
-from heldin.rules.arguments import evidence_arguments
 from heldin.rules.evidence import EvidenceStopping
 from heldin.rules.folds import FoldStopping
 from heldin.rules.options import Evidence, Folds
@@ -238,7 +237,7 @@ class Trainer:
         follows: AbstractContextManager[Any] = nullcontext()
         if isinstance(rule, Evidence):
             window = -(-len(self.y) // self.batch_rows) if rule.window == "epoch" else rule.window
-            follows = EvidenceStopping(self.model, **evidence_arguments(rule, window))
+            follows = EvidenceStopping(self.model, replace(rule, window=window))
             self.evidence = []
         elif rule == "validation":
             follows = ValidationStopping(

@@ -30,7 +30,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from heldin.capture.sampling import Sampler
 from heldin_lab.bench.workloads import mlp
-from heldin_lab.rules import COLUMNS, HEAD, EvidenceStopping
+from heldin_lab.rules import COLUMNS, HEAD, Evidence, EvidenceStopping
 
 BUDGET = 4096
 Shapes = Mapping[str, tuple[int, ...]]
@@ -184,7 +184,7 @@ def worker(rank: int, ranks: int, name: str, batch: int, estimator: Estimator, o
         ).backward()
 
     plain = counted(step)
-    with EvidenceStopping(trained, estimator=estimator) as stopping:
+    with EvidenceStopping(trained, Evidence(estimator=estimator)) as stopping:
         for _ in range(3):  # the first steps find out how to look
             step()
             stopping.step()

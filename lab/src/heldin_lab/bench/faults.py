@@ -37,6 +37,7 @@ from torch import nn
 import heldin
 from heldin_lab.rules import (
     ElementwiseStopping,
+    Evidence,
     EvidenceStopping,
     Folds,
     LeaveOneOut,
@@ -73,7 +74,7 @@ class Run:
         self.stopping: Any = None
         if rule in ("evidence", "window"):
             window = 3 if rule == "window" else 1
-            self.stopping = EvidenceStopping(self.model, window=window, coordinates=16)
+            self.stopping = EvidenceStopping(self.model, Evidence(window=window, coordinates=16))
         elif rule == "elementwise":
             self.optimizer = ElementwiseStopping(self.optimizer, self.model, smoothing=0.9)
         elif rule == "fold":

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from heldin.capture.observation import Estimator, observe
-from heldin_lab.rules import EvidenceStopping
+from heldin_lab.rules import Evidence, EvidenceStopping
 
 from .workloads import loss_of
 
@@ -55,7 +55,8 @@ def _heldin(estimator: Estimator, every: int = 1) -> Callable[[nn.Module, Tensor
     def method(model: nn.Module, x: Tensor, y: Tensor) -> Way:
         optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
         window = 16 if estimator == "microbatch" else 1
-        stopping = EvidenceStopping(model, estimator=estimator, window=window, every=every)
+        rule = Evidence(estimator=estimator, window=window, check_every=every)
+        stopping = EvidenceStopping(model, rule)
         stopping._seen.pause()
 
         def step() -> None:
@@ -88,7 +89,9 @@ def run(method: str, model: nn.Module, batches: Sequence[tuple[Tensor, Tensor]])
     if method != "plain" and method not in estimators:
         raise Skip("only single steps are timed")
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    rule = EvidenceStopping(model, estimator=estimators[method]) if method != "plain" else None
+    rule = None
+    if method != "plain":
+        rule = EvidenceStopping(model, Evidence(estimator=estimators[method]))
     for x, y in batches:
         loss_of(model, x, y).backward()
         if rule is not None:

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from heldin_lab.rules import ElementwiseStopping, EvidenceStopping
+from heldin_lab.rules import ElementwiseStopping, Evidence, EvidenceStopping
 
 SAMPLES = 200  # of memory, over a run
 KINDS = ("evidence", "elementwise")
@@ -60,7 +60,7 @@ def soak(kind: str, steps: int) -> dict[str, Any]:
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01)
     stopping: Any = None
     if kind == "evidence":
-        stopping = EvidenceStopping(model, warmup=steps)
+        stopping = EvidenceStopping(model, Evidence(warmup=steps))
     else:
         optimizer = ElementwiseStopping(optimizer, model, smoothing=0.999)
     data = torch.randn(256, 10)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import heldin
 from heldin_lab.figures import IMAGES
-from heldin_lab.rules import EvidenceStopping, LeaveOneOut, follow
+from heldin_lab.rules import Evidence, EvidenceStopping, LeaveOneOut, follow
 
 TRUE, TRAIN, STOP, LATE = "tab:orange", "tab:blue", "tab:green", "tab:red"
 
@@ -77,7 +77,8 @@ def toy(figure: Any) -> None:
     nn.init.zeros_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     training, true, fits = [], [], {}
-    with EvidenceStopping.paper(model, "all", smoothing=0.0) as stopping:
+    paper = Evidence.paper(parameter_groups="all", smoothing=0.0)
+    with EvidenceStopping(model, paper) as stopping:
         for step in range(1, steps + 1):
             loss = (model(waves(x)) - y[:, None]).square().mean() / 2
             with torch.no_grad():
@@ -181,7 +182,7 @@ def smoothing(figure: Any) -> None:
     model = nn.Linear(d, 1)
     nn.init.zeros_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    rules = {b: EvidenceStopping(model, smoothing=b) for b in (0.0, 0.9, 0.99)}
+    rules = {b: EvidenceStopping(model, Evidence(smoothing=b)) for b in (0.0, 0.9, 0.99)}
     for _ in range(100):
         for rows in torch.randperm(n).split(50):
             loss = nn.functional.binary_cross_entropy_with_logits(model(x[rows]), y[rows])

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import heldin
 from heldin_lab.figures import IMAGES
-from heldin_lab.rules import EvidenceStopping
+from heldin_lab.rules import Evidence, EvidenceStopping
 
 BLUE, RED, GREY = "tab:blue", "tab:red", "0.6"
 
@@ -30,11 +30,11 @@ class Recorder:
     def __init__(
         self,
         model: nn.Module,
-        make: Callable[..., EvidenceStopping] = EvidenceStopping,
+        make: Callable[..., Evidence] = Evidence,
         **options: Any,
     ) -> None:
         self.loss: list[float] = []
-        self.stopping = make(model, **options)
+        self.stopping = EvidenceStopping(model, make(**options))
 
     def step(self, optimizer: torch.optim.Optimizer, loss: Tensor, true_loss: float) -> None:
         """Note the loss and make a training step."""
@@ -107,7 +107,7 @@ def path(figure: Any) -> None:
 # --- plateaus --------------------------------------------------------------------------------
 
 
-def parity(seed: int, steps: int, make: Callable[..., EvidenceStopping]) -> Recorder:
+def parity(seed: int, steps: int, make: Callable[..., Evidence]) -> Recorder:
     """The sign of a product of two inputs among forty: at first no weight shows a signal."""
     torch.manual_seed(seed)
     n, d = 10_000, 40
@@ -129,9 +129,9 @@ def parity(seed: int, steps: int, make: Callable[..., EvidenceStopping]) -> Reco
 def plateau(figure: Any) -> None:
     """A plateau at the start, under the paper's rule and under the default one."""
     axes = figure.subplots(2, 2, sharex=True, sharey="row")
-    rules: dict[str, Callable[..., EvidenceStopping]] = {
-        "the paper's rule": EvidenceStopping.paper,
-        "the default": EvidenceStopping,
+    rules: dict[str, Callable[..., Evidence]] = {
+        "the paper's rule": Evidence.paper,
+        "the default": Evidence,
     }
     for column, (title, make) in enumerate(rules.items()):
         run = parity(1, 600, make)
@@ -183,7 +183,8 @@ def stationary(rate: float, momentum: float, steps: int = 250) -> float:
     model.forward = lambda x: 0.5 * (model.w - x) ** 2
     optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=momentum)
     total = 0.0
-    with EvidenceStopping(model, smoothing=0, correction="gaussian") as stopping:
+    rule = Evidence(smoothing=0, correction="gaussian")
+    with EvidenceStopping(model, rule) as stopping:
         for step in range(2 * steps):
             model(torch.randn(32, 500, generator=generator)).sum(1).mean().backward()
             stopping.step()
@@ -246,8 +247,8 @@ def tiny(figure: Any) -> None:
         nn.init.zeros_(model.bias)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         rows = batches(n, size, torch.Generator().manual_seed(1))
-        options: dict[str, Any] = {"smoothing": 0, "window": window, "patience": 10**9}
-        with EvidenceStopping(model, parameter_groups="all", **options) as stopping:
+        rule = Evidence(parameter_groups="all", smoothing=0, window=window, checks=10**9)
+        with EvidenceStopping(model, rule) as stopping:
             for _ in range(10 * n // size):
                 i = next(rows)
                 F.cross_entropy(model(x[i]), y[i]).backward()

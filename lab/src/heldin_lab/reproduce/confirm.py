@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from heldin_lab.rules import EvidenceStopping
+from heldin_lab.rules import Evidence, EvidenceStopping
 
 from .experiments import mnist as _mnist
 from .experiments import mnist_gd as _mnist_gd
@@ -184,14 +184,14 @@ def _watched(model: nn.Module, whole: bool) -> Iterator[_Watched]:
             continue
         more = whole and start == 0.0
         for groups, correction in product(GROUPS, CORRECTIONS) if more else [("tensor", None)]:
-            options: dict[str, Any] = {"dead": division, "correction": correction}
-            rule = EvidenceStopping.paper(
-                model,
-                groups,  # type: ignore[arg-type]
+            paper = Evidence.paper(
+                parameter_groups=groups,
                 smoothing=smoothing,
-                start=start,
-                **options,
+                initial_average=start,
+                dead_coordinates="exclude" if division == "out" else division,
+                correction=correction,
             )
+            rule = EvidenceStopping(model, paper)
             yield _Watched(smoothing, start, division, groups, correction, rule)
 
 

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from heldin_lab.rules import EvidenceStopping
+from heldin_lab.rules import Evidence, EvidenceStopping
 
 __all__ = ["BUDGETS", "MODELS", "Agreement", "agreement"]
 
@@ -100,9 +100,9 @@ def _train(
     y = torch.tensor(labels)[chosen]
     network = MODELS[model]()
     optimizer = torch.optim.SGD(network.parameters(), lr=RATE)
-    exact = EvidenceStopping(network, estimator="exact", history=steps + 1)
+    exact = EvidenceStopping(network, Evidence(estimator="exact"), history=steps + 1)
     sampled = [
-        EvidenceStopping(network, coordinates=budget, seed=seed, history=steps + 1)
+        EvidenceStopping(network, Evidence(coordinates=budget), seed=seed, history=steps + 1)
         for budget in budgets
     ]
     batches = torch.Generator().manual_seed(order)

@@ -16,7 +16,7 @@ from heldin_lab.reproduce.readings import Choice, Value
 from heldin_lab.reproduce.run import Run
 from heldin_lab.reproduce.tables import at
 from heldin_lab.reproduce.training import Rows, backward, batch, chunks, mean_loss, perceptron
-from heldin_lab.rules import EvidenceStopping, ValidationStopping
+from heldin_lab.rules import Evidence, EvidenceStopping, ValidationStopping
 
 __all__ = [
     "FULL_NET",
@@ -138,7 +138,8 @@ def train(run: Run, rate: float, method: str) -> None:
         )
     else:
         # what the log has seen is given to the rule, which needs not look again
-        rule = EvidenceStopping.paper(model, smoothing=s.smoothing, every=2 * steps)
+        paper = Evidence.paper(smoothing=s.smoothing, check_every=2 * steps)
+        rule = EvidenceStopping(model, paper)
         sizes = {name: p.numel() for name, p in model.named_parameters()}
         log = Log(model, s.budget, Averages(sizes, s.every) if s.batch else None)
     everything: dict[str, Any] = {"model": model, "optimizer": optimizer, "rule": rule}

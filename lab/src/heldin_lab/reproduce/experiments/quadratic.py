@@ -15,7 +15,7 @@ from heldin_lab.reproduce.figures import GREY, RED, bar, criterion, logarithmic,
 from heldin_lab.reproduce.readings import Choice, Value
 from heldin_lab.reproduce.run import Run
 from heldin_lab.reproduce.tables import at, least, step_of
-from heldin_lab.rules import EvidenceStopping
+from heldin_lab.rules import Evidence, EvidenceStopping
 
 __all__ = [
     "EIGENVALUES",
@@ -137,7 +137,8 @@ def train(run: Run, b: Tensor, zeta: Tensor, start: Tensor, *, weights: bool = F
     model = Quadratic(b.float(), zeta.float(), settings.noise, start.float()).to(run.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=settings.rate)
     sides = torch.tensor([-1.0, 1.0], device=run.device)
-    with EvidenceStopping.paper(model, "all", smoothing=0.0) as rule:
+    paper = Evidence.paper(parameter_groups="all", smoothing=0.0)
+    with EvidenceStopping(model, paper) as rule:
         for step in run.steps(settings.steps, model=model, optimizer=optimizer, rule=rule):
             model(sides).mean().backward()
             rule.step()

@@ -20,7 +20,7 @@ from heldin_lab.reproduce.readings import DIVISION, SMOOTHING, START
 from heldin_lab.reproduce.run import Run
 from heldin_lab.reproduce.tables import at, last, least
 from heldin_lab.reproduce.training import Rows, batch, mean_loss, perceptron
-from heldin_lab.rules import EvidenceStopping, ValidationStopping
+from heldin_lab.rules import Evidence, EvidenceStopping, ValidationStopping
 
 __all__ = ["EXPERIMENT"]
 
@@ -116,7 +116,8 @@ def descend(run: Run, kind: str, rate: float, method: str) -> None:
         )
     else:
         # what the log has seen is given to the rule, which needs not look again
-        rule = EvidenceStopping.paper(model, smoothing=s.smoothing, every=2 * s.steps)
+        paper = Evidence.paper(smoothing=s.smoothing, check_every=2 * s.steps)
+        rule = EvidenceStopping(model, paper)
         log = Log(model)
     everything: dict[str, Any] = {"model": model, "optimizer": optimizer, "rule": rule}
     if log is not None:

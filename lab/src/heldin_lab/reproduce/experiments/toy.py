@@ -24,7 +24,7 @@ from heldin_lab.reproduce.figures import (
 from heldin_lab.reproduce.readings import Choice, Value
 from heldin_lab.reproduce.run import Run
 from heldin_lab.reproduce.tables import at, last, least, step_of
-from heldin_lab.rules import EvidenceStopping, ValidationStopping
+from heldin_lab.rules import Evidence, EvidenceStopping, ValidationStopping
 
 __all__ = ["EXPERIMENT"]
 
@@ -138,7 +138,8 @@ def descend(run: Run) -> None:
     validation = ValidationStopping(
         model, lambda: errors(1).mean(), patience=s.steps, restore_best=False, history=2
     )
-    with EvidenceStopping.paper(model, "all", smoothing=0.0) as rule:
+    paper = Evidence.paper(parameter_groups="all", smoothing=0.0)
+    with EvidenceStopping(model, paper) as rule:
         everything = {"model": model, "optimizer": optimizer, "rule": rule, "other": validation}
         for step in run.steps(s.steps, **everything):
             errors(0).mean().backward()

@@ -16,7 +16,7 @@ from heldin_lab.reproduce.figures import Column, columns
 from heldin_lab.reproduce.readings import DIVISION, SMOOTHING, START, Choice, Value
 from heldin_lab.reproduce.run import Run
 from heldin_lab.reproduce.tables import at, last, least, step_of
-from heldin_lab.rules import EvidenceStopping, ValidationStopping
+from heldin_lab.rules import Evidence, EvidenceStopping, ValidationStopping
 
 __all__ = ["EXPERIMENT"]
 
@@ -136,7 +136,7 @@ def descend(run: Run, method: str) -> None:
             history=2,
         )
     else:
-        rule = EvidenceStopping.paper(model, smoothing=s.smoothing)
+        rule = EvidenceStopping(model, Evidence.paper(smoothing=s.smoothing))
     with rule:
         for step in run.steps(s.steps, model=model, optimizer=optimizer, rule=rule):
             trained = loss(train, train_y)
