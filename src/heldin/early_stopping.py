@@ -6,7 +6,7 @@ import bisect
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -35,6 +35,7 @@ from heldin.rules.policy import PATIENCE, Patience
 from heldin.rules.progress import RunProgress
 from heldin.rules.reporting import RunFacts
 from heldin.rules.results import RunResults, follow_outputs
+from heldin.rules.step_order import has_closure
 from heldin.rules.validation import ValidationStopping
 from heldin.shadows.held_out import loss_of_pairs
 from heldin.shadows.stacked import StackedShadows
@@ -166,13 +167,15 @@ class EarlyStopping(NamedArguments, RunResults, PlainLoopOnly):
         averaged_model: nn.Module | None = None,
         verify: bool = False,
     ) -> None:
-        self.rule = resolve(rule, budget, memory)
+        self.rule: Any = resolve(rule, budget, memory)
         self.seed = check_int(NAME, "seed", seed, 0)
-        self._optimizer: Optimizer | None = _check_optimizer(optimizer)
-        _check_model(model)
+        self._optimizer: Any = _check_optimizer(optimizer)
+        if not isinstance(model, nn.Module):
+            raise HeldinError(
+                f"{NAME}: model must be a torch.nn.Module, got a {type(model).__name__}; the order "
+                "is EarlyStopping(model, optimizer, loss_fn, data)"
+            )
         patience = check_patience(NAME, patience, finish)
-        self._patience: Any = PATIENCE if patience == "default" else patience
-        self._default_patience = patience == "default"
         self._step = 0
         self._failed = False  # whether the latest step could not be followed
         self._batches: list[tuple[Any, Any]] = []  # announced by note_batch
@@ -183,8 +186,16 @@ class EarlyStopping(NamedArguments, RunResults, PlainLoopOnly):
         self._data, self._loss = data, batch_loss
         if batch_loss is None and loss_fn is not None:
             self._loss = loss_of_pairs(loss_fn)
-        self._train_step, self._training = _check_train_step(train_step, state), False
-        _check_average(averaged_model, train_step)
+        _check_train_step(train_step, state, averaged_model)
+        self._train_step, self._training = train_step, False
+        if not isinstance(self.rule, (Auto, Folds, LeaveOneOut)):
+            of_estimates = {
+                "finish": finish is not None,
+                "monitor": monitor != "loss",
+                "mode": mode is not None,
+                "temperature": temperature != "auto",
+            }
+            self._refuse(name for name, given in of_estimates.items() if given)
         described = {
             "eval_loss": eval_loss,
             "eval_data": eval_data,
@@ -196,143 +207,126 @@ class EarlyStopping(NamedArguments, RunResults, PlainLoopOnly):
             "train_step": train_step,
             "state": tuple(state) or None,
             "averaged_model": averaged_model,
+            "loss_fn": loss_fn,
+            "batch_loss": batch_loss,
+            "data": data,
         }
-        options = {name: value for name, value in described.items() if value is not None}
-        if not isinstance(self.rule, (Auto, Folds, LeaveOneOut)):
-            of_estimates = {
-                "finish": finish is not None,
-                "monitor": monitor != "loss",
-                "mode": mode is not None,
-                "temperature": temperature != "auto",
-            }
-            self._refuse({name: True for name, given in of_estimates.items() if given})
+        given = {name: value for name, value in described.items() if value is not None}
         self._progress: RunProgress | None = None
         self._counts_epochs = False  # whether the loop is over `epochs`
-        self._inner = self._make(model, loss_fn, batch_loss, data, options, process_group)
+        self._inner = self._make(model, given, patience, process_group)
         if isinstance(self._inner, PathStopping):
             self._inner.finish = finish
         self._facts: RunFacts = getattr(self._inner, "run", RunFacts())
         self._facts.describe(self._model, self._optimizer)
-        self._outputs: Any = metrics, predict, targets, monitor, mode, temperature
-        follow_outputs(self._inner, *self._outputs)
+        self._outputs = {
+            "metrics": metrics,
+            "predict": predict,
+            "targets": targets,
+            "monitor": monitor,
+            "mode": mode,
+            "temperature": temperature,
+        }
+        follow_outputs(self._inner, **self._outputs)
         self._tell_of_checks(self._inner, on_check)
         if verify:
-            self._verify_every_step()
-        self._follow(self._optimizer)
-
-    def _verify_every_step(self) -> None:
-        check = self._inner._step_check() if isinstance(self._inner, PathStopping) else None
-        if check is None:
-            raise HeldinError(f"{NAME}: verify has no effect with this rule; leave it out")
-        check.check_every_step()
+            check = self._inner._step_check() if isinstance(self._inner, PathStopping) else None
+            if check is None:
+                raise HeldinError(f"{NAME}: verify has no effect with this rule; leave it out")
+            check.check_every_step()
+        self._removals = [
+            call_at_steps(self._before_step, self._optimizer),
+            call_at_steps(self._after_step, self._optimizer, after=True),
+        ]
 
     # -- making the rule
 
-    def _make(
-        self,
-        model: nn.Module,
-        loss_fn: Any,
-        batch_loss: Any,
-        data: Any,
-        options: dict[str, Any],
-        process_group: Any,
-    ) -> Any:
-        """Return the object that follows the run."""
-        rule = self.rule
-        if isinstance(rule, Evidence):
-            self._refuse({**options, "loss_fn": loss_fn, "batch_loss": batch_loss})
-            return self._make_evidence(model, rule, data, process_group)
-        if isinstance(rule, Validation):
-            self._refuse({**options, **self._drawn(process_group)})
-            return self._make_validation(model, rule, loss_fn, batch_loss)
-        if type(rule).follow is not Rule.follow:  # a rule from elsewhere
-            patience = None if self._default_patience else self._patience
-            given = {"loss_fn": loss_fn, "batch_loss": batch_loss, "data": data}
-            self._refuse({**options, **given, "patience": patience, **self._drawn(process_group)})
-            return rule.follow(model, self._opened_optimizer())
-        if isinstance(rule, LeaveOneOut):
-            if batch_loss is not None:
-                raise HeldinError(f"{NAME}: leave-one-out needs loss_fn and tensors, no batch_loss")
-            self._refuse({k: v for k, v in options.items() if k != "sample_weight"})
-        inputs = RunInputs(
-            model,
-            self._opened_optimizer(),
-            loss_fn,
-            data,
-            batch_loss=batch_loss,
-            patience=self._patience,
-            seed=self.seed,
-            process_group=process_group,
-            **options,
-        )
-        assert isinstance(rule, (Auto, Folds, LeaveOneOut))
-        return follow(inputs, rule)
+    def _make(self, model: nn.Module, given: dict[str, Any], patience: Any, group: Any) -> Any:
+        """Return the object that follows the run.
 
-    def _make_evidence(self, model: nn.Module, rule: Evidence, data: Any, group: Any) -> Any:
-        window = 1
+        Args:
+            model: the model that is trained.
+            given: the arguments about data and loop, those that are not None.
+            patience: as `check_patience` returns it.
+            group: the argument process_group.
+        """
+        rule, used = self.rule, {"loss_fn", "batch_loss", "data"}
+        drawn = {"seed": self.seed != 0, "process_group": group != "auto"}
+        if isinstance(rule, Evidence):
+            self._refuse(given.keys() - {"data"})
+            return self._make_evidence(model, rule, patience, group)
+        if isinstance(rule, Validation):
+            self._refuse([*(given.keys() - used), *(name for name in drawn if drawn[name])])
+            if ("loss_fn" in given) == ("batch_loss" in given):
+                raise HeldinError(f"{NAME}: give either loss_fn or batch_loss")
+            return self._make_validation(model, rule, patience)
+        if type(rule).follow is not Rule.follow:  # a rule from elsewhere
+            drawn = {"patience": patience not in ("default", None), **drawn}
+            self._refuse([*given, *(name for name in drawn if drawn[name])])
+            return rule.follow(model, self._optimizer)
+        if isinstance(rule, LeaveOneOut):
+            if "batch_loss" in given:
+                raise HeldinError(f"{NAME}: leave-one-out needs loss_fn and tensors, no batch_loss")
+            self._refuse(given.keys() - used - {"sample_weight"})
+        return follow(
+            RunInputs(
+                model,
+                self._optimizer,
+                patience=PATIENCE if patience == "default" else patience,
+                seed=self.seed,
+                process_group=group,
+                **given,
+            ),
+            rule,
+        )
+
+    def _make_evidence(self, model: nn.Module, rule: Evidence, patience: Any, group: Any) -> Any:
         if rule.window == "epoch":
             if self._loader is None:
                 raise HeldinError(
                     f"{NAME}: window='epoch' needs the DataLoader of the loop as data, to know how "
                     "many steps an epoch has; or pass the number of steps"
                 )
-            window = max(1, len(self._loader) // rule.check_every)
-        else:
-            window = rule.window
-            if data is not None:
-                raise HeldinError(
-                    f"{NAME}: rule='evidence' uses no data, except for window='epoch'; leave it out"
-                )
-        if not self._default_patience:
+            rule = replace(rule, window=max(1, len(self._loader) // rule.check_every))
+        elif self._data is not None:
+            raise HeldinError(
+                f"{NAME}: rule='evidence' uses no data, except for window='epoch'; leave it out"
+            )
+        if patience != "default":
             raise HeldinError(f"{NAME}: rule='evidence' has checks= in place of patience=")
-        rule = replace(rule, window=window)
         return EvidenceStopping(model, rule, seed=self.seed, process_group=group)
 
-    def _make_validation(
-        self, model: nn.Module, rule: Validation, loss_fn: Any, batch_loss: Any
-    ) -> Any:
-        if (loss_fn is None) == (batch_loss is None):
-            raise HeldinError(f"{NAME}: give either loss_fn or batch_loss")
-        patience = 5 if self._default_patience else self._patience
-        if not isinstance(patience, int):
+    def _make_validation(self, model: nn.Module, rule: Validation, patience: Any) -> Any:
+        batch_loss, data, checks = self._loss, rule.data, 5 if patience == "default" else patience
+        if not isinstance(checks, int):
             raise HeldinError(
-                f"{NAME}: with rules.Validation, patience is a number of epochs, got {patience!r}"
+                f"{NAME}: with rules.Validation, patience is a number of epochs, got {checks!r}"
             )
-        if rule.check_every is not None and not self._default_patience:  # it counts checks
+        if rule.check_every is not None and patience != "default":
             if self._loader is None:
                 raise HeldinError(
                     f"{NAME}: rules.Validation(check_every=...) needs the DataLoader of the loop "
                     "as data, to know how many checks the epochs of patience have"
                 )
-            patience = math.ceil(patience * len(self._loader) / rule.check_every)
+            checks = math.ceil(checks * len(self._loader) / rule.check_every)
         device = next(model.parameters()).device
+        if isinstance(data, (tuple, list)) and all(isinstance(part, Tensor) for part in data):
+            data = [data]
 
         def loss() -> float:
             total = rows = 0.0
-            for batch in _batches(rule.data):
+            for batch in data:
                 moved = to_device(batch, device)
                 count = len(next(tensors_in(moved)))
-                if batch_loss is not None:
-                    value = batch_loss(model, moved)
-                else:
-                    *inputs, targets = moved
-                    value = loss_fn(model(*inputs), targets)
-                total += float(value) * count
+                total += float(batch_loss(model, moved)) * count
                 rows += count
             return total / rows
 
-        return ValidationStopping(
-            model, loss, patience=patience, improvement=rule.improvement, restore_best=True
-        )
+        return ValidationStopping(model, loss, patience=checks, improvement=rule.improvement)
 
-    def _drawn(self, process_group: Any) -> dict[str, Any]:
-        """Return the arguments of rules that draw random numbers or pool processes, if given."""
-        group = None if process_group == "auto" else process_group
-        return {"seed": self.seed or None, "process_group": group}
-
-    def _refuse(self, options: Mapping[str, Any]) -> None:
-        """Refuse arguments that would be ignored; None is not given."""
-        for name in (name for name, value in options.items() if value is not None):
+    def _refuse(self, names: Iterable[str]) -> None:
+        """Refuse arguments that would be ignored."""
+        for name in names:
             raise HeldinError(
                 f"{NAME}: {name} has no effect with rule {self.rule.name!r}; leave it out, or use "
                 "rule='folds'"
@@ -340,21 +334,14 @@ class EarlyStopping(NamedArguments, RunResults, PlainLoopOnly):
 
     # -- following the optimiser
 
-    def _follow(self, optimizer: Optimizer) -> None:
-        self._removals = [
-            call_at_steps(self._before_step, optimizer),
-            call_at_steps(self._after_step, optimizer, after=True),
-        ]
-
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Form the value of evidence, whose weights are those before the step."""
-        if not is_inner_step(optimizer):
-            self._facts.note_step()
-        if not isinstance(self._inner, EvidenceStopping) or self._inner.should_stop:
-            return
         if is_inner_step(optimizer):
             return
-        if _has_closure(args, kwargs):
+        self._facts.note_step()
+        if not isinstance(self._inner, EvidenceStopping) or self._inner.should_stop:
+            return
+        if has_closure(args, kwargs):
             raise HeldinError(
                 f"{NAME}: with rule='evidence' the gradients must be there before "
                 "optimizer.step(); call backward() before it, not in a closure"
@@ -375,6 +362,9 @@ class EarlyStopping(NamedArguments, RunResults, PlainLoopOnly):
         self._failed = True  # until the step was followed
         self._follow_step()
         self._failed = False
+        self._show_step()
+
+    def _show_step(self) -> None:
         self._facts.note_step()
         if self._progress is not None:
             self._progress.show(self._step)
@@ -384,7 +374,6 @@ class EarlyStopping(NamedArguments, RunResults, PlainLoopOnly):
         if isinstance(inner, EvidenceStopping):
             return
         if isinstance(inner, ValidationStopping):
-            assert isinstance(self.rule, Validation)
             every = self.rule.check_every
             if every is None and not self._counts_epochs and self._loader is not None:
                 every = len(self._loader)
@@ -507,7 +496,6 @@ class EarlyStopping(NamedArguments, RunResults, PlainLoopOnly):
             if many and isinstance(self._inner, EvidenceStopping) and not self.should_stop:
                 warn_of_many_epochs(NAME, self._inner.criterion)
         if isinstance(self._inner, ValidationStopping) and not self._inner.should_stop:
-            assert isinstance(self.rule, Validation)
             if self.rule.check_every is None:
                 self._inner.step(at=self._step)
 
@@ -564,19 +552,16 @@ class EarlyStopping(NamedArguments, RunResults, PlainLoopOnly):
                 )
             self._fit_plainly(batch_size, max_epochs, generator, progress)
             return self
-        rows = inner._count
+        steps = -(-inner._count // (batch_size or inner._count))
         if self._loader is not None:
             steps = len(self._loader)
-        else:
-            steps = -(-rows // (batch_size or rows))
         inner.epoch_steps = steps
         self._show(progress, max_epochs)
 
         def after_epoch() -> None:
             self._step = inner._step
             self._facts.epoch_ends.append(self._step)
-            if self._progress is not None:
-                self._progress.show(self._step)
+            self._show_step()
             if on_epoch is not None:
                 inner._give_back()
                 on_epoch(self)
@@ -601,7 +586,7 @@ class EarlyStopping(NamedArguments, RunResults, PlainLoopOnly):
         the targets of rows that it does not see.
         """
         self._inner._stacked("fit").start_at(weights)
-        follow_outputs(self._inner, *self._outputs)
+        follow_outputs(self._inner, **self._outputs)
 
     def _fit_plainly(
         self,
@@ -621,7 +606,7 @@ class EarlyStopping(NamedArguments, RunResults, PlainLoopOnly):
                 f"{NAME}.fit: it needs data, and loss_fn, batch_loss or train_step; or write the "
                 "loop: for epoch in stopping.epochs(...)"
             )
-        model, optimizer = self._opened("fit"), self._opened_optimizer()
+        model, optimizer = self._opened("fit"), self._optimizer
         loader = self._loader
         if loader is None:
             rows = self._data if isinstance(self._data, Dataset) else TensorDataset(*self._data)
@@ -636,13 +621,12 @@ class EarlyStopping(NamedArguments, RunResults, PlainLoopOnly):
                 f"{NAME}.fit: data is a DataLoader, which has its own batch size and order; leave "
                 "batch_size and generator out"
             )
-        device, inner = next(model.parameters()).device, self._inner
+        device, inner, loss = next(model.parameters()).device, self._inner, self._loss
         ahead: list[Tensor] = []  # rows of the steps that shadows have taken before the model
 
         def take_step(batch: Any) -> None:
-            assert self._loss is not None
             optimizer.zero_grad()
-            self._loss(model, to_device(batch, device)).backward()
+            loss(model, to_device(batch, device)).backward()
             optimizer.step()
 
         fixed = isinstance(loader.dataset, TensorDataset)
@@ -653,9 +637,7 @@ class EarlyStopping(NamedArguments, RunResults, PlainLoopOnly):
                 if leads and index is not None:
                     inner.lead(batch, index)
                     self._step += 1
-                    self._facts.note_step()
-                    if self._progress is not None:
-                        self._progress.show(self._step)
+                    self._show_step()
                     ahead.append(index)
                 else:
                     if index is not None:
@@ -745,8 +727,7 @@ class EarlyStopping(NamedArguments, RunResults, PlainLoopOnly):
     @property
     def stopped_step(self) -> int | None:
         """The step at which the rule asked to stop."""
-        step: int | None = self._inner.stopped_step
-        return step
+        return self._inner.stopped_step  # type: ignore[no-any-return]
 
     @property
     def reason(self) -> str:
@@ -772,8 +753,7 @@ class EarlyStopping(NamedArguments, RunResults, PlainLoopOnly):
 
     def metrics(self) -> dict[str, float]:
         """Return the state as a flat mapping for any tracker."""
-        values: dict[str, float] = self._inner.metrics()
-        return values
+        return dict(self._inner.metrics())
 
     def restore(self) -> None:
         """Put the chosen weights into the model."""
@@ -839,28 +819,15 @@ class EarlyStopping(NamedArguments, RunResults, PlainLoopOnly):
         self._inner.close()
         self._model = self._optimizer = self._loader = None
         self._data = self._loss = self._train_step = None
-        self._outputs = None
-        self._batches = []
+        self._outputs, self._batches = {}, []
 
     def _opened(self, method: str) -> nn.Module:
         if self._model is None:
             raise HeldinError(f"{NAME}.{method}: called after close(); make a new object")
         return self._model
 
-    def _opened_optimizer(self) -> Optimizer:
-        assert self._optimizer is not None
-        return self._optimizer
 
-
-def _check_model(model: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise HeldinError(
-            f"{NAME}: model must be a torch.nn.Module, got a {type(model).__name__}; the order is "
-            "EarlyStopping(model, optimizer, loss_fn, data)"
-        )
-
-
-def _check_train_step(train_step: Any, state: Sequence[Any]) -> Callable[[Any], Any] | None:
+def _check_train_step(train_step: Any, state: Any, average: Any) -> None:
     if train_step is not None and not callable(train_step):
         raise HeldinError(f"{NAME}: train_step must be a function of a batch, got {train_step!r}")
     if state and train_step is None:
@@ -873,19 +840,12 @@ def _check_train_step(train_step: Any, state: Sequence[Any]) -> Callable[[Any], 
                 f"{NAME}: state must hold modules, or objects with state_dict and load_state_dict, "
                 f"got a {type(each).__name__}"
             )
-    result: Callable[[Any], Any] | None = train_step
-    return result
-
-
-def _check_average(average: Any, train_step: Any) -> None:
-    if average is None:
-        return
-    if not isinstance(average, nn.Module):
+    if average is not None and not isinstance(average, nn.Module):
         raise HeldinError(
             f"{NAME}: averaged_model must be a module, such as "
             f"torch.optim.swa_utils.AveragedModel, got a {type(average).__name__}"
         )
-    if train_step is None:
+    if average is not None and train_step is None:
         raise HeldinError(
             f"{NAME}: averaged_model needs train_step, a function of a batch that takes the step "
             "and updates the average, so that each shadow has an average of its own"
@@ -921,16 +881,6 @@ def _check_optimizer(optimizer: Any) -> Optimizer:
             "order is EarlyStopping(model, optimizer, loss_fn, data)"
         )
     return inner
-
-
-def _batches(data: Any) -> Any:
-    if isinstance(data, (tuple, list)) and all(isinstance(part, Tensor) for part in data):
-        return [data]
-    return data
-
-
-def _has_closure(args: Any, kwargs: Mapping[str, Any]) -> bool:
-    return any(value is not None for value in (*args[1:], kwargs.get("closure")))
 
 
 def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -99,24 +99,18 @@ def check_outputs(
     return resolved, larger, [name for name, given in asked.items() if given]
 
 
-def follow_outputs(
-    inner: Any,
-    metrics: Any,
-    predict: Any,
-    targets: Any,
-    monitor: str,
-    mode: str | None,
-    temperature: bool | str,
-    fallback: Any = None,
-    owner: str = NAME,
-) -> None:
-    """Keep the outputs of held-out rows along a run; see `heldin.EarlyStopping` for the arguments.
+def follow_outputs(inner: Any, *, fallback: Any = None, owner: str = NAME, **options: Any) -> None:
+    """Keep the outputs of held-out rows along a run.
 
     Outputs that cannot be had are an error only where something was asked for that needs them.
+
+    Args:
+        inner: the object that follows the run.
+        fallback: (model, batch) -> outputs, where a call of the model does not show them.
+        owner: the public name, for errors.
+        options: the arguments of `check_outputs`.
     """
-    resolved, larger, asked = check_outputs(
-        owner, metrics, predict, targets, monitor, mode, temperature
-    )
+    resolved, larger, asked = check_outputs(owner, **options)
     if not isinstance(inner, PathStopping):
         for argument in asked:
             raise HeldinError(
@@ -124,9 +118,10 @@ def follow_outputs(
                 'rule does not have; leave it out, or use rule="auto"'
             )
         return
-    outcome = Outcome(resolved, monitor, larger, temperature, inner.memory)
+    outcome = Outcome(resolved, options["monitor"], larger, options["temperature"], inner.memory)
+    recipe = OutputRecipe(inner.memory, options["predict"], options["targets"], fallback)
     try:
-        inner.follow_outputs(OutputRecipe(inner.memory, predict, targets, fallback), outcome)
+        inner.follow_outputs(recipe, outcome)
     except HeldinError as error:
         if asked:
             raise HeldinError(f"{owner}: {error}") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -13,7 +14,12 @@ from heldin.capture.graph import Backward
 from heldin.errors import HeldinWarning, more
 from heldin.loop.hooks import call_at_steps
 
-__all__ = ["StepOrderCheck"]
+__all__ = ["StepOrderCheck", "has_closure"]
+
+
+def has_closure(args: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Return whether an optimiser's step has these arguments, its hook's, and a closure."""
+    return any(value is not None for value in (*args[1:], kwargs.get("closure")))
 
 
 class StepOrderCheck:
@@ -40,8 +46,8 @@ class StepOrderCheck:
     def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not self._seen.passes or self._warned_of_order:
             return
-        if any(argument is not None for argument in (*args[1:], kwargs.get("closure"))):
-            return  # a closure runs its backward passes inside the step
+        if has_closure(args, kwargs):
+            return  # it runs its backward passes inside the step
         if optimizer not in self._steps_model:
             params = (p for group in optimizer.param_groups for p in group["params"])
             self._steps_model[optimizer] = any(id(p) in self._parameter_ids for p in params)
