@@ -78,9 +78,12 @@ class FoldStopping(PathStopping):
         if isinstance(wrapped, Optimizer):
             inputs = replace(inputs, optimizer=wrapped)
         super().__init__(inputs, rule)
-        self.rule = rule
+        self.rule, self._is_light = rule, rule.rows != "all"
+        self._row_share = 1.0 if rule.rows == "all" else rule.rows  # of a batch, for each shadow
         model, optimizer, state = unwrapped(inputs.model), inputs.optimizer, inputs.state
-        self._refuse_arguments(inputs)
+        several = self._process_group is not None
+        replays = inputs.needs_replay or rule.engine == "replay" or several
+        self._refuse_arguments(inputs, replays, several)
         if inputs.averaged_model is not None:
             state = (*state, inputs.averaged_model)
             self._average = module_of(self.owner, inputs.averaged_model, model)
@@ -94,7 +97,7 @@ class FoldStopping(PathStopping):
         self._seen_at_start = 0  # of the shadows
         self._same = ParameterGuard(model, optimizer, state)
         self._replays_function = inputs.train_step is not None
-        self._backend: ShadowBackend = self._make_backend(inputs, model)
+        self._backend: ShadowBackend = self._make_backend(inputs, model, replays)
         self._same_loss = self._backend.same_loss
         self._start()
 
@@ -103,7 +106,7 @@ class FoldStopping(PathStopping):
         """(rows,) the number of the shadow that is tested on a row; -1: none."""
         return self._label
 
-    def _refuse_arguments(self, inputs: RunInputs) -> None:
+    def _refuse_arguments(self, inputs: RunInputs, replays: bool, several: bool) -> None:
         """Refuse what is missing, and what would be ignored."""
         name, engine = self.owner, self.rule.engine
         if inputs.data is None:
@@ -119,37 +122,26 @@ class FoldStopping(PathStopping):
                 raise HeldinError(
                     f"{name}: {argument} must be a function of (model, batch), got {function!r}"
                 )
-        several = self._process_group is not None
         if (inputs.batch_loss is not None or several) and engine not in ("auto", "replay"):
             raise HeldinError(
                 f"{name}: with batch_loss, or in several processes, engine must be 'auto' or "
                 f"'replay', got {engine!r}"
             )
-        if self._replays(inputs) and inputs.sample_weight is not None:
+        if replays and inputs.sample_weight is not None:
             raise HeldinError(
                 f"{name}: sample_weight is for stacked shadows; let the batch carry the weights "
                 "and batch_loss use them"
             )
-        if not self._replays(inputs) and (inputs.eval_loss or inputs.eval_data) is not None:
+        if not replays and (inputs.eval_loss or inputs.eval_data) is not None:
             raise HeldinError(
                 f"{name}: eval_loss and eval_data need batch_loss, or engine='replay'"
             )
 
-    def _replays(self, inputs: RunInputs) -> bool:
-        """Return whether shadows replay the loop's step, whatever the model is."""
-        several = self._process_group is not None
-        return inputs.needs_replay or self.rule.engine == "replay" or several
-
-    @staticmethod
-    def _is_grouped(inputs: RunInputs) -> bool:
-        """Return whether the user says which rows belong together, or follow each other."""
-        return inputs.groups is not None or inputs.time is not None
-
     # -- the shadows
 
-    def _make_backend(self, inputs: RunInputs, model: nn.Module) -> ShadowBackend:
+    def _make_backend(self, inputs: RunInputs, model: nn.Module, replays: bool) -> ShadowBackend:
         """Return the shadows: in one stack where that can be right, else by replaying the step."""
-        if not self._replays(inputs):
+        if not replays:
             stacked = self._stack(inputs, model)
             if stacked is not None:
                 inputs.store.close()
@@ -161,18 +153,12 @@ class FoldStopping(PathStopping):
 
     def _stack(self, inputs: RunInputs, model: nn.Module) -> StackedShadows | None:
         """Return stacked shadows; None if they cannot be stacked, and nobody insists on it."""
-        assert inputs.loss_fn is not None
         insists = inputs.sample_weight is not None or self.rule.engine != "auto"
         try:
             rows = TensorData(
-                self.owner,
-                model,
-                inputs.loss_fn,
-                inputs.data,
-                inputs.sample_weight,
-                self._device,
+                self.owner, model, inputs.loss_fn, inputs.data, inputs.sample_weight, self._device,
                 inputs.store,
-            )
+            )  # fmt: skip
         except HeldinError:
             raise
         except Exception:
@@ -181,22 +167,13 @@ class FoldStopping(PathStopping):
             return None
         if rows.rows.loader is not None:
             source = RowSource(rows.rows.loader, self.seed, False, inputs.store)
-            check_rows(self.owner, source, self._is_grouped(inputs), compares=False)
+            check_rows(self.owner, source, inputs.is_grouped, compares=False)
         self._deal(inputs, len(rows), self._device)
         try:
             return StackedShadows(
-                self.owner,
-                model,
-                inputs.optimizer,
-                rows,
-                self._label,
-                self.rule.engine,
-                self.seed,
-                inputs.clip,
-                self._row_share,
-                self._times is not None,
-                self._sees,
-            )
+                self.owner, model, inputs.optimizer, rows, self._label, self.rule.engine,
+                self.seed, inputs.clip, self._row_share, self._times is not None, self._sees,
+            )  # fmt: skip
         except CannotStack as error:
             if insists or self._sees is not None:
                 raise HeldinError(f"{self.owner}: {error}") from error
@@ -214,7 +191,7 @@ class FoldStopping(PathStopping):
                 f"{view.count}, data has {source.count}"
             )
         self._first_rows = source.digest() if self._process_group is not None else None
-        check_rows(name, source, self._is_grouped(inputs))
+        check_rows(name, source, inputs.is_grouped)
         if view is not source:
             keep_items(view)
             refuse_other_order(name, source, view)
@@ -224,39 +201,17 @@ class FoldStopping(PathStopping):
                 f"{name}: folds as pairs of rows to train on and to test need loss_fn, tensors and "
                 "shadows in one stack; give the fold of each row"
             )
-        loss = inputs.batch_loss
-        if loss is None:
-            assert inputs.loss_fn is not None
-            loss = loss_of_pairs(inputs.loss_fn)
         return ReplayedShadows(
-            name,
-            model,
-            inputs.optimizer,
-            source,
-            view,
-            self._label,
-            loss,
-            inputs.eval_loss,
-            inputs.clip,
-            self.seed,
-            self.memory,
-            self._process_group,
-            inputs.train_step,
-            inputs.state,
-            self._row_share,
-            self._times is not None,
-            self._average,
-        )
-
-    @property
-    def _row_share(self) -> float:
-        """The share of the rows of each minibatch that a shadow is trained on."""
-        return 1.0 if self.rule.rows == "all" else self.rule.rows
+            name, model, inputs.optimizer, source, view, self._label,
+            inputs.batch_loss or loss_of_pairs(inputs.loss_fn), inputs.eval_loss, inputs.clip,
+            self.seed, self.memory, self._process_group, inputs.train_step, inputs.state,
+            self._row_share, self._times is not None, self._average,
+        )  # fmt: skip
 
     def _deal(self, inputs: RunInputs, count: int, device: torch.device) -> None:
         """Deal the rows to folds; say of copies of rows, which would be in several."""
         name, self._count = self.owner, count
-        if inputs.groups is None and inputs.time is None:
+        if not inputs.is_grouped:
             warn_of_copies(name, inputs.data)
         self._groups = numbered(name, "groups", inputs.groups, count)
         self._times = numbered(name, "time", inputs.time, count, in_order=True)
@@ -274,24 +229,20 @@ class FoldStopping(PathStopping):
 
     def _labels(self, classes: Tensor | None) -> Tensor:
         """(rows,) which shadow is tested on a row; -1: none."""
-        n = self._count
+        n, folds = self._count, self.rule.folds
+        counted = isinstance(folds, int)
         if self._times is not None:
-            if (
-                self._groups is not None
-                or classes is not None
-                or not isinstance(self.rule.folds, int)
-            ):
+            if self._groups is not None or classes is not None or not counted:
                 raise HeldinError(
                     f"{self.owner}: with time, a shadow is tested on the rows after those it sees, "
                     "and groups, stratify and fold numbers of the rows cannot be kept; leave them "
                     "out (rows with the same time are never divided)"
                 )
-            self._folds = check_int(self.owner, "folds", self.rule.folds, 2)
+            self._folds = folds
             shadows = self._checked_shadows()
             self.history.rule = f"in time: {self.history.rule}"
             return time_labels(self.owner, self._times, self._folds, shadows)
-        if isinstance(self.rule.folds, int):
-            folds = check_int(self.owner, "folds", self.rule.folds, 2)
+        if counted:
             if folds > n:
                 raise HeldinError(
                     f"{self.owner}: {folds} folds of {n} rows would be empty; use at most {n}"
@@ -306,16 +257,16 @@ class FoldStopping(PathStopping):
             raise HeldinError(
                 f"{self.owner}: folds gives the fold of every row already; leave stratify out"
             )
-        elif _is_splits(self.rule.folds):
-            labels, self._sees = split_labels(self.owner, self.rule.folds, n)
-            if self.rule.shadows is not None or self.rule.rows != "all":
+        elif isinstance(folds, list) and all(isinstance(split, tuple) for split in folds):
+            labels, self._sees = split_labels(self.owner, folds, n)
+            if self.rule.shadows is not None or self._is_light:
                 raise HeldinError(
                     f"{self.owner}: with pairs of rows to train on and to test, every pair has a "
                     "shadow that sees all of its rows; leave shadows and rows out"
                 )
         else:
-            labels = given_folds(self.owner, self.rule.folds, n)
-        if self._groups is not None and not isinstance(self.rule.folds, int):
+            labels = given_folds(self.owner, folds, n)
+        if self._groups is not None and not counted:
             self._refuse_torn_groups(labels, self._groups)
         self._folds = int(labels.max()) + 1
         return keep_first_folds(labels, self._checked_shadows())
@@ -339,15 +290,14 @@ class FoldStopping(PathStopping):
 
     def _checked_shadows(self) -> int:
         """Return the number of shadows."""
-        every = self._folds if self.rule.shadows is None else self.rule.shadows
-        shadows = check_int(self.owner, "shadows", every, 1)
+        shadows = self._folds if self.rule.shadows is None else self.rule.shadows
         if shadows > self._folds:
             raise HeldinError(
                 f"{self.owner}: {shadows} shadows for {self._folds} folds; use at most as many"
             )
         if shadows < self._folds:  # what is known of the band is known of all folds
             self.history.rule = f"{shadows} of {self._folds} folds" if shadows > 1 else "shadow"
-        if self.rule.rows != "all":
+        if self._is_light:
             self.history.rule = f"light shadows: {self.history.rule}"
         return shadows
 
@@ -449,9 +399,7 @@ class FoldStopping(PathStopping):
         The first steps are checked. Light shadows are compared with the model at every check.
         """
         replayed = self._backend.engine == "replay" and not self._replays_function
-        return (
-            replayed and self.rule.rows == "all" and self._process_group is None and self._step >= 2
-        )
+        return replayed and not self._is_light and self._process_group is None and self._step >= 2
 
     def lead(self, batch: Any, index: Tensor) -> bool:
         """Train the shadows on a batch that the model has not seen; True if they should stop."""
@@ -504,12 +452,12 @@ class FoldStopping(PathStopping):
             return False
         # In forward passes of a row; a backward pass costs two. The first checks are always there.
         shares = sum(self._visible) / self._count
-        if self.rule.rows != "all":
-            shares = min(shares, self._backend.copies * self.rule.rows)
+        if self._is_light:
+            shares = min(shares, self._backend.copies * self._row_share)
         run = 3.0 * self._seen * (1.0 + shares)
         # the same for every engine, so that the grid is
         cost = 2 * self._backend.held + self._backend.level_count
-        share = SHARE if self.rule.rows == "all" else LIGHT_SHARE
+        share = LIGHT_SHARE if self._is_light else SHARE
         return (len(self.history) + 1) * cost <= share * run + FIRST * cost
 
     def train(
@@ -620,7 +568,7 @@ class FoldStopping(PathStopping):
         return (self._seen - self._seen_at_start) / self._count
 
     def _training_levels(self) -> tuple[float, float] | None:
-        return None if self.rule.rows == "all" else self._backend.levels()
+        return self._backend.levels() if self._is_light else None
 
     def _held_per_trained(self) -> float:
         return self._backend.held / (self._count * (1 - self._missing()))
@@ -632,7 +580,7 @@ class FoldStopping(PathStopping):
         return 1 - 1 / (per_row * self._count)
 
     def _own_settings(self) -> dict[str, Any]:
-        rows = {} if self.rule.rows == "all" else {"rows of a batch": self.rule.rows}
+        rows = {"rows of a batch": self.rule.rows} if self._is_light else {}
         counts = {"folds": self._folds, "shadows": self._backend.copies}
         return {**counts, "in time": self._times is not None, **rows}
 
@@ -688,11 +636,6 @@ class FoldStopping(PathStopping):
         self._clip, self._given = None, []
         self._store.close()
         vars(self).pop("_same", None)
-
-
-def _is_splits(folds: Any) -> bool:
-    """Return whether folds are pairs (train, test), as scikit-learn's splitters yield them."""
-    return isinstance(folds, list) and all(isinstance(split, tuple) for split in folds)
 
 
 def _has_hooks(model: nn.Module) -> bool:

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from heldin.distributed.ranks import ProcessGroup
 from heldin.loop.items import ItemStore
 from heldin.shadows.held_out import BatchLoss
-from heldin.shadows.losses import LossFunction
 from heldin.shadows.replayed import Clip
 
 from .policy import PATIENCE, Patience
@@ -29,7 +28,7 @@ class RunInputs:
 
     model: nn.Module
     optimizer: Optimizer
-    loss_fn: LossFunction | None = None
+    loss_fn: Any = None
     data: Any = None
     batch_loss: BatchLoss | None = None
     eval_loss: BatchLoss | None = None
@@ -47,6 +46,11 @@ class RunInputs:
     averaged_model: nn.Module | None = None
     resumes: bool = False  # whether the state of a run is loaded next
     store: ItemStore = field(default_factory=ItemStore)  # of `data`, while the rule is made
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether it is known which rows belong together, or follow each other."""
+        return self.groups is not None or self.time is not None
 
     @property
     def needs_replay(self) -> bool:

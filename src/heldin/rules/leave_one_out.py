@@ -111,7 +111,6 @@ class Displacements:
         self, owner: str, inputs: RunInputs, rule: LeaveOneOut, device: torch.device, seed: int
     ) -> None:
         model, optimizer = inputs.model, inputs.optimizer
-        assert inputs.loss_fn is not None
         data = TensorData(owner, model, inputs.loss_fn, inputs.data, inputs.sample_weight, device)
         self._model, self._optimizer, self._data = model, optimizer, data
         self._rows, self._weights, self._loss = data.rows, data.weights, data.loss
