@@ -17,8 +17,8 @@ from .adapters.session import Session
 from .adapters.stopping import OUTPUTS, FrameworkStopping
 from .errors import HeldinWarning, more
 from .loop.hooks import add_to_state
+from .rules.elementwise import GROUP_KEY
 from .rules.elementwise import ElementwiseStopping as Elementwise
-from .rules.optimizer_state import GROUP_KEY
 from .rules.options import Rule
 from .shadows.held_out import FrameworkLoss
 from .shadows.replayed import Clip

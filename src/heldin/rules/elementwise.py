@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from heldin._private_torch import adopt_hooks
 from heldin.capture.arguments import BatchDim
 from heldin.capture.collector import Collector
 from heldin.capture.moments import Moments, upcast
@@ -29,9 +30,8 @@ from heldin.state.schema import (
     model_signature,
 )
 
-from .optimizer_state import STATE_SCHEMA, local_averages, with_averages, without_averages
+from .callback_hints import PlainLoopOnly
 from .reporting import Advice, Follower, RunFacts
-from .wrapper import OptimizerWrapper
 
 __all__ = ["ElementwiseStopping"]
 
@@ -43,9 +43,11 @@ CALLBACKS = {
     "skorch": "heldin.skorch.ElementwiseStopping",
     "transformers": "heldin.transformers.elementwise",
 }
+STATE_SCHEMA = {"settings": dict, "step": int, "updates": int, "averages": {str: Tensor}}
+STATE_KEY, GROUP_KEY = "heldin_average", "heldin"  # keys in the state of a parameter, of a group
 
 
-class ElementwiseStopping(Joinable, Follower, OptimizerWrapper):
+class ElementwiseStopping(Joinable, Follower, Optimizer, PlainLoopOnly):
     """An optimiser wrapper that does not move weights without evidence.
 
     It wraps any optimiser and is used in its place: learning-rate schedulers, gradient scalers,
@@ -85,6 +87,7 @@ class ElementwiseStopping(Joinable, Follower, OptimizerWrapper):
     """
 
     _callbacks = CALLBACKS
+    optimizer: Optimizer  # the wrapped one
 
     def __init__(
         self,
@@ -103,7 +106,12 @@ class ElementwiseStopping(Joinable, Follower, OptimizerWrapper):
         process_group: ProcessGroup = "auto",
     ) -> None:
         name = type(self).__name__
-        super().__init__(optimizer)
+        if not isinstance(optimizer, Optimizer):
+            raise HeldinError(
+                f"{name}: expected a torch.optim.Optimizer to wrap, got {type(optimizer).__name__}"
+            )
+        self.optimizer = optimizer
+        adopt_hooks(self, optimizer)  # in place of Optimizer.__init__
         self.smoothing = check_fraction(name, "smoothing", smoothing)
         self.every = check_int(name, "every", every, 1)
         if not start >= 1:
@@ -126,7 +134,41 @@ class ElementwiseStopping(Joinable, Follower, OptimizerWrapper):
         self._release = weakref.finalize(self, self._seen.close)
         self._prepare()
 
-    # -- the parameters
+    # -- the wrapped optimiser
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The wrapped optimiser's parameter groups."""
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The wrapped optimiser's state."""
+        return self.optimizer.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The wrapped optimiser's defaults."""
+        return self.optimizer.defaults
+
+    def __getattr__(self, name: str) -> Any:
+        # Public names only: code that probes for private names would find abilities (such as
+        # unscaling gradients) that bypass this wrapper.
+        if name.startswith("_") or name == "optimizer":
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if not hasattr(self.optimizer, name):
+            return PlainLoopOnly.__getattr__(self, name)
+        return getattr(self.optimizer, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        name = type(self).__name__
+        raise HeldinError(
+            f"{name} cannot be pickled or copied, as it watches a model; save its state_dict()"
+        )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients."""
+        self.optimizer.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the wrapped optimiser; its parameters must be the model's."""
@@ -356,19 +398,17 @@ class ElementwiseStopping(Joinable, Follower, OptimizerWrapper):
         averages and settings are stored there as well, for every parameter: a checkpoint is read
         into the state of a new optimiser, which must have the same entries.
         """
-        own_state = self._own_state()
-        names = {id(p): name for name, p in self._named.items()}
-        averages_by_name = own_state["averages"]
-        averages = [
-            [
-                averages_by_name[n]
-                if (n := names.get(id(p))) in averages_by_name
-                else self._unseen(p)
-                for p in g["params"]
-            ]
-            for g in self.param_groups
-        ]
-        return with_averages(self.optimizer.state_dict(), own_state, averages)
+        own_state, state = self._own_state(), self.optimizer.state_dict()
+        averages, names = own_state["averages"], {id(p): n for n, p in self._named.items()}
+        rest = {key: value for key, value in own_state.items() if key != "averages"}
+        entries = {i: dict(entry) for i, entry in state["state"].items()}
+        groups = [{**group, GROUP_KEY: rest} for group in state["param_groups"]]
+        for group, own_group in zip(groups, self.param_groups, strict=True):
+            for i, p in zip(group["params"], own_group["params"], strict=True):
+                name = names.get(id(p))
+                average = averages[name] if name in averages else self._unseen(p)
+                entries.setdefault(i, {})[STATE_KEY] = average
+        return {**state, "state": entries, "param_groups": groups, "heldin": own_state}
 
     def _unseen(self, p: Tensor) -> Tensor:
         """Return the initial average of a parameter without any contribution so far."""
@@ -378,9 +418,7 @@ class ElementwiseStopping(Joinable, Follower, OptimizerWrapper):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore a state from `state_dict`, stopped weights included."""
         name = "ElementwiseStopping"
-        names = {id(p): name for name, p in self._named.items()}
-        named = [[names.get(id(p), "") for p in g["params"]] for g in self.param_groups]
-        plain, saved = without_averages(state_dict, named)
+        plain, saved = self._without_averages(state_dict)
         if saved is None:
             raise HeldinError(
                 f"{name}.load_state_dict: this is the state of a plain optimiser; load it into "
@@ -400,12 +438,54 @@ class ElementwiseStopping(Joinable, Follower, OptimizerWrapper):
 
     def _take(self, state: Mapping[str, Any]) -> None:
         check_settings("ElementwiseStopping", state["settings"], self._settings())
-        averages = local_averages(state["averages"], self._named)
+        averages = self._local(state["averages"])
         self._step, self._updates, self._averages = state["step"], state["updates"], averages
         self._seen.clear()
         if self._ranks is not None:
             self._ranks.forget()
         self._prepare()
+
+    def _without_averages(self, state: Any) -> tuple[dict[str, Any], Any]:
+        """Split a state into the optimiser's part and heldin's (None if there is none)."""
+        if not isinstance(state, Mapping):
+            return {}, None
+        own_state, averages = state.get("heldin"), {}
+        plain = {key: value for key, value in state.items() if key != "heldin"}
+        entries, groups = dict(plain.get("state", {})), list(plain.get("param_groups", []))
+        names = {id(p): name for name, p in self._named.items()}
+        for group, own_group in zip(groups, self.param_groups, strict=False):
+            for i, p in zip(group["params"], own_group["params"], strict=False):
+                entry = dict(entries.get(i, {}))
+                average = entry.pop(STATE_KEY, None)
+                if average is not None:
+                    averages[names.get(id(p), "")] = average
+                entries[i] = entry
+        rest = next((group[GROUP_KEY] for group in groups if GROUP_KEY in group), None)
+        if own_state is None and rest is not None:
+            own_state = {**rest, "averages": averages}
+        plain["state"] = {i: entry for i, entry in entries.items() if entry}
+        plain["param_groups"] = [
+            {key: value for key, value in group.items() if key != GROUP_KEY} for group in groups
+        ]
+        return plain, own_state
+
+    def _local(self, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copy saved averages, each restricted to this rank's shard of the parameter."""
+        averages = {}
+        for name, average in saved.items():
+            p = self._named.get(name)
+            if p is None or p.shape != average.shape:
+                raise HeldinError(
+                    f"ElementwiseStopping.load_state_dict: the state holds parameter {name!r} of "
+                    f"shape {tuple(average.shape)}, which this optimiser does not have; load the "
+                    "state of a run with the same model"
+                )
+            if not average.is_floating_point():
+                raise ValueError(f"the averages of {name!r} are {average.dtype}")
+            # a DTensor is sharded like the parameter
+            part = local_part(average) if hasattr(average, "to_local") else shard_of(average, p)
+            averages[name] = part.to(part.device, copy=True).contiguous()
+        return averages
 
     def _advance(self) -> None:
         """Take part in a step of the other ranks after this one has run out of data."""
