@@ -144,13 +144,20 @@ def _choose(case: _Case, budget: float | None, memory: int, light: bool = True) 
         light: whether light shadows can be trained.
     """
     limit = case.usual_budget if budget is None else budget
-    options = _options(case, memory, light)
+    wanted, room = case.wanted(), memory // max(1, TENSORS * case.bytes)
+    most = min(wanted, room)  # shadows that the rows make worthwhile and the memory holds
+    options = [(k, share) for k, share in REGRETS if k <= most and (light or share == 1.0)]
     affordable = [each for each in options if case.cost(*each) <= limit]
-    enough = min(3, case.wanted())
+    enough = min(3, wanted)
     followed = case.known and float(min(case.rows, 1024)) ** 2 * case.parameters <= PROBES
     if followed and not any(k >= enough for k, _ in affordable):
         if limit >= LEAVE_ONE_OUT or not affordable:
-            return _leave_one_out(case, enough, limit, memory)
+            reason = (
+                f"{case.text}: leave-one-out, for about {LEAVE_ONE_OUT:g} times the time of a run; "
+                f"{NAMES[enough, 1.0]} would take {case.cost(enough):g} times and "
+                f"{enough * TENSORS * case.bytes:,} bytes (budget {limit:g}, {memory:,} bytes)"
+            )
+            return _Choice(0, 1.0, reason, limit < LEAVE_ONE_OUT)
     if not options:
         raise HeldinError(
             f"heldin.EarlyStopping: with {case.text} no rule that estimates the test loss fits "
@@ -160,23 +167,16 @@ def _choose(case: _Case, budget: float | None, memory: int, light: bool = True) 
         )
     over = not affordable
     if over:
-        most = SLACK * min(case.cost(*each) for each in options)
-        affordable = [each for each in options if case.cost(*each) <= most]
+        cheap = SLACK * min(case.cost(*each) for each in options)
+        affordable = [each for each in options if case.cost(*each) <= cheap]
     best = _best(case, affordable, surest=not over)
     spent = (
         f"for about {case.cost(*best):g} times the time of a run of 1,000 steps or more "
         f"({'' if budget is not None else 'default '}budget {limit:g}"
         f"{', which no rule fits: this is among the cheapest' if over else ''})"
     )
-    more = _more(case, best, options, memory)
-    reason = f"{case.text}: {NAMES[best]}, {spent}; {more}"
+    reason = f"{case.text}: {NAMES[best]}, {spent}; {_more(case, best, options, memory)}"
     return _Choice(*best, reason, over and budget is not None)
-
-
-def _options(case: _Case, memory: int, light: bool) -> list[Option]:
-    """Return the rules that the rows make worthwhile and the memory holds."""
-    most = min(case.wanted(), memory // max(1, TENSORS * case.bytes))
-    return [(k, share) for k, share in REGRETS if k <= most and (light or share == 1.0)]
 
 
 def _best(case: _Case, options: list[Option], surest: bool) -> Option:
@@ -186,16 +186,6 @@ def _best(case: _Case, options: list[Option], surest: bool) -> Option:
     if surest:
         return max(equal, key=lambda each: (each[1] == 1.0, each[0]))
     return min(equal, key=lambda each: case.cost(*each))
-
-
-def _leave_one_out(case: _Case, enough: int, budget: float, memory: int) -> _Choice:
-    what = NAMES[enough, 1.0]
-    reason = (
-        f"{case.text}: leave-one-out, for about {LEAVE_ONE_OUT:g} times the time of a run; {what} "
-        f"would take {case.cost(enough):g} times and {enough * TENSORS * case.bytes:,} bytes "
-        f"(budget {budget:g}, {memory:,} bytes)"
-    )
-    return _Choice(0, 1.0, reason, budget < LEAVE_ONE_OUT)
 
 
 def _more(case: _Case, chosen: Option, options: list[Option], memory: int) -> str:
@@ -262,7 +252,8 @@ def _follow_best(inputs: RunInputs, rule: Auto) -> PathStopping:
         engine: Any = "replay" if case.engine == "replay" else "auto"
         if inputs.sample_weight is not None:
             engine = "auto"  # only stacked shadows have weights
-        folds = Folds(shadows=choice.shadows, rows=_rows(choice), engine=engine)
+        rows: Any = "all" if choice.share == 1.0 else choice.share
+        folds = Folds(shadows=choice.shadows, rows=rows, engine=engine)
         try:
             followed = FoldStopping(inputs, folds)
         except LossIsSum:  # which light shadows cannot be trained by
@@ -279,15 +270,13 @@ def _follow_best(inputs: RunInputs, rule: Auto) -> PathStopping:
     return followed
 
 
-def _rows(choice: _Choice) -> Any:
-    return "all" if choice.share == 1.0 else choice.share
-
-
 def _case(model: nn.Module, optimizer: Optimizer, data: Any, engine: str) -> _Case:
     check_trainable("heldin.EarlyStopping", model)  # or there is none
     params = [p for p in model.parameters() if p.requires_grad]
     every = sum(p.numel() for p in model.parameters())
-    size, frozen = _size(model), _first_frozen(model)
+    size = _size(model)
+    first = itertools.takewhile(lambda p: not p.requires_grad, model.parameters())
+    frozen = sum(p.numel() for p in first)  # their outputs are computed once for all shadows
     if isinstance(data, Rows):
         count, size = len(data), _size(model, data.inputs)
         if is_plain(model, data.inputs) and frozen < FROZEN:
@@ -338,26 +327,13 @@ def _is_read_by_rows(data: Any) -> bool:
     return isinstance(source, Dataset) and not fixed
 
 
-def _first_frozen(model: nn.Module) -> int:
-    """Return how many parameters come before the first trained one.
-
-    The outputs of frozen modules are computed once for all replayed shadows.
-    """
-    frozen = itertools.takewhile(lambda p: not p.requires_grad, model.parameters())
-    return sum(p.numel() for p in frozen)
-
-
 def _size(model: nn.Module, inputs: Sequence[torch.Tensor] | None = None) -> int:
     """Which column of `COSTS` a model belongs to: how much of a step is arithmetic."""
     parameters = sum(p.numel() for p in model.parameters())
     if not _works_much(model):
         return sum(parameters > size for size in SIZES)
-    work = None if inputs is None or parameters > SIZES[-1] else _work(model, inputs)
-    return len(SIZES) if work is None else sum(work > most for most in WORK)
-
-
-def _work(model: nn.Module, inputs: Sequence[torch.Tensor]) -> int | None:
-    """Return the number of multiplications with one row; None if it cannot be counted."""
+    if inputs is None or parameters > SIZES[-1]:
+        return len(SIZES)
     from torch.utils.flop_counter import FlopCounterMode
 
     counter = FlopCounterMode(display=False)
@@ -368,5 +344,6 @@ def _work(model: nn.Module, inputs: Sequence[torch.Tensor]) -> int | None:
             with counter:
                 bare(*row)
         except Exception:  # whatever the model raises for one row
-            return None
-    return int(counter.get_total_flops()) // 2
+            return len(SIZES)
+    work = int(counter.get_total_flops()) // 2  # multiplications with one row
+    return sum(work > most for most in WORK)
