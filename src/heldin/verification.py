@@ -85,19 +85,15 @@ def verify(subject: Any, *args: Any, **options: Any) -> RunVerification | Verifi
             "heldin.verify: only rules with shadows (auto, folds, shadow) have something to verify"
         )
     inner._opened("verify")
-    team = inner._backend
+    team, versions = inner._backend, f"heldin {version('heldin')}, torch {torch.__version__}"
     return RunVerification(
         (
-            ("versions", True, _versions(team)),
+            ("versions", True, f"{versions}, engine {team.engine}"),
             ("gradients", *_gradients(inner)),
             ("your state", *_user_state(inner)),
             ("rows", True, team.describe_rows()),
         )
     )
-
-
-def _versions(team: Any) -> str:
-    return f"heldin {version('heldin')}, torch {torch.__version__}, engine {team.engine}"
 
 
 def _gradients(inner: FoldStopping) -> tuple[bool | None, str]:
@@ -116,19 +112,15 @@ def _user_state(inner: FoldStopping) -> tuple[bool, str]:
     before = _summary(inner)
     inner._backend.held_out()
     same = before == _summary(inner)
-    what = "weights, buffers, gradients, optimiser and random numbers"
-    return (
-        same,
-        f"{what} are {'the same' if same else 'CHANGED'} after an evaluation of the shadows",
-    )
+    what = "weights, buffers, gradients, optimiser and random numbers are"
+    return same, f"{what} {'the same' if same else 'CHANGED'} after an evaluation of the shadows"
 
 
 def _summary(inner: FoldStopping) -> list[Any]:
-    model, optimizer = inner._opened("verify"), inner._optimizer
-    assert optimizer is not None
+    model = inner._opened("verify")
     tensors = [*model.parameters(), *model.buffers()]
     tensors += [p.grad for p in model.parameters() if p.grad is not None]
-    for entries in optimizer.state.values():
+    for entries in inner._optimizer.state.values():
         tensors += [value for value in entries.values() if isinstance(value, Tensor)]
     state = RandomState.current(inner._device)
     numbers = [_checksum(t) for t in tensors] + [_checksum(state.torch_state)]

@@ -132,7 +132,7 @@ def test_threads_that_save_to_one_path_do_not_collide(
         def refuse(*_: Any) -> None:
             raise OSError(95, "Operation not supported")
 
-        monkeypatch.setattr("heldin.state.parts.fcntl.flock", refuse)
+        monkeypatch.setattr("heldin.state.files.fcntl.flock", refuse)
     path, errors = tmp_path / "a.ckpt", []
 
     def write(thread: int) -> None:

@@ -22,12 +22,12 @@ from heldin.distributed.ranks import Joinable, ProcessGroup, ranks_of
 from heldin.errors import HeldinError, docs
 from heldin.pages import Section, Table
 from heldin.state.schema import (
-    check_fraction,
     check_int,
     check_settings,
     checked_state,
     load_or_roll_back,
     model_signature,
+    shown,
 )
 
 from .callback_hints import PlainLoopOnly
@@ -112,7 +112,9 @@ class ElementwiseStopping(Joinable, Follower, Optimizer, PlainLoopOnly):
             )
         self.optimizer = optimizer
         adopt_hooks(self, optimizer)  # in place of Optimizer.__init__
-        self.smoothing = check_fraction(name, "smoothing", smoothing)
+        if not isinstance(smoothing, (int, float)) or not 0 <= smoothing < 1:
+            raise HeldinError(f"{name}: smoothing must lie in [0, 1), got {shown(smoothing)}")
+        self.smoothing = float(smoothing)
         self.every = check_int(name, "every", every, 1)
         if not start >= 1:
             raise HeldinError(f"{name}: start must be a number >= 1, got {start!r}")

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
+from typing import IO, Any
 
-from .parts import unfinished
+fcntl: Any = None
+with suppress(ImportError):  # not available on Windows
+    fcntl = import_module("fcntl")
 
 __all__ = ["leftovers", "replacing"]
 
@@ -27,10 +32,25 @@ def replacing(path: Path) -> Iterator[Path]:
     >>> path.read_text(), leftovers(path)
     ('1 2 3', [])
     """
-    with unfinished(path) as (part, _):
-        yield part
+    part, file = _open_part(path)
+    with file:
+        try:
+            yield part
+            os.fsync(file.fileno())
+            if fcntl is None:
+                file.close()  # Windows cannot rename an open file
+            os.replace(part, path)  # before the lock is released
+        except BaseException:
+            if fcntl is None:
+                file.close()
+            part.unlink(missing_ok=True)
+            raise
     if os.name == "posix":  # flush the new name to disk; Windows cannot open a folder
-        _sync(path.parent, os.O_RDONLY)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def leftovers(path: Path) -> list[Path]:
@@ -38,9 +58,35 @@ def leftovers(path: Path) -> list[Path]:
     return sorted(path.parent.glob(f"{path.name}.*.part"))
 
 
-def _sync(path: Path, flags: int) -> None:
-    handle = os.open(path, flags)
+def _open_part(path: Path) -> tuple[Path, IO[bytes]]:
+    """Open an empty file: the first numbered one whose lock is free.
+
+    The writer holds the lock until the file has its final name. The lock of a killed writer is
+    free, so that the next one reuses its file: there are never more of them than there were
+    simultaneous writers. Without locks, it is a file of this thread.
+    """
+    number = 0
+    while fcntl is not None:
+        part = path.with_name(f"{path.name}.{number}.part")
+        file = open(part, "ab")  # noqa: SIM115
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_at(file, part):  # else its writer has renamed it before the lock was acquired
+                file.truncate(0)
+                return part, file
+        except BlockingIOError:
+            number += 1  # another writer holds the lock
+        except OSError:  # the file system has no locks
+            file.close()
+            part.unlink(missing_ok=True)
+            break
+        file.close()
+    part = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.part")
+    return part, open(part, "wb")
+
+
+def _is_at(file: IO[bytes], part: Path) -> bool:
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        return os.path.samestat(os.fstat(file.fileno()), part.stat())
+    except FileNotFoundError:
+        return False

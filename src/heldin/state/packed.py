@@ -7,7 +7,7 @@ import ctypes
 import json
 import math
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,11 +59,6 @@ def unpacked(value: Any) -> Any:
     return value
 
 
-class _HasState(Protocol):
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: Any) -> None: ...
-
-
 class Packed:
     """A stopping rule whose state is one string, for `torch.distributed.checkpoint`.
 
@@ -85,7 +80,7 @@ class Packed:
     >>> stopping.close()
     """
 
-    def __init__(self, rule: _HasState) -> None:
+    def __init__(self, rule: Any) -> None:
         self.rule = rule
 
     def state_dict(self) -> dict[str, str]:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from heldin.errors import HeldinError
 
 __all__ = [
-    "check_fraction",
     "check_int",
     "check_schema",
     "check_settings",
@@ -38,13 +37,6 @@ def check_int(owner: str, name: str, value: Any, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise HeldinError(f"{owner}: {name} must be a whole number >= {least}, got {shown(value)}")
     return value
-
-
-def check_fraction(owner: str, name: str, value: Any) -> float:
-    """Return a number in [0, 1); refuse anything else."""
-    if not isinstance(value, (int, float)) or not 0 <= value < 1:
-        raise HeldinError(f"{owner}: {name} must lie in [0, 1), got {shown(value)}")
-    return float(value)
 
 
 def schema_error(value: Any, form: Schema, place: str = "") -> str | None:
