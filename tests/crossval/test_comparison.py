@@ -15,10 +15,7 @@ from heldin.crossval import (
     Difference,
     RunRecord,
     compare,
-    mean_interval,
     resolve_metrics,
-    statistic_interval,
-    table,
 )
 from heldin.crossval.intervals import resampled_rows, row_groups
 from heldin.errors import HeldinError
@@ -166,7 +163,7 @@ def test_folds_with_other_numbers_are_the_same_folds() -> None:
 
 def test_what_is_no_run() -> None:
     with pytest.raises(HeldinError, match="3 has no record of its rows"):
-        compare(run(), 3)  # type: ignore[arg-type]
+        compare(run(), 3)
     with pytest.raises(HeldinError, match="resamplings must be a whole number >= 2"):
         compare(run(), run(), resamplings=1)
 
@@ -185,19 +182,6 @@ def test_what_is_no_run() -> None:
 def test_mistakes_in_a_record(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(HeldinError, match=message):
         run(**fields)
-
-
-def test_side_by_side() -> None:
-    runs = {"small": run(), "a large one": run(1.0, metrics={"accuracy": METRICS["accuracy"]})}
-    lines = table(runs).splitlines()
-    assert lines[0].split() == ["run", "rows", "loss", "accuracy", "spread"]
-    loss = mean_interval(runs["small"].row_losses)
-    score = statistic_interval(accuracy, runs["small"].outputs, runs["small"].targets)  # type: ignore[arg-type]
-    assert lines[1].startswith(f"small          60  {loss}  {score}  ")
-    assert lines[2].startswith("a large one    60  ")
-    assert len(lines) == 3
-    with pytest.raises(HeldinError, match="at least one run"):
-        table({})
 
 
 def test_different_losses_are_not_compared() -> None:

@@ -1,7 +1,7 @@
 """What cross-validation gives, from out-of-fold outputs: pure functions on tensors."""
 
 from .committee import Committee
-from .comparison import Comparison, Difference, HasRecord, RunRecord, compare, table
+from .comparison import Comparison, Difference, RunRecord, compare
 from .intervals import Estimates, Interval, mean_interval, statistic_interval
 from .metrics import Metric, are_probabilities, described, resolve_metrics
 from .out_of_fold import OutOfFold
@@ -21,7 +21,6 @@ __all__ = [
     "Comparison",
     "Difference",
     "Estimates",
-    "HasRecord",
     "Interval",
     "Metric",
     "OutOfFold",
@@ -37,6 +36,5 @@ __all__ = [
     "resolve_metrics",
     "scale_last_layer",
     "statistic_interval",
-    "table",
     "temperature_losses",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from .intervals import (
 from .metrics import Metric, are_probabilities, described
 from .out_of_fold import check_rows
 
-__all__ = ["Comparison", "Difference", "HasRecord", "RunRecord", "compare", "table"]
+__all__ = ["Comparison", "Difference", "RunRecord", "compare"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -91,25 +91,6 @@ class RunRecord:
     def _parts(self) -> list[Tensor]:
         """Return outputs, targets and weights."""
         return [part for part in (self.outputs, self.targets, self.weights) if part is not None]
-
-    def resampled(self, metric: Metric, rows: Tensor) -> float:
-        """Return a metric on some of the rows; nan where it is undefined."""
-        return defined(metric, self._parts(), rows)
-
-
-@runtime_checkable
-class HasRecord(Protocol):
-    """An object that gives a record of its run.
-
-    >>> class Run:
-    ...     def record(self):
-    ...         return RunRecord(torch.rand(5), None, None, torch.arange(5), torch.arange(5) % 2)
-    >>> isinstance(Run(), HasRecord)
-    True
-    """
-
-    def record(self) -> RunRecord:
-        """Return the out-of-fold losses and outputs of the run."""
 
 
 @dataclass(frozen=True)
@@ -215,8 +196,8 @@ class Comparison(Mapping[str, Difference]):
 
 
 def compare(
-    a: RunRecord | HasRecord,
-    b: RunRecord | HasRecord,
+    a: RunRecord | Any,
+    b: RunRecord | Any,
     *,
     names: tuple[str, str] = ("a", "b"),
     resamplings: int = 999,
@@ -271,7 +252,8 @@ def compare(
         draws = resampled_rows(groups, resamplings, seed)
         resampled = torch.tensor(
             [
-                first.resampled(metric, rows) - second.resampled(second.metrics[name], rows)
+                defined(metric, first._parts(), rows)
+                - defined(second.metrics[name], second._parts(), rows)
                 for rows in draws
             ],
             dtype=torch.float64,
@@ -300,12 +282,13 @@ def _difference(
 def _record(run: Any) -> RunRecord:
     if isinstance(run, RunRecord):
         return run
-    if isinstance(run, HasRecord):
-        return run.record()
-    raise HeldinError(
-        f"heldin.compare: {shown(run)} has no record of its rows; give two finished runs with "
-        "out-of-fold losses"
-    )
+    if not hasattr(run, "record"):
+        raise HeldinError(
+            f"heldin.compare: {shown(run)} has no record of its rows; give two finished runs with "
+            "out-of-fold losses"
+        )
+    record: RunRecord = run.record()
+    return record
 
 
 def _check_pair(a: RunRecord, b: RunRecord) -> None:
@@ -328,34 +311,3 @@ def _check_pair(a: RunRecord, b: RunRecord) -> None:
             raise HeldinError(
                 "heldin.compare: the runs have different targets; train both on the same data"
             )
-
-
-def table(runs: Mapping[str, RunRecord | HasRecord]) -> str:
-    """Return several runs side by side as text: one line each, loss and metrics with intervals.
-
-    >>> rows = torch.arange(40)
-    >>> losses = torch.linspace(0, 1, 40)
-    >>> runs = {
-    ...     "small": RunRecord(losses, None, None, rows, rows % 5),
-    ...     "large": RunRecord(losses + 0.25, None, None, rows, rows % 5),
-    ... }
-    >>> print(table(runs))
-    run    rows  loss
-    small    40  0.50 [0.40, 0.62]
-    large    40  0.75 [0.65, 0.87]
-    """
-    records = {str(name): _record(run) for name, run in runs.items()}
-    if not records:
-        raise HeldinError("heldin: a table needs at least one run")
-    estimates = {name: record.estimates() for name, record in records.items()}
-    columns = list(dict.fromkeys(key for each in estimates.values() for key in each))
-    lines = [["run", "rows", *columns]]
-    for name, record in records.items():
-        cells = [str(estimates[name].get(column, "")) for column in columns]
-        lines.append([name, str(len(record.rows)), *cells])
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    aligned = (
-        [cell.rjust(width) if i == 1 else cell.ljust(width) for i, (cell, width) in enumerate(pair)]
-        for pair in (list(zip(line, widths, strict=True)) for line in lines)
-    )
-    return "\n".join("  ".join(cells).rstrip() for cells in aligned)
