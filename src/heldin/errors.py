@@ -13,20 +13,12 @@ SITE = "https://heldin.github.io/heldin/"
 
 
 def docs(page: str) -> str:
-    """Return the address of a page of the documentation.
-
-    >>> docs("when-it-goes-wrong.html#not-observable")
-    'https://heldin.github.io/heldin/when-it-goes-wrong.html#not-observable'
-    """
+    """Return the address of a page of the documentation."""
     return SITE + page
 
 
 def more(anchor: str) -> str:
-    """Return the end of a message: a link to its section of the page on errors and warnings.
-
-    >>> more("not-observable")
-    '(https://heldin.github.io/heldin/when-it-goes-wrong.html#not-observable)'
-    """
+    """Return the end of a message: a link to its section of the page on errors and warnings."""
     return f"({docs('when-it-goes-wrong.html')}#{anchor})"
 
 
@@ -35,13 +27,7 @@ class FrameworkName(str):
 
 
 def way_out(owner: str, otherwise: str) -> str:
-    """Return what to do about a loop that is not followed: in a framework's run, or otherwise.
-
-    >>> way_out("heldin.EarlyStopping", "pass train_step=...")
-    'pass train_step=...'
-    >>> way_out(FrameworkName("EarlyStoppingCallback"), "pass train_step=...")
-    "leave out the callback, hook or option that does so, or use rule='evidence'; or train in ..."
-    """
+    """Return what to do about a loop that is not followed: in a framework's run, or otherwise."""
     if not isinstance(owner, FrameworkName):
         return otherwise
     return (
@@ -51,11 +37,7 @@ def way_out(owner: str, otherwise: str) -> str:
 
 
 def did_you_mean(word: str, words: Iterable[str]) -> str:
-    """Return the end of a message that asks for the nearest word; empty if none is near.
-
-    >>> did_you_mean("fits", ["fit", "predict"])
-    "did you mean 'fit'?"
-    """
+    """Return the end of a message that asks for the nearest word; empty if none is near."""
     by_small = {each.casefold(): each for each in words}
     close = get_close_matches(word.casefold(), by_small, 1)
     return f"did you mean {by_small[close[0]]!r}?" if close else ""
@@ -113,16 +95,7 @@ class MixedSamplesWarning(HeldinWarning):
 
 
 class NamedArguments:
-    """A mixin whose error names the argument that is meant if an unknown one is passed.
-
-    >>> class Rule(NamedArguments):
-    ...     def __init__(self, patience=5): ...
-    >>> try:
-    ...     Rule(patiense=3)
-    ... except HeldinError as error:
-    ...     print(error)
-    heldin.Rule: unknown argument 'patiense'; did you mean 'patience'?
-    """
+    """A mixin whose error names the argument that is meant if an unknown one is passed."""
 
     def __new__(cls: type[T], *args: Any, **options: Any) -> T:
         parameters = signature(cls.__init__).parameters

@@ -18,14 +18,6 @@ class ModelHook:
 
     Args:
         function: the hook itself.
-
-    >>> import copy, torch
-    >>> from torch import nn
-    >>> model = nn.Linear(1, 1)
-    >>> handle = model.register_forward_pre_hook(ModelHook(lambda module, args: print("called")))
-    >>> _ = model(torch.ones(1))
-    called
-    >>> _ = copy.deepcopy(model)(torch.ones(1))
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:

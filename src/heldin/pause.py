@@ -11,24 +11,13 @@ _depth = 0  # nested contexts
 
 
 def is_paused() -> bool:
-    """Return whether heldin itself is running the user's model or optimiser.
-
-    >>> is_paused()
-    False
-    """
+    """Return whether heldin itself is running the user's model or optimiser."""
     return _depth > 0
 
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """Make every hook of heldin ignore calls and steps inside the context.
-
-    >>> with paused():
-    ...     is_paused()
-    True
-    >>> is_paused()
-    False
-    """
+    """Make every hook of heldin ignore calls and steps inside the context."""
     global _depth
     _depth += 1
     try:

@@ -125,11 +125,7 @@ class Estimates(Mapping[str, Interval]):
 
 
 def row_groups(groups: Any, rows: int) -> Tensor:
-    """Return numbers 0, 1, ... of the groups of rows; None: every row is its own group.
-
-    >>> row_groups(["b", "a", "b"], 3)
-    tensor([0, 1, 0])
-    """
+    """Return numbers 0, 1, ... of the groups of rows; None: every row is its own group."""
     if groups is None:
         return torch.arange(rows)
     names = groups.tolist() if hasattr(groups, "tolist") else list(groups)
@@ -171,10 +167,6 @@ def mean_interval(
         groups: (n,) names or numbers; rows of one group are drawn jointly.
         level: of confidence.
         seed: of the resamplings.
-
-    >>> losses = torch.tensor([0.1, 0.3, 0.2, 0.2, 0.4, 0.1, 0.2, 2.5])
-    >>> print(mean_interval(losses))
-    0.50 [0.10, 3.65]
     """
     losses, row_weights = _checked_rows(row_losses, weights)
     _check_level("mean_interval", level)
@@ -303,9 +295,6 @@ def resampled_rows(groups: Tensor, resamplings: int, seed: int) -> Iterable[Tens
         groups: (n,) numbers of the rows' groups, see `row_groups`.
         resamplings: number of resamplings.
         seed: of the draws.
-
-    >>> [rows.tolist() for rows in resampled_rows(torch.tensor([0, 0, 1]), 2, seed=1)]
-    [[2, 2], [0, 1, 0, 1]]
     """
     count = int(groups.max()) + 1
     generator = torch.Generator().manual_seed(seed)
@@ -347,14 +336,6 @@ def statistic_interval(
         resamplings: number of resamplings.
         seed: of the resamplings.
         weights: (n,) of the rows, the third argument of the function.
-
-    >>> outputs, targets = torch.tensor([0, 1, 1, 0, 1, 1, 0, 0]), torch.tensor([0, 1, 1, 0] * 2)
-    >>> def accuracy(outputs, targets):
-    ...     return (outputs == targets).double().mean().item()
-    >>> print(statistic_interval(accuracy, outputs, targets))
-    0.75 [0.38, 1.00]
-    >>> print(statistic_interval(accuracy, targets, targets))
-    1.00 [0.50, 1.00]
     """
     _check_level("statistic_interval", level)
     check_int("statistic_interval", "resamplings", resamplings, 1)
@@ -395,11 +376,7 @@ def _with_wrong(targets: Tensor, units: Tensor, few: int, seed: int) -> Tensor:
 
 
 def defined(function: Callable[..., float], parts: Iterable[Any], rows: Tensor) -> float:
-    """Call a metric on some rows of outputs, targets and weights; nan where it is undefined.
-
-    >>> defined(lambda outputs: 1 / 0, [torch.zeros(3)], torch.tensor([0, 0]))
-    nan
-    """
+    """Call a metric on some rows of outputs, targets and weights; nan where it is undefined."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # each of some hundred resamplings would give its warning
         try:
@@ -411,13 +388,7 @@ def defined(function: Callable[..., float], parts: Iterable[Any], rows: Tensor) 
 def _percentiles(
     values: list[float], value: float, share: float, units: int
 ) -> tuple[float, float]:
-    """Return the ends of an interval from the sorted values on resampled rows.
-
-    >>> _percentiles([float(i) for i in range(1001)], 500.0, 0.025, units=10**6)
-    (24.0, 976.0)
-    >>> _percentiles([float(i) for i in range(1001)], 450.0, 0.025, units=10**6)
-    (13.0, 957.0)
-    """
+    """Return the ends of an interval from the sorted values on resampled rows."""
     normal = NormalDist()
     below = sum(number < value for number in values) + 0.5 * values.count(value)
     median = normal.inv_cdf(min(0.9, max(0.1, below / len(values))))  # of `value`, in normal units
@@ -429,10 +400,6 @@ def _percentiles(
 
 
 def _student(z: float, freedom: int) -> float:
-    """Return Student's quantile for a normal one, by the expansion of Cornish and Fisher.
-
-    >>> round(_student(1.959964, 19), 3)
-    2.093
-    """
+    """Return Student's quantile for a normal one, by the expansion of Cornish and Fisher."""
     second = (z**3 + z) / (4 * freedom)
     return z + second + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)

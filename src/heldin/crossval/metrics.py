@@ -46,12 +46,6 @@ class Metric:
         name: the key in `estimates`.
         function: (outputs, targets) -> number; with `sample_weight=`, if rows have weights.
         larger_is_better: None: unknown.
-
-    >>> metric = resolve_metrics({"mae": lambda outputs, targets: (outputs - targets).abs().mean()})
-    >>> metric["mae"](torch.tensor([1.0, 2.0]), torch.tensor([1.0, 4.0]))
-    1.0
-    >>> metric["mae"].larger_is_better
-    False
     """
 
     name: str
@@ -86,13 +80,7 @@ class Metric:
 
 
 def are_probabilities(outputs: Tensor, targets: Tensor) -> bool:
-    """Return whether outputs look like probabilities, not like logits.
-
-    >>> are_probabilities(torch.tensor([[0.2, 0.8], [0.5, 0.5]]), torch.tensor([0, 1]))
-    True
-    >>> are_probabilities(torch.tensor([[0.2, 0.9], [0.5, 0.5]]), torch.tensor([0, 1]))
-    False
-    """
+    """Return whether outputs look like probabilities, not like logits."""
     if not bool(((outputs >= 0) & (outputs <= 1)).all()):
         return False
     single = outputs.dim() < 2 or outputs.shape[1] == 1 or outputs.shape == targets.shape
@@ -105,15 +93,7 @@ def _is_loss(value: Any) -> bool:
 
 
 def described(function: Any) -> str:
-    """Return a text that is the same for functions that do the same, as far as that is known.
-
-    >>> described(torch.nn.MSELoss()) == described(torch.nn.functional.mse_loss)
-    True
-    >>> described(torch.nn.CrossEntropyLoss(label_smoothing=0.1))
-    'crossentropyloss(label_smoothing=0.1)'
-    >>> described(lambda a, b: a - b) == described(lambda a, b: a + b)
-    False
-    """
+    """Return a text that is the same for functions that do the same, as far as that is known."""
     if isinstance(function, _Scorer):
         return function.scorer_name or repr(function.scorer)
     if isinstance(function, _TorchMetric):
@@ -161,12 +141,6 @@ def resolve_metrics(metrics: Any, *, probabilities: bool | None = None) -> dict[
         probabilities: whether the outputs of a classifier are probabilities, not logits, for the
             scorers of scikit-learn and torchmetrics. None: so if those of every row of a call lie
             between 0 and 1 and, of several classes, sum to 1; a run decides once for all calls.
-
-    >>> def rmse(outputs, targets):
-    ...     return (outputs - targets).square().mean().sqrt()
-    >>> metrics = resolve_metrics([rmse])
-    >>> metrics["rmse"](torch.tensor([1.0, 2.0]), torch.tensor([1.0, 5.0]))
-    2.12...
     """
     if metrics is None:
         return {}
@@ -247,11 +221,7 @@ def _takes_weights(function: Any) -> bool:
 
 
 def _larger_is_better(name: str) -> bool | None:
-    """Return whether a larger value is better, by the words of a name.
-
-    >>> [_larger_is_better(name) for name in ("val_f1", "neg_log_loss", "TestRMSE", "length")]
-    [True, True, False, None]
-    """
+    """Return whether a larger value is better, by the words of a name."""
     words = set(re.findall(r"[a-z]+\d*", re.sub(r"(?<=[a-z\d])(?=[A-Z])", "_", name).lower()))
     if words & {"neg", "negative"}:
         return "likelihood" not in words

@@ -58,13 +58,6 @@ def fit_temperature(
         weights: (n,) weights of the rows, not negative.
         binary: whether every logit stands for a class of its own (a sigmoid, not a softmax). None:
             so if targets are as many as logits and their rows do not all sum to 1.
-
-    >>> logits = torch.tensor([[4.0, 0.0], [4.0, 0.0], [4.0, 0.0], [0.0, 4.0]])
-    >>> targets = torch.tensor([0, 0, 1, 1])  # one of four is wrong: log(3) would be right, not 4
-    >>> round(fit_temperature(logits, targets), 3)
-    3.641
-    >>> fit_temperature(logits / 4, targets)
-    1.0
     """
     lines = _Lines(logits, targets, binary)
     return 1 / lines.sharpness(_checked_weights(weights, lines.rows), 0.5)
@@ -77,10 +70,6 @@ def temperature_losses(
 
     The loss of a row with several positions or labels is their mean. See `fit_temperature` for the
     arguments.
-
-    >>> logits, targets = torch.tensor([[2.0, 0.0], [0.0, 2.0]]), torch.tensor([0, 0])
-    >>> temperature_losses(logits, targets, 2.0)
-    tensor([0.3133, 1.3133], dtype=torch.float64)
     """
     return _Lines(logits, targets, binary).losses(1 / _checked_temperature(temperature))
 
@@ -104,15 +93,6 @@ def cross_fitted(
 
     Returns:
         The temperature fitted on all rows, and (n,) row losses.
-
-    >>> logits = torch.tensor([[4.0, 0.0]] * 4)
-    >>> temperature, losses = cross_fitted(
-    ...     logits, torch.tensor([0, 0, 0, 1]), torch.tensor([0, 0, 1, 1])
-    ... )
-    >>> round(temperature, 3)
-    3.641
-    >>> losses  # rows 0 and 1 at T = 100, rows 2 and 3 at T = 1
-    tensor([0.6733, 0.6733, 0.0181, 4.0181], dtype=torch.float64)
     """
     if torch.as_tensor(folds).shape != (len(logits),):
         raise HeldinError(
@@ -164,11 +144,7 @@ def calibrate(
 
 
 def numbered(folds: Tensor) -> Tensor:
-    """Return numbers of folds from 0; a single fold is cut into two halves.
-
-    >>> numbered(torch.tensor([7, 3, 7])), numbered(torch.tensor([7, 7, 7]))
-    (tensor([1, 0, 1]), tensor([0, 1, 0]))
-    """
+    """Return numbers of folds from 0; a single fold is cut into two halves."""
     numbers = torch.unique(folds.detach().cpu(), return_inverse=True)[1]
     return numbers if bool(numbers.any()) else torch.arange(len(folds)) % 2
 
@@ -374,16 +350,6 @@ def scale_last_layer(
 
     Returns:
         The parameters that were divided, with their values before; none if nothing was changed.
-
-    >>> model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
-    >>> x = torch.randn(5, 3)
-    >>> before = model(x)
-    >>> [tuple(weights.shape) for weights, _ in scale_last_layer(model, 1.7, lambda: model(x))]
-    [(2, 8), (2,)]
-    >>> torch.allclose(model(x), before / 1.7)
-    True
-    >>> scale_last_layer(model, 1.7, lambda: model(x).softmax(1))
-    []
     """
     divisor = _checked_temperature(temperature)
 

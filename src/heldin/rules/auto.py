@@ -207,15 +207,7 @@ def _more(case: _Case, chosen: Option, options: list[Option], memory: int) -> st
 
 
 def follow(inputs: RunInputs, rule: Auto | Folds | LeaveOneOut) -> PathStopping:
-    """Begin to follow a run by a rule that estimates the test loss.
-
-    >>> import torch
-    >>> model = nn.Linear(3, 1)
-    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    >>> data = torch.randn(50, 3), torch.randn(50, 1)
-    >>> follow(RunInputs(model, optimizer, nn.MSELoss(), data), Auto()).reason_chosen
-    '50 rows and 4 parameters: five folds, for about 2.8 times the time of a run of ...'
-    """
+    """Begin to follow a run by a rule that estimates the test loss."""
     if inputs.data is None:
         raise HeldinError(
             "heldin.EarlyStopping: data is missing: the tensors (x, y), the Dataset or the "

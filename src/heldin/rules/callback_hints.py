@@ -36,16 +36,6 @@ class PlainLoopOnly:
 
     Attributes of the class:
         _callbacks: the class to use, by framework.
-
-    >>> class Rule(PlainLoopOnly):
-    ...     _callbacks = {"lightning": "heldin.lightning.EarlyStopping"}
-    >>> try:
-    ...     Rule().state_key
-    ... except HeldinError as error:
-    ...     print(error)
-    Rule follows loops of your own and is no callback: use heldin.lightning.EarlyStopping
-    >>> hasattr(Rule(), "state_key")
-    False
     """
 
     _callbacks: ClassVar[dict[str, str]] = {}

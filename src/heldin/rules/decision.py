@@ -22,12 +22,6 @@ class Decision:
 
     During an initial plateau the criterion stays near zero, where it may be positive by chance: the
     rule is armed once an average over the last checks, which starts at zero, has left it.
-
-    >>> decision = Decision(Evidence(smoothing=0.0, arm_threshold=None, checks=2))
-    >>> decision.add(1, -0.5)
-    (False, 'criterion -0.5, not above 0')
-    >>> decision.add(2, 0.1), decision.add(3, 0.2)
-    ((False, 'criterion 0.1 > 0, check 1 of 2'), (True, 'criterion 0.2 > 0, check 2 of 2'))
     """
 
     def __init__(self, rule: Evidence) -> None:

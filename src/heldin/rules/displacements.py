@@ -25,12 +25,6 @@ def solve(
 
     Returns:
         The shifts after the step, and the coefficients B such that D_i moves by P J^T B[..., i].
-
-    >>> one = torch.ones(1, dtype=torch.float64)          # a single sample: nothing pulls back
-    >>> gram, shift = 2 * one.view(1, 1, 1, 1), 0 * one.view(1, 1, 1)
-    >>> shift, _ = solve(gram, shift, one.view(1, 1), one.view(1, 1, 1), source=1.0, share=1.0)
-    >>> round(shift.item(), 9)
-    2.0
     """
     q, b = residual.shape
     size = q * b
@@ -67,10 +61,6 @@ def directions(slope: Tensor, bend: Callable[[Tensor], Tensor], count: int) -> T
 
     Returns:
         (q, count, outputs).
-
-    >>> slope = torch.tensor([[3.0, 4.0]])
-    >>> directions(slope, lambda v: v, 1)
-    tensor([[[0.6000, 0.8000]]])
     """
     q, outputs = slope.shape
     every = torch.eye(outputs, dtype=slope.dtype, device=slope.device).expand(q, -1, -1)

@@ -55,22 +55,6 @@ class EvidenceStopping(StoppingRule, Joinable):
             same decision. "auto": those of DistributedDataParallel or `fully_shard`, else all
             processes if torch.distributed is initialised. None: this process only.
         history: maximum number of records, see `heldin.state.History`.
-
-    >>> import heldin, torch
-    >>> _ = torch.manual_seed(0)
-    >>> x = torch.randn(20, 30)
-    >>> y = x[:, :1] + torch.randn(20, 1)
-    >>> model = torch.nn.Linear(30, 1)
-    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.03)
-    >>> with EvidenceStopping(model) as stopping:
-    ...     for step in range(1000):
-    ...         torch.nn.functional.mse_loss(model(x), y).backward()
-    ...         if stopping.step():
-    ...             break
-    ...         optimizer.step()
-    ...         optimizer.zero_grad()
-    >>> stopping.stopped_step < 100
-    True
     """
 
     _state_version = 3
@@ -211,15 +195,6 @@ class EvidenceStopping(StoppingRule, Joinable):
         Args:
             moments: moments by parameter name.
             steps: number of optimiser steps that they cover.
-
-        >>> import heldin, torch
-        >>> model = torch.nn.Linear(1, 1, bias=False)
-        >>> stopping = EvidenceStopping(
-        ...     model, options.Evidence(arm_threshold=None, estimator="exact")
-        ... )
-        >>> stopping.take({"weight": heldin.Moments(torch.ones(1, 1), torch.full((1, 1), 9.0), 2)})
-        True
-        >>> stopping.close()
         """
         self._opened("take")
         self._step += check_int("heldin.EarlyStopping.take", "steps", steps, 1)

@@ -32,11 +32,6 @@ def mapped(
 
     Returns:
         (q, b, ...) for each of the names.
-
-    >>> model = nn.Linear(2, 1)
-    >>> x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    >>> mapped(model, ["weight"], [x], torch.ones(2, 1, 1))["weight"].tolist()
-    [[[[1.0, 2.0]]], [[[3.0, 4.0]]]]
     """
     bare = copy_without_hooks(model).eval()
     rest = {name: p.detach() for name, p in model.named_parameters()}
@@ -63,11 +58,6 @@ def captured(
 
     A sample is repeated for each of its directions; then all derivatives are the per-sample
     gradients of one backward pass. Arguments and result are those of `mapped`.
-
-    >>> model = nn.Linear(2, 1)
-    >>> x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    >>> captured(model, ["bias"], [x], torch.ones(2, 1, 1))["bias"].tolist()
-    [[[1.0]], [[1.0]]]
     """
     q, b = directions.shape[:2]
     twin = copy_without_hooks(model, share=False).eval()

@@ -299,16 +299,7 @@ RULES: Mapping[str, Callable[[], Rule]] = {
 
 
 def resolve(rule: str | Rule, budget: float | None = None, memory: int | None = None) -> Rule:
-    """Return the rule of a name, here or in another package, with the shorthands of `Auto`.
-
-    >>> resolve("auto", budget=2)
-    Auto(budget=2, memory=1073741824)
-    >>> try:
-    ...     resolve("fold")
-    ... except HeldinError as error:
-    ...     print(error)
-    rule: there is no rule 'fold'; did you mean 'folds'?
-    """
+    """Return the rule of a name, here or in another package, with the shorthands of `Auto`."""
     shorthand = {"budget": budget, "memory": memory}
     options: dict[str, Any] = {
         name: value for name, value in shorthand.items() if value is not None

@@ -76,11 +76,7 @@ class Patience:
 
     @classmethod
     def of_epochs(cls, epochs: int, epoch_steps: float) -> Patience:
-        """Return a patience of so many epochs after the best check.
-
-        >>> Patience.of_epochs(5, epoch_steps=8).slack
-        40
-        """
+        """Return a patience of so many epochs after the best check."""
         slack = math.ceil(epochs * epoch_steps)
         return cls(1.0, slack, min(CHECKS, slack))
 
@@ -103,15 +99,7 @@ class Patience:
         return late is not None and self.beyond_doubt(steps[last], steps[best], late, epochs)
 
     def reference(self, best: int, curves: Tensor | None) -> int:
-        """Return the number of the check that patience counts from: the first as good as the best.
-
-        >>> rows = torch.tensor([[9.0], [1.0], [4.0], [2.0]])
-        >>> fall = torch.tensor([0.5, 0.1, 0.0]) * torch.tensor([[1.0], [1.2], [0.9], [-1.5]])
-        >>> Patience(1.5, 100, 3, improvement=1.0).reference(2, rows + fall)
-        0
-        >>> Patience(1.5, 100, 3).reference(2, rows + fall)
-        2
-        """
+        """Return the check that patience counts from: the first that is as good as the best."""
         if curves is None or not self.improvement or len(curves) < 2:
             return best
         gains = curves[:, : best + 1].double() - curves[:, best : best + 1].double()
@@ -162,11 +150,6 @@ def worse_beyond_doubt(curves: Tensor, errors: float, checks: int = 2) -> bool:
         curves: (rows, checks).
         errors: number of standard errors by which a check must be worse.
         checks: how many of the last checks must be.
-
-    >>> rows = torch.tensor([[9.0], [1.0], [4.0]])  # they differ more than the checks do
-    >>> rise = torch.tensor([[0.0, 0.5, 0.6], [0.0, 0.4, 0.6], [0.0, 0.5, 0.7]])
-    >>> worse_beyond_doubt(rows + rise, errors=2.0), worse_beyond_doubt(rows - rise, errors=2.0)
-    (True, False)
     """
     if len(curves) < 2:
         return False
@@ -224,11 +207,7 @@ def mean_and_error(
 
 
 def best_check(means: Tensor) -> int:
-    """Return the number of the first check with the lowest finite mean.
-
-    >>> best_check(torch.tensor([3.0, torch.nan, 1.0, 1.0]))
-    2
-    """
+    """Return the number of the first check with the lowest finite mean."""
     return int(torch.where(means.isfinite(), means, torch.inf).argmin())
 
 
@@ -273,9 +252,6 @@ def lag(steps: Sequence[int], levels: Sequence[tuple[float, float]]) -> float:
 
     The step of the check over the one at which the model first had the training loss that the
     shadows have now; inf if that is no number.
-
-    >>> lag([0, 9, 19, 39], [(4.0, 4.0), (3.9, 3.0), (3.5, 2.0), (3.0, 1.0)])
-    4.0
     """
     level = levels[-1][0]
     if not math.isfinite(level):
@@ -290,9 +266,6 @@ def densest_check(steps: Mapping[int, int], best: int) -> int:
     Args:
         steps: of checks by their numbers, in order.
         best: number of the check that is not to be given up.
-
-    >>> densest_check({0: 0, 1: 10, 2: 11, 3: 12, 4: 13, 5: 100}, best=2)
-    3
     """
     numbers, logs = list(steps), [math.log1p(step) for step in steps.values()]
     gaps = {
@@ -320,9 +293,6 @@ def bootstrap_shares(
 
     Returns:
         (checks,) shares that sum to 1.
-
-    >>> bootstrap_shares(torch.tensor([[3.0, 1.0, 2.0]] * 4))
-    tensor([0., 1., 0.], dtype=torch.float64)
     """
     rows, checks = curves.shape
     usable = curves.isfinite().all(0)

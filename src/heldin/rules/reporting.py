@@ -80,12 +80,7 @@ class RunFacts:
             self.began = self.ended
 
     def epoch(self, step: int) -> int | None:
-        """Return the number of epochs that a step lies in, from 1 on; None if they are unknown.
-
-        >>> facts = RunFacts(epoch_ends=[10, 20])
-        >>> facts.epoch(0), facts.epoch(10), facts.epoch(11), facts.epoch(45)
-        (0, 1, 2, 5)
-        """
+        """Return the number of epochs that a step lies in, from 1 on; None if they are unknown."""
         ends = self.epoch_ends
         if not ends:
             return None
@@ -94,11 +89,7 @@ class RunFacts:
         return bisect.bisect_left(ends, step) + 1 if step else 0
 
     def place(self, step: int) -> str:
-        """Return a step in words, with its epoch.
-
-        >>> RunFacts(epoch_ends=[10, 20]).place(15)
-        'epoch 2 (step 15)'
-        """
+        """Return a step in words, with its epoch."""
         epoch = self.epoch(step)
         return f"step {step:,}" if epoch is None else f"epoch {epoch:,} (step {step:,})"
 

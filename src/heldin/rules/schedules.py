@@ -22,15 +22,7 @@ ENDS: dict[type[Any], str] = {
 
 
 def fixed_schedule(optimizer: Optimizer) -> str | None:
-    """Return the scheduler of an optimiser that has a fixed end, in words; None if there is none.
-
-    >>> import torch
-    >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
-    >>> fixed_schedule(optimizer)
-    >>> scheduler = lr_scheduler.CosineAnnealingLR(optimizer, T_max=50)
-    >>> fixed_schedule(optimizer)
-    'CosineAnnealingLR(T_max=50)'
-    """
+    """Return the scheduler of an optimiser that has a fixed end, in words; None: there is none."""
     if "initial_lr" not in optimizer.param_groups[0]:  # which every scheduler sets
         return None
     kinds = (*ENDS, lr_scheduler.LambdaLR)

@@ -27,15 +27,7 @@ class UnitGradientPath:
 def unit_gradient_step(
     kind: type[Optimizer], setting: Mapping[str, Any], velocity: float
 ) -> tuple[float, float]:
-    """Velocity after a step and how far the step went, for a gradient of one.
-
-    >>> velocity = travelled = 0.0
-    >>> for _ in range(200):
-    ...     settings = {"lr": 0.1, "momentum": 0.9}
-    ...     velocity, far = unit_gradient_step(torch.optim.SGD, settings, velocity)
-    >>> round(far, 6)                                             # lr / (1 - momentum)
-    1.0
-    """
+    """Velocity after a step and how far the step went, for a gradient of one."""
     rate = float(setting["lr"])
     momentum = float(setting.get("momentum", 0.0))
     if momentum == 0.0 or issubclass(kind, (torch.optim.Adam, torch.optim.AdamW)):

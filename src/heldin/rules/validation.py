@@ -37,16 +37,6 @@ class ValidationStopping(StoppingRule):
         every: number of steps between checks.
         restore_best: at the stop, restore weights and buffers of the best check.
         history: maximum number of records, see `heldin.state.History`.
-
-    >>> import heldin, torch
-    >>> model = torch.nn.Linear(2, 1)
-    >>> stopping = ValidationStopping(model, patience=2)
-    >>> [stopping.step(loss) for loss in (3.0, 1.0, 1.5, 1.2)]
-    [False, False, False, True]
-    >>> stopping.best_step, stopping.stopped_step
-    (2, 4)
-    >>> stopping.reason
-    'step 4: loss 1.2, no better than 1 at step 2 for 2 checks'
     """
 
     _state_version = 2

@@ -51,11 +51,7 @@ COVERAGE_ROWS = (100, 300)
 
 
 def interval_coverage(shadows: int, light: bool, rows: int) -> float | None:
-    """Return the measured coverage of the 95 % interval of shadows of five folds.
-
-    >>> interval_coverage(5, False, rows=50), interval_coverage(5, True, rows=50)
-    (0.98, None)
-    """
+    """Return the measured coverage of the 95 % interval of shadows of five folds."""
     shares = INTERVAL_COVERAGE.get((shadows, light))
     return None if shares is None else shares[sum(rows > most for most in COVERAGE_ROWS)]
 

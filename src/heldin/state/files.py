@@ -23,14 +23,6 @@ def replacing(path: Path) -> Iterator[Path]:
 
     A crash at any moment leaves the old file or the new one, and perhaps a `.part` file beside it
     (see `leftovers`). An error leaves only the old file.
-
-    >>> path = getfixture("tmp_path") / "numbers.txt"
-    >>> with replacing(path) as part:
-    ...     _ = part.write_text("1 2 3")
-    ...     print(path.exists())
-    False
-    >>> path.read_text(), leftovers(path)
-    ('1 2 3', [])
     """
     part, file = _open_part(path)
     with file:

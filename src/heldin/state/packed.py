@@ -18,11 +18,7 @@ __all__ = ["Packed", "packed", "unpacked"]
 
 
 def packed(value: Any) -> Any:
-    """Convert a state to JSON values; numbers and tensors keep every bit.
-
-    >>> packed({"a": [1.5, math.nan], "b": torch.tensor([1, 2])})
-    {'a': [1.5, {'float': 'nan'}], 'b': {'tensor': 'int64', 'shape': [2], 'data': 'AQAAAAA...'}}
-    """
+    """Convert a state to JSON values; numbers and tensors keep every bit."""
     if isinstance(value, Tensor):
         flat = value.detach().cpu().contiguous().reshape(-1)
         raw = ctypes.string_at(flat.data_ptr(), flat.numel() * flat.element_size())  # no numpy
@@ -39,12 +35,7 @@ def packed(value: Any) -> Any:
 
 
 def unpacked(value: Any) -> Any:
-    """Convert the result of `packed` back to a state.
-
-    >>> state = {"a": [math.inf], "b": torch.tensor([[0.1, 2.0]]), "c": None}
-    >>> unpacked(packed(state))
-    {'a': [inf], 'b': tensor([[0.1000, 2.0000]]), 'c': None}
-    """
+    """Convert the result of `packed` back to a state."""
     if isinstance(value, Mapping):
         if value.keys() == {"float"}:
             return float(value["float"])

@@ -45,10 +45,6 @@ def schema_error(value: Any, form: Schema, place: str = "") -> str | None:
     A schema is a type or a tuple of types, None, a tensor (for one of its shape and type), a list
     of one schema (for any number of such entries), a dict of schemas by name, or {type: schema}
     (for any names of that type).
-
-    >>> schema_error({"step": 3, "names": ["a", "b"]}, {"step": int, "names": [str]})
-    >>> schema_error({"step": 3, "names": ["a", None]}, {"step": int, "names": [str]})
-    "['names'][1] is a NoneType, not str"
     """
     if isinstance(form, Tensor):
         if not isinstance(value, Tensor):
