@@ -138,7 +138,7 @@ def test_folds() -> None:
     trainer(PLAIN, callback).fit(module, estimated.loader(PLAIN))
     stopping = callback.stopping
     assert stopping is not None
-    assert stopping.engine == "replay"
+    assert stopping.backend.engine == "replay"
     estimated.expect_same(PLAIN, stopping, module.net, rule="folds")
     assert len(module.losses) == stopping.stopped_step
 

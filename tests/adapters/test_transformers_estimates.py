@@ -282,7 +282,7 @@ def test_noise_on_embeddings_reaches_the_shadows(tmp_path: Path) -> None:
     callback = rule(rule="shadow")
     tune(language_model(), tmp_path, callback, neftune_noise_alpha=5.0)
     assert callback.stopping is not None
-    assert callback.stopping.engine == "replay"
+    assert callback.stopping.backend.engine == "replay"
 
 
 def test_adapters_alone_have_shadows(tmp_path: Path) -> None:

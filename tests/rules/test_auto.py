@@ -189,7 +189,10 @@ def test_small_networks_on_images_are_stacked() -> None:
         model = nn.Sequential(*layers, *extra)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         stopping: Any = heldin.EarlyStopping(model, optimizer, F.mse_loss, (x, y))
-        assert (stopping.following.engine, stopping.following.backend.copies) == (engine, shadows)
+        assert (stopping.following.backend.engine, stopping.following.backend.copies) == (
+            engine,
+            shadows,
+        )
         stopping.close()
 
 
@@ -202,7 +205,9 @@ def test_a_frozen_trunk_is_computed_once(frozen: bool) -> None:
     x = torch.randn(60, 3)
     stopping: Any = heldin.EarlyStopping(model, optimizer, F.mse_loss, (x, x[:, :1]))
     copies = stopping.following.backend.copies
-    assert (stopping.following.engine, copies) == (("replay", 1) if frozen else ("dense", 4))
+    assert (stopping.following.backend.engine, copies) == (
+        ("replay", 1) if frozen else ("dense", 4)
+    )
     assert ("budget=3 buys five folds" in stopping.reason_chosen) is frozen
     stopping.close()
 
@@ -398,7 +403,7 @@ def test_a_network_that_cannot_be_stacked(form: str) -> None:
     for model in (normed, Branches()):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         stopping: Any = heldin.EarlyStopping(model, optimizer, F.mse_loss, data)
-        assert stopping.following.engine == "replay"
+        assert stopping.following.backend.engine == "replay"
         for inputs, targets in loader:
             optimizer.zero_grad()
             F.mse_loss(model(inputs), targets).backward()

@@ -169,7 +169,7 @@ def test_rows_with_equal_inputs_and_other_targets_are_known_by_the_loader() -> N
     optimizer = OPTIMIZERS["sgd"](model.parameters())
     loader = DataLoader(TensorDataset(x, y), batch_size=8, shuffle=True)
     stopping = runs.FoldStopping(model, optimizer, F.mse_loss, loader, folds=3)
-    assert stopping.engine == "dense"
+    assert stopping.backend.engine == "dense"
     batches = []
     for _ in range(2):
         for a, b in loader:

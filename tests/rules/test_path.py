@@ -326,7 +326,7 @@ def test_a_shadow_left_with_one_row_skips_a_batch_normalisation() -> None:
     with runs.FoldStopping(
         model, optimizer, F.mse_loss, (x, y), folds=folds, patience=None
     ) as stopping:
-        assert stopping.engine == "replay"
+        assert stopping.backend.engine == "replay"
         before = [stopping.backend.weights_of(k) for k in range(3)]
         before = [{n: t.clone() for n, t in each.items()} for each in before]
         index = torch.tensor([0, 1, 2, 3])  # the first shadow may see the last row only

@@ -235,7 +235,7 @@ def test_schedule_free_weights_are_those_of_evaluation(evaluates: bool) -> None:
     model, made = build()
     rule = rules.Folds(folds=FOLDS, average="best")
     stopping = heldin.EarlyStopping(model, made, nn.MSELoss(), (x, y), rule, patience=None)
-    assert stopping.following.engine == "replay"
+    assert stopping.following.backend.engine == "replay"
     for number, index in enumerate(order()):
         if evaluates and number % 6 == 0:
             made.train()

@@ -175,7 +175,9 @@ def test_losses_of_stacked_shadows(loss_fn: Any, weighted: bool) -> None:
             own.zero_grad()
             loss(shadow, index[draw(label[index] != number, step, number)]).backward()
             own.step()
-    assert stopping.following.engine == ("vmap" if isinstance(loss_fn, nn.NLLLoss) else "dense")
+    assert stopping.following.backend.engine == (
+        "vmap" if isinstance(loss_fn, nn.NLLLoss) else "dense"
+    )
     for number, shadow in enumerate(twins):
         for name, weight in shadow.named_parameters():
             torch.testing.assert_close(

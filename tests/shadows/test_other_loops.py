@@ -173,7 +173,7 @@ class Hooked(nn.Module):
 
 def test_a_model_that_needs_its_hooks_is_replayed() -> None:
     loader = DataLoader(TensorDataset(*rows()), batch_size=8)
-    assert trained_weights(loader, Hooked(), nn.MSELoss()).engine == "replay"
+    assert trained_weights(loader, Hooked(), nn.MSELoss()).backend.engine == "replay"
 
 
 class Rows(Dataset[Any]):

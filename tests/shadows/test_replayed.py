@@ -194,8 +194,8 @@ def test_shadows_have_the_weights_of_separate_runs(engine: str, optimizer: str) 
     start, make = Pooled().double(), MAKERS[optimizer]
     loader = DataLoader(Sentences(), batch_size=4, shuffle=True, collate_fn=pad)
     stopping, _, steps = train(start, make, loader, engine=engine, folds=3)
-    assert stopping.engine == engine
-    assert stopping.held_out == N
+    assert stopping.backend.engine == engine
+    assert stopping.backend.held == N
     check(stopping, start, make, steps)
 
 

@@ -80,7 +80,7 @@ def test_every_engine_gives_the_numbers_of_separate_runs(name: str, engine: str)
     for make in (OPTIMIZERS["nesterov"], OPTIMIZERS["adam"]):
         model = copy.deepcopy(start)
         stopping = run(model, make, nn.MSELoss(), rows, batches, folds=4, engine=engine)
-        assert stopping.engine == engine
+        assert stopping.backend.engine == engine
         if name == "tied":  # separate runs leave an unused parameter alone
             batchless = [p for n, p in model.named_parameters() if n == "unused"]
             assert torch.equal(batchless[0], torch.ones(2, dtype=torch.float64))
@@ -224,7 +224,7 @@ def test_class_weights_train_exactly() -> None:
     weighted = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 5.0], dtype=torch.float64))
     batches, make = minibatches(8, 6), OPTIMIZERS["sgd"]
     stopping = run(copy.deepcopy(start), make, weighted, rows, batches, folds=3)
-    assert stopping.engine == "replay"
+    assert stopping.backend.engine == "replay"
     assert stopping.backend.describe_rows().endswith("its neither")
     for k in range(3):
         twin = copy.deepcopy(start)
@@ -268,7 +268,7 @@ def test_images_are_flattened() -> None:
     x, y = data()
     rows, batches, make = (x.view(N, 2, 3), y), minibatches(8, 6), OPTIMIZERS["sgd"]
     stopping = run(copy.deepcopy(start), make, F.mse_loss, rows, batches, folds=3)
-    assert stopping.engine == "dense"
+    assert stopping.backend.engine == "dense"
     check_shadows(stopping, start, make, F.mse_loss, rows, batches)
 
 
@@ -277,7 +277,7 @@ def test_sequences_are_not_taken_for_plain_rows() -> None:
     x, y = data()
     rows = (x.view(N, 2, 3), y[:, None].expand(N, 2, 1))
     stopping = run(model, OPTIMIZERS["sgd"], F.mse_loss, rows, minibatches(8, 3), folds=3)
-    assert stopping.engine == "vmap"
+    assert stopping.backend.engine == "vmap"
 
 
 class Branching(nn.Module):
@@ -297,7 +297,7 @@ def test_models_that_branch_on_their_data_are_run_one_by_one() -> None:
     start, make = Branching().double(), OPTIMIZERS["sgd"]
     rows, batches = data(), minibatches(8, 6)
     stopping = run(copy.deepcopy(start), make, F.mse_loss, rows, batches, folds=3)
-    assert stopping.engine == "replay"
+    assert stopping.backend.engine == "replay"
     check_shadows(stopping, start, make, F.mse_loss, rows, batches)
     optimizer = make(start.parameters())
     with pytest.raises(heldin.HeldinError, match=r"engine='vmap': .* use engine='replay'"):
@@ -347,7 +347,7 @@ def test_dropout_draws_for_each_shadow(engine: str) -> None:
     model = nn.Sequential(nn.Linear(D, 50), nn.Dropout(0.5), nn.Linear(50, 1)).double()
     whole = [torch.arange(N)] * 2
     stopping = run(model, OPTIMIZERS["sgd"], F.mse_loss, data(), whole, folds=3, engine=engine)
-    assert stopping.engine == engine
+    assert stopping.backend.engine == engine
     model.eval()  # evaluation has none
     assert torch.equal(stopping.backend.held_out(), stopping.backend.held_out())
     stopping.close()
@@ -367,7 +367,7 @@ def test_dropout_of_a_dense_stack_repeats_itself_and_leaves_the_loop_alone() -> 
         torch.manual_seed(5)
         batches = minibatches(8, 6)
         stopping = run(model, OPTIMIZERS["adam"], F.mse_loss, data(), batches, folds=3, seed=seed)
-        assert stopping.engine == "dense"
+        assert stopping.backend.engine == "dense"
         states.append(torch.get_rng_state())
         weights.append(stopping.backend.weights_of(1)["1.weight"].clone())
     assert torch.equal(states[0], states[2])  # the model's own dropout draws the same

@@ -301,16 +301,6 @@ class FoldStopping(PathStopping):
             self.history.rule = f"light shadows: {self.history.rule}"
         return shadows
 
-    @property
-    def engine(self) -> str:
-        """How the shadows are run: "dense", "vmap" or "replay"."""
-        return self._backend.engine
-
-    @property
-    def held_out(self) -> int:
-        """How many rows are evaluated at a check, on shadows that have not seen them."""
-        return self._backend.held
-
     def add_batch(self, batch: Any, indices: Tensor | Sequence[int] | None = None) -> None:
         """Say which batch the model was just trained on, before `step()`.
 
