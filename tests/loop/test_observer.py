@@ -92,7 +92,9 @@ def two_steps_on_one_batch() -> Loop:
         for _ in range(2):
             batch_loss(loop.model, batch).backward()
             loop.step(batch)
-            loop.stopping.step(batch=batch if number % 2 else None)
+            if number % 2:
+                loop.stopping.add_batch(batch)
+            loop.stopping.step()
     return loop
 
 
@@ -271,7 +273,8 @@ def a_model_that_changes_its_batch_in_training() -> None:
     for _, batch in loop.batches():
         batch_loss(loop.model, batch).backward()
         loop.step(batch)
-        loop.stopping.step(batch=batch)
+        loop.stopping.add_batch(batch)
+        loop.stopping.step()
 
 
 @refused("a part of the batch only")

@@ -89,7 +89,8 @@ def test_batches_of_any_structure(kind: str) -> None:
         loss(model, batch).backward()
         optimizer.step()
         optimizer.zero_grad()
-        stopping.step(batch=batch)
+        stopping.add_batch(batch)
+        stopping.step()
         assert all(type(one) is type(batch) for one in seen)
         x, y = read(batch)
         kept = stopping.fold_of_row[8 * number : 8 * number + len(x)] != 1
@@ -208,7 +209,9 @@ def test_the_rows_of_every_batch_are_known(
             optimizer.step()
             optimizer.zero_grad()
             given.clear()
-            stopping.step(batch=copy.deepcopy(batch)) if tell else stopping.step()
+            if tell:
+                stopping.add_batch(copy.deepcopy(batch))
+            stopping.step()
             assert given
             for index in given:
                 assert index.tolist() == batch[0][:, 0].tolist()
@@ -227,11 +230,15 @@ def test_batches_of_elsewhere_are_refused() -> None:
     loader: Any = DataLoader(Numbers(), batch_size=4, shuffle=True)
     other: Any = DataLoader(Augmented(), batch_size=4)
 
-    def once(used: Any, **told: Any) -> None:
+    def once(used: Any, batch: Any = None, indices: Any = None) -> None:
         optimizer.zero_grad()
         mse(model, used).backward()
         optimizer.step()
-        stopping.step(**told)
+        if batch is None:
+            stopping.step(indices)
+        else:
+            stopping.add_batch(batch, indices)
+            stopping.step()
 
     stopping = runs.FoldStopping(model, optimizer, data=loader, batch_loss=mse)
     foreign, own = next(iter(other)), next(iter(loader))

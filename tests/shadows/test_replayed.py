@@ -338,8 +338,9 @@ def test_autocast_is_followed() -> None:
     with torch.autocast("cpu", torch.float16):
         model(batch[0]).sum().backward()
     optimizer.step()
+    stopping.add_batch(batch)
     with pytest.raises(heldin.HeldinError, match="use bfloat16"):
-        stopping.step(batch=batch)
+        stopping.step()
 
 
 def test_a_resumed_run_goes_on_bit_for_bit() -> None:
@@ -361,7 +362,8 @@ def test_a_resumed_run_goes_on_bit_for_bit() -> None:
             mse(model, batch).backward()
             optimizer.step()
             optimizer.zero_grad()
-            stopping.step(index, batch=batch)
+            stopping.add_batch(batch, index)
+            stopping.step()
 
     whole, first, second = parts(), parts(), parts()
     go(*whole, order)

@@ -302,10 +302,7 @@ class FoldStopping(PathStopping):
         return shadows
 
     def add_batch(self, batch: Any, indices: Tensor | Sequence[int] | None = None) -> None:
-        """Say which batch the model was just trained on, before `step()`.
-
-        For loops and frameworks in which it cannot be seen, and for gradients that are accumulated
-        over several batches. Call it once for each of them.
+        """Say which batch the model was just trained on, before `step()`; once for each of several.
 
         Args:
             batch: as the loader gave it, here or moved to the model's device.
@@ -316,39 +313,20 @@ class FoldStopping(PathStopping):
                 "add_batch: these shadows are stacked and take rows of the tensors given as data; "
                 "pass step(indices=...), or make the object with batch_loss"
             )
-        index = None if indices is None else self._numbers(indices)
-        passes = 0 if self._observer is None else self._observer.passes
-        self._given.append((batch, index, passes))
+        self._given.append((batch, self._numbers(indices), self._observer.passes))
 
     def begin_batch(self) -> RandomState | None:
-        """Record what the coming batch is computed from, where a framework does not call the model.
-
-        Returns:
-            The states of the random generators, at steps that are checked.
-        """
+        """Return the states of the random generators before a batch, at steps that are checked."""
         state = self._backend.check.on_call()
         return None if state is None else state[0]
 
     def count_passes(self, in_grad: bool) -> None:
         """Determine which batches are trained on (accumulated in `.grad`, or somewhere else)."""
-        assert self._observer is not None
         self._observer.count_passes(in_grad)
 
     def trained_on(self) -> bool:
         """Whether a backward pass has reached the parameters since this was asked last."""
-        return self._observer is not None and self._observer.take_reached()
-
-    def step(self, indices: Tensor | Sequence[int] | None = None, *, batch: Any = None) -> bool:
-        """Follow the optimiser step just taken; True if training should stop.
-
-        Args:
-            indices: numbers of the rows in the minibatch, where they cannot be recognised.
-            batch: the batch of the step, where it cannot be recognised (with batch_loss).
-        """
-        if batch is None:
-            return super().step(indices)
-        self.add_batch(batch, indices)
-        return super().step()
+        return self._observer.take_reached()
 
     def _stacked(self, method: str) -> StackedShadows:
         if not isinstance(self._backend, StackedShadows):
@@ -370,11 +348,9 @@ class FoldStopping(PathStopping):
         """
         self._opened("train")
         assert isinstance(self._backend, ReplayedShadows)
-        assert self._observer is not None
-        index = None if indices is None else self._numbers(indices)
         self._same.check()
         self._store.close()
-        result, rows = self._backend.train_on(batch, index, self._step)
+        result, rows = self._backend.train_on(batch, self._numbers(indices), self._step)
         self._seen += rows
         self._step += len(self._observer.take())
         self._observer.forget()
@@ -398,7 +374,7 @@ class FoldStopping(PathStopping):
         call = ModelCall((), (), (), Autocast.current(self._device.type))
         settings = tuple(group_settings(self._optimizer))
         self.add_batch(batch, index)
-        self._follow(OptimizerStep(self._step, (call,), settings), None, now=False)
+        self._follow(OptimizerStep(self._step, (call,), settings), None)
         if self._due():
             self._check()
         return self.should_stop
@@ -421,7 +397,7 @@ class FoldStopping(PathStopping):
                     self._kept[checks[step]] = self._snapshot()
         self._backend.check.renew()
 
-    def _follow(self, taken: OptimizerStep, index: Tensor | None, now: bool) -> None:
+    def _follow(self, taken: OptimizerStep, index: Tensor | None) -> None:
         self._same.check()
         self._store.close()
         # The loop threw gradients of batches before the first pass of the step away.

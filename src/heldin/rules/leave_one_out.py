@@ -73,7 +73,7 @@ class LeaveOneOutStopping(PathStopping):
         self._count = self._backend.count
         self._start()
 
-    def _follow(self, taken: OptimizerStep, index: Tensor | None, now: bool) -> None:
+    def _follow(self, taken: OptimizerStep, index: Tensor | None) -> None:
         self._backend.follow(taken, index)
 
     def _steps_of_an_epoch(self) -> float:

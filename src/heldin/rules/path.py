@@ -84,7 +84,6 @@ class PathStopping(EstimatedRun):
         self._rate_sum, self._rated = 0.0, 0  # of the steps so far, and their number
         self._leads = False  # whether shadows are ahead of the model
         self._next_look = 0  # step of the next check for patience in epochs; 0: none
-        self._observer: LoopObserver | None = None
         self._backend: Any = None  # the shadows, or what stands in for them
         self._release: Any = None
 
@@ -131,8 +130,8 @@ class PathStopping(EstimatedRun):
     # -- what a rule brings
 
     @abstractmethod
-    def _follow(self, taken: OptimizerStep, index: Tensor | None, now: bool) -> None:
-        """Take notice of an optimiser step; `now`: the model has not moved since."""
+    def _follow(self, taken: OptimizerStep, index: Tensor | None) -> None:
+        """Take notice of an optimiser step on rows; index: their numbers, where they are known."""
 
     def _row_groups(self, rows: Tensor) -> Tensor | None:
         """Return the groups of rows."""
@@ -157,11 +156,9 @@ class PathStopping(EstimatedRun):
         """Follow the optimiser step just taken; True if training should stop.
 
         Args:
-            indices: numbers of the rows in the minibatch, where they are known (and needed, by
-                rules that train shadow models).
+            indices: numbers of the rows in the minibatch, where they cannot be recognised.
         """
         self._opened("step")
-        assert self._observer is not None
         taken = self._observer.take()
         if not taken:
             if self._step == 0:
@@ -175,12 +172,12 @@ class PathStopping(EstimatedRun):
                 f"step: indices belong to one optimiser step, but {len(taken)} were taken since "
                 "the last call; call step() after each"
             )
-        index = None if indices is None else self._numbers(indices)
+        index = self._numbers(indices)
         self._check_ranks_agree()
         for one in taken:
             self._step += 1
             self._note_rate(one.settings, 1)
-            self._follow(one, index, now=one is taken[-1])
+            self._follow(one, index)
         if self._due():
             self._check_and_tell()
         return self.should_stop
@@ -188,7 +185,7 @@ class PathStopping(EstimatedRun):
     @property
     def pending(self) -> bool:
         """Whether the optimiser has stepped since the last `step()`."""
-        return self._observer is not None and self._observer.pending
+        return self._observer.pending
 
     def _due(self) -> bool:
         """Whether it is time for a check."""
@@ -199,7 +196,9 @@ class PathStopping(EstimatedRun):
         """Whether patience in epochs asks for a check."""
         return 0 < self._next_look <= self._step
 
-    def _numbers(self, indices: Tensor | Sequence[int]) -> Tensor:
+    def _numbers(self, indices: Tensor | Sequence[int] | None) -> Tensor | None:
+        if indices is None:
+            return None
         index = torch.as_tensor(indices, device=self._device).flatten()
         if index.dtype == torch.bool or index.is_floating_point():
             raise HeldinError(f"step: indices must be whole numbers, got {index.dtype}")
@@ -432,8 +431,7 @@ class PathStopping(EstimatedRun):
         super().load_state_dict(state)
         if self._process_group is not None:
             self._process_group.forget()
-        if self._observer is not None:
-            self._observer.forget()
+        self._observer.forget()
 
     def _take_own_state(self, state: Mapping[str, Any]) -> None:
         device = self._device
