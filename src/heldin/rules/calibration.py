@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from heldin.crossval import scale_last_layer
 from heldin.errors import HeldinError, HeldinWarning, more
 
-__all__ = ["Calibration", "is_scalable"]
+__all__ = ["is_scalable", "scale_outputs"]
 
 Predict = Callable[[nn.Module, Any], Tensor]
 
@@ -38,39 +38,24 @@ def is_scalable(model: nn.Module, batch: Any, predict: Predict) -> bool:
                 p.copy_(old)
 
 
-class Calibration:
-    """A temperature that was put into a model's last layer.
+def scale_outputs(
+    model: nn.Module, temperature: float, batch: Any, predict: Predict
+) -> tuple[list[str], list[tuple[nn.Parameter, Tensor]]]:
+    """Divide the outputs of a model by a temperature, through its last layer.
 
-    Attributes:
-        names: of the parameters that were divided by the temperature; none if the outputs have to
-            be divided by the user.
+    Returns:
+        The names of the parameters that were divided (none if the user has to divide the outputs),
+        and those among them that are not trained, so that no snapshot has them, with their values.
     """
-
-    def __init__(self, names: list[str], frozen: list[tuple[nn.Parameter, Tensor]]) -> None:
-        self.names, self._frozen = names, frozen
-
-    @classmethod
-    def of(cls, model: nn.Module, temperature: float, batch: Any, predict: Predict) -> Calibration:
-        """Divide the outputs of a model by a temperature, through its last layer."""
-        scaled = scale_last_layer(model, temperature, lambda: predict(model, batch))
-        if not scaled:
-            warnings.warn(
-                f"temperature: the last layer of {type(model).__name__} cannot be scaled exactly, "
-                f"so divide its outputs by stopping.temperature ({temperature:.4g}) yourself; the "
-                "estimates are those of the divided outputs " + more("a-temperature-to-divide-by"),
-                HeldinWarning,
-                stacklevel=5,
-            )
-        changed = {id(p) for p, _ in scaled}
-        names = [name for name, p in model.named_parameters() if id(p) in changed]
-        return cls(names, [(p, old) for p, old in scaled if not p.requires_grad])
-
-    def undo(self) -> None:
-        """Put frozen weights back, which no snapshot of the trained ones contains."""
-        with torch.no_grad():
-            for p, old in self._frozen:
-                p.copy_(old)
-
-    def close(self) -> None:
-        """Release the parameters."""
-        self._frozen = []
+    scaled = scale_last_layer(model, temperature, lambda: predict(model, batch))
+    if not scaled:
+        warnings.warn(
+            f"temperature: the last layer of {type(model).__name__} cannot be scaled exactly, "
+            f"so divide its outputs by stopping.temperature ({temperature:.4g}) yourself; the "
+            "estimates are those of the divided outputs " + more("a-temperature-to-divide-by"),
+            HeldinWarning,
+            stacklevel=5,
+        )
+    changed = {id(p) for p, _ in scaled}
+    names = [name for name, p in model.named_parameters() if id(p) in changed]
+    return names, [(p, old) for p, old in scaled if not p.requires_grad]

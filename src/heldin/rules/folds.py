@@ -42,7 +42,7 @@ from heldin.shadows.labels import (
 )
 from heldin.shadows.models import module_of
 from heldin.shadows.parameters import ParameterGuard
-from heldin.shadows.replayed import ReplayedShadows, has_evaluation_mode
+from heldin.shadows.replayed import ReplayedShadows
 from heldin.shadows.stacked import CannotStack, StackedShadows
 from heldin.shadows.step_check import StepCheck
 from heldin.shadows.tensors import TensorData
@@ -533,9 +533,6 @@ class FoldStopping(PathStopping):
     def _epochs(self) -> float:
         return (self._seen - self._seen_at_start) / self._count
 
-    def _training_levels(self) -> tuple[float, float] | None:
-        return self._backend.levels() if self._is_light else None
-
     def _held_per_trained(self) -> float:
         return self._backend.held / (self._count * (1 - self._missing()))
 
@@ -588,11 +585,6 @@ class FoldStopping(PathStopping):
 
     def restore(self) -> None:
         """Put the chosen weights (averaged, if so asked) into the model."""
-        self._opened("restore")
-        if self._step > self.history.last().step:
-            self._check()  # the last weights are a candidate too
-        if has_evaluation_mode(self._optimizer):
-            self._optimizer.eval()  # the weights that are restored are those of evaluation
         super().restore()
         self._same.renew()
 

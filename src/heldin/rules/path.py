@@ -21,7 +21,7 @@ from heldin.errors import HeldinError, HeldinWarning, more
 from heldin.loop.events import OptimizerStep
 from heldin.loop.observer import LoopObserver
 from heldin.pause import paused
-from heldin.rules.calibration import Calibration, is_scalable
+from heldin.rules.calibration import is_scalable, scale_outputs
 from heldin.rules.estimated import EstimatedRun
 from heldin.rules.inputs import RunInputs
 from heldin.rules.options import Folds, LeaveOneOut
@@ -31,6 +31,7 @@ from heldin.rules.schedules import warn_of_schedule
 from heldin.shadows.exchange import group_settings
 from heldin.shadows.models import check_trainable, note_trained, warn_of_training
 from heldin.shadows.outputs import OutputRecipe
+from heldin.shadows.replayed import has_evaluation_mode
 from heldin.shadows.step_check import StepCheck
 from heldin.state.estimates import STATE_SCHEMA as HISTORY
 from heldin.state.estimates import Estimate, EstimateHistory
@@ -60,6 +61,7 @@ class PathStopping(EstimatedRun):
     """
 
     _state_schema = STATE_SCHEMA
+    _is_light = False  # whether shadows are trained on a share of the rows of each batch
 
     def __init__(self, inputs: RunInputs, rule: Folds | LeaveOneOut) -> None:
         self.owner = getattr(inputs.data, "owner", self.owner)  # of a framework's run
@@ -79,7 +81,8 @@ class PathStopping(EstimatedRun):
         self._average: nn.Module | None = None  # an average of its weights, which is estimated
         self._signature = model_signature(model)
         self.run.describe(model, optimizer)
-        self.calibration: Calibration | None = None
+        self.scaled_names: list[str] = []  # of parameters that were divided by the temperature
+        self._frozen: list[tuple[nn.Parameter, Tensor]] = []  # of them, and their values before
         self._doubted = False  # whether a warning was given that nothing was learnt
         self._rate_sum, self._rated = 0.0, 0  # of the steps so far, and their number
         self._leads = False  # whether shadows are ahead of the model
@@ -222,7 +225,8 @@ class PathStopping(EstimatedRun):
                 weights = self._backend.row_weights(held.rows)
                 outcome.begin(held, weights, self._row_groups(held.rows))
             losses, estimated = outcome.add(number, losses, held.outputs)
-        levels, seen = self._training_levels(), self._backend.training_loss()
+        levels = self._backend.levels() if self._is_light else None
+        seen = self._backend.training_loss()
         if levels is not None:
             self._levels.append(levels)
             seen = levels[1]
@@ -303,10 +307,6 @@ class PathStopping(EstimatedRun):
         finally:
             self._backend.check.renew()  # weights were scaled to try it, and put back bit for bit
 
-    def _training_levels(self) -> tuple[float, float] | None:
-        """Return the training loss of light shadows and of the model on the same rows."""
-        return None
-
     # -- the model
 
     def _state(self) -> Iterator[tuple[str, Tensor]]:
@@ -343,6 +343,8 @@ class PathStopping(EstimatedRun):
         self._opened("restore")
         if self._step > self.history.last().step:
             self._check()  # the last weights are a candidate too
+        if has_evaluation_mode(self._optimizer):
+            self._optimizer.eval()  # the weights that are restored are those of evaluation
         untrained = self.best_step == 0 and self._step > 0 and not self.finish
         if untrained and self.estimate != 0:  # 0 cannot be bettered
             warnings.warn(
@@ -359,7 +361,8 @@ class PathStopping(EstimatedRun):
         heaviest = max(parts, key=lambda part: part[0])[1]
         with torch.no_grad():
             for name, value in self._state():
-                if isinstance(value, nn.Parameter) and not _is_whole(value):
+                whole = not (value.is_floating_point() or value.is_complex())
+                if isinstance(value, nn.Parameter) and not whole:
                     mixed = sum(share * kept[name] for share, kept in parts)
                     value.copy_(mixed)  # type: ignore[arg-type]
                 else:  # statistics and other buffers belong to the weights of one check
@@ -372,13 +375,15 @@ class PathStopping(EstimatedRun):
 
     def _calibrate(self) -> None:
         """Divide the outputs of the restored model by the temperature."""
-        if self.calibration is not None:
-            self.calibration.undo()
-            self.calibration = None
+        with torch.no_grad():
+            for p, old in self._frozen:
+                p.copy_(old)
+        self.scaled_names, self._frozen = [], []
         if self.temperature != 1:
             model = self._average or self._opened("restore")
             with paused():
-                self.calibration = Calibration.of(model, self.temperature, *self._backend.example())
+                scaled = scale_outputs(model, self.temperature, *self._backend.example())
+            self.scaled_names, self._frozen = scaled
         over = bool(self.should_stop or self.finish)
         doubt = self._outcome.doubt(self.best_number) if over and not self._doubted else ""
         if doubt and self.best_step:
@@ -465,10 +470,9 @@ class PathStopping(EstimatedRun):
     def close(self) -> None:
         """Remove all hooks and release the model. Results (history, estimate) remain available."""
         self._release()
-        if self.calibration is not None:
-            self.calibration.close()
         if self._model is not None:
             self._backend.close()
+        self._frozen = []
         self._kept = {number: {} for number in self._kept}
         self._model = self._optimizer = self._average = None
 
@@ -481,8 +485,3 @@ class PathStopping(EstimatedRun):
         if kind is None and self._model is not None:
             self.restore()
         self.close()
-
-
-def _is_whole(tensor: Tensor) -> bool:
-    """Return whether a tensor holds whole numbers, which have no average."""
-    return not (tensor.is_floating_point() or tensor.is_complex())

@@ -355,7 +355,7 @@ def _committee(inner: PathStopping, model: nn.Module, owner: str) -> Committee:
             f"({inner.memory:,} bytes); raise it"
         )
     members = [_copy(model)]
-    names = set() if inner.calibration is None else set(inner.calibration.names)
+    names = set(inner.scaled_names)
     for state in outcome.members:
         member = _copy(model)
         places = dict(member.named_parameters()) | dict(member.named_buffers())
