@@ -59,6 +59,16 @@ class StoppingRule(Follower, ABC):
     def metrics(self) -> dict[str, float]:
         """Return the current values as a flat mapping for a tracker, without missing ones."""
 
+    def intervals(self) -> Mapping[str, Any]:
+        """Return estimates by name, with their intervals."""
+        return {}
+
+    def conclusions(self) -> list[str]:
+        """Return why the run ended and what was chosen, in words."""
+        stopped = f"stopped at step {self.stopped_step}" if self.should_stop else "not stopped"
+        words, best = [f"{stopped} ({self.reason})"], getattr(self, "best_step", None)
+        return words if best is None else [*words, f"the best weights are those of step {best}"]
+
     def __repr__(self) -> str:
         return f"<{self.owner}: {self.reason}>"
 

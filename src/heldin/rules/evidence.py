@@ -126,6 +126,11 @@ class EvidenceStopping(StoppingRule, Joinable):
         return self._running.latest
 
     @property
+    def best_step(self) -> int | None:
+        """The step after which the weights were kept; None before a stop."""
+        return None if self.stopped_step is None else self.stopped_step - 1
+
+    @property
     def watching(self) -> bool:
         """Whether the rule has a model: from the beginning until `close`."""
         return self._model is not None

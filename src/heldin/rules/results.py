@@ -18,11 +18,9 @@ from heldin.capture.sharding import unwrapped
 from heldin.crossval import Committee, Interval, Metric, OutOfFold, RunRecord, resolve_metrics
 from heldin.errors import HeldinError
 from heldin.pages import Report
-from heldin.rules.evidence import EvidenceStopping
 from heldin.rules.leave_one_out import LeaveOneOutStopping
 from heldin.rules.outcome import Outcome, check_monitor
 from heldin.rules.path import PathStopping
-from heldin.rules.validation import ValidationStopping
 from heldin.shadows.bare_model import copy_without_hooks
 from heldin.shadows.outputs import OutputRecipe
 
@@ -158,11 +156,8 @@ class RunResults:
         others. rule="evidence" estimates no loss.
         """
         inner = self._followed()
-        if isinstance(inner, PathStopping):
-            return inner.intervals()
-        if isinstance(inner, ValidationStopping) and inner.best_step is not None:
-            return {"loss": Interval(inner.best_loss, math.nan, math.nan)}
-        return {}
+        estimates: Mapping[str, Interval] = {} if inner is None else inner.intervals()
+        return estimates
 
     @property
     def out_of_fold(self) -> OutOfFold:
@@ -219,12 +214,7 @@ class RunResults:
     @property
     def best_step(self) -> int | None:
         """The step whose weights are restored (with averaging: the lowest estimate)."""
-        inner = self._followed()
-        if inner is None:
-            return None
-        if isinstance(inner, EvidenceStopping):
-            return None if inner.stopped_step is None else inner.stopped_step - 1
-        step: int | None = inner.best_step
+        step: int | None = getattr(self._followed(), "best_step", None)
         return step
 
     @property
@@ -290,15 +280,7 @@ class RunResults:
         inner = self._followed()
         if inner is None:
             return "no run yet"
-        if not isinstance(inner, PathStopping):
-            stopped = (
-                f"stopped at step {inner.stopped_step}" if inner.should_stop else "not stopped"
-            )
-            words = [f"{stopped} ({inner.reason})"]
-            if self.best_step is not None:
-                words.append(f"the best weights are those of step {self.best_step}")
-        else:
-            words = inner.conclusions()
+        words = inner.conclusions()
         expected = ", ".join(f"{name} {interval}" for name, interval in self.estimates.items())
         return "; ".join([*words, f"expect {expected}"] if expected else words)
 

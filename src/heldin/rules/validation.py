@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from heldin.crossval import Interval
 from heldin.errors import HeldinError
 from heldin.pages import Section, Table, csv_link
 from heldin.pages.charts import Series, chart
@@ -160,6 +161,11 @@ class ValidationStopping(StoppingRule):
         self._model.load_state_dict(self._best, strict=False)
 
     # -- reports
+
+    def intervals(self) -> Mapping[str, Interval]:
+        """Return the lowest loss, without an interval."""
+        found = self.best_step is not None
+        return {"loss": Interval(self.best_loss, math.nan, math.nan)} if found else {}
 
     def _headline(self) -> tuple[str, str]:
         if self.best_step is None:
