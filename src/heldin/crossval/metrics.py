@@ -59,12 +59,15 @@ class Metric:
                 f"metric {self.name!r}: there are {len(outputs)} outputs, but {len(targets)} "
                 "targets; give one of each for each row"
             )
-        options = {} if sample_weight is None else {"sample_weight": sample_weight}
-        if options and not _takes_weights(self.function):
-            raise HeldinError(
-                f"metric {self.name!r} does not take the rows' weights; give the name of a "
-                "scikit-learn scorer, or a function (outputs, targets, sample_weight) -> number"
-            )
+        options = {}
+        if sample_weight is not None:
+            options = {"sample_weight": sample_weight}
+            parameters = inspect.signature(self.function).parameters.values()
+            if not any(p.name in options or p.kind is p.VAR_KEYWORD for p in parameters):
+                raise HeldinError(
+                    f"metric {self.name!r} does not take the rows' weights; give the name of a "
+                    "scikit-learn scorer, or a function (outputs, targets, sample_weight) -> number"
+                )
         try:
             value = self.function(outputs, targets, **options)
         except Exception as error:
@@ -87,9 +90,9 @@ def are_probabilities(outputs: Tensor, targets: Tensor) -> bool:
     return single or bool(((outputs.double().sum(1) - 1).abs() < 1e-4).all())
 
 
-def _is_loss(value: Any) -> bool:
-    """Return whether a value is one of PyTorch's losses, or derived from one."""
-    return any(kind.__module__ == nn.MSELoss.__module__ for kind in type(value).__mro__)
+def _comes_from(value: Any, module: str) -> bool:
+    """Return whether the type of a value, or one that it is derived from, is of a module."""
+    return any(kind.__module__ == module for kind in type(value).__mro__)
 
 
 def described(function: Any) -> str:
@@ -105,7 +108,7 @@ def described(function: Any) -> str:
         if function.__module__ == "torch.nn.functional":
             return str(name if name.endswith("loss") else f"{name}loss")
         enclosed = [cell.cell_contents for cell in function.__closure__ or ()]
-        options = [described(v) for v in enclosed if _is_loss(v)]
+        options = [described(v) for v in enclosed if _comes_from(v, nn.MSELoss.__module__)]
         options += [repr(v) for v in enclosed if isinstance(v, (bool, int, float, str))]
         text = (
             f"{code.co_code!r} {code.co_names} {code.co_consts} {function.__defaults__} {options}"
@@ -180,7 +183,7 @@ def _resolve(name: Any, metric: Any, probabilities: bool | None) -> list[Metric]
         better = getattr(metric, "higher_is_better", None)
         title = name or type(metric).__name__
         return [Metric(title, _TorchMetric(metric, probabilities), better)]
-    if _is_scorer(metric):
+    if _comes_from(metric, "sklearn.metrics._scorer"):  # by make_scorer
         if name is None:
             raise HeldinError(
                 f"metrics: {shown(metric)} has no name; give it one: metrics={{'name': scorer}}"
@@ -213,13 +216,6 @@ def _refuse_swapped(function: Any) -> None:
         )
 
 
-def _takes_weights(function: Any) -> bool:
-    if isinstance(function, _Scorer):
-        return True
-    parameters = inspect.signature(function).parameters.values()
-    return any(p.name == "sample_weight" or p.kind is p.VAR_KEYWORD for p in parameters)
-
-
 def _larger_is_better(name: str) -> bool | None:
     """Return whether a larger value is better, by the words of a name."""
     words = set(re.findall(r"[a-z]+\d*", re.sub(r"(?<=[a-z\d])(?=[A-Z])", "_", name).lower()))
@@ -238,10 +234,9 @@ def _number(name: str, value: Any) -> float:
                 "number, the mean over classes for instance"
             )
         value = value.item()
-    if isinstance(value, (str, bytes, complex)) or value is None:
-        raise HeldinError(f"metric {name!r} returned {shown(value)}; return a number")
+    number: Any = None if isinstance(value, (str, bytes)) else value
     try:
-        return float(value)
+        return float(number)
     except (TypeError, ValueError):
         raise HeldinError(f"metric {name!r} returned {shown(value)}; return a number") from None
 
@@ -250,11 +245,6 @@ def _is_torchmetrics(value: Any, kind: str) -> bool:
     """Return whether this is an object of torchmetrics, without importing it."""
     module = sys.modules.get("torchmetrics")
     return module is not None and isinstance(value, getattr(module, kind))
-
-
-def _is_scorer(value: Any) -> bool:
-    """Return whether this is an object that `sklearn.metrics.make_scorer` made."""
-    return any(kind.__module__ == "sklearn.metrics._scorer" for kind in type(value).__mro__)
 
 
 def _scorer(name: str) -> Any:
@@ -309,20 +299,56 @@ class _Scorer:
     probabilities: bool | None
 
     def __call__(self, outputs: Tensor, targets: Tensor, sample_weight: Any = None) -> float:
-        answers = _answers(self.scorer_name, outputs, targets, self.probabilities)
+        estimator, inputs, truth, counts = self._answers(outputs, targets)
         options = {}
         if sample_weight is not None:
             weights = torch.as_tensor(sample_weight).cpu()
-            counts = torch.ones(len(answers.inputs)) if answers.counts is None else answers.counts
+            counts = torch.ones(len(inputs)) if counts is None else counts
             lines = weights.repeat_interleave(len(counts) // len(weights))
             options["sample_weight"] = lines[counts.bool()].numpy()
-        labels = getattr(answers.estimator, "classes_", None)
+        labels = getattr(estimator, "classes_", None)
         if self.scorer_name == "neg_log_loss" and labels is not None and labels.ndim == 1:
             from sklearn.metrics import log_loss  # the scorer fails where a class has no row
 
-            predictions = answers.estimator.predict_proba(answers.inputs)
-            return -float(log_loss(answers.targets, predictions, labels=labels, **options))
-        return float(self.scorer(answers.estimator, answers.inputs, answers.targets, **options))
+            predictions = estimator.predict_proba(inputs)
+            return -float(log_loss(truth, predictions, labels=labels, **options))
+        return float(self.scorer(estimator, inputs, truth, **options))
+
+    def _answers(self, outputs: Tensor, targets: Tensor) -> tuple[Any, Any, Any, Tensor | None]:
+        """Return an estimator, the inputs from which it predicts the outputs, and targets.
+
+        And which lines of outputs these are, as booleans; None: all.
+        """
+        scores = outputs.detach().to("cpu", torch.float64)
+        truth = targets.detach().cpu()
+        numbers = not bool((truth == truth.round()).all())
+        if self.scorer_name:
+            numbers = REGRESSION.match(self.scorer_name) is not None
+        if numbers:
+            if scores.shape != truth.shape:
+                if scores.numel() != truth.numel():
+                    raise ValueError("outputs and targets must have the same shape")
+                scores = scores.reshape(truth.shape)
+            flat = (part.double().reshape(len(scores), -1).numpy() for part in (scores, truth))
+            return _regressor(), *flat, None
+        probabilities = self.probabilities
+        if probabilities is None:
+            probabilities = are_probabilities(outputs, targets)
+        scores, labels, several = _class_scores(scores, truth)
+        counts = None if several else labels != IGNORED
+        if counts is not None:
+            scores, labels = scores[counts], labels[counts]
+        if probabilities:
+            least = torch.finfo(scores.dtype).eps
+            single = several or scores.shape[1] == 1
+            scores = scores.logit(eps=least) if single else scores.clamp_min(least**4).log()
+        if several:
+            classes: Any = [[0, 1]] * scores.shape[1]
+        elif scores.shape[1] == 1:
+            classes = [-1, 1] if bool((labels == -1).any()) else [0, 1]
+        else:
+            classes = list(range(scores.shape[1]))
+        return _classifier(classes, several), scores.numpy(), labels.numpy(), counts
 
 
 def _refused(metric: Metric, outputs: Any, targets: Any, error: Exception) -> HeldinError:
@@ -348,57 +374,6 @@ def _absent_classes(outputs: Tensor, targets: Tensor) -> list[int]:
     if outputs.dim() < 2 or outputs.shape == targets.shape or outputs.shape[1] < 2:
         return []
     return sorted(set(range(outputs.shape[1])) - set(targets.flatten().tolist()))
-
-
-@dataclass(frozen=True)
-class _Answers:
-    """What a scorer is called with: an estimator that answers from its inputs, and targets."""
-
-    estimator: Any
-    inputs: Any
-    targets: Any
-    counts: Any = None  # which lines of outputs they are; None: all
-
-
-def _answers(
-    scorer_name: str, outputs: Tensor, targets: Tensor, probabilities: bool | None
-) -> _Answers:
-    """Turn outputs into an estimator whose predictions they are."""
-    scores = outputs.detach().to("cpu", torch.float64)
-    truth = targets.detach().cpu()
-    if _compares_numbers(scorer_name, truth):
-        if scores.shape != truth.shape:
-            if scores.numel() != truth.numel():
-                raise ValueError("outputs and targets must have the same shape")
-            scores = scores.reshape(truth.shape)
-        rows = len(scores)
-        return _Answers(
-            _regressor(), scores.reshape(rows, -1).numpy(), truth.double().reshape(rows, -1).numpy()
-        )
-    if probabilities is None:
-        probabilities = are_probabilities(outputs, targets)
-    scores, labels, several = _class_scores(scores, truth)
-    counts = None if several else labels != IGNORED
-    if counts is not None:
-        scores, labels = scores[counts], labels[counts]
-    if probabilities:
-        least = torch.finfo(scores.dtype).eps
-        single = several or scores.shape[1] == 1
-        scores = scores.logit(eps=least) if single else scores.clamp_min(least**4).log()
-    if several:
-        classes: Any = [[0, 1]] * scores.shape[1]
-    elif scores.shape[1] == 1:
-        classes = [-1, 1] if bool((labels == -1).any()) else [0, 1]
-    else:
-        classes = list(range(scores.shape[1]))
-    return _Answers(_classifier(classes, several), scores.numpy(), labels.numpy(), counts)
-
-
-def _compares_numbers(scorer_name: str, truth: Tensor) -> bool:
-    """Return whether a scorer compares numbers: by its name, else by the targets."""
-    if scorer_name:
-        return REGRESSION.match(scorer_name) is not None
-    return not bool((truth == truth.round()).all())
 
 
 def _class_scores(scores: Tensor, truth: Tensor) -> tuple[Tensor, Tensor, bool]:
