@@ -263,11 +263,7 @@ class EstimatedRun(StoppingRule):
         return self._intervals[number]
 
     def row_losses(self, number: int | None = None) -> Tensor:
-        """Return the losses of rows, or of blocks of them, that an estimate is the mean of.
-
-        Args:
-            number: of the check (default: the chosen one).
-        """
+        """Return the losses of rows, or of blocks, behind a check (default: the chosen one)."""
         number = self.best_number if number is None else number
         return self._outcome.row_losses(number, self._curves[number])
 
@@ -448,13 +444,7 @@ def _ends(interval: str) -> str:
 
 
 def check_patience(owner: str, patience: Any, finish: Any = None) -> Any:
-    """Return the patience of a run, or refuse it.
-
-    Args:
-        owner: the public name, for errors.
-        patience: "default", a number of epochs, a `Patience`, or None to never stop.
-        finish: whether the run goes to its end, so that the patience is None.
-    """
+    """Return "default", a number of epochs, a `Patience` or None to never stop; refuse the rest."""
     if finish not in (None, True, False):
         raise HeldinError(f"{owner}: finish must be True, False or None, got {finish!r}")
     if finish and patience not in ("default", None):

@@ -340,12 +340,7 @@ class FoldStopping(PathStopping):
         return None if self._replays_function else self._backend.check
 
     def train_on(self, batch: Any, indices: Tensor | Sequence[int] | None = None) -> Any:
-        """Call `train_step` for the model and then for its shadows; return what it returned.
-
-        Args:
-            batch: as the loader given as data returned it.
-            indices: the numbers of its rows, where no loader was given.
-        """
+        """Call `train_step` for the model and then for its shadows; return what it returned."""
         self._opened("train")
         assert isinstance(self._backend, ReplayedShadows)
         self._same.check()
@@ -382,9 +377,7 @@ class FoldStopping(PathStopping):
     def catch_up(self, take_step: Callable[[Tensor], None], order: Sequence[Tensor]) -> None:
         """Train the model on the batches that shadows have seen, as far as its weights are wanted.
 
-        Args:
-            take_step: takes a step of the model on rows.
-            order: numbers of the rows of every step in which shadows were alone.
+        order: the numbers of the rows of every step in which shadows were alone.
         """
         if self._step > self.history.last().step:
             self._check()
@@ -437,16 +430,9 @@ class FoldStopping(PathStopping):
     ) -> None:
         """Train the model in the same stack as its shadows, until it should stop.
 
-        In place of a loop, where the loop would do nothing else. The model is one more copy in the
-        stack, so that small networks train with five folds in little more time than alone. The
-        optimiser gives its kind and its settings; its own state is left as it is.
-
-        Args:
-            batch_size: rows in a minibatch (default: all; for a DataLoader: its own batches).
-            max_steps: number of steps after which to end even if no stop was found.
-            shuffle: whether each epoch has a new random order.
-            generator: of the order.
-            after_epoch: called at the end of every epoch.
+        The model is one more copy in the stack, so that small networks train with five folds in
+        little more time than alone. The optimiser gives its kind and its settings; its own state is
+        left as it is. For the arguments, see `heldin.EarlyStopping.fit`.
         """
         name = self.owner
         self._opened("train")

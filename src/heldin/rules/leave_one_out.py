@@ -199,9 +199,7 @@ class Displacements:
     def _preconditioner(self, name: str, squares: Tensor) -> tuple[Tensor, Tensor]:
         """How far a unit of gradient has carried a parameter, and what is left of its D.
 
-        Args:
-            name: of the parameter.
-            squares: mean square of the samples' gradients by it.
+        squares: the mean square of the samples' gradients by it.
         """
         number, p = self._trained_params[name]
         group, setting = self._groups[number], self._optimizer.param_groups[number]

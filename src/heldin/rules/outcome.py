@@ -122,13 +122,7 @@ class Outcome:
     # -- checks
 
     def begin(self, held: OutOfFold, weights: Tensor | None, groups: Tensor | None) -> None:
-        """Take over rows, folds and targets, which stay the same.
-
-        Args:
-            held: outputs of the first check.
-            weights: (m,) weights of its rows in the loss.
-            groups: (m,) their groups.
-        """
+        """Take over rows, folds and targets of the first check, which stay the same."""
         self._held, self.weights, self.groups = held, weights, groups
         many = len(torch.unique(held.folds)) > MOST_FOLDS
         self._folds = torch.arange(len(held.folds)) % PARTS if many else numbered(held.folds)
@@ -136,10 +130,7 @@ class Outcome:
     def add(self, number: int, losses: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor]:
         """Take the outputs of a check; return losses to choose the check by, and to estimate with.
 
-        Args:
-            number: of the check.
-            losses: (m,) of the rows, or means over blocks.
-            outputs: (m, ...) of the rows.
+        losses: (m,) of the rows, or means over blocks; outputs: (m, ...) of the rows.
         """
         self.outputs[number] = outputs
         self._decide(number, losses)
@@ -210,11 +201,7 @@ class Outcome:
         return self._calibrated[1]
 
     def best(self, first: int = 0) -> int:
-        """Return the number of the check with the best monitored metric.
-
-        Args:
-            first: number of the first check that counts.
-        """
+        """Return the number of the check with the best monitored metric, of those from `first` on."""
         values = torch.tensor(self.monitored[first:], dtype=torch.float64)
         return first + best_check(-values if self.larger_is_better else values)
 

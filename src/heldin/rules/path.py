@@ -280,12 +280,7 @@ class PathStopping(EstimatedRun):
             self.on_check()
 
     def follow_outputs(self, recipe: OutputRecipe, outcome: Outcome) -> None:
-        """Keep the outputs of held-out rows at every check; the one at step 0 is repeated.
-
-        Args:
-            recipe: how outputs follow from a model and a batch.
-            outcome: takes the outputs.
-        """
+        """Keep the outputs of held-out rows at every check; the one at step 0 is repeated."""
         assert self._step == 0
         self._backend.keep_outputs(recipe)
         before = {name: getattr(self, name) for name in REPEATED}

@@ -16,14 +16,7 @@ __all__ = ["RunProgress"]
 
 
 class RunProgress:
-    """A bar, or lines, about a run; the first process of several shows it.
-
-    Args:
-        rule: the object that follows the run.
-        facts: epochs and times of the run.
-        max_epochs: largest number of epochs.
-        live: where to show it.
-    """
+    """A bar, or lines, about a run; the first process of several shows it."""
 
     def __init__(self, rule: Any, facts: RunFacts, max_epochs: int, live: Live | None = None):
         self._rule, self._facts, self._max_epochs = rule, facts, max_epochs

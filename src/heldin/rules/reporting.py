@@ -220,12 +220,7 @@ class Follower:
 
 
 def side_by_side(run: Any, others: Mapping[str, Any]) -> Section:
-    """Return a section with the estimates of several runs, and their paired differences.
-
-    Args:
-        run: the rule of the first run.
-        others: rules of other runs, by name.
-    """
+    """Return a section with the estimates of several runs, and their paired differences."""
     runs = {"this run": run, **{str(name): other for name, other in others.items()}}
     for name, each in runs.items():
         if not hasattr(each, "loss_interval"):
@@ -263,12 +258,7 @@ def _text(value: Any) -> str:
 
 
 def advice_on_estimates(history: EstimateHistory, should_stop: bool) -> list[Advice]:
-    """Return what to try with a rule that estimates a test loss.
-
-    Args:
-        history: its `heldin.state.EstimateHistory`.
-        should_stop: whether the rule has stopped training.
-    """
+    """Return what to try with a rule that estimates a test loss."""
     if history.last().step == 0:
         return [("No step was taken yet: call step() after each optimizer.step().", "")]
     best = next(r for r in history if r.step == history.best_step)
@@ -319,13 +309,7 @@ def advice_on_estimates(history: EstimateHistory, should_stop: bool) -> list[Adv
 
 
 def advice_on_evidence(history: History, should_stop: bool, armed: bool) -> list[Advice]:
-    """Return what to try with the rule by evidence.
-
-    Args:
-        history: its `heldin.state.History`.
-        should_stop: whether the rule has stopped training.
-        armed: whether the criterion has left zero.
-    """
+    """Return what to try with the rule by evidence."""
     trust = docs("when-to-trust.html")
     if not len(history):
         return [("There was no check yet: call step() after each backward pass.", "")]

@@ -23,12 +23,11 @@ def has_closure(args: Any, kwargs: Mapping[str, Any]) -> bool:
 
 
 class StepOrderCheck:
-    """A check that warns once if the optimiser stepped before `EvidenceStopping.step`.
+    """Warns once if the optimiser stepped before `EvidenceStopping.step`.
 
-    The weights that triggered the stop are then overwritten. The test has no false alarms: an
-    optimiser with parameters of the model has stepped, without a closure, and no backward pass came
-    after it. A second warning is given if passes were zeroed and another gradient was put in their
-    place.
+    There are no false alarms: an optimiser with parameters of the model has stepped, without a
+    closure, and no backward pass came after it. A second warning is given if passes were zeroed and
+    another gradient was put in their place.
     """
 
     def __init__(self, model: nn.Module, seen: Collector) -> None:

@@ -23,15 +23,12 @@ __all__ = ["ValidationStopping"]
 
 
 class ValidationStopping(StoppingRule):
-    """A rule that stops when the validation loss has not improved for `patience` checks.
-
-    The counterpart of `EvidenceStopping`, with the same interface. Call `step()` before
-    `optimizer.step()`, or once per epoch, with the loss or with a function that computes it.
+    """Stops when the validation loss has not improved for `patience` checks.
 
     Args:
         model: the model that is trained.
-        loss: a function without arguments that returns the validation loss. It is called in
-            evaluation mode and without gradients. Or pass the loss to `step`.
+        loss: returns the validation loss; it is called in evaluation mode and without gradients.
+            None: the loss is passed to `step`.
         patience: number of consecutive checks without improvement before training stops.
         improvement: minimum decrease of the loss that counts as an improvement.
         warmup: number of first steps at which training is never stopped.
