@@ -8,7 +8,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -655,12 +654,7 @@ class EarlyStopping(NamedArguments, RunResults, PlainLoopOnly):
     def __enter__(self) -> EarlyStopping:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         if self._model is None:
             return
         unchecked = isinstance(self._inner, ValidationStopping) and self._inner.best_step is None

@@ -1,40 +1,23 @@
 """What cross-validation gives, from out-of-fold outputs: pure functions on tensors."""
 
-from .committee import Committee
-from .comparison import Comparison, Difference, RunRecord, compare
-from .intervals import Estimates, Interval, mean_interval, statistic_interval
-from .metrics import Metric, are_probabilities, described, resolve_metrics
-from .out_of_fold import OutOfFold
-from .temperature import (
-    Calibrated,
-    calibrate,
-    cross_fitted,
-    fit_temperature,
-    numbered,
-    scale_last_layer,
-    temperature_losses,
-)
-
-__all__ = [
-    "Calibrated",
-    "Committee",
-    "Comparison",
-    "Difference",
-    "Estimates",
-    "Interval",
-    "Metric",
-    "OutOfFold",
-    "RunRecord",
-    "are_probabilities",
-    "calibrate",
-    "compare",
-    "cross_fitted",
-    "described",
-    "fit_temperature",
-    "mean_interval",
-    "numbered",
-    "resolve_metrics",
-    "scale_last_layer",
-    "statistic_interval",
-    "temperature_losses",
-]
+from .committee import Committee as Committee
+from .comparison import Comparison as Comparison
+from .comparison import Difference as Difference
+from .comparison import RunRecord as RunRecord
+from .comparison import compare as compare
+from .intervals import Estimates as Estimates
+from .intervals import Interval as Interval
+from .intervals import mean_interval as mean_interval
+from .intervals import statistic_interval as statistic_interval
+from .metrics import Metric as Metric
+from .metrics import are_probabilities as are_probabilities
+from .metrics import described as described
+from .metrics import resolve_metrics as resolve_metrics
+from .out_of_fold import OutOfFold as OutOfFold
+from .temperature import Calibrated as Calibrated
+from .temperature import calibrate as calibrate
+from .temperature import cross_fitted as cross_fitted
+from .temperature import fit_temperature as fit_temperature
+from .temperature import numbered as numbered
+from .temperature import scale_last_layer as scale_last_layer
+from .temperature import temperature_losses as temperature_losses

@@ -387,7 +387,10 @@ def _scale(
         if torch.equal(call(), before * factor):
             for p, old in pairs:
                 p.copy_(old / divisor)
-            kept = _equal_to_rounding(call(), before / divisor, parameters)
+            values, expected = call(), before / divisor
+            coarse = max(torch.finfo(tensor.dtype).eps for tensor in (values, *parameters))
+            off = (values - expected).abs().max()  # by the rounding of weights and outputs
+            kept = bool(off <= 100 * coarse * expected.abs().max())
     finally:
         if not kept:
             for p, old in pairs:
@@ -454,10 +457,3 @@ def _scalable(model: nn.Module, layer: nn.Module) -> Iterator[list[nn.Parameter]
         for number in range(1, len(others) + 1):
             for some in combinations(others, number):
                 yield [*parameters, *some]
-
-
-def _equal_to_rounding(values: Tensor, expected: Tensor, parameters: list[nn.Parameter]) -> bool:
-    """Return whether two outputs agree up to the rounding of weights and outputs."""
-    coarse = max(torch.finfo(tensor.dtype).eps for tensor in (values, *parameters))
-    difference = (values - expected).abs().max()
-    return bool(difference <= 100 * coarse * expected.abs().max())

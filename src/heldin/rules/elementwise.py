@@ -254,8 +254,13 @@ class ElementwiseStopping(Joinable, Follower, Optimizer, PlainLoopOnly):
         """
         if self._collector.passes or any(group.get("lr", 1.0) != 0 for group in self.param_groups):
             return False
-        grads = [p.grad for p in self._named.values() if p.grad is not None]
-        return not any(bool((local_part(g).to_dense() != 0).any()) for g in grads)
+        return self._with_gradient() is None
+
+    def _with_gradient(self) -> str | None:
+        """Return the name of a parameter whose gradient is not zero."""
+        grads = {name: p.grad for name, p in self._named.items() if p.grad is not None}
+        some = (n for n, g in grads.items() if bool((local_part(g).to_dense() != 0).any()))
+        return next(some, None)
 
     @torch.no_grad()
     def _weigh(self) -> None:
@@ -267,8 +272,13 @@ class ElementwiseStopping(Joinable, Follower, Optimizer, PlainLoopOnly):
         if self._ranks is not None and due:
             pooled = self._ranks.pool(1.0)
             seen, count = pooled.moments, pooled.count
-        if count == 0:
-            self._check_unseen()
+        if count == 0 and due and not self._updates and self._model is not None:
+            name = self._with_gradient()
+            if name is not None:
+                raise HeldinError(
+                    f"ElementwiseStopping.step: {name!r} has a gradient, but no backward pass "
+                    "through the model was seen. Wrap the optimiser before the forward pass"
+                )
         if count < (4 if self.correction == "gaussian" else 2):
             return
         options = (self.smoothing, self.greedy, self.dead, self.correction)
@@ -284,17 +294,6 @@ class ElementwiseStopping(Joinable, Follower, Optimizer, PlainLoopOnly):
             for a, first, second in pieces(average, total, squares):
                 a.copy_(smoothed(a, Moments(first, second, m), *options))
         self._updates += 1
-
-    def _check_unseen(self) -> None:
-        """Raise an error if the first step has gradients but no observed backward pass."""
-        if self._updates or self._model is None or (self._step + 1) % self.every != 0:
-            return
-        for name, p in self._named.items():
-            if p.grad is not None and bool((local_part(p.grad).to_dense() != 0).any()):
-                raise HeldinError(
-                    f"ElementwiseStopping.step: {name!r} has a gradient, but no backward pass "
-                    "through the model was seen. Wrap the optimiser before the forward pass"
-                )
 
     def _hold(self) -> dict[str, Tensor]:
         """Copy the parameters in which a weight may be stopped."""
@@ -408,14 +407,14 @@ class ElementwiseStopping(Joinable, Follower, Optimizer, PlainLoopOnly):
         for group, own_group in zip(groups, self.param_groups, strict=True):
             for i, p in zip(group["params"], own_group["params"], strict=True):
                 name = names.get(id(p))
-                average = averages[name] if name in averages else self._unseen(p)
+                if name in averages:
+                    average = averages[name]
+                else:  # without any contribution so far
+                    dtype = upcast(p.new_empty(0)).dtype
+                    average = torch.full_like(local_part(p.detach()), self.start, dtype=dtype)
+                    average = as_parameter(average, p)
                 entries.setdefault(i, {})[STATE_KEY] = average
         return {**state, "state": entries, "param_groups": groups, "heldin": own_state}
-
-    def _unseen(self, p: Tensor) -> Tensor:
-        """Return the initial average of a parameter without any contribution so far."""
-        dtype = upcast(p.new_empty(0)).dtype
-        return as_parameter(torch.full_like(local_part(p.detach()), self.start, dtype=dtype), p)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore a state from `state_dict`, stopped weights included."""

@@ -201,7 +201,7 @@ class Outcome:
         return self._calibrated[1]
 
     def best(self, first: int = 0) -> int:
-        """Return the number of the check with the best monitored metric, of those from `first` on."""
+        """Return the number of the check with the best monitored metric, from `first` on."""
         values = torch.tensor(self.monitored[first:], dtype=torch.float64)
         return first + best_check(-values if self.larger_is_better else values)
 

@@ -8,7 +8,6 @@ import warnings
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -471,12 +470,7 @@ class PathStopping(EstimatedRun):
         self._kept = {number: {} for number in self._kept}
         self._model = self._optimizer = self._average = None
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         if kind is None and self._model is not None:
             self.restore()
         self.close()

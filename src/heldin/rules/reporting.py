@@ -10,7 +10,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -135,26 +134,13 @@ class Follower:
     def __enter__(self: Self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         self.close()
 
     def report(
         self, path: str | Path | None = None, *, beside: Mapping[str, Any] | None = None
     ) -> Report:
-        """Return a page about the run: estimates, curves, out-of-fold predictions, settings.
-
-        The page is one file that needs no network; the numbers behind its charts are in it as CSV.
-        Works during a run, after it, and after `close()`. Notebooks show the page.
-
-        Args:
-            path: a file that the page is written to as well.
-            beside: other runs by name, to show beside this one.
-        """
+        """Return a page about the run, see `heldin.EarlyStopping.report`."""
         title, verdict = self._headline()
         sections = self._sections()
         if beside:
