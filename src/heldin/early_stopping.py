@@ -44,6 +44,13 @@ __all__ = ["EarlyStopping"]
 
 NAME = "heldin.EarlyStopping"
 
+# Arguments about data and loop, not all of which every rule uses.
+GIVEN = (
+    "eval_loss", "eval_data", "clip", "groups", "stratify", "time", "sample_weight", "train_step",
+    "state", "averaged_model", "loss_fn", "batch_loss", "data",
+)  # fmt: skip
+OUTPUTS = ("metrics", "predict", "targets", "monitor", "mode", "temperature")
+
 STATE_VERSION = 1
 STATE_SCHEMA = {
     "rule": dict,
@@ -166,6 +173,7 @@ class EarlyStopping(NamedArguments, RunResults, PlainLoopOnly):
         averaged_model: nn.Module | None = None,
         verify: bool = False,
     ) -> None:
+        arguments = dict(locals())
         self.rule: Any = resolve(rule, budget, memory)
         self.seed = check_int(NAME, "seed", seed, 0)
         self._optimizer: Any = _check_optimizer(optimizer)
@@ -186,6 +194,7 @@ class EarlyStopping(NamedArguments, RunResults, PlainLoopOnly):
         if batch_loss is None and loss_fn is not None:
             self._loss = loss_of_pairs(loss_fn)
         _check_train_step(train_step, state, averaged_model)
+        arguments["state"] = tuple(state) or None
         self._train_step, self._training = train_step, False
         if not isinstance(self.rule, (Auto, Folds, LeaveOneOut)):
             of_estimates = {
@@ -195,22 +204,7 @@ class EarlyStopping(NamedArguments, RunResults, PlainLoopOnly):
                 "temperature": temperature != "auto",
             }
             self._refuse(name for name, given in of_estimates.items() if given)
-        described = {
-            "eval_loss": eval_loss,
-            "eval_data": eval_data,
-            "clip": clip,
-            "groups": groups,
-            "stratify": stratify,
-            "time": time,
-            "sample_weight": sample_weight,
-            "train_step": train_step,
-            "state": tuple(state) or None,
-            "averaged_model": averaged_model,
-            "loss_fn": loss_fn,
-            "batch_loss": batch_loss,
-            "data": data,
-        }
-        given = {name: value for name, value in described.items() if value is not None}
+        given = {name: arguments[name] for name in GIVEN if arguments[name] is not None}
         self._progress: RunProgress | None = None
         self._counts_epochs = False  # whether the loop is over `epochs`
         self._inner = self._make(model, given, patience, process_group)
@@ -218,14 +212,7 @@ class EarlyStopping(NamedArguments, RunResults, PlainLoopOnly):
             self._inner.finish = finish
         self._facts: RunFacts = getattr(self._inner, "run", RunFacts())
         self._facts.describe(self._model, self._optimizer)
-        self._outputs = {
-            "metrics": metrics,
-            "predict": predict,
-            "targets": targets,
-            "monitor": monitor,
-            "mode": mode,
-            "temperature": temperature,
-        }
+        self._outputs = {name: arguments[name] for name in OUTPUTS}
         follow_outputs(self._inner, **self._outputs)
         self._tell_of_checks(self._inner, on_check)
         if verify:
@@ -426,8 +413,6 @@ class EarlyStopping(NamedArguments, RunResults, PlainLoopOnly):
         announced, self._batches = self._batches, []
         self._training = True
         try:
-            if not isinstance(self._inner, FoldStopping):
-                return self._train_step(batch)
             indices = announced[-1][1] if announced else None
             return self._inner.train_on(batch, indices)
         finally:
