@@ -10,14 +10,13 @@ import heldin
 from heldin.rules import Auto, Evidence, policy
 from heldin.rules.auto import follow
 from heldin.rules.callback_hints import PlainLoopOnly
-from heldin.rules.decision import Decision
-from heldin.rules.displacements import directions, solve
+from heldin.rules.displacements import directions, solve, unit_gradient_step
+from heldin.rules.evidence import Decision
 from heldin.rules.inputs import RunInputs
 from heldin.rules.jacobians import captured, mapped
 from heldin.rules.options import resolve
 from heldin.rules.reporting import RunFacts
 from heldin.rules.schedules import fixed_schedule
-from heldin.rules.unit_steps import unit_gradient_step
 from tests.support import runs
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from heldin.rules.unit_steps import unit_gradient_step
+from heldin.rules.displacements import unit_gradient_step
 from tests.support.leave_one_out_runs import ADAM, SGD
 
 

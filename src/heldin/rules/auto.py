@@ -19,12 +19,12 @@ from heldin.errors import HeldinError, HeldinWarning
 from heldin.loop.matching import Rows
 from heldin.loop.randomness import separate_random_stream
 from heldin.loop.rows import RowSource
+from heldin.rules.displacements import KNOWN
 from heldin.rules.folds import FoldStopping
 from heldin.rules.inputs import RunInputs
 from heldin.rules.leave_one_out import LeaveOneOutStopping
 from heldin.rules.options import Auto, Folds, LeaveOneOut
 from heldin.rules.path import PathStopping
-from heldin.rules.unit_steps import KNOWN
 from heldin.shadows.bare_model import copy_without_hooks
 from heldin.shadows.dense import is_plain
 from heldin.shadows.models import check_trainable

@@ -27,12 +27,18 @@ from heldin.crossval import OutOfFold
 from heldin.errors import HeldinError
 from heldin.loop.events import OptimizerStep
 from heldin.loop.matching import RowMatcher
-from heldin.rules.displacements import directions, solve
+from heldin.rules.displacements import (
+    KNOWN,
+    UnitGradientPath,
+    directions,
+    second_moment,
+    solve,
+    unit_gradient_step,
+)
 from heldin.rules.inputs import RunInputs
 from heldin.rules.jacobians import chosen
 from heldin.rules.options import LeaveOneOut
 from heldin.rules.path import PathStopping
-from heldin.rules.unit_steps import KNOWN, UnitGradientPath, second_moment, unit_gradient_step
 from heldin.shadows.backend import release
 from heldin.shadows.held_out import EXAMPLE
 from heldin.shadows.outputs import OutputRecipe

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from heldin.errors import HeldinError
 
-from .records import Records, axes
+from .history import Records, axes
 
 __all__ = [
     "COVERAGE",
