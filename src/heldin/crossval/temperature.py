@@ -103,19 +103,12 @@ def cross_fitted(
 
 
 class Calibrated(NamedTuple):
-    """Logits with a temperature.
+    """Logits with a temperature."""
 
-    Attributes:
-        temperature: fitted on all rows.
-        curve: (n,) losses of the rows at it.
-        row_temperatures: (n,) fitted on the other folds.
-        losses: (n,) losses of the rows at these.
-    """
-
-    temperature: float
-    curve: Tensor
-    row_temperatures: Tensor
-    losses: Tensor
+    temperature: float  # fitted on all rows
+    curve: Tensor  # (n,) losses of the rows at it
+    row_temperatures: Tensor  # (n,) fitted on the other folds
+    losses: Tensor  # (n,) losses of the rows at these
 
 
 def calibrate(
@@ -257,10 +250,7 @@ class _Lines:
     ) -> Tensor:
         """Return the (n,) sharpness that fits the other folds of each row.
 
-        Args:
-            weights, folds: (n,) of the rows.
-            sharpness: that fits all rows.
-            last_step: relative size up to which one step of Newton's method is enough.
+        sharpness: that fits all rows; last_step: relative size up to which one step is enough.
         """
         slopes = self.slopes(sharpness) * self._line_weights(weights)
         sums = torch.zeros(2, int(folds.max()) + 1, dtype=torch.float64)
@@ -277,10 +267,7 @@ class _Lines:
     def sharpness(self, weights: Tensor, start: float, last_step: float = LAST_STEP) -> float:
         """Return the best 1 / temperature for weighted rows, by Newton's method with bisection.
 
-        Args:
-            weights: (n,) of the rows.
-            start: sharpness to start from.
-            last_step: relative size of the last step.
+        start: a sharpness; last_step: relative size of the last step.
         """
         line_weights = self._line_weights(weights)
         if not bool(line_weights.any()):

@@ -36,16 +36,7 @@ LIGHT_ERROR = 0.1  # of the estimate: what the rows of light shadows do not show
 
 
 class EstimatedRun(StoppingRule):
-    """The checks of a run: estimates, held-out losses and outputs, and the weights that are kept.
-
-    Attributes:
-        grid, average, memory, resamples: options of the rule.
-        patience: a number of epochs, a `Patience`, or None to never stop.
-        epoch_steps: steps of an epoch of the loop; None: counted in rows.
-        finish: whether the last weights are kept; None: warn of schedules with a fixed end.
-        reason_chosen: why "auto" has chosen the rule.
-        no_outcome: why there are no outputs of held-out rows.
-    """
+    """The checks of a run: estimates, held-out losses and outputs, and the weights that are kept."""
 
     history: EstimateHistory
     name: ClassVar[str]  # by which users ask for the rule
@@ -56,17 +47,17 @@ class EstimatedRun(StoppingRule):
         self.grid, self.average = float(rule.check_spacing), rule.average
         self.memory, self.resamples = rule.snapshot_memory, rule.resamples
         self.patience: Patience | int | None = check_patience(self.owner, inputs.patience)
-        self.epoch_steps: float | None = None
+        self.epoch_steps: float | None = None  # of the loop; None: counted in rows
         self.seed = check_int(self.owner, "seed", inputs.seed, 0)
         super().__init__()
-        self.reason_chosen = ""
+        self.reason_chosen = ""  # why "auto" has chosen the rule
         self.history = EstimateHistory(self.name)
-        self.finish: bool | None = None
+        self.finish: bool | None = None  # keep the last weights; None: warn of fixed schedules
         self._curves: list[Tensor] = []  # one (rows,) for each check
         self._kept: dict[int, dict[str, Tensor]] = {}  # number of the check -> the model's weights
         self._outcome = Outcome({}, "loss", None, False, self.memory)  # see `follow_outputs`
         self._keeps_outputs = False
-        self.no_outcome = "heldin.EarlyStopping keeps them"
+        self.no_outcome = "heldin.EarlyStopping keeps them"  # why there are no outputs
         loss = inputs.eval_loss or inputs.batch_loss or inputs.loss_fn
         self._loss_name = "" if loss is None else described(loss)
         self._rates: dict[int, float] = {}  # by step of the checks: sum of learning rates x steps

@@ -102,16 +102,9 @@ class Displacements:
 
     Where probes x parameters do not fit into the memory for snapshots, only Gram matrices are
     formed and the state is kept in the outputs (`outputs_only`).
-
-    Attributes:
-        count, held: number of rows, and of probes.
-        batch: rows of the latest minibatch.
-        outputs: number of directions in the outputs of a probe that are followed.
-        copies: of the model: none.
-        check: compares the loop's steps with plain ones.
     """
 
-    copies = 0
+    copies = 0  # of the model
 
     def __init__(
         self, owner: str, inputs: RunInputs, rule: LeaveOneOut, device: torch.device, seed: int
@@ -153,12 +146,12 @@ class Displacements:
             )
         self._jacobian_fn = chosen(model, list(self._trained_params), self._rows.inputs)
         self._groups = [UnitGradientPath() for _ in optimizer.param_groups]
-        self.batch = float(self.count)
+        self.batch = float(self.count)  # rows of the latest minibatch
         wanted = MOST if rule.probes is None else rule.probes
         order = torch.randperm(self.count, generator=torch.Generator().manual_seed(seed))
         probes = torch.arange(self.count) if wanted >= self.count else order[:wanted].sort().values
         self._probes = probes.to(self._rows.targets.device)
-        self.held = len(probes)
+        self.held = len(probes)  # rows whose loss is estimated
         self._allocate(rule.snapshot_memory)
         self._followed = False  # whether there was a step
         self._recipe: OutputRecipe | None = None
@@ -172,6 +165,7 @@ class Displacements:
         params = [p for _, p in self._trained_params.values()]
         q, width = self.held, sum(p.numel() for p in params)
         outputs = self._data.outputs([x[self._probes[:1]] for x in self._rows.inputs]).numel()
+        # directions in the outputs of a probe that are followed
         self.outputs = max(1, min(outputs, FOLLOWED // q)) if outputs <= WIDE else 1
         each = params[0].element_size()
         self.outputs_only = (1 + self.outputs) * q * width * each > memory

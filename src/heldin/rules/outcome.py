@@ -78,16 +78,6 @@ class Outcome:
         temperature: whether to calibrate: True, False, or "auto" (if the loss is the cross-entropy
             of the outputs).
         memory: bytes of outputs that are kept.
-
-    Attributes:
-        required: whether it is an error if there is no temperature.
-        calibrates: whether a temperature is fitted, if the loss is a cross-entropy.
-        binary: whether the outputs are logits of a sigmoid, not of a softmax; None: of neither.
-        uncalibrated: why there is no temperature, in words.
-        outputs: by number of the check, as far as they are kept.
-        monitored: the metric that chooses the check, at every check.
-        weights, groups: (m,) of the rows in the loss; None: all are equal, each is its own group.
-        members: weights and buffers of the shadows at the chosen check, for a committee.
     """
 
     def __init__(
@@ -100,19 +90,20 @@ class Outcome:
     ) -> None:
         self.metrics, self.monitor = dict(metrics), monitor
         self.larger_is_better, self._memory = larger_is_better, memory
-        self.required, self.calibrates = temperature is True, temperature is not False
-        self.binary: bool | None = None
-        self.uncalibrated = ""
+        self.required = temperature is True  # it is an error if there is none
+        self.calibrates = temperature is not False  # if the loss is a cross-entropy
+        self.binary: bool | None = None  # logits of a sigmoid, not of a softmax; None: of neither
+        self.uncalibrated = ""  # why there is no temperature, in words
         self._probabilities = True  # whether all outputs of a loss that is none of logits look so
         self._calibrated: tuple[int, Calibrated] | None = None  # of the latest check
-        self.members: list[dict[str, Tensor]] = []
-        self.outputs: dict[int, Tensor] = {}
-        self.monitored: list[float] = []
+        self.members: list[dict[str, Tensor]] = []  # shadows at the chosen check: their tensors
+        self.outputs: dict[int, Tensor] = {}  # by number of the check, as far as they are kept
+        self.monitored: list[float] = []  # the metric that chooses the check, at every check
         self._temperatures: list[float] = []
         self._held: Any = None  # `OutOfFold` of the first check
         self._folds = torch.zeros(0)  # of its rows, to fit a temperature without each of them
-        self.weights: Tensor | None = None
-        self.groups: Tensor | None = None
+        self.weights: Tensor | None = None  # (m,) of its rows in the loss; None: all are equal
+        self.groups: Tensor | None = None  # (m,) of its rows
 
     @property
     def by_metric(self) -> bool:

@@ -35,21 +35,14 @@ STYLES = "abcde"  # colours of runs side by side
 
 @dataclass
 class RunFacts:
-    """What a report says of a run beside its rule.
-
-    Attributes:
-        model, optimizer: in words.
-        rates: learning rates at first, and at last.
-        epoch_ends: the step at the end of every epoch.
-        began, ended: times of the first and the last step, in seconds.
-    """
+    """What a report says of a run beside its rule."""
 
     model: str = ""
     optimizer: str = ""
-    rates: list[str] = field(default_factory=list)
-    epoch_ends: list[int] = field(default_factory=list)
-    began: float = math.nan
-    ended: float = math.nan
+    rates: list[str] = field(default_factory=list)  # at first, and at last
+    epoch_ends: list[int] = field(default_factory=list)  # the step at the end of every epoch
+    began: float = math.nan  # time of the first step, in seconds
+    ended: float = math.nan  # of the last one
 
     def describe(self, model: nn.Module, optimizer: Any) -> None:
         """Take down what the model and the optimiser are."""

@@ -109,12 +109,7 @@ def checked_state(
 ) -> Mapping[str, Any]:
     """Return a saved state; refuse one that another class or version of heldin wrote.
 
-    Args:
-        owner: the public name, for messages.
-        state: the state.
-        version: of the states that are read.
-        form: their schema.
-        kind: the name by which the state is marked (default: the owner's).
+    kind: the name by which the state is marked (default: the owner's).
     """
     if not isinstance(state, Mapping) or not isinstance(state.get("heldin"), str):
         raise HeldinError(
