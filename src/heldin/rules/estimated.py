@@ -36,7 +36,7 @@ LIGHT_ERROR = 0.1  # of the estimate: what the rows of light shadows do not show
 
 
 class EstimatedRun(StoppingRule):
-    """The checks of a run: estimates, held-out losses and outputs, and the weights that are kept."""
+    """The checks of a run: estimates, held-out losses and outputs, and weights that are kept."""
 
     history: EstimateHistory
     name: ClassVar[str]  # by which users ask for the rule
