@@ -138,7 +138,7 @@ def test_wrong_values_are_not_printed_at_length() -> None:
     big = nn.Sequential(*[nn.Linear(2, 2) for _ in range(9)])
     for name in ("checks", "smoothing", "window"):
         with pytest.raises(heldin.HeldinError, match=name) as caught:
-            runs.EvidenceStopping(big, **{name: big})  # type: ignore[arg-type]
+            runs.EvidenceStopping(big, **{name: big})
         assert len(str(caught.value)) < 200
     with pytest.raises(heldin.HeldinError, match="of type SGD"):
-        runs.EvidenceStopping(big, plain.sgd(big))  # type: ignore[arg-type]
+        runs.EvidenceStopping(big, plain.sgd(big))

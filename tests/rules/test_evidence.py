@@ -76,7 +76,7 @@ def test_the_value_is_the_median_of_the_groups(groups: Any) -> None:
 
 def test_an_unknown_centre_is_refused() -> None:
     with pytest.raises(heldin.HeldinError, match=r"group_reduction must be one of .*'mode'"):
-        runs.EvidenceStopping(net(), across="mode")  # type: ignore[arg-type]
+        runs.EvidenceStopping(net(), across="mode")
     with pytest.raises(heldin.HeldinError, match="across"):
         heldin.evidence({}, across="mode")  # type: ignore[arg-type]
 
@@ -438,7 +438,7 @@ def test_bad_models() -> None:
     with pytest.raises(heldin.HeldinError, match="no parameter that requires a gradient"):
         runs.EvidenceStopping(net().requires_grad_(False))
     with pytest.raises(heldin.HeldinError, match=r"expected a torch\.nn\.Module"):
-        runs.EvidenceStopping([nn.Linear(2, 2)])  # type: ignore[arg-type]
+        runs.EvidenceStopping([nn.Linear(2, 2)])
 
 
 def test_metrics_are_flat_floats() -> None:
