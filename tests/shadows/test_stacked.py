@@ -41,7 +41,8 @@ ENGINES = {
     "relu": ["dense", "vmap", "replay"],
     "deep": ["dense", "vmap", "replay"],
     "tied": ["vmap", "replay"],
-    "batchnorm": ["replay"],
+    "batchnorm": ["dense", "replay"],
+    "batchnorms": ["dense", "replay"],
     "layernorm": ["vmap", "replay"],
 }
 
@@ -85,6 +86,50 @@ def test_every_engine_gives_the_numbers_of_separate_runs(name: str, engine: str)
             batchless = [p for n, p in model.named_parameters() if n == "unused"]
             assert torch.equal(batchless[0], torch.ones(2, dtype=torch.float64))
         check_shadows(stopping, start, make, nn.MSELoss(), rows, batches)
+
+
+def test_statistics_that_the_loop_has_frozen() -> None:
+    torch.manual_seed(1)
+    start = MODELS["batchnorms"]().double()
+    for norm in (start[0], start[2]):
+        norm.eval()
+        norm.running_var.add_(torch.rand(norm.num_features))
+    rows, batches, make = data(), minibatches(7, 12), OPTIMIZERS["nesterov"]
+    stopping = run(copy.deepcopy(start), make, nn.MSELoss(), rows, batches, folds=4)
+    assert stopping.engine == "dense"
+    check_shadows(stopping, start, make, nn.MSELoss(), rows, batches)
+
+
+def test_fit_normalises_as_a_loop_does() -> None:
+    """The model is one more copy in the stack; its statistics come back to it."""
+    x, y = data()
+    results = []
+    for fits in (True, False):
+        torch.manual_seed(1)
+        model = MODELS["batchnorms"]().double()
+        optimizer = OPTIMIZERS["adam"](model.parameters())
+        if fits:
+            stopping = heldin.EarlyStopping(
+                model, optimizer, F.mse_loss, (x, y), "folds", patience=None, finish=True
+            )
+            stopping.fit(batch_size=N, max_epochs=5)
+        else:
+            for _ in range(5):
+                optimizer.zero_grad()
+                F.mse_loss(model(x), y).backward()
+                optimizer.step()
+        results.append(model.state_dict())
+    for name, value in results[0].items():
+        torch.testing.assert_close(value, results[1][name], rtol=1e-9, atol=1e-11)
+
+
+def test_a_batch_of_one_row_has_no_statistics() -> None:
+    model = MODELS["batchnorm"]().double()
+    stopping = heldin.EarlyStopping(
+        model, OPTIMIZERS["sgd"](model.parameters()), F.mse_loss, data(), "folds"
+    )
+    with pytest.raises(heldin.HeldinError, match="a batch has a single row"):
+        stopping.fit(batch_size=N - 1, max_epochs=2)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

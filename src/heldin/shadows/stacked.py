@@ -179,16 +179,17 @@ class StackedShadows:
     @contextmanager
     def _perturbed(self) -> Iterator[None]:
         """Move the weights of the first copy away from the model's."""
-        before = {name: block.detach()[0].clone() for name, block in self.stack.blocks.items()}
+        first = self.stack.copy_of(0)
+        before = {name: value.clone() for name, value in first.items()}
         generator = torch.Generator().manual_seed(0)
-        for block in self.stack.blocks.values():
-            noise = torch.rand(block.shape[1:], generator=generator).to(block)
-            block.detach()[0].mul_(1 + 0.1 * noise).add_(0.01)
+        for value in (value for value in first.values() if value.is_floating_point()):
+            noise = torch.rand(value.shape, generator=generator).to(value)
+            value.mul_(1 + 0.1 * noise).add_(0.01)
         try:
             yield
         finally:
-            for name, block in self.stack.blocks.items():
-                block.detach()[0].copy_(before[name])
+            for name, value in first.items():
+                value.copy_(before[name])
 
     def _computes_as_model(self) -> bool:
         """Return whether the model has the outputs of the first copy, with its weights."""
@@ -206,6 +207,11 @@ class StackedShadows:
         self, inputs: Sequence[Tensor], index: Tensor, settings: Sequence[Mapping[str, Any]]
     ) -> None:
         """One step of all copies on the rows of a minibatch."""
+        if self.inside and len(index) < self.stack.least_rows:
+            raise HeldinError(
+                "fit: a batch has a single row, on which a batch normalisation cannot be trained; "
+                "choose another batch_size, or give a DataLoader with drop_last=True as data"
+            )
         if self._sees is None:
             keep = visible(self.label[index], self._numbers_of_copies, self._in_time)
         else:
@@ -273,17 +279,17 @@ class StackedShadows:
         self.inside = True
         if self._sees is not None:
             self._sees = torch.cat([self._sees, torch.ones_like(self._sees[:1])])
-        inputs, shadows = self.data.rows.inputs, self.stack.blocks
+        inputs, shadows = self.data.rows.inputs, self.stack.tensors
         self.stack = Stack(self._model, self._optimizer, self.copies + 1, inputs, self._engine)
-        for name, block in shadows.items():
-            self.stack.blocks[name].detach()[: self.copies].copy_(block.detach())
+        for name, block in self.stack.tensors.items():
+            block[: self.copies].copy_(shadows[name])
         self._place()
 
     def start_at(self, weights: Sequence[Mapping[str, Tensor]]) -> None:
         """Let each shadow start with some weights of its own, by name; before the first step."""
         for number, own in enumerate(weights):
             for name, value in own.items():
-                self.stack.blocks[name].detach()[number].copy_(value)
+                self.stack.tensors[name][number].copy_(value)
 
     def weights_of_the_model(self) -> dict[str, Tensor]:
         """Return the weights of the copy that is the model."""
