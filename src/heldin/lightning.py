@@ -18,7 +18,6 @@ from .errors import HeldinError
 from .loop.hooks import after_every_step
 from .pause import is_paused
 from .rules.elementwise import ElementwiseStopping as Elementwise
-from .rules.options import Rule
 from .shadows.held_out import FrameworkLoss
 from .shadows.replayed import Clip
 
@@ -79,15 +78,11 @@ class EarlyStopping(FrameworkStopping, Callback):
     ... )
     """
 
-    @strict_kwargs(extends=FrameworkStopping.__init__)
-    def __init__(self, rule: str | Rule = "auto", **options: Any) -> None:
-        super().__init__(rule, **options)
-        self.stopped_epoch = 0
-        self.stopping_reason_message: str | None = None
-        self._patches = Patches()
-        self._loss: ShadowTrainingStep | None = None
-        self._delivered: Any = None  # the coming batch, as the loader returned it
-        self._average: Any = None  # Lightning's callback that averages weights
+    stopped_epoch = 0
+    stopping_reason_message: str | None = None
+    _loss: ShadowTrainingStep | None = None
+    _delivered: Any = None  # the coming batch, as the loader returned it
+    _average: Any = None  # Lightning's callback that averages weights
 
     # -- the run
 
@@ -130,7 +125,7 @@ class EarlyStopping(FrameworkStopping, Callback):
         """Begin the run, once module and optimiser are as the checkpoint has them."""
         epoch_steps = trainer.num_training_batches / trainer.accumulate_grad_batches
         if self.by_evidence:
-            stopping = self._begin(pl_module, epoch_steps=epoch_steps)
+            stopping = self._run.begin(pl_module, epoch_steps=epoch_steps)
             watch_step(self._patches, pl_module, stopping.call)
             return
         if len(trainer.optimizers) != 1:
@@ -157,8 +152,7 @@ class EarlyStopping(FrameworkStopping, Callback):
                     "in one fit; leave it out, or use rule='evidence'"
                 )
             follow_average(self._patches, self._average, trainer, pl_module)
-
-        self._begin(
+        self._run.begin(
             pl_module,
             trainer.optimizers[0],
             loss,
@@ -194,8 +188,10 @@ class EarlyStopping(FrameworkStopping, Callback):
             pl_module.log_dict(run.metrics(), on_step=True, on_epoch=False)
             if stop:
                 self._stop(trainer)
+        epoch, step = trainer.current_epoch, trainer.global_step + 1
+        may_stop = epoch >= (trainer.min_epochs or 0) and step >= (trainer.min_steps or 0)
         scales = getattr(trainer.precision_plugin, "scaler", None) is not None
-        if stop and _may_stop(trainer) and not scales:  # a scaler needs gradients to step
+        if stop and may_stop and not scales:  # a scaler needs gradients to step
             run.keep_weights()
 
     def on_train_batch_end(
@@ -245,13 +241,10 @@ class EarlyStopping(FrameworkStopping, Callback):
         """Release the module."""
         self._end()
 
-    def on_exception(self, *_: Any) -> None:
-        """Release the module."""
-        self._end()
+    on_exception = on_fit_end
 
     def _end(self) -> None:
-        self._run.end()
-        self._patches.close()
+        super()._end()
         self._loss = self._delivered = self._average = None
 
     # -- checkpoints
@@ -320,16 +313,11 @@ class ElementwiseStopping(Callback):
 
     def on_fit_end(self, *_: Any) -> None:
         """Release the module."""
-        self._end()
-
-    def on_exception(self, *_: Any) -> None:
-        """Release the module."""
-        self._end()
-
-    def _end(self) -> None:
         for optimizer in self.optimizers:
             optimizer.close()
         self._patches.close()
+
+    on_exception = on_fit_end
 
 
 def watch_step(patches: Patches, module: LightningModule, call: Callable[..., Any]) -> None:
@@ -345,12 +333,6 @@ def watch_step(patches: Patches, module: LightningModule, call: Callable[..., An
         patches.wrap(module, "training_step", around)
 
 
-def _may_stop(trainer: Trainer) -> bool:
-    """Return whether the Trainer meets a request to stop after this step."""
-    epoch, step = trainer.current_epoch, trainer.global_step + 1
-    return bool(epoch >= (trainer.min_epochs or 0) and step >= (trainer.min_steps or 0))
-
-
 def follow_average(patches: Patches, averaging: Any, trainer: Any, module: nn.Module) -> None:
     """Update an average of weights right after the optimiser's step, and after those of shadows."""
     due = False
@@ -363,7 +345,7 @@ def follow_average(patches: Patches, averaging: Any, trainer: Any, module: nn.Mo
         if due:
             averaging._average_model.update_parameters(module)
 
-    patches.add(after_every_step(trainer.optimizers[0], update))
+    patches.callback(after_every_step(trainer.optimizers[0], update))
 
 
 def _check_trainer(trainer: Trainer) -> None:

@@ -13,13 +13,12 @@ from torch import Tensor, nn
 
 from ._private_torch import DisableTorchFunction
 from .adapters.arguments import check_elementwise, missing_framework, strict_kwargs
-from .adapters.patches import MethodWrapper, Patches, callers, local_variable
+from .adapters.patches import MethodWrapper, callers, local_variable
 from .adapters.session import flat_metrics
 from .adapters.stopping import FrameworkStopping
 from .errors import HeldinError
 from .loop.batches import repack
 from .rules.elementwise import ElementwiseStopping
-from .rules.options import Rule
 from .shadows.held_out import FrameworkLoss
 from .state.checkpoint import load, save
 
@@ -76,12 +75,7 @@ class EarlyStoppingCallback(FrameworkStopping, TrainerCallback):
     """
 
     name = NAME
-
-    @strict_kwargs(extends=FrameworkStopping.__init__)
-    def __init__(self, rule: str | Rule = "auto", **options: Any) -> None:
-        super().__init__(rule, **options)
-        self._patches = Patches(self._end)
-        self._trainer: Any = None
+    _trainer: Any = None
 
     @property
     def file(self) -> str:
@@ -119,7 +113,7 @@ class EarlyStoppingCallback(FrameworkStopping, TrainerCallback):
         self._patches.wrap(trainer, "training_step", self._train)
         self._patches.wrap(trainer_module, "skip_first_batches", self._skip)
         self._run.follow(train_dataloader)
-        self._begin(
+        self._run.begin(
             trainer.model,
             trainer.optimizer,
             TrainerLoss(trainer),
@@ -179,8 +173,7 @@ class EarlyStoppingCallback(FrameworkStopping, TrainerCallback):
         return save_rng_state(output_dir)
 
     def _end(self) -> None:
-        self._run.end()
-        self._patches.close()
+        super()._end()
         self._trainer = None
 
 
