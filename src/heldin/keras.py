@@ -444,44 +444,28 @@ def bridge_to(optimizer: Any, view: Variables) -> OptimizerBridge:
         with torch.no_grad():
             inner.apply([w.grad for w in weights], variables)
 
-    groups = [{"params": weights, "lr": float(optimizer.learning_rate)}]
     names = ["step", *map(str, range(1, len(slots)))]
     values = [v._value.detach().clone() for v in _slots(optimizer)]
-    bridge = OptimizerBridge(groups, replay)
-    if optimizer.use_ema:
+    bridge: Any = OptimizerBridge(
+        [{"params": weights, "lr": float(optimizer.learning_rate)}], replay
+    )
+    if optimizer.use_ema:  # averages of weights, which are evaluated
         averages = optimizer._model_variables_moving_average
-        bridge = AveragingBridge(groups, replay)
-        for number, slot in enumerate(_slots(optimizer)):
-            for average, weight in zip(averages, weights, strict=True):
-                if slot is average:
-                    if not int(optimizer.iterations):
-                        average.assign(weight)  # as the first step does, too
-                    values[number] = average._value.detach()
-                    bridge.averages.append(names[number])
+        order = [id(slot) for slot in _slots(optimizer)]
+        places = [order.index(id(average)) for average in averages]
+        for place, average, weight in zip(places, averages, weights, strict=True):
+            if not int(optimizer.iterations):
+                average.assign(weight)  # as the first step does, too
+            values[place] = average._value.detach()
+
+        @torch.no_grad()
+        def put_averages() -> None:
+            for place, weight in zip(places, weights, strict=True):
+                weight.copy_(bridge.state[weights[0]][names[place]])
+
+        bridge.eval, bridge.train = put_averages, lambda: None  # weights come back with the state
     bridge.state[weights[0]] = dict(zip(names, values, strict=True))
     return bridge
-
-
-class AveragingBridge(OptimizerBridge):
-    """An optimiser that keeps averages of weights (use_ema=True), which are evaluated.
-
-    Attributes:
-        averages: their names in the state.
-    """
-
-    def __init__(self, params: Any, replay: Callable[[], Any]) -> None:
-        super().__init__(params, replay)
-        self.averages: list[str] = []
-
-    def train(self) -> None:
-        """Do nothing: the weights are put back with the shadow's state."""
-
-    @torch.no_grad()
-    def eval(self) -> None:
-        """Put the averages in the place of the weights."""
-        weights = self.param_groups[0]["params"]
-        for weight, name in zip(weights, self.averages, strict=True):
-            weight.copy_(self.state[weights[0]][name])
 
 
 def _slots(optimizer: Any) -> list[Any]:
