@@ -16,23 +16,15 @@ WIDE = 8  # ratio of the largest and the smallest number from which an axis is l
 
 @dataclass(frozen=True)
 class Series:
-    """Numbers to draw.
+    """Numbers to draw."""
 
-    Attributes:
-        name: in the legend; "" for none.
-        x, y: of the points.
-        style: name of the colour in the style sheet: "a", "b", "c", ... or "soft".
-        low, high: of a band around the line.
-        points: whether to draw points, not a line.
-    """
-
-    name: str
+    name: str  # in the legend; "" for none
     x: Sequence[float]
     y: Sequence[float]
-    style: str = "a"
-    low: Sequence[float] = ()
+    style: str = "a"  # name of the colour in the style sheet: "a", "b", "c", ... or "soft"
+    low: Sequence[float] = ()  # of a band around the line
     high: Sequence[float] = ()
-    points: bool = False
+    points: bool = False  # whether to draw points, not a line
 
 
 @dataclass(frozen=True)

@@ -21,23 +21,14 @@ FEWEST = 10  # rows in a bin
 
 @dataclass(frozen=True)
 class Predictions:
-    """Out-of-fold predictions as plain numbers.
+    """Out-of-fold predictions as plain numbers."""
 
-    Attributes:
-        rows: numbers of the rows in the training data.
-        truth: the number of the class, or the number to predict; empty if it is neither.
-        losses: of the rows; empty if they are unknown.
-        probabilities: of the classes, row by row; empty: this is no classification.
-        values: predicted numbers; empty: this is no regression.
-        classes: their names.
-    """
-
-    rows: Sequence[int]
-    truth: Sequence[float] = ()
-    losses: Sequence[float] = ()
-    probabilities: Sequence[Sequence[float]] = ()
-    values: Sequence[float] = ()
-    classes: Sequence[str] = ()
+    rows: Sequence[int]  # their numbers in the training data
+    truth: Sequence[float] = ()  # numbers of classes, or numbers; empty if they are neither
+    losses: Sequence[float] = ()  # empty if they are unknown
+    probabilities: Sequence[Sequence[float]] = ()  # of the classes; empty: no classification
+    values: Sequence[float] = ()  # predicted numbers; empty: this is no regression
+    classes: Sequence[str] = ()  # their names
 
 
 def prediction_sections(seen: Predictions) -> list[Section]:

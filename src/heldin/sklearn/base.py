@@ -17,14 +17,9 @@ from sklearn.base import BaseEstimator, is_classifier, is_regressor
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.impute import SimpleImputer
 from sklearn.model_selection import PredefinedSplit, check_cv, train_test_split
-from sklearn.utils import check_array, check_random_state, check_X_y
+from sklearn.utils import check_array, check_consistent_length, check_random_state, check_X_y
 from sklearn.utils._param_validation import Interval, InvalidParameterError, StrOptions
-from sklearn.utils.validation import (
-    _check_sample_weight,
-    check_consistent_length,
-    check_is_fitted,
-    validate_data,
-)
+from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 from torch import Tensor, nn
 
 from heldin import crossval
@@ -545,12 +540,7 @@ class Estimator(CallbackSupportMixin, BaseEstimator):  # type: ignore[misc]
             self.estimate_curve_ = self.history_.columns()["estimate"]
 
     def _assess(self, labels: Tensor | None, data: Data) -> None:
-        """Keep what follows from out-of-fold predictions, None for rules without.
-
-        Args:
-            labels: (n,) number of the shadow that is tested on each row; -1: none.
-            data: the rows.
-        """
+        """Keep out-of-fold predictions by (n,) numbers of shadows, -1 for none; None: no folds."""
         self._evaluated = self._shadow_of = self._intervals = self.oof_predictions_ = None
         if labels is not None:
             predicted = self._out_of_fold(data.X, labels.numpy())

@@ -16,12 +16,6 @@ from typing import Any
 
 import numpy as np
 import pandas
-from pandas.api.types import (
-    is_bool_dtype,
-    is_datetime64_any_dtype,
-    is_numeric_dtype,
-    is_timedelta64_dtype,
-)
 
 from heldin.errors import HeldinError
 from heldin.sklearn.data import category
@@ -108,7 +102,7 @@ def as_numbers(values: Any, decimal: str | None = None) -> tuple[Any, str] | Non
         values: the column.
         decimal: the mark that the user gave.
     """
-    if is_numeric_dtype(values.dtype) and not is_bool_dtype(values.dtype):
+    if values.dtype.kind in "iufc":
         return values, decimal or "."
     different = values.dropna().unique()
     mark = decimal_mark(different) if all(isinstance(v, str) for v in different) else None
@@ -139,7 +133,7 @@ def date_order(texts: Sequence[str]) -> str | None:
 
 def _seconds(values: Any, order: str) -> Any:
     """Return dates as seconds since 1970, nan for missing ones; refuse what is no date."""
-    if is_datetime64_any_dtype(values.dtype):
+    if values.dtype.kind == "M":
         times = pandas.to_datetime(values, utc=True)
     else:
         texts = values.astype("string").str.strip()
@@ -197,7 +191,7 @@ class Column:
             if not np.isfinite(numbers).all():
                 raise Unusable({name: "has infinite values; clean them"})
             return cls._scaled(name, "number", numbers, missing, decimal=read[1])
-        if is_timedelta64_dtype(values.dtype):
+        if values.dtype.kind == "m":
             text = str(present.iloc[0])
             raise Unusable({name: f"holds durations ({text!r}): make them numbers"})
         dates = _date_order(name, present, order)
@@ -264,7 +258,7 @@ class Column:
                 return _seconds(values, self.order)
             except HeldinError as error:
                 raise HeldinError(f"column {self.name!r} held dates, but {error}") from error
-        if not is_numeric_dtype(values.dtype) or is_bool_dtype(values.dtype):
+        if values.dtype.kind not in "iufc":
             texts, values = values, _parse_numbers(values, self.decimal)
             refused = texts[values.isna() & texts.notna()]
             if len(refused):
@@ -280,7 +274,7 @@ class Column:
 
 def _date_order(name: str, present: Any, order: str) -> str | None:
     """Return the order of day, month and year; None if the column holds no dates."""
-    if is_datetime64_any_dtype(present.dtype):
+    if present.dtype.kind == "M":
         return "ymd"
     if len(present) and all(hasattr(v, "isoformat") and hasattr(v, "year") for v in present):
         return "ymd"
