@@ -446,9 +446,8 @@ def bridge_to(optimizer: Any, view: Variables) -> OptimizerBridge:
 
     names = ["step", *map(str, range(1, len(slots)))]
     values = [v._value.detach().clone() for v in _slots(optimizer)]
-    bridge: Any = OptimizerBridge(
-        [{"params": weights, "lr": float(optimizer.learning_rate)}], replay
-    )
+    group = {"params": weights, "lr": float(optimizer.learning_rate)}
+    bridge = OptimizerBridge([group], replay)
     if optimizer.use_ema:  # averages of weights, which are evaluated
         averages = optimizer._model_variables_moving_average
         order = [id(slot) for slot in _slots(optimizer)]
@@ -463,7 +462,8 @@ def bridge_to(optimizer: Any, view: Variables) -> OptimizerBridge:
             for place, weight in zip(places, weights, strict=True):
                 weight.copy_(bridge.state[weights[0]][names[place]])
 
-        bridge.eval, bridge.train = put_averages, lambda: None  # weights come back with the state
+        # the weights come back with the state
+        vars(bridge).update(eval=put_averages, train=lambda: None)
     bridge.state[weights[0]] = dict(zip(names, values, strict=True))
     return bridge
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -134,7 +134,7 @@ class EarlyStopping(FrameworkStopping, Callback):
                 "shadows follow one. Put the parameters into groups of one optimiser, or use "
                 "rule='evidence'"
             )
-        loss = self._loss = ShadowTrainingStep(trainer, pl_module, DummyLogger())
+        loss = self._loss = ShadowTrainingStep(trainer, pl_module)
         plugin, strategy = trainer.precision_plugin, trainer.strategy
 
         def prepare(batch: Any) -> Any:
@@ -389,9 +389,9 @@ def clip_by(value: float, algorithm: str | None) -> Callable[[list[nn.Parameter]
     >>> weight.grad
     tensor([2., 2.])
     """
-    if algorithm in (None, "norm"):
-        return lambda parameters: nn.utils.clip_grad_norm_(parameters, value)
-    return lambda parameters: nn.utils.clip_grad_value_(parameters, value)
+    by_norm = algorithm in (None, "norm")
+    clip = nn.utils.clip_grad_norm_ if by_norm else nn.utils.clip_grad_value_
+    return lambda parameters: clip(parameters, value)
 
 
 class ShadowTrainingStep(FrameworkLoss):
@@ -399,22 +399,14 @@ class ShadowTrainingStep(FrameworkLoss):
 
     With manual optimisation the loss is the sum of what is given to `manual_backward` (of held-out
     rows: what the step returns, if it does), and `clip_gradients` is noted for `clip`.
-
-    Args:
-        trainer: the Trainer that the module asks for epochs, steps and so on.
-        module: the module that is trained.
-        logger: in place of the Trainer's loggers in the shadow's step.
-
-    Attributes:
-        batch_idx: the number of the batch of the coming step.
-        divided: whether the module divides its losses by the accumulated batches.
     """
 
-    def __init__(self, trainer: Any, module: Any, logger: Any) -> None:
+    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
+        logger = DummyLogger()
         self._trainer = _Proxy(trainer, logger=logger, loggers=[logger])
         self._module = module
         self._manual = self.divided = not module.automatic_optimization
-        self.batch_idx = 0
+        self.batch_idx = 0  # of the coming step
         names = inspect.signature(module.training_step).parameters
         if "dataloader_iter" in names:
             raise HeldinError(
@@ -525,24 +517,18 @@ class _Proxy:
 
 
 def _passive(inner: Any) -> Any:
-    """Return optimisers or schedulers that do not step."""
+    """Return optimisers or schedulers that do not step; the shadow resets the gradients."""
     if isinstance(inner, list):
-        return [_Passive(item) for item in inner]
-    return None if inner is None else _Passive(inner)
+        return [_passive(item) for item in inner]
+    quiet = {
+        "step": _evaluate,
+        "zero_grad": _nothing,
+        "toggle_model": lambda *_, **__: nullcontext(),
+    }
+    return None if inner is None else _Proxy(inner, **quiet)
 
 
-class _Passive(_Proxy):
-    """An optimiser or scheduler that does not step."""
-
-    def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate the closure, if there is one."""
-        closure = next((a for a in (*args, kwargs.get("closure")) if callable(a)), None)
-        return closure() if closure is not None else None
-
-    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Keep the gradients, which the shadow resets."""
-
-    @contextmanager
-    def toggle_model(self, *args: Any, **kwargs: Any) -> Iterator[None]:
-        """Toggle nothing: gradients are asked for by parameter."""
-        yield
+def _evaluate(*args: Any, **kwargs: Any) -> Any:
+    """Evaluate the closure of a step, if there is one."""
+    closure = next((a for a in (*args, kwargs.get("closure")) if callable(a)), None)
+    return closure() if closure is not None else None

@@ -46,9 +46,7 @@ class FrameworkStopping(RunResults):
     """
 
     name: ClassVar[str] = "EarlyStopping"  # for messages
-    _harmless: ClassVar[
-        tuple[type[BaseException], ...]
-    ] = ()  # by which the framework ends its loop
+    _harmless: ClassVar[tuple[type[BaseException], ...]] = ()  # that end the framework's loop
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -109,10 +107,9 @@ class FrameworkStopping(RunResults):
 
     def _refuse_unused(self, **arguments: Any) -> None:
         """Refuse a framework's own arguments that evidence does not use."""
-        for name in (name for name, value in arguments.items() if value is not None):
-            raise HeldinError(
-                f"{self.name}: {name} has no effect with rule='evidence'; leave it out"
-            )
+        for unused in (name for name, value in arguments.items() if value is not None):
+            why = "has no effect with rule='evidence'; leave it out"
+            raise HeldinError(f"{self.name}: {unused} {why}")
 
     # -- the run
 
