@@ -152,10 +152,9 @@ class EarlyStopping(FrameworkStopping, Callback):
             self._run.begin(model, epoch_steps=steps)
             return
         self._patches.wrap(train, "get_idxs", self._get_idxs)
-        optimizer, loss = _optimizer(learn.opt, self._patches), LearnerLoss(learn)
-        self._run.begin(
-            model, optimizer, loss, _row_loader(train), clip=_clip(learn), epoch_steps=steps
-        )
+        trained = model, _optimizer(learn.opt, self._patches)
+        rows, clip = _row_loader(train), _clip(learn)
+        self._run.begin(*trained, LearnerLoss(learn), rows, clip=clip, epoch_steps=steps)
 
     def _get_idxs(self, get_idxs: Callable[[], Any]) -> Any:
         """Record the order of an epoch."""

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from ._private_torch import own_buffers, own_parameters
+from ._private_torch import own_parameters
 from .adapters.arguments import strict_kwargs
 from .adapters.patches import OptimizerBridge, callers, local_variable
 from .adapters.session import BATCH_SIZE, unwrap_loader
@@ -318,19 +318,17 @@ class Variables(nn.Module):
         super().__init__()
         vars(self)["_keras"] = model  # not a child, or its modules would be, too
         trained = {id(v) for v in model.trainable_variables}
-        self._places: list[tuple[Any, dict[str, Any], str]] = []
-        for number, variable in enumerate(model.variables):
+        self._names = [(variable, f"v{number}") for number, variable in enumerate(model.variables)]
+        for variable, name in self._names:
             if id(variable) in trained:
-                self.register_parameter(f"v{number}", variable._value)
-                self._places.append((variable, own_parameters(self), f"v{number}"))
+                self.register_parameter(name, variable._value)
             else:
-                self.register_buffer(f"v{number}", variable._value.detach())
-                self._places.append((variable, own_buffers(self), f"v{number}"))
+                self.register_buffer(name, variable._value.detach())
 
     @property
     def trained(self) -> list[Any]:
         """The Keras variables that are parameters here."""
-        return [v for v, table, _ in self._places if table is own_parameters(self)]
+        return [variable for variable, name in self._names if name in own_parameters(self)]
 
     def loss(self, view: nn.Module, batch: Any) -> Tensor:
         """Return the loss of `train_step`, with the variables that are in place now."""
@@ -364,7 +362,7 @@ class Variables(nn.Module):
 
     def linear_layers(self) -> list[list[nn.Parameter]]:
         """Return the weights of trained Dense and convolutional layers, the last one first."""
-        places = {id(v): table[name] for v, table, name in self._places}
+        places = {id(variable): getattr(self, name) for variable, name in self._names}
         layers = reversed(list(self._keras._flatten_layers()))
         weights = [layer.weights for layer in layers]
         linear = [w for w in weights if [v.name for v in w] in (["kernel"], ["kernel", "bias"])]
@@ -409,14 +407,14 @@ class Variables(nn.Module):
     @contextmanager
     def _bound(self, training: bool) -> Iterator[None]:
         model = self._keras
-        before, mode = [v._value for v, _, _ in self._places], model.training
+        before, mode = [variable._value for variable, _ in self._names], model.training
         try:
-            for variable, table, name in self._places:
-                variable._value = table[name]
+            for variable, name in self._names:
+                variable._value = getattr(self, name)
             model.train(training)
             yield
         finally:
-            for (variable, _, _), value in zip(self._places, before, strict=True):
+            for (variable, _), value in zip(self._names, before, strict=True):
                 variable._value = value
             model.train(mode)
 

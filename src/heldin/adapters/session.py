@@ -239,9 +239,7 @@ class Session:
                 self.stopping._collector.keeps_all_passes = not in_grad
             else:
                 self._check_run(resumed, pools_ranks)
-                self.stopping = self._make_estimated(
-                    model, optimizer, loss, rows, prepare, **inputs
-                )
+                self.stopping = self._make_folds(model, optimizer, loss, rows, prepare, **inputs)
                 self.stopping.epoch_steps, self.stopping.finish = epoch_steps, self.settings.finish
                 outputs = dict(self.settings.outputs)
                 if outputs:
@@ -296,11 +294,11 @@ class Session:
                 )
         return EvidenceStopping(model, seed=self.settings.seed, **evidence_arguments(rule, window))
 
-    def _make_estimated(
+    def _make_folds(
         self, model: nn.Module, optimizer: Any, loss: Any, rows: Any, prepare: Any, **inputs: Any
     ) -> PathStopping:
         settings, loader = self.settings, unwrap_loader(self.owner, rows)
-        assert isinstance(settings.rule, (Auto, Folds))
+        assert isinstance(settings.rule, (Auto, Folds))  # there is no loss_fn for leave-one-out
         data = TrainingRows(_row_loader(loader, loader), self._order, prepare, self.owner)
         if settings.eval_data is not None:
             eval_rows = _row_loader(settings.eval_data, loader)
