@@ -38,15 +38,6 @@ def strict_kwargs(
         extends: a function whose keyword arguments, with their defaults, are the `**options` of the
             decorated one, in the signature too, which scikit-learn, LightningCLI and editors read.
         without: those that are left out.
-
-    >>> class Callback:
-    ...     @strict_kwargs()
-    ...     def __init__(self, early_stopping_patience=1, smoothing=0.9): ...
-    >>> try:
-    ...     Callback(patience=5)
-    ... except HeldinError as error:
-    ...     print(error)
-    Callback: unknown argument 'patience'; is it 'early_stopping_patience'?
     """
 
     def decorate(function: F) -> F:
@@ -106,14 +97,7 @@ def check_elementwise(options: Mapping[str, Any]) -> None:
 
 
 def check_type(owner: str, name: str, value: Any, kind: type, expected: str) -> None:
-    """Refuse an object of another type.
-
-    >>> try:
-    ...     check_type("EvidenceStopping", "model", 3, nn.Module, "the model that is trained")
-    ... except HeldinError as error:
-    ...     print(error)
-    EvidenceStopping: model must be the model that is trained, got an object of type int
-    """
+    """Refuse an object of another type."""
     if isinstance(value, kind):
         return
     received = f"an object of type {type(value).__name__}"

@@ -16,23 +16,7 @@ __all__ = ["MethodWrapper", "OptimizerBridge", "Patches", "callers", "local_vari
 
 
 class MethodWrapper:
-    """A method of one object that is called through another function until `close`.
-
-    >>> class Greeter:
-    ...     def greet(self, name):
-    ...         return "hello " + name
-    >>> greeter = Greeter()
-    >>> loud = MethodWrapper(greeter, "greet", lambda greet, name: greet(name).upper())
-    >>> twice = MethodWrapper(greeter, "greet", lambda greet, name: 2 * greet(name))
-    >>> greeter.greet("you")
-    'HELLO YOUHELLO YOU'
-    >>> loud.close()                                         # in any order
-    >>> greeter.greet("you")
-    'hello youhello you'
-    >>> twice.close()
-    >>> vars(greeter)
-    {}
-    """
+    """A method of one object that is called through another function until `close`."""
 
     def __init__(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
         self._owner, self._name, self._around = owner, name, around
@@ -71,19 +55,6 @@ class Patches(ExitStack):
         on_error: called if an error or an interrupt leaves a watched method, for frameworks that do
             not report them to callbacks. The error is raised again.
         harmless: exceptions by which the framework controls its loop.
-
-    >>> class Loop:
-    ...     def train(self):
-    ...         raise KeyboardInterrupt
-    >>> loop, patches = Loop(), Patches(lambda: print("the run is over"))
-    >>> patches.watch_methods(loop, "train")
-    >>> try:
-    ...     loop.train()
-    ... except KeyboardInterrupt:
-    ...     patches.close()
-    the run is over
-    >>> vars(loop)
-    {}
     """
 
     def __init__(

@@ -48,11 +48,7 @@ ESTIMATED_ONLY = ("groups", "stratify", "time", "eval_data", "eval_loss", "on_ch
 
 
 def length(loader: Any) -> int | None:
-    """Return the number of batches of a loader; None if it is unknown.
-
-    >>> length([1, 2, 3]), length(iter([1, 2, 3]))
-    (3, None)
-    """
+    """Return the number of batches of a loader; None if it is unknown."""
     try:
         return len(loader)
     # An iterator or a stream of rows; loaders of Lightning and fastai before they are begun.
@@ -134,11 +130,6 @@ class Session:
         next_state: the state that the next run begins with.
         weighed: whether the evidence of the present batch was formed.
         just_stopped: whether the present batch is the first with a request to stop.
-
-    >>> session = Session("Callback", Settings(Evidence(smoothing=0.5)))
-    >>> session.begin(nn.Linear(2, 1)).smoothing
-    0.5
-    >>> session.end()
     """
 
     def __init__(self, owner: str, settings: Settings) -> None:

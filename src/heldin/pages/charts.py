@@ -69,11 +69,7 @@ class Axis:
 
 
 def is_wide(numbers: Sequence[float]) -> bool:
-    """Return whether positive numbers are easier to read on a logarithmic axis.
-
-    >>> is_wide([0.1, 2.0]), is_wide([1.0, 2.0]), is_wide([0.0, 2.0])
-    (True, False, False)
-    """
+    """Return whether positive numbers are easier to read on a logarithmic axis."""
     finite = [number for number in numbers if math.isfinite(number)]
     return bool(finite) and min(finite) > 0 and max(finite) > WIDE * min(finite)
 

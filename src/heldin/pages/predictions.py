@@ -32,12 +32,7 @@ class Predictions:
 
 
 def prediction_sections(seen: Predictions) -> list[Section]:
-    """Return the sections about out-of-fold predictions.
-
-    >>> seen = Predictions([0, 1], [0, 1], [0.1, 2.3], [[0.9, 0.1], [0.9, 0.1]], (), ["no", "yes"])
-    >>> [section.title for section in prediction_sections(seen)]
-    ['Confusion matrix', 'Worst rows']
-    """
+    """Return the sections about out-of-fold predictions."""
     if seen.probabilities:
         return [*_confusion(seen), *_reliability(seen), *_worst(seen)]
     return [*([_against_truth(seen)] if seen.values else []), *_worst(seen)]
