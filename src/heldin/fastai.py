@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from .adapters.arguments import missing_framework, strict_kwargs
+from .adapters.arguments import needs_framework, strict_kwargs
 from .adapters.patches import OptimizerBridge, Patches
 from .adapters.session import length
 from .adapters.stopping import FrameworkStopping
@@ -22,7 +22,7 @@ from .rules.options import Rule
 from .shadows.held_out import FrameworkLoss
 from .shadows.replayed import Clip
 
-try:
+with needs_framework("fastai", "fastai"):
     from fastai.callback import core
     from fastai.callback.core import Callback, CancelFitException, CancelTrainException
     from fastai.callback.fp16 import MixedPrecision
@@ -31,8 +31,6 @@ try:
     from fastai.learner import ValueMetric
     from fastai.optimizer import OptimWrapper
     from fastai.torch_core import get_model, noop, to_device
-except ImportError as error:
-    raise missing_framework("fastai", "fastai", error) from error
 
 __all__ = ["EarlyStopping"]
 

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from heldin.shadows.losses import LossFunction
 
-from .adapters.arguments import check_type, missing_framework, strict_kwargs
+from .adapters.arguments import check_type, needs_framework, strict_kwargs
 from .adapters.patches import MethodWrapper
 from .adapters.stopping import FrameworkStopping
 from .errors import HeldinError
@@ -19,10 +19,8 @@ from .rules.options import Rule
 from .shadows.held_out import BatchLoss, loss_of_pairs
 from .shadows.replayed import Clip
 
-try:
+with needs_framework("PyTorch-Ignite", "ignite"):
     from ignite.engine import Engine, Events
-except ImportError as error:
-    raise missing_framework("PyTorch-Ignite", "ignite", error) from error
 
 __all__ = ["EarlyStopping"]
 

@@ -15,25 +15,20 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from ._private_torch import own_parameters
-from .adapters.arguments import strict_kwargs
+from .adapters.arguments import needs_framework, strict_kwargs
 from .adapters.patches import OptimizerBridge, callers, local_variable
 from .adapters.session import BATCH_SIZE, unwrap_loader
 from .adapters.stopping import FrameworkStopping
 from .errors import HeldinError
 from .rules.options import Rule
 
-try:
+THEN = " and set KERAS_BACKEND=torch in the environment"
+with needs_framework("Keras 3 on PyTorch", "keras", THEN):
     import keras
     import numpy as np
     from keras.src.losses.losses import LossFunctionWrapper
     from keras.src.saving.keras_saveable import KerasSaveable
     from keras.src.trainers.data_adapters.data_adapter_utils import unpack_x_y_sample_weight
-except ImportError as error:
-    raise ImportError(
-        f"heldin.keras needs Keras 3 on PyTorch ({error}): pip install 'heldin[keras]' and set "
-        "KERAS_BACKEND=torch in the environment",
-        name=error.name,
-    ) from error
 if keras.backend.backend() != "torch":
     raise ImportError(
         f"heldin.keras needs Keras 3 on PyTorch, but it runs on {keras.backend.backend()}: set "

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .adapters.arguments import check_elementwise, missing_framework, strict_kwargs
+from .adapters.arguments import check_elementwise, needs_framework, strict_kwargs
 from .adapters.patches import Patches
 from .adapters.session import flat_metrics
 from .adapters.stopping import FrameworkStopping
@@ -21,13 +21,11 @@ from .rules.elementwise import ElementwiseStopping as Elementwise
 from .shadows.held_out import FrameworkLoss
 from .shadows.replayed import Clip
 
-try:
+with needs_framework("Lightning", "lightning"):
     from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
     from lightning.pytorch.loggers.logger import DummyLogger
     from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
     from lightning.pytorch.utilities.model_helpers import is_overridden
-except ImportError as error:
-    raise missing_framework("Lightning", "lightning", error) from error
 
 __all__ = ["EarlyStopping", "ElementwiseStopping"]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .adapters.arguments import check_elementwise, missing_framework, strict_kwargs
+from .adapters.arguments import check_elementwise, needs_framework, strict_kwargs
 from .adapters.patches import Patches
 from .adapters.session import Session
 from .adapters.stopping import OUTPUTS, FrameworkStopping
@@ -23,12 +23,10 @@ from .rules.options import Rule
 from .shadows.held_out import FrameworkLoss
 from .shadows.replayed import Clip
 
-try:
+with needs_framework("skorch", "skorch"):
     from skorch import NeuralNet
     from skorch.callbacks import Callback, GradientNormClipping
     from skorch.dataset import unpack_data
-except ImportError as error:
-    raise missing_framework("skorch", "skorch", error) from error
 
 __all__ = ["EarlyStopping", "ElementwiseStopping"]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ._private_torch import DisableTorchFunction
-from .adapters.arguments import check_elementwise, missing_framework, strict_kwargs
+from .adapters.arguments import check_elementwise, needs_framework, strict_kwargs
 from .adapters.patches import MethodWrapper, callers, local_variable
 from .adapters.session import flat_metrics
 from .adapters.stopping import FrameworkStopping
@@ -22,13 +22,11 @@ from .rules.elementwise import ElementwiseStopping
 from .shadows.held_out import FrameworkLoss
 from .state.checkpoint import load, save
 
-try:
+with needs_framework("transformers and accelerate", "transformers"):
     import accelerate  # noqa: F401  (without it there is a Trainer, which fails when it is made)
     import transformers.trainer as trainer_module
     from transformers import Trainer, TrainerCallback, TrainingArguments
     from transformers.trainer_callback import CallbackHandler
-except ImportError as error:
-    raise missing_framework("transformers and accelerate", "transformers", error) from error
 
 __all__ = ["EarlyStoppingCallback", "ElementwiseLoggingCallback", "elementwise"]
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
@@ -16,17 +17,21 @@ from heldin.rules.callback_hints import PlainLoopOnly
 from heldin.rules.elementwise import ElementwiseStopping
 from heldin.rules.options import Evidence, Folds
 
-__all__ = ["check_elementwise", "check_type", "missing_framework", "strict_kwargs"]
+__all__ = ["check_elementwise", "check_type", "needs_framework", "strict_kwargs"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def missing_framework(framework: str, extra: str, error: ImportError) -> ImportError:
-    """Return the error of an adapter whose framework cannot be imported."""
-    return ImportError(
-        f"heldin.{extra} needs {framework} ({error}): pip install 'heldin[{extra}]'",
-        name=error.name,
-    )
+@contextmanager
+def needs_framework(framework: str, extra: str, then: str = "") -> Iterator[None]:
+    """Name the extra of an adapter whose framework cannot be imported, and what to do `then`."""
+    try:
+        yield
+    except ImportError as error:
+        raise ImportError(
+            f"heldin.{extra} needs {framework} ({error}): pip install 'heldin[{extra}]'{then}",
+            name=error.name,
+        ) from error
 
 
 def strict_kwargs(
