@@ -116,11 +116,7 @@ class Session:
 
     A framework's adapter calls `begin`; `begin_batch`, `before_step`, `add` and `step` for every
     batch; `end_epoch`; and `finish` or `end`. Calls that do not belong to the rule do nothing. A
-    state may be loaded before the run begins.
-
-    Args:
-        owner: the framework's class, for messages.
-        settings: the user's arguments.
+    state may be loaded before the run begins. Messages name the owner, the framework's class.
 
     Attributes:
         by_evidence: whether the rule is evidence, which needs neither data nor optimiser.

@@ -162,8 +162,7 @@ def _stopped(
 ) -> tuple[nn.Module, float, float]:
     """Train on the other rows until the held-out loss has not fallen for a while.
 
-    Returns:
-        The model with its best weights, the best epoch, and its held-out loss.
+    Return the model with its best weights, the best epoch, and its held-out loss.
     """
     losses: list[float] = []
     weights: dict[str, Tensor] = {}

@@ -226,11 +226,8 @@ class Estimator(CallbackSupportMixin, BaseEstimator):  # type: ignore[misc]
 
     def _check_inputs(self, X: Any, y: Any, first: bool) -> tuple[Any, Any]:
         """Return arrays without missing values; y as it is if it is None."""
-        options: dict[str, Any] = {
-            "accept_sparse": "csr",
-            "dtype": (np.float64, np.float32),
-            "ensure_all_finite": "allow-nan",
-        }
+        options: dict[str, Any] = {"accept_sparse": "csr", "dtype": (np.float64, np.float32)}
+        options["ensure_all_finite"] = "allow-nan"
         if y is not None:
             options |= {"multi_output": True, "y_numeric": is_regressor(self)}
         if has_categories(X) if first else self._categories is not None:
@@ -442,9 +439,8 @@ class Estimator(CallbackSupportMixin, BaseEstimator):  # type: ignore[misc]
         X = X if self._scaler is None else X.astype(np.float32, copy=False)
         dtype = torch.float32 if X.dtype == np.float32 else torch.float64
         y = _tensor(self._scale_targets(data.y, data.weights, first), dtype)
-        weights = None
-        if not (data.weights == 1.0).all():
-            weights = torch.from_numpy(data.weights).to(dtype)
+        equal = (data.weights == 1.0).all()
+        weights = None if equal else torch.from_numpy(data.weights).to(dtype)
         hidden = np.atleast_1d(np.asarray(self.hidden_layer_sizes, int)).tolist()
         sizes = [X.shape[1], *hidden, targets.outputs]
         if first:

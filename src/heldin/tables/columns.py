@@ -98,9 +98,7 @@ def parse_number(text: str, decimal: str) -> float:
 def as_numbers(values: Any, decimal: str | None = None) -> tuple[Any, str] | None:
     """Return a column of numbers, or of texts that are certainly numbers, and its decimal mark.
 
-    Args:
-        values: the column.
-        decimal: the mark that the user gave.
+    In doubt the mark is the one that the user gave.
     """
     if values.dtype.kind in "iufc":
         return values, decimal or "."
@@ -178,10 +176,7 @@ class Column:
     ) -> Column | None:
         """Return the encoding of a training column; None if it is constant.
 
-        Args:
-            name: of the column.
-            values: of the training rows.
-            decimal, order: what the user says of numbers and dates that leave a doubt.
+        `decimal` and `order` are what the user says of numbers and dates that leave a doubt.
         """
         present = values.dropna()
         missing = len(present) < len(values)
