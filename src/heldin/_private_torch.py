@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import FrameType
 from typing import Any
 
@@ -75,6 +75,7 @@ __all__ = [
     "transform_stack",
     "tree_map",
     "version_of",
+    "versions_of",
     "viewed_by",
     "without_modes",
 ]
@@ -129,6 +130,11 @@ def after_backward(function: Callable[[], None]) -> None:
 def version_of(tensor: Tensor) -> int:
     """Return how often a tensor was written; 0 where PyTorch does not count (inference mode)."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def versions_of(tensors: Iterable[Tensor]) -> list[int]:
+    """Return `version_of` each of some tensors, without a call for each."""
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def gradient_hooks(leaf: Tensor) -> dict[int, Any] | None:
