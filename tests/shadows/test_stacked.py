@@ -88,6 +88,28 @@ def test_every_engine_gives_the_numbers_of_separate_runs(name: str, engine: str)
         check_shadows(stopping, start, make, nn.MSELoss(), rows, batches)
 
 
+@pytest.mark.parametrize("engine", ["dense", "vmap"])
+def test_a_loop_that_writes_every_batch_into_one_tensor(engine: str) -> None:
+    """Steps of the copies wait; by then the loop's tensor has the rows of another batch."""
+    torch.manual_seed(5)
+    start = MODELS["relu"]().double()
+    (x, y), batches, make = data(), minibatches(5, 23), OPTIMIZERS["adam"]
+    batches = [index for index in batches if len(index) == 5]
+    model = copy.deepcopy(start)
+    optimizer = make(model.parameters())
+    stopping: Any = runs.FoldStopping(
+        model, optimizer, F.mse_loss, (x, y), 4, engine=engine, patience=None
+    )
+    batch = torch.empty_like(x[:5])
+    for index in batches:
+        batch.copy_(x[index])
+        optimizer.zero_grad()
+        F.mse_loss(model(batch), y[index]).backward()
+        optimizer.step()
+        stopping.step()
+    check_shadows(stopping, start, make, F.mse_loss, (x, y), batches)
+
+
 def test_statistics_that_the_loop_has_frozen() -> None:
     torch.manual_seed(1)
     start = MODELS["batchnorms"]().double()
