@@ -16,7 +16,7 @@ from torch import Tensor
 
 from heldin._private_torch import gradient_hooks
 
-from .contributions import CHUNK, Contributions, Lazy, Moved, Outer, Real, Rows, moments
+from .contributions import CHUNK, Contributions, Lazy, Moved, Outer, Real, Rows, moments, samples_of
 from .graph import Graph
 from .hooks import Grads, NodeHooks
 from .moments import as_real, upcast
@@ -208,12 +208,17 @@ class Recorder:
         name, sampler = path.params[0], self._sampler
         part = self._contributions(use, path)
         if isinstance(part, Lazy):  # the node frees its saved tensors when it has run
-            is_only_use = path.chain is not None and self._plan.is_used_once(name)
-            if is_only_use and name not in self._plan.shared and not self._writes_out:
+            is_only_use = len(self._plan.paths[name]) == 1 == self._plan.use_counts[path.key]
+            if (
+                is_only_use
+                and path.chain is not None
+                and name not in self._plan.shared
+                and not self._writes_out
+            ):
                 self._whole.add(name)
                 self._sums[name] = ParameterSums(*self._in_place(path, part).moments(None))
                 return
-            part = part.written_out()
+            part = Rows(part.samples(0, part.m))
         expected = 0 if sampler is None else self._plan.direct.get(name, 0)
         if expected == 1:
             self._reduce(name, [self._in_place(path, part)], None)
@@ -262,9 +267,7 @@ class Recorder:
         self._whole.update(path.params)
         chunks = []
         for lo in range(0, plan.m, step):
-            value = parts[0].samples(lo, min(plan.m, lo + step))
-            for part in parts[1:]:
-                value = value + part.samples(lo, min(plan.m, lo + step))
+            value = samples_of(parts, lo, min(plan.m, lo + step))
             pulled = pull_back(graph, path, value, leaves, plan.trusted)
             grads = [as_real(upcast(grad)) for grad in pulled]
             if not sums_directly:
@@ -314,8 +317,7 @@ class Recorder:
         """Sum the contributions of all uses of a parameter, or store them per sample."""
         plan, sampler = self._plan, self._sampler
         if self._context.per_sample:
-            first, *others = (part.samples(0, plan.m) for part in parts)
-            self._per_sample[name] = sum(others, start=first)
+            self._per_sample[name] = samples_of(parts, 0, plan.m)
             return
         penalised, weight = name in plan.shared, 1.0
         leaf = self._graph.leaves[plan.leaves[name]]

@@ -11,7 +11,7 @@ from torch import Tensor
 from heldin._private_torch import outputs_of, saved, saved_names
 from heldin.errors import NotObservable
 
-from .graph import Graph, children_first, shape_of
+from .graph import Graph, shape_of
 from .layout import Layout
 from .ownership.planes import Key, canonical, is_mixed, is_ownerless
 from .plan import CUTS, ParameterPath, Plan, cut_of
@@ -122,8 +122,7 @@ def _is_empty(graph: Graph, position: int, output: int) -> bool:
 def _kinds(graph: Graph, outputs: Mapping[int, Mapping[int, Tensor | None]]) -> list[str]:
     """Classify nodes: they hold data, depend on parameters only, or were not traced."""
     kinds = [""] * len(graph.nodes)
-    order = children_first(graph)
-    for i in order:
+    for i in graph.children_first:
         if i in outputs:
             holds = any(planes is not None for planes in outputs[i].values())
             kinds[i] = DATA if holds else FREE
@@ -175,7 +174,7 @@ def _below(
 ) -> list[frozenset[str]]:
     """Return the observed parameters that each data-free node depends on."""
     below: list[frozenset[str]] = [frozenset()] * len(graph.nodes)
-    for i in children_first(graph):
+    for i in graph.children_first:
         if i in named:
             below[i] = frozenset([named[i]])
         elif kinds[i] == FREE:
