@@ -31,6 +31,7 @@ __all__ = [
     "Count",
     "Entry",
     "Roles",
+    "name_of",
     "names_of",
     "owner_hypotheses",
     "read",
@@ -104,13 +105,6 @@ class Arguments:
     structure: Any
     flat: tuple[int, bool] | None = None
     opaque_types: Sequence[type] = ()
-
-    def named(self, count: Count, names: Sequence[str], chosen: Sequence[Entry]) -> str:
-        """Describe the arguments that have this number of samples, for messages."""
-        places = dict.fromkeys(e.place for e in chosen)
-        argument_names = [_name_of(p, names) for p in places]
-        unit = "entries" if count.is_list else "samples in one" if count.flat else "rows"
-        return f"{count.m} {unit} of {' and '.join(repr(name) for name in argument_names)}"
 
 
 class Roles:
@@ -194,7 +188,7 @@ def read(
             )
         dim, is_declared = _dim_of(batch_dim, place, names)
         if dim is not None and not sure:
-            candidate = index_of(value, _name_of(place, names), dim == "owner")
+            candidate = index_of(value, name_of(place, names), dim == "owner")
             if candidate is not None:
                 index, sure = candidate, dim == "owner"
         if dim == "owner":
@@ -225,7 +219,7 @@ def read(
             for tensor in tensors:
                 if tensor.is_nested:
                     raise NotObservable(
-                        f"heldin.observe: argument {_name_of(place, names)!r} of the model is a "
+                        f"heldin.observe: argument {name_of(place, names)!r} of the model is a "
                         "nested tensor, whose rows cannot be assigned to samples; use padded "
                         "sequences, or a list of tensors"
                     )
@@ -257,7 +251,7 @@ def _flat(
         return entries, (max(last_owners) + 1, True)
     if index is None:
         return entries, None
-    called = [_name_of(entry.place, names) for entry in entries]
+    called = [name_of(entry.place, names) for entry in entries]
     owner_by_entry = owners_from_index(index, [entry.tensor for entry in entries], called)
     pairs = zip(entries, owner_by_entry, strict=True)
     return [replace(entry, owner=owned_by) for entry, owned_by in pairs], (
@@ -266,7 +260,7 @@ def _flat(
     )
 
 
-def _name_of(place: str | int, names: Sequence[str]) -> str:
+def name_of(place: str | int, names: Sequence[str]) -> str:
     return names[place] if isinstance(place, int) and place < len(names) else str(place)
 
 

@@ -13,7 +13,7 @@ from heldin.errors import HeldinWarning, NotObservable, more
 
 from .arguments import BatchDim
 from .call import Call
-from .counting import decide, different_counts_error, single_calls_warning
+from .counting import Counting, different_counts_error
 from .forward import Calls
 from .graph import Backward, Graph
 from .names import Names
@@ -146,14 +146,20 @@ class PassPlanner:
                 raise different_counts_error(calls)
             if calls[0].m == 1:
                 if len(calls) > 1 and not self._had_batches:
-                    self.plan_cache.warn_once("single calls", single_calls_warning(len(calls)))
+                    self.plan_cache.warn_once(
+                        "single calls",
+                        f"one backward pass goes through {len(calls)} calls of the model with one "
+                        "sample each: they count as one sample, as if they were views of it. If "
+                        "they are different samples, put them into one batch, or call backward() "
+                        "after each call " + more("calls-that-are-not-observed"),
+                    )
                 return self._leaves_only(graph, 1), {}
         if any(not call.candidates for call in calls):
             return self._by_reference(backward, calls, calls[0].m)
         argument_names, dim = self.calls.argument_names, self._batch_dim
         once = runs_once(graph.nodes)
         roots = () if once or self.is_sharded else backward.roots
-        option = decide(graph, self._names.by_id, calls, roots, argument_names, dim)
+        option = Counting(graph, self._names.by_id, calls, roots, argument_names, dim).decide()
         for call in calls:
             if len(call.candidates) > 1:
                 self.calls.confirm(call, option.count)
