@@ -69,7 +69,7 @@ class Calls:
         self._batch_dim = batch_dim
         self.argument_names = names_of(model, batch_dim)
         self.roles = Roles()
-        self._plan_cache = plan_cache
+        self.plan_cache = plan_cache
         self.pending: list[Call] = []  # calls without a backward pass so far
         self._current: Call | None = None
         self._recording: Any = None
@@ -125,7 +125,7 @@ class Calls:
         """Drop all calls without a backward pass."""
         for call in self.pending:
             if not call.sealed:
-                self._plan_cache.record_idle(call)
+                self.plan_cache.record_idle(call)
             call.release()
         self.pending = []
 
@@ -148,7 +148,7 @@ class Calls:
     def confirm(self, call: Call, count: Count | None) -> None:
         """Set the number of samples of a call, as decided by its backward pass."""
         candidate = next(candidate for candidate in call.candidates if candidate.count == count)
-        self._plan_cache.confirm(call, candidate)
+        self.plan_cache.confirm(call, candidate)
         if call.arguments is not None and count is not None:
             self.roles.confirm(call.arguments, count)
 
@@ -176,7 +176,7 @@ class Calls:
         if self._depth > 1 or self.backward_depth or not torch.is_grad_enabled():
             return
         if tracing_state() is not None:  # sizes are symbols, not numbers
-            self._plan_cache.warn_unobserved(TRACED)
+            self.plan_cache.warn_unobserved(TRACED)
             return
         self._eager.enter()
         arguments: Arguments | None = None
@@ -192,7 +192,7 @@ class Calls:
             if "position_ids" in kwargs and self._position_checks < POSITION_CHECKS:
                 self._position_checks += 1
                 if is_packed(kwargs["position_ids"]):
-                    self._plan_cache.warn_once("packed", packed())
+                    self.plan_cache.warn_once("packed", packed())
             counts, signature = self.roles.counts(arguments), arguments.signature
             m = counts[0].m
             size_pattern, sizes = sizes_of([entry.tensor.shape for entry in arguments.entries])
@@ -205,15 +205,15 @@ class Calls:
         )
         kind = (signature, size_pattern, self._model.training, cast, trained)
         self._current = call = Call(kind, sizes, m)
-        if len(counts) < 2 and (m <= 1 or self._plan_cache.covers(kind, sizes)):
-            if self._plan_cache.branch_questions and kind in self._plan_cache.branch_questions:
+        if len(counts) < 2 and (m <= 1 or self.plan_cache.covers(kind, sizes)):
+            if self.plan_cache.branch_questions and kind in self.plan_cache.branch_questions:
                 call.numbers = Numbers()
                 self._enter(call.numbers)
             return
         transformed = _transform_reason()
         if transformed is not None:
             self._current = None
-            self._plan_cache.warn_unobserved(transformed)
+            self.plan_cache.warn_unobserved(transformed)
             return
         entries = arguments.entries if arguments is not None else [Entry(args[0], 0, 0, None)]
         if arguments is not None:
@@ -270,10 +270,10 @@ class Calls:
             call.ends = [(t.grad_fn, t.output_nr) for t in tensors_in(output)]
         self.pending.append(call)
         if len(self.pending) > RECENT:  # do not accumulate graphs in evaluation without no_grad
-            self._plan_cache.record_idle(self.pending[-1 - RECENT])
+            self.plan_cache.record_idle(self.pending[-1 - RECENT])
             self.pending[-1 - RECENT].seal()
         if call.candidates or call.numbers is not None:
-            call.record_branches(self._plan_cache.branch_questions.get(call.kind))
+            call.record_branches(self.plan_cache.branch_questions.get(call.kind))
         if call.candidates:
             outputs = [output] if isinstance(output, Tensor) else tensors_in(output)
             with without_modes(), DisableTorchFunction():
@@ -281,7 +281,7 @@ class Calls:
                     if candidate.tracker is not None:
                         candidate.layouts = [_result(candidate.tracker, t) for t in outputs]
             if len(call.candidates) == 1:
-                self._plan_cache.confirm(call, call.candidates[0])
+                self.plan_cache.confirm(call, call.candidates[0])
 
     def _clean_up(self) -> None:
         """Clean up after a call that ended without its hook (Ctrl-C, for instance)."""

@@ -7,17 +7,16 @@ has used them: the generator's pass through the discriminator, the first pass of
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from heldin._private_torch import version_of
-from heldin.errors import more
 from heldin.pause import is_paused
 
-__all__ = ["GradientLedger", "failed_backward_warning", "is_zeroed", "register_step_hook"]
+__all__ = ["GradientLedger", "is_zeroed", "register_step_hook"]
 
 
 class GradientLedger:
@@ -83,27 +82,13 @@ def is_zeroed(grad: Tensor | None) -> bool:
     return grad.numel() > 0 and not bool((grad.to_dense() if grad.is_sparse else grad).any())
 
 
-def failed_backward_warning(name: str) -> str:
-    """Return the warning for gradients that a failed backward pass has left."""
-    return (
-        f"a backward pass has failed, and its part of the gradient of {name!r} is still there, so "
-        "that this step contains gradients that were not observed. Call zero_grad() after such an "
-        "error " + more("calls-that-are-not-observed")
-    )
-
-
-class _Holder(Protocol):
-    def on_optimizer_step(self, parameters: list[Tensor]) -> None:
-        """Mark the gradients of these parameters as used."""
-
-
-def register_step_hook(holder: _Holder) -> Any:
-    """Call `holder.on_optimizer_step` after every optimiser step, until the handle is removed."""
-    alive = weakref.ref(holder)  # the global hook must not keep the holder alive
+def register_step_hook(method: Callable[[list[Tensor]], None]) -> Any:
+    """Call a method with the parameters of each optimiser step, until the handle is removed."""
+    alive = weakref.WeakMethod(method)  # the global hook must not keep its object alive
 
     def on_optimizer_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         target = alive()
         if target is not None and not is_paused():
-            target.on_optimizer_step([p for g in optimizer.param_groups for p in g["params"]])
+            target([p for g in optimizer.param_groups for p in g["params"]])
 
     return register_optimizer_step_post_hook(on_optimizer_step)

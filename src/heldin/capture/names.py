@@ -33,8 +33,8 @@ class Names:
         self.parameters: list[Tensor] = []
         self.order: dict[str, int] = {}
         self._model: nn.Module | None = model
-        self._named: list[tuple[str, Tensor]] = []
         self._selects, self._real = selects, real
+        self._observed: list[tuple[str, Tensor]] = []
         self._alive: dict[int, weakref.ref[Tensor]] = {}  # because Python reuses ids
         self._gathered: dict[int, tuple[weakref.ref[Tensor], str]] = {}  # unsharded parameters
         self._find()
@@ -51,50 +51,39 @@ class Names:
 
     def trained(self) -> list[str]:
         """List the observed parameters that require a gradient, in the model's order."""
-        return [name for name, p in self._named if p.requires_grad]
+        return [name for name, p in self._observed if p.requires_grad]
 
     def _find(self) -> None:
         """Read the names from the model. Tables are replaced whole, as other threads read them."""
         if self._model is None:  # closed by another thread during a pass
             return
         named = list(self._model.named_parameters())
-        self.parameters = [p for _, p in named]
-        chosen = [n for n, _ in named if self._selects is None or self._selects(n)]
-        self.order = {name: i for i, name in enumerate(chosen)}
-        self._named = [(n, p) for n, p in named if n in self.order]
-        gathered = [
-            (parameter, name)
-            for ref, name in self._gathered.values()
-            if (parameter := ref()) is not None
-        ]
-        by_id = {id(p): name for name, p in named if name in self.order}
-        by_id |= {
-            id(p): name for p, name in gathered if self._selects is None or self._selects(name)
-        }
-        for name, p in named:
-            if self._real and p.is_complex() and p.requires_grad and id(p) in by_id:
+        observed = [(n, p) for n, p in named if self._selects is None or self._selects(n)]
+        for name, p in observed:
+            if self._real and p.is_complex() and p.requires_grad:
                 raise NotObservable(
                     f"parameter {name!r} is complex, so its contributions do not have its shape. "
                     "Store it as a real parameter of shape (..., 2) and use torch.view_as_complex "
                     "in forward(), or exclude it with parameters=..."
                 )
-        all_parameters = [p for _, p in named] + [p for p, _ in gathered]
-        self._alive, self.by_id = {id(p): weakref.ref(p) for p in all_parameters}, by_id
+        gathered = [(n, p) for ref, n in self._gathered.values() if (p := ref()) is not None]
+        self.parameters = [p for _, p in named]
+        self.order = order = {name: i for i, (name, _) in enumerate(observed)}
+        self._observed = observed
+        self._alive = {id(p): weakref.ref(p) for _, p in [*named, *gathered]}
+        self.by_id = {id(p): name for name, p in [*observed, *gathered] if name in order}
 
     def gathered(self, parameter: Tensor, name: str) -> None:
         """Record the name of a sharded parameter that was gathered for a forward pass."""
-        entry = self._gathered.get(id(parameter))
-        if entry is None or entry[0]() is not parameter:
-            self._gathered[id(parameter)] = (weakref.ref(parameter), name)
-            self._add(parameter, name)
-
-    def _add(self, parameter: Tensor, name: str) -> None:
-        self._alive[id(parameter)] = weakref.ref(parameter)
-        if self._selects is None or self._selects(name):
-            self.by_id[id(parameter)] = name
+        key = id(parameter)
+        if key not in self._gathered or self._gathered[key][0]() is not parameter:
+            self._gathered[key] = (weakref.ref(parameter), name)
+            self._alive[key] = weakref.ref(parameter)
+            if name in self.order:
+                self.by_id[key] = name
 
     def forget(self) -> None:
         """Drop all references to the model."""
         self._model = None
         self.by_id, self._alive, self._gathered = {}, {}, {}
-        self.parameters, self._named = [], []
+        self.parameters, self._observed = [], []
