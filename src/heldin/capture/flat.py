@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heldin.errors import NotObservable, more
+from heldin.errors import NotObservable
 
 from .ownership.planes import fields_of
 
@@ -27,7 +27,6 @@ __all__ = [
     "owners_from_index",
     "owners_in",
     "owners_in_fields",
-    "packed",
 ]
 
 INDEX = "batch"  # the usual name of an index of owners
@@ -109,15 +108,6 @@ def is_packed(positions: Any) -> bool:
     if not isinstance(positions, Tensor) or positions.dim() != 2 or positions.shape[1] < 2:
         return False
     return bool(((positions[:, 1:] == 0) & (positions[:, :-1] > 0)).any())
-
-
-def packed() -> str:
-    """Return the warning for packed sequences."""
-    return (
-        "the argument 'position_ids' restarts within a row: several samples lie in one row, as "
-        "with packing=True or padding_free=True, and each row counts as one sample. To observe "
-        "single samples, put each sample into a separate row " + more("calls-that-are-not-observed")
-    )
 
 
 def is_flat_batch(value: Any) -> bool:

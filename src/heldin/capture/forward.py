@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -20,8 +20,8 @@ from heldin._private_torch import (
     tracing_state,
     transform_stack,
     without_modes,
-)
-from heldin.errors import NotObservable
+)  # fmt: skip
+from heldin.errors import NotObservable, more
 from heldin.model_hook import ModelHook
 from heldin.pause import is_paused
 
@@ -35,10 +35,10 @@ from .arguments import (
     owner_hypotheses,
     read,
     rows_of,
-)
+)  # fmt: skip
 from .call import Call, Candidate
 from .eager import EagerExecution
-from .flat import is_packed, packed
+from .flat import is_packed
 from .graph import Graph, number_of
 from .layout import Layout
 from .names import Names
@@ -63,16 +63,14 @@ class Calls:
     def __init__(
         self, model: nn.Module, batch_dim: BatchDim, plan_cache: PlanCache, names: Names
     ) -> None:
-        self._names = names
-        self.backward_depth = 0  # backward passes in progress; checkpoints call forward in them
         self._model: nn.Module | None = model
-        self._batch_dim = batch_dim
+        self._batch_dim, self._names, self.plan_cache = batch_dim, names, plan_cache
         self.argument_names = names_of(model, batch_dim)
-        self.roles = Roles()
-        self.plan_cache = plan_cache
+        self.backward_depth = 0  # backward passes in progress; checkpoints call forward in them
         self.pending: list[Call] = []  # calls without a backward pass so far
+        self._roles = Roles()
         self._current: Call | None = None
-        self._recording: Any = None
+        self._recording = ExitStack()  # the modes of the call in progress
         self._depth = 0
         self._position_checks = 0
         self._frame: Any = None  # frame of the outermost call in progress
@@ -150,7 +148,7 @@ class Calls:
         candidate = next(candidate for candidate in call.candidates if candidate.count == count)
         self.plan_cache.confirm(call, candidate)
         if call.arguments is not None and count is not None:
-            self.roles.confirm(call.arguments, count)
+            self._roles.confirm(call.arguments, count)
 
     # -- around a forward pass
 
@@ -192,41 +190,46 @@ class Calls:
             if "position_ids" in kwargs and self._position_checks < POSITION_CHECKS:
                 self._position_checks += 1
                 if is_packed(kwargs["position_ids"]):
-                    self.plan_cache.warn_once("packed", packed())
-            counts, signature = self.roles.counts(arguments), arguments.signature
+                    self.plan_cache.warn_once(
+                        "packed",
+                        "the argument 'position_ids' restarts within a row: several samples lie in "
+                        "one row, as with packing=True or padding_free=True, and each row counts "
+                        "as one sample. To observe single samples, put each sample into a separate "
+                        "row " + more("calls-that-are-not-observed"),
+                    )
+            counts, signature = self._roles.counts(arguments), arguments.signature
             m = counts[0].m
             size_pattern, sizes = sizes_of([entry.tensor.shape for entry in arguments.entries])
         assert self._model is not None
         # With the inputs, these settings decide which graph a forward pass builds.
         trained = tuple(map(_is_trained, self._names.parameters))
-        cast = any_autocast() and (
-            torch.is_autocast_enabled("cpu"),
-            torch.is_autocast_enabled("cuda"),
-        )
+        cast = any_autocast() and tuple(map(torch.is_autocast_enabled, ("cpu", "cuda")))
         kind = (signature, size_pattern, self._model.training, cast, trained)
         self._current = call = Call(kind, sizes, m)
         if len(counts) < 2 and (m <= 1 or self.plan_cache.covers(kind, sizes)):
             if self.plan_cache.branch_questions and kind in self.plan_cache.branch_questions:
                 call.numbers = Numbers()
-                self._enter(call.numbers)
+                self._recording.enter_context(call.numbers)
             return
-        transformed = _transform_reason()
-        if transformed is not None:
+        is_dynamo_loaded = "torch._dynamo" in sys.modules
+        # Dynamo may compile hooks, but must not compile this question.
+        reason = (torch.compiler.disable(_transformed) if is_dynamo_loaded else _transformed)()
+        if reason is not None:
             self._current = None
-            self.plan_cache.warn_unobserved(transformed)
+            self.plan_cache.warn_unobserved(reason)
             return
-        entries = arguments.entries if arguments is not None else [Entry(args[0], 0, 0, None)]
-        if arguments is not None:
-            entries = self.roles.counting(arguments)
+        if arguments is None:
+            entries = [Entry(args[0], 0, 0, None)]
+        else:
+            entries = self._roles.counting(arguments)
         call.arguments = arguments
         counts = counts or [Count(m)]
         call.candidates = [Candidate(count, self._tracker(entries, count)) for count in counts]
-        if arguments is not None and arguments.opaque_types:
-            call.mark_volatile(f"an argument with a {arguments.opaque_types[0].__name__}")
         call.choose(call.candidates[0])
-        self._enter(
-            _all_of([r.tracker.recording() for r in call.candidates if r.tracker is not None])
-        )
+        for tracker in call.trackers:
+            if arguments is not None and arguments.opaque_types:
+                tracker.mark_volatile(f"an argument with a {arguments.opaque_types[0].__name__}")
+            self._recording.enter_context(tracker.recording())
 
     def _tracker(self, entries: Sequence[Entry], count: Count) -> Tracker | None:
         """Make the tracker for one number of samples; None for a single sample."""
@@ -244,10 +247,6 @@ class Calls:
                 tracker.mark_broadcast_row(entry.tensor)
         return tracker
 
-    def _enter(self, recording: Any) -> None:
-        self._recording = recording
-        recording.__enter__()
-
     def after(self, module: Any, args: Any, output: Any) -> None:
         """Record the outputs of a call, and stop tracing it."""
         if is_paused():
@@ -258,16 +257,12 @@ class Calls:
             self._eager.leave()
         if self._depth > 0 or self.backward_depth or not torch.is_grad_enabled():
             return
-        if self._recording is not None:
-            self._recording.__exit__(None, None, None)
-            self._recording = None
+        self._recording.close()
         call, self._current = self._current, None
         if call is None or output is None:  # an error was raised
             return
-        if isinstance(output, Tensor):
-            call.ends = ((output.grad_fn, output.output_nr),)
-        else:
-            call.ends = [(t.grad_fn, t.output_nr) for t in tensors_in(output)]
+        outputs = tensors_in(output)
+        call.ends = [(t.grad_fn, t.output_nr) for t in outputs]
         self.pending.append(call)
         if len(self.pending) > RECENT:  # do not accumulate graphs in evaluation without no_grad
             self.plan_cache.record_idle(self.pending[-1 - RECENT])
@@ -275,11 +270,10 @@ class Calls:
         if call.candidates or call.numbers is not None:
             call.record_branches(self.plan_cache.branch_questions.get(call.kind))
         if call.candidates:
-            outputs = [output] if isinstance(output, Tensor) else tensors_in(output)
             with without_modes(), DisableTorchFunction():
                 for candidate in call.candidates:
                     if candidate.tracker is not None:
-                        candidate.layouts = [_result(candidate.tracker, t) for t in outputs]
+                        candidate.layouts = [_layout_of(candidate.tracker, t) for t in outputs]
             if len(call.candidates) == 1:
                 self.plan_cache.confirm(call, call.candidates[0])
 
@@ -288,16 +282,18 @@ class Calls:
         call, self._current = self._current, None
         self._depth, self._frame = 0, None
         self._eager.leave()
-        if self._recording is not None and call is not None:
-            above = []  # modes of other observations that the same call has left behind
-            trackers = [candidate.tracker for candidate in call.candidates]
-            while (mode := current_mode()) not in (None, *trackers):
-                above.append(pop_mode())
-            if mode is not None or not call.candidates:
-                self._recording.__exit__(None, None, None)
-            for other in reversed(above):
-                push_mode(other)
-        self._recording = None
+        recording, self._recording = self._recording, ExitStack()
+        if call is None or not (call.candidates or call.numbers is not None):
+            return
+        above = []  # modes of other observations that the same call has left behind
+        while (mode := current_mode()) not in (None, *call.trackers):
+            above.append(pop_mode())
+        if mode is not None or not call.candidates:
+            recording.close()
+        else:
+            recording.pop_all()  # has been left already
+        for other in reversed(above):
+            push_mode(other)
 
     def _established_owners(self, tensor: Tensor, planes: Tensor) -> Tensor:
         """Return the owners that an earlier call has established for an input, else `planes`."""
@@ -310,15 +306,8 @@ class Calls:
         return planes
 
 
-def _transform_reason() -> str | None:
-    """Return why a call cannot be observed (transformed or compiled); None if it can."""
-    if "torch._dynamo" in sys.modules:  # dynamo may compile hooks, but must not compile this
-        reason: str | None = torch.compiler.disable(_transformed)()
-        return reason
-    return _transformed()
-
-
 def _transformed() -> str | None:
+    """Return why a call cannot be observed (transformed or compiled); None if it can."""
     if transform_stack() is not None:
         return "inside a transform of torch.func (vmap, grad, jvp, ...)"
     return TRACED if torch.compiler.is_compiling() else None
@@ -338,15 +327,7 @@ def _inactive_calls() -> Calls:
     return calls
 
 
-@contextmanager
-def _all_of(contexts: Sequence[Any]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield
-
-
-def _result(tracker: Tracker, tensor: Tensor) -> Layout | None:
+def _layout_of(tracker: Tracker, tensor: Tensor) -> Layout | None:
     """Return the layout of an output, if each of its elements has exactly one owner."""
     planes = tracker.owners(tensor)
     tracker.record_use(tensor, planes)

@@ -98,9 +98,9 @@ class PlanCache:
 
     def record_idle(self, call: Call) -> None:
         """Count a traced evaluation that no backward pass has reached."""
-        training, trackers = call.kind[2], [candidate.tracker for candidate in call.candidates]
-        lasting = all(tracker is None or tracker.volatile_reason is None for tracker in trackers)
-        if trackers and lasting and not training:
+        is_training = call.kind[2]
+        lasting = all(tracker.volatile_reason is None for tracker in call.trackers)
+        if call.candidates and lasting and not is_training:
             if len(self._idle) > KINDS:
                 self._idle.clear()
             self._idle[call.key] += 1

@@ -147,14 +147,14 @@ def evidence(
 
 def check_options(correction: Correction, dead: Dead, across: Across = "mean") -> None:
     """Refuse unknown values of the options."""
-    if correction not in (None, "gaussian", "symmetric"):
-        raise HeldinError(
-            f"correction: expected None, 'gaussian' or 'symmetric', got {correction!r}"
-        )
-    if dead not in ("out", "zero"):
-        raise HeldinError(f"dead: expected 'out' or 'zero', got {dead!r}")
-    if across not in ("mean", "median"):
-        raise HeldinError(f"across: expected 'mean' or 'median', got {across!r}")
+    for name, value, choices in (
+        ("correction", correction, (None, "gaussian", "symmetric")),
+        ("dead", dead, ("out", "zero")),
+        ("across", across, ("mean", "median")),
+    ):
+        if value not in choices:
+            *others, last = map(repr, choices)
+            raise HeldinError(f"{name}: expected {', '.join(others)} or {last}, got {value!r}")
 
 
 class Ratio(NamedTuple):
