@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import PackedSequence
 from heldin.errors import HeldinError, NotObservable
 
 from .flat import index_of, is_flat_batch, owners_from_index, owners_in, owners_in_fields
-from .ownership.planes import tensors_in
+from .ownership.planes import ownerless, tensors_in
 
 __all__ = [
     "Arguments",
@@ -193,45 +193,46 @@ def read(
                 index, sure = candidate, dim == "owner"
         if dim == "owner":
             dim = None
+        if not isinstance(value, Tensor):
+            signature.append((place, values_in(value, opaque_types)))
         owned = list(owners_in(value)) if is_flat_batch(value) else []
         if not owned and not is_declared and not isinstance(value, Tensor):
             owned = owners_in_fields(value)
         if owned:
             entries += [Entry(tensor, place, None, None, owner) for tensor, owner in owned]
-            signature.append((place, values_in(value, opaque_types)))
             structure.append((place, "flat"))
             continue
-        if isinstance(value, Tensor):
-            groups: list[tuple[list[Tensor], tuple[int, int] | None]] = [([value], None)]
-        else:
-            groups = [(tensors_in(value), None)]
-            if isinstance(value, (list, tuple)) and value and not is_declared:
-                lists = [tensors_in(entry) for entry in value]
-                kinds = {
-                    tuple([(t.dtype, t.dim()) for t in entry_tensors]) for entry_tensors in lists
-                }
-                if len(kinds) == 1 and all(lists):  # possibly a list of samples
-                    groups = [
-                        (entry_tensors, (i, len(lists))) for i, entry_tensors in enumerate(lists)
-                    ]
-            signature.append((place, values_in(value, opaque_types)))
-        for tensors, list_position in groups:
-            for tensor in tensors:
-                if tensor.is_nested:
-                    raise NotObservable(
-                        f"heldin.observe: argument {name_of(place, names)!r} of the model is a "
-                        "nested tensor, whose rows cannot be assigned to samples; use padded "
-                        "sequences, or a list of tensors"
-                    )
-                fits = dim is not None and -tensor.dim() <= dim < tensor.dim()
-                entry_dim = dim % tensor.dim() if dim is not None and fits else None
-                signature.append((place, tensor.dtype, tensor.requires_grad))
-                entries.append(
-                    Entry(tensor, place, entry_dim, list_position if dim is not None else None)
+        tensors: list[tuple[Tensor, tuple[int, int] | None]]
+        tensors = [(tensor, None) for tensor in tensors_in(value)]
+        if isinstance(value, (list, tuple)) and value and not is_declared:
+            lists = [tensors_in(entry) for entry in value]
+            kinds = {tuple([(t.dtype, t.dim()) for t in entry]) for entry in lists}
+            if len(kinds) == 1 and all(lists):  # possibly a list of samples
+                tensors = [(t, (i, len(lists))) for i, entry in enumerate(lists) for t in entry]
+        for tensor, list_position in tensors:
+            if tensor.is_nested:
+                raise NotObservable(
+                    f"heldin.observe: argument {name_of(place, names)!r} of the model is a nested "
+                    "tensor, whose rows cannot be assigned to samples; use padded sequences, or a "
+                    "list of tensors"
                 )
-        if groups[0][0]:
-            structure.append((place, groups[0][1] is None))
-    entries, flat = _flat(entries, index, sure, names)
+            signature.append((place, tensor.dtype, tensor.requires_grad))
+            fits = dim is not None and -tensor.dim() <= dim < tensor.dim()
+            entry_dim = dim % tensor.dim() if dim is not None and fits else None
+            list_position = list_position if dim is not None else None
+            entries.append(Entry(tensor, place, entry_dim, list_position))
+        if tensors:
+            structure.append((place, tensors[0][1] is None))
+    owners = [entry.owner for entry in entries if entry.owner is not None]
+    last_owners = [int(owner.max()) for owner in owners if owner.numel()]
+    flat = None
+    if last_owners:
+        flat = (max(last_owners) + 1, True)
+    elif index is not None:
+        called = [name_of(entry.place, names) for entry in entries]
+        by_index = owners_from_index(index, [entry.tensor for entry in entries], called)
+        entries = [replace(e, owner=owner) for e, owner in zip(entries, by_index, strict=True)]
+        flat = (int(index.max()) + 1, sure)
     if flat is None and all(entry.dim is None and entry.list_position is None for entry in entries):
         raise NotObservable(
             "heldin.observe: no argument of the model is a tensor with a batch dimension, so "
@@ -239,25 +240,6 @@ def read(
             "time, or one for each argument), or run the step through call()"
         )
     return Arguments(entries, tuple(signature), tuple(structure), flat, opaque_types)
-
-
-def _flat(
-    entries: list[Entry], index: Tensor | None, sure: bool, names: Sequence[str]
-) -> tuple[list[Entry], tuple[int, bool] | None]:
-    """Return the entries with their owners in a possible flat batch, and `Arguments.flat`."""
-    owners = [entry.owner for entry in entries if entry.owner is not None]
-    last_owners = [int(owner.max()) for owner in owners if owner.numel()]
-    if last_owners:
-        return entries, (max(last_owners) + 1, True)
-    if index is None:
-        return entries, None
-    called = [name_of(entry.place, names) for entry in entries]
-    owner_by_entry = owners_from_index(index, [entry.tensor for entry in entries], called)
-    pairs = zip(entries, owner_by_entry, strict=True)
-    return [replace(entry, owner=owned_by) for entry, owned_by in pairs], (
-        int(index.max()) + 1,
-        sure,
-    )
 
 
 def name_of(place: str | int, names: Sequence[str]) -> str:
@@ -346,16 +328,13 @@ def owner_hypotheses(
         if count.flat and entry.owner is not None:
             owner, shape = entry.owner.float(), list(entry.owner.shape)
         elif count.is_list and entry.list_position is not None:
-            owner = line[entry.list_position[0]].reshape(1)
+            owner = line[entry.list_position[0]]
         elif entry.dim is not None:
             shape[entry.dim] = m
-        planes = []
-        for subset in input_subsets:
-            planes.append((owner if i in subset else torch.full_like(owner, -1.0)).reshape(shape))
-            planes.append(
-                (-owner if i in subset else torch.full_like(owner, -float(m))).reshape(shape)
-            )
-        owned.append((entry.tensor, torch.stack(planes)))
+        planes = torch.stack([owner, -owner]).reshape(2, *shape)
+        none = ownerless(shape, planes, m)
+        by_subset = [planes if i in subset else none for subset in input_subsets]
+        owned.append((entry.tensor, torch.cat(by_subset)))
     return owned, input_subsets
 
 

@@ -1,18 +1,10 @@
-"""Reductions, normalisation and other ops along a dimension."""
+"""Reductions, normalisation, losses and other ops along a dimension."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from heldin.capture.ownership.flow import (
-    OpCall,
-    Owners,
-    everything,
-    flows,
-    joined,
-    over,
-    pointwise,
-)
+from heldin.capture.ownership.flow import OpCall, Owners, everything, flows, joined, over, pointwise
 
 
 @flows(
@@ -33,7 +25,6 @@ def _reduce(call: OpCall) -> Owners:
     dims = [dims] if isinstance(dims, int) else dims
     keep = bool(call.args.get("keepdim", False))
     result = over(planes, dims, keep)
-    assert result is not None
     if any(result.dim() - 1 != out.dim() for out in call.outs):
         return everything(call)
     return [result] * len(call.outs)
@@ -90,7 +81,6 @@ def _group_norm(call: OpCall) -> Owners:
     if planes is None:
         return everything(call)
     whole = over(planes, range(1, source.dim()))
-    assert whole is not None
     return [whole, *[whole.reshape(*whole.shape[:2], 1)] * 2]
 
 
@@ -108,7 +98,30 @@ def _batch_norm(call: OpCall) -> Owners:
     training = call.args.get("training", "no_" not in call.op.name)
     other_dims = [d for d in range(call["input"].dim()) if d != 1]
     if training and any(planes.shape[d + 1] > 1 for d in other_dims):
-        call.tracker.mixing_ops.setdefault(
-            call.tracker.place("batch normalisation"), "training mode"
-        )
+        call.note_mixing("batch normalisation", "training mode")
     return [planes, *everything(call)[1:]]
+
+
+@flows("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss",
+       "binary_cross_entropy_with_logits")  # fmt: skip
+def _elementwise_loss(call: OpCall) -> Owners:
+    if call.args.get("reduction", 1) == 0:
+        return pointwise(call)
+    return everything(call)
+
+
+@flows("nll_loss_forward", "nll_loss2d_forward")
+def _nll_loss(call: OpCall) -> Owners:
+    if call["reduction"] != 0 or call["self"].dim() == 1:
+        return everything(call)
+    scores = over(call.owners(call["self"]), [1], keep=False)
+    return [joined([scores, *call.owned(call["target"])], call.out.dim()), *everything(call)[1:]]
+
+
+@flows("_ctc_loss")
+def _ctc_loss(call: OpCall) -> Owners:
+    planes = call.owners(call["log_probs"])
+    if planes is None or planes.dim() != 4:
+        return everything(call)
+    per_sample = over(planes, [0, 2])
+    return [per_sample.reshape(len(per_sample), -1), per_sample.reshape(len(per_sample), -1, 1, 1)]
