@@ -229,8 +229,8 @@ def read(
     if last_owners:
         flat = (max(last_owners) + 1, True)
     elif index is not None:
-        called = [name_of(entry.place, names) for entry in entries]
-        by_index = owners_from_index(index, [entry.tensor for entry in entries], called)
+        named = [(name_of(entry.place, names), entry.tensor) for entry in entries]
+        by_index = owners_from_index(index, named)
         entries = [replace(e, owner=owner) for e, owner in zip(entries, by_index, strict=True)]
         flat = (int(index.max()) + 1, sure)
     if flat is None and all(entry.dim is None and entry.list_position is None for entry in entries):

@@ -277,10 +277,7 @@ def _ops_of(node: Any, number: int) -> tuple[tuple[Any, ...], int]:
 
 
 def _layout_of(
-    node: Any,
-    number: int,
-    same_place: OutputRecord | None,
-    records: Sequence[OutputRecord | None],
+    node: Any, number: int, same_place: OutputRecord | None, records: Sequence[OutputRecord | None]
 ) -> Layout | None:
     """Return the layout of an output of a call; None if the records do not establish it."""
     shape, (last_op, ops) = shape_of(node, number), _ops_of(node, number)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -80,14 +81,11 @@ def watch_unsharded(model: nn.Module, on_gathered: Callable[[Tensor, str], None]
     names = {id(module): name for name, module in model.named_modules()}
     first = {name for name, _ in model.named_parameters()} if modules else set()  # of tied ones
 
-    def hook(places: list[tuple[nn.Module, str, str]]) -> Callable[[Any, Any], None]:
-        def gathered(module: Any, args: Any) -> None:
-            for holder, own_name, name in places:
-                parameter = own_parameters(holder).get(own_name)
-                if parameter is not None:
-                    on_gathered(parameter, name)
-
-        return gathered
+    def report(places: list[tuple[nn.Module, str, str]], *_: Any) -> None:
+        for holder, own_name, name in places:
+            parameter = own_parameters(holder).get(own_name)
+            if parameter is not None:
+                on_gathered(parameter, name)
 
     handles = []
     for module in modules:
@@ -101,7 +99,7 @@ def watch_unsharded(model: nn.Module, on_gathered: Callable[[Tensor, str], None]
                 if start + own_name in first
             ]
             stack += [child for child in submodule.children() if id(child) not in owners]
-        handles.append(module.register_forward_pre_hook(hook(places)))
+        handles.append(module.register_forward_pre_hook(partial(report, places)))
     return handles
 
 
