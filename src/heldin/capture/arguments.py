@@ -26,17 +26,9 @@ from .flat import index_of, is_flat_batch, owners_from_index, owners_in, owners_
 from .ownership.planes import ownerless, tensors_in
 
 __all__ = [
-    "Arguments",
-    "BatchDim",
-    "Count",
-    "Entry",
-    "Roles",
-    "name_of",
-    "names_of",
-    "owner_hypotheses",
-    "read",
-    "rows_of",
-]
+    "Arguments", "BatchDim", "Count", "Entry", "Roles", "name_of", "names_of", "owner_hypotheses",
+    "read", "rows_of",
+]  # fmt: skip
 
 BatchDim = int | Mapping[str | int, int | Literal["owner"] | None]
 INPUTS = 8  # maximum number of inputs for hypotheses that leave one of them out
@@ -45,35 +37,22 @@ ENTRIES = 4096  # size of a NumPy argument from which it is compared by its hash
 
 @dataclass(frozen=True)
 class Count:
-    """A number of samples that a call may have.
-
-    Attributes:
-        m: the number.
-        is_list: the samples are the entries of a list; else rows along a dimension.
-        flat: the rows of all samples are concatenated, and an index gives the owner of each row.
-    """
+    """A number of samples that a call may have."""
 
     m: int
-    is_list: bool = False
-    flat: bool = False
+    is_list: bool = False  # the samples are the entries of a list; else rows along a dimension
+    flat: bool = False  # rows of all samples are concatenated, an index gives the owner of each
 
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """A tensor among the arguments.
-
-    Attributes:
-        place: position or name of its argument.
-        dim: the dimension that may be the batch dimension; None: there is none.
-        list_position: its index in a possible list of samples, and the length of the list.
-        owner: owner of each element of a flat batch, broadcastable to the tensor.
-    """
+    """A tensor among the arguments."""
 
     tensor: Tensor
-    place: str | int
-    dim: int | None
-    list_position: tuple[int, int] | None
-    owner: Tensor | None = None
+    place: str | int  # position or name of its argument
+    dim: int | None  # the dimension that may be the batch dimension
+    list_position: tuple[int, int] | None  # index in a possible list of samples, and its length
+    owner: Tensor | None = None  # of each element of a flat batch, broadcastable to the tensor
 
     @property
     def rows(self) -> int | None:
@@ -90,21 +69,13 @@ class Entry:
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of a call, as read before the pass.
-
-    Attributes:
-        entries: the tensors.
-        signature: everything that decides which graph is built, except shapes.
-        structure: the arguments that hold tensors; the same for batches of any size.
-        flat: the number of samples of a possible flat batch, and whether it is certain.
-        opaque_types: types of arguments whose contents cannot be compared.
-    """
+    """The arguments of a call, as read before the pass."""
 
     entries: Sequence[Entry]
-    signature: Any
-    structure: Any
-    flat: tuple[int, bool] | None = None
-    opaque_types: Sequence[type] = ()
+    signature: Any  # everything that decides which graph is built, except shapes
+    structure: Any  # the arguments that hold tensors; the same for batches of any size
+    flat: tuple[int, bool] | None  # samples of a possible flat batch, and whether it is certain
+    opaque_types: Sequence[type]  # types of arguments whose contents cannot be compared
 
 
 class Roles:

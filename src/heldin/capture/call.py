@@ -33,32 +33,18 @@ class Candidate:
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """A forward pass under observation.
+    """A forward pass under observation."""
 
-    Attributes:
-        kind: everything that decides which graph it builds, except sizes.
-        sizes: see `sizes_of`.
-        m: number of samples.
-        tracker: the tracker of a traced call.
-        ends: autograd node and output number of each output.
-        arguments: its arguments, if more than one number of samples is possible; else None.
-        candidates: the numbers of samples under which it was traced.
-        numbers: records what Python reads out of tensors (`item()`, `if tensor`), if the call was
-            not traced.
-        answers: the values that Python read and that may change the graph.
-        sealed: nodes are kept by number only, so that their graph can be freed.
-    """
-
-    kind: Any
+    kind: Any  # everything that decides which graph it builds, except sizes
     sizes: Sizes
-    m: int
-    tracker: Tracker | None = None
-    ends: Sequence[tuple[Any, int]] = ()
-    arguments: Arguments | None = None
-    candidates: list[Candidate] = field(default_factory=list)
-    numbers: Numbers | None = None
-    answers: Any = ()
-    sealed: bool = False
+    m: int  # number of samples
+    tracker: Tracker | None = None  # of a traced call
+    ends: Sequence[tuple[Any, int]] = ()  # autograd node and output number of each output
+    arguments: Arguments | None = None  # of a traced call with anything but a single tensor
+    candidates: list[Candidate] = field(default_factory=list)  # of a traced call
+    numbers: Numbers | None = None  # records what Python reads out of tensors in an untraced call
+    answers: Any = ()  # the values that Python read and that may change the graph
+    sealed: bool = False  # nodes are kept by number only, so that their graph can be freed
 
     @property
     def key(self) -> Any:

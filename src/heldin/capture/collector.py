@@ -42,13 +42,6 @@ class Collector:
         with_reference: also run one backward pass per sample, for comparison.
         reuses_memory: `clear` allows the next pass to overwrite the sums. Only for callers that
             keep no reference to them.
-
-    Attributes:
-        weight_by_batch_size: give every sample the same weight when passes differ in size.
-        per_sample: contributions (m, ...) of the last pass, by parameter name.
-        keeps_all_passes: count a pass even if its gradients are set to None before the next one,
-            for loops that accumulate gradients outside `.grad`.
-        before_backward: functions that are called with every backward pass before it is analysed.
     """
 
     def __init__(
@@ -82,9 +75,13 @@ class Collector:
             raise HeldinError(f"heldin.observe: coordinates must be at least 1, got {coordinates}")
         self.estimator = estimator
         self.sampler = Sampler(coordinates, seed) if estimator == "sampled" else None
+        # Give every sample the same weight when passes differ in size.
         self.weight_by_batch_size = False
+        # Count a pass even if its gradients are set to None before the next one, for loops that
+        # accumulate gradients outside `.grad`.
         self.keeps_all_passes = False
-        self.per_sample: dict[str, Tensor] = {}
+        self.per_sample: dict[str, Tensor] = {}  # contributions (m, ...) of the last pass
+        # Functions that are called with every backward pass before it is analysed.
         self.before_backward: list[Callable[[Backward], None]] = []
         self._gradients = self._earlier_gradients = GradientLedger()
         self._failed_gradients = GradientLedger()  # gradients of a backward pass that failed
@@ -272,15 +269,15 @@ class Collector:
             samples = self._planner.by_sample(backward, calls, plan)
             self._reference_sums.add(calls, samples, backward.retained)
         retained = backward.retained and bool(calls)
-        recorder = Recorder(
-            graph, plan, names, known, self.sampler, self.turn(), backward.inputs,
-            per_sample=self._wants_samples,
-            keep=retained or self._step.open_pass(calls) is not None,
-            spare=self._spare,
-        )  # fmt: skip
-        if recorder.wanted is not None and not recorder.wanted:
+        keep = retained or self._step.open_pass(calls) is not None
+        wanted = None if backward.inputs is None else _names_of(backward, names)
+        if wanted is not None and not wanted:
             self.calls.done(calls, backward.retained)
             return None
+        recorder = Recorder(
+            graph, plan, known, self.sampler, self.turn(), wanted, self._wants_samples, keep,
+            self._spare,
+        )  # fmt: skip
         reached = {name: graph.leaves[i] for name, i in plan.leaves.items()}
         self.calls.backward_depth += 1
         return ObservedPass(self, recorder, calls, reached, retained)
@@ -301,19 +298,13 @@ class Collector:
 
 @dataclass(eq=False)
 class ObservedPass:
-    """A backward pass that one collector observes: attach, (the pass), finish, close.
-
-    Attributes:
-        calls: the calls of the model that it goes back through.
-        leaves: the observed parameters that it reaches, by name.
-        retained: whether another pass may go through the same graph.
-    """
+    """A backward pass that one collector observes: attach, (the pass), finish, close."""
 
     collector: Collector
     recorder: Recorder
-    calls: Sequence[Call]
-    leaves: Mapping[str, Tensor]
-    retained: bool
+    calls: Sequence[Call]  # the calls of the model that it goes through
+    leaves: Mapping[str, Tensor]  # the observed parameters that it reaches, by name
+    retained: bool  # whether another pass may go through the same graph
     is_attached: bool = False
     is_finished: bool = False
 
@@ -335,3 +326,13 @@ class ObservedPass:
             self.collector.calls.done(self.calls)
             if self.is_attached:
                 self.collector.on_backward_failed(self.leaves)
+
+
+def _names_of(backward: Backward, names: Mapping[int, str]) -> set[str]:
+    """Return the observed parameters among the inputs of a backward pass."""
+    inputs, graph = backward.inputs, backward.graph
+    targets = inputs if isinstance(inputs, Sequence) else [inputs]
+    nodes = [edge.node for edge in targets if not isinstance(edge, Tensor)]
+    ids = {id(tensor) for tensor in targets if isinstance(tensor, Tensor)}
+    ids |= {id(leaf) for i, leaf in graph.leaves.items() if graph.nodes[i] in nodes}
+    return {names[key] for key in ids if key in names}

@@ -29,23 +29,14 @@ __all__ = ["Counting", "Option", "different_counts_error"]
 
 @dataclass(frozen=True, eq=False)
 class Option:
-    """One way to count the samples of a pass, with its consequences.
+    """One way to count the samples of a pass, with its consequences."""
 
-    Attributes:
-        count: the number of samples; None: the arguments allowed one number only.
-        members: the indices of the inputs that are batches.
-        plan: how to observe the pass; None: a single sample, which needs no plan.
-        outputs: the last tensors whose rows have owners.
-        graph, roots: graph and losses of the pass; without roots, heldin may run no backward pass
-            through the graph.
-    """
-
-    count: Count | None
-    members: frozenset[int]
-    plan: Plan | None
-    outputs: Sequence[Output] = ()
+    count: Count | None  # None: the arguments allowed one number only
+    members: frozenset[int]  # the indices of the inputs that are batches
+    plan: Plan | None  # None: a single sample, which needs no plan
+    outputs: Sequence[Output] = ()  # the last tensors whose rows have owners
     graph: Graph | None = None
-    roots: Sequence[Any] = ()
+    roots: Sequence[Any] = ()  # the losses; empty: heldin may run no backward pass of its own
 
     @cached_property
     def coupled(self) -> str | None:
@@ -57,22 +48,14 @@ class Option:
 
 @dataclass(frozen=True, eq=False)
 class Counting:
-    """The decision on the number of samples of one backward pass.
-
-    Attributes:
-        graph, roots: see `Option`.
-        names: the names of the observed parameters, by id.
-        calls: the calls of the model that the pass goes through.
-        argument_names: the names of the model's positional arguments.
-        dim: the usual batch dimension.
-    """
+    """The decision on the number of samples of one backward pass."""
 
     graph: Graph
-    names: Mapping[int, str]
-    calls: Sequence[Call]
-    roots: Sequence[Any]
+    names: Mapping[int, str]  # of the observed parameters, by id
+    calls: Sequence[Call]  # the calls of the model that the pass goes through
+    roots: Sequence[Any]  # see `Option`
     argument_names: Sequence[str]
-    dim: int
+    dim: int  # the usual batch dimension
 
     @cached_property
     def arguments(self) -> Arguments | None:

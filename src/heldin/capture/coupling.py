@@ -52,10 +52,7 @@ _SEPARABLE = {
 def couples(graph: Graph, roots: Sequence[Any], outputs: Sequence[Output]) -> str | None:
     """Return the op in which a loss couples samples; None if it does not.
 
-    Args:
-        graph: the graph of the backward pass.
-        roots: the loss, or several losses.
-        outputs: the last tensors whose rows have owners.
+    The outputs are the last tensors whose rows have owners.
     """
     op = _by_structure(graph, outputs) if outputs else None
     if op is None and outputs and _by_curvature(roots, outputs):

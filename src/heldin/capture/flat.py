@@ -20,14 +20,9 @@ from heldin.errors import NotObservable
 from .ownership.planes import fields_of
 
 __all__ = [
-    "INDEX",
-    "index_of",
-    "is_flat_batch",
-    "is_packed",
-    "owners_from_index",
-    "owners_in",
+    "INDEX", "index_of", "is_flat_batch", "is_packed", "owners_from_index", "owners_in",
     "owners_in_fields",
-]
+]  # fmt: skip
 
 INDEX = "batch"  # the usual name of an index of owners
 

@@ -77,10 +77,6 @@ class Calls:
         self._handles: list[Any] = []
         self._eager = EagerExecution()
 
-    def __reduce__(self) -> Any:
-        """Make copies of an observed model (an average of weights, say) unobserved."""
-        return _inactive_calls, ()
-
     # -- opening and closing
 
     @property
@@ -235,6 +231,7 @@ class Calls:
         """Make the tracker for one number of samples; None for a single sample."""
         if count.m < 2:
             return None
+        assert self._model is not None
         tracker = Tracker(count.m, self._model)
         if count.flat:
             tracker.mark_volatile("a flat batch")  # the next one assigns rows differently
@@ -318,13 +315,6 @@ def _is_running(frame: Any) -> bool:
     while at is not None and at is not frame:
         at = at.f_back
     return at is not None
-
-
-def _inactive_calls() -> Calls:
-    nothing = nn.Module()
-    calls = Calls(nothing, 0, PlanCache(), Names(nothing, None))
-    calls.backward_depth = 1  # ignores every call
-    return calls
 
 
 def _layout_of(tracker: Tracker, tensor: Tensor) -> Layout | None:

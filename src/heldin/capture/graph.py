@@ -156,16 +156,10 @@ def reachable(starts: Iterable[int], neighbours: Callable[[int], Iterable[int]])
 
 @dataclass(frozen=True)
 class Backward:
-    """A call of `torch.autograd.backward`, and the graph that it goes through.
-
-    Attributes:
-        graph: the nodes from the losses down.
-        roots, seeds, inputs: its arguments.
-        retained: whether another pass may go through the graph.
-    """
+    """A call of `torch.autograd.backward`, and the graph that it goes through."""
 
     graph: Graph
     roots: Sequence[Any]
     seeds: Any
     inputs: Any
-    retained: bool = False
+    retained: bool = False  # whether another pass may go through the graph

@@ -15,11 +15,6 @@ __all__ = ["Names"]
 class Names:
     """The names of a model's parameters, read again when the model has new parameters.
 
-    Attributes:
-        by_id: names of the observed parameters, by `id()`.
-        parameters: all parameters of the model.
-        order: position in the model, by name of the observed parameter.
-
     Args:
         model: the model.
         selects: which parameters are observed, by name (None: all).
@@ -29,9 +24,9 @@ class Names:
     def __init__(
         self, model: nn.Module, selects: Callable[[str], bool] | None, real: bool = False
     ) -> None:
-        self.by_id: dict[int, str] = {}
-        self.parameters: list[Tensor] = []
-        self.order: dict[str, int] = {}
+        self.by_id: dict[int, str] = {}  # of the observed parameters
+        self.parameters: list[Tensor] = []  # all of the model
+        self.order: dict[str, int] = {}  # position in the model, by name, of the observed ones
         self._model: nn.Module | None = model
         self._selects, self._real = selects, real
         self._observed: list[tuple[str, Tensor]] = []

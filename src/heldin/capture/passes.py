@@ -35,19 +35,12 @@ __all__ = ["ParameterSums", "PassResult", "Recorder", "block_of"]
 
 @dataclass(slots=True)
 class ParameterSums:
-    """The sums of one parameter over one backward pass or several.
+    """The sums of one parameter over one backward pass or several."""
 
-    Attributes:
-        total: sum of the samples' contributions.
-        squares: sum of their squares.
-        shared: gradient of a penalty, in which all samples have the same share.
-        weight: number of coordinates that each sampled coordinate represents.
-    """
-
-    total: Tensor
-    squares: Tensor
-    shared: Tensor | None = None
-    weight: float = 1.0
+    total: Tensor  # sum of the samples' contributions
+    squares: Tensor  # sum of their squares
+    shared: Tensor | None = None  # gradient of a penalty, in which all samples have the same share
+    weight: float = 1.0  # number of coordinates that each sampled coordinate represents
 
     def scaled(self, factor: float) -> ParameterSums:
         """Return the sums of contributions that are multiplied by a factor."""
@@ -74,21 +67,13 @@ class ParameterSums:
 
 @dataclass
 class PassResult:
-    """The result of an observed backward pass.
+    """The result of an observed backward pass, by name of the parameter."""
 
-    Attributes:
-        m: number of samples.
-        sums: sums by parameter name.
-        per_sample: contributions (m, ...) by parameter name, if `Recorder.per_sample`.
-        whole: parameters that cannot be sampled in blocks.
-        parts: the contributions behind the sums, if `Recorder.keep`.
-        held: gradients that `parts` were read from.
-    """
-
-    m: int
+    m: int  # number of samples
     sums: dict[str, ParameterSums]
-    per_sample: dict[str, Tensor] = field(default_factory=dict)
-    whole: set[str] = field(default_factory=set)
+    per_sample: dict[str, Tensor] = field(default_factory=dict)  # if `Recorder.per_sample`
+    whole: set[str] = field(default_factory=set)  # parameters that cannot be sampled in blocks
+    # If `Recorder.keep`: the contributions behind the sums, and gradients that they read from.
     parts: dict[str, list[Contributions]] = field(default_factory=dict)
     held: list[Any] = field(default_factory=list)
 
@@ -98,35 +83,21 @@ class Recorder:
     """A recorder of the contributions to each parameter during one backward pass.
 
     It writes into nothing but its result and the caches of its plan.
-
-    Attributes:
-        graph, plan: the graph of the pass, and how to observe it.
-        names: the names of the observed parameters, by id.
-        known: sums that were computed before the pass.
-        sampler: draws blocks of coordinates; None: observe all coordinates.
-        chosen: the parameters to observe; None: all of them.
-        inputs: the argument of `backward(inputs=...)`.
-        per_sample: return the contributions themselves instead of their sums.
-        keep: return the contributions as well, because another pass may add to them.
-        spare: sums of earlier passes that are no longer read, whose memory may be reused.
-        wanted: the observed parameters that get a gradient; None: all that the pass reaches.
     """
 
     graph: Graph
     plan: Plan
-    names: dict[int, str]
-    known: dict[str, ParameterSums]
-    sampler: Sampler | None
-    chosen: frozenset[str] | None
-    inputs: Any
-    per_sample: bool
-    keep: bool
-    spare: dict[str, ParameterSums]
+    known: dict[str, ParameterSums]  # sums that were computed before the pass
+    sampler: Sampler | None  # None: observe all coordinates
+    chosen: frozenset[str] | None  # the parameters to observe; None: all of them
+    wanted: set[str] | None  # the parameters that get a gradient; None: all that are reached
+    per_sample: bool  # return the contributions themselves instead of their sums
+    keep: bool  # return the contributions as well, because another pass may add to them
+    spare: dict[str, ParameterSums]  # sums that are no longer read, whose memory may be reused
 
     def __post_init__(self) -> None:
         self._hooks = NodeHooks(self._start)
         self._sums_only = not (self.per_sample or self.keep)
-        self.wanted = None if self.inputs is None else self._names_of(self.inputs)
         self._start()
 
     def _start(self) -> None:
@@ -173,20 +144,12 @@ class Recorder:
                 result.sums = {name: sums for name, sums in result.sums.items() if name in names}
         return result
 
-    def _names_of(self, inputs: Any) -> set[str]:
-        targets = inputs if isinstance(inputs, Sequence) else [inputs]
-        nodes = [edge.node for edge in targets if not isinstance(edge, Tensor)]
-        ids = {id(tensor) for tensor in targets if isinstance(tensor, Tensor)}
-        ids |= {id(leaf) for i, leaf in self.graph.leaves.items() if self.graph.nodes[i] in nodes}
-        return {self.names[key] for key in ids if key in self.names}
-
     def close(self) -> None:
         """Remove the hooks and release the graph, also after an error."""
         self._hooks.remove()
-        self.graph, self.inputs = Graph([], {}, [], [], {}), None
-        self.known, self.spare = {}, {}
+        self.graph = Graph([], {}, [], [], {})
+        self.known, self.spare, self._parts, self._pulled = {}, {}, {}, {}
         self._result = PassResult(0, {})
-        self._parts, self._pulled = {}, {}
 
     # -- during the pass
 

@@ -60,28 +60,19 @@ class ParameterPath:
 
 @dataclass
 class Plan:
-    """The plan for observing graphs of one signature.
+    """The plan for observing graphs of one signature."""
 
-    Attributes:
-        m: number of samples.
-        layouts: the position of each sample's rows in the outputs of every node with a use.
-        uses: the arguments that parameters reach and the path to each, by node.
-        shared: parameters with a penalty in the loss.
-        unused: parameters that meet no row of the batch.
-        leaves: the position of every observed parameter.
-        cuts: the numbers by which a node selects samples, by node.
-        caches: per-use caches that last from step to step.
-        trusted: whether a batched pull-back agrees with single ones, by path.
-    """
-
-    m: int
+    m: int  # number of samples
+    # By node: the position of each sample's rows in its outputs; the arguments that parameters
+    # reach, and the path to each.
     layouts: dict[int, list[Layout | None]] = field(default_factory=dict)
     uses: dict[int, list[tuple[int, ParameterPath]]] = field(default_factory=dict)
-    shared: set[str] = field(default_factory=set)
-    unused: set[str] = field(default_factory=set)
-    leaves: dict[str, int] = field(default_factory=dict)
-    cuts: dict[int, tuple[Any, ...]] = field(default_factory=dict)
-    caches: dict[tuple[int, int], UseCache] = field(default_factory=dict)
+    shared: set[str] = field(default_factory=set)  # parameters with a penalty in the loss
+    unused: set[str] = field(default_factory=set)  # parameters that meet no row of the batch
+    leaves: dict[str, int] = field(default_factory=dict)  # positions of the observed parameters
+    cuts: dict[int, tuple[Any, ...]] = field(default_factory=dict)  # `cut_of` nodes, by position
+    caches: dict[tuple[int, int], UseCache] = field(default_factory=dict)  # by node and argument
+    # By path: whether a batched pull-back agrees with single ones.
     trusted: dict[tuple[int, int], bool] = field(default_factory=dict)
 
     # -- derived from the uses

@@ -30,42 +30,25 @@ UNEXPECTED = 3  # unknown graphs of cached calls after which a kind of call is a
 
 
 class OutputRecord(NamedTuple):
-    """An output of a traced call.
-
-    Attributes:
-        layout: its layout.
-        last_op: name and settings (not sizes) of the last op, and the output's number.
-        ops: hash of the graph of all ops that have computed it.
-    """
+    """An output of a traced call."""
 
     layout: Layout
-    last_op: tuple[Any, ...]
-    ops: int
+    last_op: tuple[Any, ...]  # name and settings (not sizes), and the output's number
+    ops: int  # hash of the graph of all ops that have computed it
 
 
 @dataclass
 class OutputPatterns:
-    """The layouts of the outputs of calls of one kind, for all sizes.
-
-    Attributes:
-        sizes: the range of sizes of the calls.
-        records: the outputs of the first call; None: its layout is not established.
-        patterns: the pattern of each output; None: no pattern fits all calls.
-    """
+    """The layouts of the outputs of calls of one kind, for all sizes."""
 
     sizes: Range
-    records: list[OutputRecord | None]
-    patterns: list[LayoutPattern | None]
+    records: list[OutputRecord | None]  # of the first call; None: the layout is not established
+    patterns: list[LayoutPattern | None]  # None: no pattern fits all calls
 
 
 @dataclass
 class PlanCache:
-    """A cache of plans and layouts by the structure of calls, independent of batch contents.
-
-    Attributes:
-        branch_questions: which values that Python reads out of tensors depend on data, by kind of
-            call.
-    """
+    """A cache of plans and layouts by the structure of calls, independent of batch contents."""
 
     _plans: dict[Any, Plan] = field(default_factory=dict)  # by calls, leaves and graph
     _scalable: dict[Any, ScalablePlan] = field(default_factory=dict)  # the same without sizes
@@ -77,6 +60,7 @@ class PlanCache:
     _unexpected: Counter[Any] = field(default_factory=Counter)  # unknown graphs of cached calls
     _idle: Counter[Any] = field(default_factory=Counter)  # traces without a backward, by call's key
     _warned: set[str] = field(default_factory=set)
+    # By kind: which of the values that Python reads out of tensors depend on data.
     branch_questions: dict[Any, tuple[bool, ...]] = field(default_factory=dict)
     _asked: Counter[Any] = field(default_factory=Counter)  # traced calls with questions, by kind
 
@@ -248,11 +232,7 @@ class PlanCache:
         )
 
     def warn_mixed(self, mixing_ops: Mapping[str, str]) -> None:
-        """Warn once per cause that samples are mixed: name the first place, count the others.
-
-        Args:
-            mixers: the cause by place in the model.
-        """
+        """Warn once per cause that samples are mixed: name the first place, count the others."""
         for cause in dict.fromkeys(mixing_ops.values()):
             if cause in self._warned:
                 continue

@@ -29,16 +29,7 @@ Known = dict[str, ParameterSums]  # sums that were computed before the pass, by 
 class PassPlanner:
     """A planner that decides how to observe each backward pass of a model.
 
-    Args:
-        calls: the forward passes of the model, and the cache of plans.
-        names: the names of the model's parameters.
-        sampler: draws blocks of coordinates; None: observe all coordinates.
-        batch_dim: the usual batch dimension.
-        traces: whether calls of the model are traced. If not, each backward pass is one sample.
-
-    Attributes:
-        is_sharded: whether `fully_shard` was applied to the model.
-        had_batches: whether any pass had more than one sample.
+    If calls of the model are not traced (`traces`), each backward pass is one sample.
     """
 
     def __init__(
@@ -46,20 +37,13 @@ class PassPlanner:
     ) -> None:
         self._calls, self._plan_cache, self._names = calls, calls.plan_cache, names
         self._sampler, self._batch_dim, self._traces = sampler, batch_dim, traces
-        self.is_sharded = self.had_batches = False
+        self.is_sharded = False  # whether `fully_shard` was applied to the model
+        self.had_batches = False  # whether any pass had more than one sample
 
     def plan(
         self, backward: Backward, names: Mapping[int, str]
     ) -> tuple[Plan, Sequence[Call], Known] | None:
-        """Plan a backward pass; None if it is not observed.
-
-        Args:
-            backward: the pass.
-            names: the names of the observed parameters, by id.
-
-        Returns:
-            The plan, the calls of the model that the pass goes through, and known sums.
-        """
+        """Return plan, calls of the model and known sums of a pass; None: it is not observed."""
         graph = backward.graph
         if not self._traces:
             if not any(id(leaf) in names for leaf in graph.leaves.values()):

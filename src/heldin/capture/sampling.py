@@ -72,25 +72,20 @@ STATE_SCHEMA = {"draws": int, "known": COSTS, "pending": COSTS}
 
 
 class Sampler:
-    """A sampler of at most `TENSORS` parameters and about `coordinates` coordinates of each.
-
-    Attributes:
-        costs: `reads` and `spread` of each parameter, the worst case of all steps so far. They
-            decide the shape of its blocks.
-        step_costs: those of the current step, where they are worse than `costs`.
-        pending_costs: those of the steps since the last draw; the next draw adds them to `costs`.
-        shared_by_ranks: whether several processes draw the same blocks. A parameter that is not in
-            `costs` is observed whole until the processes have exchanged `step_costs`.
-        whole: parameters that cannot be sampled in blocks.
-    """
+    """A sampler of at most `TENSORS` parameters and about `coordinates` coordinates of each."""
 
     def __init__(self, coordinates: int, seed: int = 0) -> None:
         self.coordinates, self.seed, self.draws = coordinates, seed, 0
+        # The worst costs of each parameter in all steps so far, which decide the shape of its
+        # blocks; those of the current step, where they are worse; and those of the steps since the
+        # last draw, which the next draw adds to `costs`.
         self.costs: dict[str, Costs] = {}
         self.step_costs: dict[str, Costs] = {}
         self.pending_costs: dict[str, Costs] = {}
+        # Whether several processes draw the same blocks. A parameter that is not in `costs` is then
+        # observed whole until the processes have exchanged `step_costs`.
         self.shared_by_ranks = False
-        self.whole: set[str] = set()
+        self.whole: set[str] = set()  # parameters that cannot be sampled in blocks
         self._blocks: dict[str, tuple[Block, float]] = {}
         self._numbers: dict[int, int] = {}
         self._axes: dict[str, Axes] = {}

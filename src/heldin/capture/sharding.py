@@ -13,16 +13,9 @@ from heldin._private_torch import own_parameters
 from heldin.errors import HeldinError, NotObservable
 
 __all__ = [
-    "as_parameter",
-    "fully_sharded",
-    "is_parallel",
-    "local_part",
-    "refuse_parallel",
-    "runs_once",
-    "shard_of",
-    "unwrapped",
-    "watch_unsharded",
-]
+    "as_parameter", "fully_sharded", "is_parallel", "local_part", "refuse_parallel", "runs_once",
+    "shard_of", "unwrapped", "watch_unsharded",
+]  # fmt: skip
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -67,14 +60,7 @@ def watch_unsharded(model: nn.Module, on_gathered: Callable[[Tensor, str], None]
     """Report the parameters that `fully_shard` gathers for a forward pass, with their names.
 
     In the graph they stand for the sharded parameters of the model. This gathers nothing: the hooks
-    run after those of `fully_shard`.
-
-    Args:
-        model: the model.
-        on_gathered: called with each gathered parameter and its name.
-
-    Returns:
-        The handles of the hooks.
+    run after those of `fully_shard`. Their handles are returned.
     """
     modules = fully_sharded(model)
     owners = {id(module) for module in modules}

@@ -98,18 +98,13 @@ class LayoutPattern:
 
 
 class ScalablePlan:
-    """Several plans that differ in sizes only.
-
-    Attributes:
-        plan: the first plan.
-        sizes: the range of sizes of the plans.
-        scales: whether the plans have the same layouts in terms of the samples.
-    """
+    """Several plans that differ in sizes only; `plan` is the first one."""
 
     def __init__(self, plan: Plan, sizes: Sizes) -> None:
         self.plan, self.sizes = plan, Range(sizes, sizes)
         layouts = plan.owned_layouts
         self._patterns = {key: LayoutPattern.from_layout(layouts[key]) for key in layouts}
+        # Whether the plans have the same layouts in terms of the samples.
         self.scales = not plan.cuts and None not in self._patterns.values()
 
     def add(self, plan: Plan, sizes: Sizes) -> None:

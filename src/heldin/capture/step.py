@@ -27,42 +27,26 @@ OPEN = 2  # maximum number of open passes; beyond it the oldest is closed
 
 @dataclass(eq=False)
 class OpenPass:
-    """A pass that has retained its graph, with all later passes through the same calls.
+    """A pass that has retained its graph, with all later passes through the same calls."""
 
-    Attributes:
-        m: number of samples.
-        factor: factor of its contributions.
-        calls: the calls of the model that it goes through.
-        parts: contributions of all uses, by parameter.
-        sums: sums by parameter.
-        held: gradients that `parts` read from; holding them prevents in-place accumulation.
-        lost: parameters whose gradients were zeroed since then.
-        complete: whether all contributions are in `parts`.
-    """
-
-    m: int
-    factor: float
+    m: int  # number of samples
+    factor: float  # of its contributions
     calls: list[Call] = field(default_factory=list)
-    parts: dict[str, list[Contributions]] = field(default_factory=dict)
+    parts: dict[str, list[Contributions]] = field(default_factory=dict)  # of all uses
     sums: dict[str, ParameterSums] = field(default_factory=dict)
+    # Gradients that the parts read from; holding them prevents in-place accumulation.
     held: list[Any] = field(default_factory=list)
-    lost: set[str] = field(default_factory=set)
-    complete: bool = True
+    lost: set[str] = field(default_factory=set)  # parameters whose gradients were zeroed since then
+    complete: bool = True  # whether `parts` has all contributions
 
 
 class Step:
-    """The sums of all backward passes since the last `clear`.
+    """The sums of all backward passes since the last `clear`."""
 
-    Attributes:
-        count: number of samples.
-        passes: number of backward passes.
-        first_count: number of samples in the first of them.
-        sums: by name of the parameter.
-    """
-
-    def __init__(self, sampler: Sampler | None = None) -> None:
-        self.count = self.passes = self.first_count = 0
-        self.sums: dict[str, ParameterSums] = {}
+    def __init__(self, sampler: Sampler | None) -> None:
+        self.count = self.first_count = 0  # samples in all passes, and in the first
+        self.passes = 0
+        self.sums: dict[str, ParameterSums] = {}  # by name of the parameter
         self._closed = self.sums  # sums of the closed passes only
         self._open: list[OpenPass] = []
         self._zeroed_counts: dict[str, int] = {}  # samples with zeroed gradients, by parameter
@@ -91,7 +75,7 @@ class Step:
 
         Args:
             result: the sums of the pass.
-            calls: the calls of the model that the pass went through.
+            calls: the calls of the model that it went through.
             retained: whether another pass may go through them.
             by_size: give every sample the same weight when passes differ in size.
         """

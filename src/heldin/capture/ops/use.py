@@ -22,18 +22,12 @@ PIECE = 1 << 20  # elements of temporary sums
 
 @dataclass
 class UseCache:
-    """Properties of one argument of one node that last from step to step; None: not known yet.
+    """Properties of one argument of one node that last from step to step; None: not known yet."""
 
-    Attributes:
-        no_cancellation: whether every sum over rows is larger than its rounding error.
-        batched: whether `vmap` of the node agrees with the node itself.
-        along: the dimension of the output, from the end, along which a vector lies; 0: none.
-        sums: the dimensions over which `OpUse.per_sample_sum` sums, by its `axis`.
-    """
-
-    no_cancellation: bool | None = None
-    batched: bool | None = None
-    along: int | None = None
+    no_cancellation: bool | None = None  # whether sums over rows exceed their rounding errors
+    batched: bool | None = None  # whether `vmap` of the node agrees with the node itself
+    along: int | None = None  # dimension of the output, from the end, of a vector; 0: none
+    # The dimensions over which `OpUse.per_sample_sum` sums, by its `axis`.
     sums: dict[int | None, list[int] | None] = field(default_factory=dict)
 
 

@@ -36,40 +36,24 @@ _SPLITTING = {"clone", "split", "split_with_sizes", "chunk", "unsafe_chunk", "un
 
 
 class _Part(NamedTuple):
-    """A record that one tensor is a piece, a view or a copy of another.
+    """A record that one tensor is a piece, a view or a copy of another, the whole."""
 
-    Attributes:
-        whole: node and output number of the other tensor, which need not stay in memory.
-        dim: the dimension of its planes along which it was split; None: a copy.
-        above: the record of `whole`, if it is a part itself.
-        shapes: shape of a view, and that of the other tensor.
-    """
-
-    whole: Key
-    dim: int | None
-    above: _Part | None
-    shapes: tuple[torch.Size, torch.Size] | None = None
+    whole: Key  # not the tensor, which need not stay in memory
+    dim: int | None  # the dimension of its planes along which it was split; None: a copy
+    above: _Part | None  # the record of the whole, if it is a part itself
+    shapes: tuple[torch.Size, torch.Size] | None = None  # of a view, and of the whole
 
 
 @dataclass(slots=True)
 class _Record:
-    """What is known of a tensor.
+    """The properties of a tensor in a forward pass."""
 
-    Attributes:
-        planes: its owners; None: it holds no data.
-        stamp: number of writes to its storage that the planes include; -1: they were not set.
-        level: how its values vary from batch to batch; None: it comes from outside.
-        cause: the op that has mixed its samples.
-        part: of which tensor it is a part.
-        is_shared_row: whether it depends on an argument with one row, and on no batch.
-    """
-
-    planes: Tensor | None = None
-    stamp: int = -1
-    level: int | None = None
-    cause: str | None = None
+    planes: Tensor | None = None  # its owners; None: it holds no data
+    stamp: int = -1  # writes to its storage that the planes include; -1: the planes were not set
+    level: int | None = None  # how its values vary; None: it comes from outside
+    cause: str | None = None  # the op that has mixed its samples
     part: _Part | None = None
-    is_shared_row: bool = False
+    is_shared_row: bool = False  # whether it depends on an argument with one row, and on no batch
 
 
 def _memory_of(tensor: Tensor) -> Any:
@@ -83,39 +67,27 @@ def _part_of(storage: Tensor, tensor: Tensor) -> Tensor:
 
 
 class Tracker(TorchDispatchMode):
-    """A dispatch mode that records the owners of every tensor in a forward pass.
+    """A dispatch mode that records the owners of every tensor in a forward pass."""
 
-    Attributes:
-        m: number of samples.
-        nodes: the planes of the outputs of every autograd node (None: holds no data).
-        slots: owners of the elements into which a data-free tensor was put, by node and output.
-        mixing_ops: the cause by place in the model, where samples were mixed though rows keep their
-            owners.
-        volatile_reason: the reason why owners may differ on the next batch; None: they may not.
-        causes: the op that mixed samples, by node and output.
-        rows: planes of the rows of a flat batch, by number of rows.
-        input_subsets: the inputs that have owners in each hypothesis.
-        param_met_broadcast_row: whether a parameter met an argument with one row before it met any
-            batch.
-    """
-
-    def __init__(self, m: int, model: nn.Module | None = None) -> None:
+    def __init__(self, m: int, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.m = m
+        self.m = m  # number of samples
+        # By autograd node and number of the output: its planes (None: it holds no data), the owners
+        # of the elements into which a data-free tensor was put, and the op that mixed samples.
         self.nodes: dict[Key, Tensor | None] = {}
         self.slots: dict[Key, Tensor | None] = {}
-        self.mixing_ops: dict[str, str] = {}
-        self.volatile_reason: str | None = None
         self.causes: dict[Key, str] = {}
-        self.rows: dict[int, list[Tensor]] = {}
-        self.input_subsets: list[frozenset[int]] = [frozenset()]
+        # Why samples were mixed though rows keep their owners, by place in the model.
+        self.mixing_ops: dict[str, str] = {}
+        self.volatile_reason: str | None = None  # why owners may differ on the next batch
+        self.rows: dict[int, list[Tensor]] = {}  # planes of rows of a flat batch, by their number
+        self.input_subsets = [frozenset[int]()]  # the inputs that have owners in each hypothesis
+        # Whether a parameter met an argument with one row before it met any batch.
         self.param_met_broadcast_row = False
         self._records: MutableMapping[Tensor, _Record] = WeakTensorKeyDictionary()
         self._numbers = Numbers(self._asked, self._copied)
-        self._buffers = {id(b) for b in model.buffers()} if model is not None else set()
-        self._names = (
-            {id(sub): name for name, sub in model.named_modules()} if model is not None else {}
-        )
+        self._buffers = {id(b) for b in model.buffers()}
+        self._names = {id(sub): name for name, sub in model.named_modules()}
         self._whole: dict[int, tuple[Tensor, int]] = {}  # storage -> planes of all its elements
         self._held: list[Any] = []  # storages with an entry in `_whole`
         self._memory: dict[Any, Tensor | None] = {}  # planes by memory location, for subclasses
@@ -275,13 +247,13 @@ class Tracker(TorchDispatchMode):
     def _follow(
         self, op: Op, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any
     ) -> None:
-        inputs = tensors_in(args) + (tensors_in(kwargs) if kwargs else [])
+        inputs = tensors_in((args, kwargs))
         owned = False
         for tensor in inputs:
             planes = self.owners(tensor)
             owned = owned or planes is not None
             self.record_use(tensor, planes)
-        outs = [out] if isinstance(out, Tensor) else tensors_in(out)
+        outs = tensors_in(out)
         if not outs:
             if isinstance(out, (bool, int, float, complex)) and not self._numbers.asking:
                 self._copied(inputs)
@@ -309,7 +281,10 @@ class Tracker(TorchDispatchMode):
                 self._note_parts(inputs[0], None, outs, (outs[0].shape, inputs[0].shape))
             else:
                 self._note_slots(op, bound, inputs, outs[0], results[0])
-            self._note_cause(op, inputs, outs, results)
+            cause = next((c for t in inputs if (c := self._of(t).cause) is not None), None)
+            for tensor, planes in zip(outs, results, strict=True):
+                if planes is not None and bool(is_mixed(planes[:2]).any()):
+                    self._of(tensor).cause = cause or self.place(op.name)
         written = {id(t) for name in op.written for t in tensors_in(bound.get(name))}
         for tensor, planes in zip(outs, results, strict=True):
             record, is_strided = self._of(tensor), tensor.layout is torch.strided
@@ -329,15 +304,6 @@ class Tracker(TorchDispatchMode):
                 whole = self._whole.get(storage_number(tensor))
             if planes is not None:
                 record.planes, record.stamp = planes, whole[1] if whole else 0
-
-    def _note_cause(
-        self, op: Op, inputs: Sequence[Tensor], outs: Sequence[Tensor], results: Sequence[Any]
-    ) -> None:
-        """Record the op that has mixed samples: this one, or the one that mixed its inputs."""
-        cause = next((c for t in inputs if (c := self._of(t).cause) is not None), None)
-        for tensor, planes in zip(outs, results, strict=True):
-            if planes is not None and bool(is_mixed(planes[:2]).any()):
-                self._of(tensor).cause = cause or self.place(op.name)
 
     def _overwrite(self, tensor: Tensor, planes: Tensor | None) -> None:
         """Set new owners after an in-place op, for all tensors that share the memory."""
