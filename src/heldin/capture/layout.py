@@ -85,7 +85,7 @@ class Layout:
         if dim == 0 and size == self.m * self.inner:
             return tensor.reshape(self.m, self.inner, *tensor.shape[1:])
         outer = size // (self.m * self.inner)
-        parts = tensor.unflatten(dim, (outer, self.m, self.inner))
+        parts: Tensor = tensor.unflatten(dim, (outer, self.m, self.inner))
         return parts.movedim((dim + 1, dim, dim + 2), (0, 1, 2)).flatten(1, 2)
 
     def mask(self, lo: int, hi: int, device: torch.device) -> Tensor:

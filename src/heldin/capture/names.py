@@ -52,7 +52,7 @@ class Names:
         """Read the names from the model. Tables are replaced whole, as other threads read them."""
         if self._model is None:  # closed by another thread during a pass
             return
-        named = list(self._model.named_parameters())
+        named: list[tuple[str, Tensor]] = list(self._model.named_parameters())
         observed = [(n, p) for n, p in named if self._selects is None or self._selects(n)]
         for name, p in observed:
             if self._real and p.is_complex() and p.requires_grad:
@@ -61,7 +61,8 @@ class Names:
                     "Store it as a real parameter of shape (..., 2) and use torch.view_as_complex "
                     "in forward(), or exclude it with parameters=..."
                 )
-        gathered = [(n, p) for ref, n in self._gathered.values() if (p := ref()) is not None]
+        alive = [(name, reference()) for reference, name in self._gathered.values()]
+        gathered = [(name, p) for name, p in alive if p is not None]
         self.parameters = [p for _, p in named]
         self.order = order = {name: i for i, (name, _) in enumerate(observed)}
         self._observed = observed

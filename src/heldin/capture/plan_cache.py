@@ -206,7 +206,7 @@ class PlanCache:
             for i, ((node, number), record, pattern) in enumerate(pairs):
                 if node is not None and record is not None and pattern is not None:
                     layout = pattern.instantiate(shape_of(node, number), call.m)
-                    records[i] = layout and record._replace(layout=layout)
+                    records[i] = None if layout is None else record._replace(layout=layout)
         outputs = []
         for i, (node, number) in enumerate(call.ends):
             same_place = records[i] if len(records) == len(call.ends) else None

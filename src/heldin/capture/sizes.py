@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import le
 
 from .graph import Graph, shape_of
 from .layout import Layout
@@ -42,9 +43,8 @@ class Range:
     high: Sizes
 
     def __contains__(self, sizes: Sizes) -> bool:
-        return len(sizes) == len(self.low) and all(
-            low <= size <= high for low, size, high in zip(self.low, sizes, self.high, strict=True)
-        )
+        fits = len(sizes) == len(self.low) and all(map(le, self.low, sizes))
+        return fits and all(map(le, sizes, self.high))
 
     def widen(self, sizes: Sizes) -> None:
         """Extend the range to another traced size."""
@@ -128,7 +128,7 @@ class ScalablePlan:
         }
         for (position, number), pattern in self._patterns.items():
             shape = shape_of(graph.nodes[position], number)
-            layout = pattern and pattern.instantiate(shape, m)
+            layout = None if pattern is None else pattern.instantiate(shape, m)
             if layout is None:
                 return None
             layouts[position][number] = layout

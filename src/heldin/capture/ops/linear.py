@@ -15,10 +15,9 @@ def _matrix(
     use: OpUse, left: str, right: str, argument: int, scale: float = 1.0
 ) -> Contributions | None:
     """Return contributions to one factor of left @ right, if the other has rows of samples."""
-    name = {(0, 1): left, (1, 0): right}.get((use.layout.dim, argument))
-    if name is None:
+    if (use.layout.dim, argument) not in ((0, 1), (1, 0)):
         return None
-    factor = use.saved(name)
+    factor = use.saved(left if argument == 1 else right)
     strided = factor if factor.layout is torch.strided else factor.to_dense()
     x, delta = use.layout.split(strided), use.layout.split(use.grad)
     # Input features are sampled with a stride: adjacent raw inputs (pixels) are correlated, hidden
