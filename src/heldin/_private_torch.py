@@ -157,10 +157,10 @@ def adopt_hooks(wrapper: Optimizer, optimizer: Optimizer) -> None:
     """
     wrapper._optimizer_step_pre_hooks = OrderedDict()
     wrapper._optimizer_step_post_hooks = OrderedDict()
-    for kind in ("state_dict_pre", "state_dict_post", "load_state_dict_pre"):
-        name = f"_optimizer_{kind}_hooks"
-        setattr(wrapper, name, getattr(optimizer, name))
-    wrapper._optimizer_load_state_dict_post_hooks = optimizer._optimizer_load_state_dict_post_hooks
+    for when in ("pre", "post"):
+        for kind in ("state_dict", "load_state_dict"):
+            name = f"_optimizer_{kind}_{when}_hooks"
+            setattr(wrapper, name, getattr(optimizer, name))
     wrapper._patch_step_function()
 
 

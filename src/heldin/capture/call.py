@@ -60,7 +60,6 @@ class Call:
         return [each.tracker for each in self.candidates if each.tracker is not None]
 
     def choose(self, candidate: Candidate) -> None:
-        """Set the number of samples and the tracker to those of a candidate."""
         self.m, self.tracker = candidate.count.m, candidate.tracker
 
     def record_branches(self, counting: tuple[bool, ...] | None) -> None:

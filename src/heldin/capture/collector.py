@@ -107,7 +107,6 @@ class Collector:
         return self._model is None
 
     def open(self) -> None:
-        """Register the hooks on the model."""
         if self._model is not None and not self.watching:
             self.watching = True
             self._handles = watch_unsharded(self._model, self._names.gathered)
@@ -153,7 +152,6 @@ class Collector:
         self._gradients = GradientLedger()
 
     def call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Run a function as if it were the model's forward pass, and return its result."""
         if self.calls.watching:
             return self.calls.run(function, args, kwargs)
         return function(*args, **kwargs)
@@ -196,16 +194,13 @@ class Collector:
 
     @property
     def sums(self) -> dict[str, ParameterSums]:
-        """Sums of the contributions, by parameter name."""
         return self._step.sums
 
     @property
     def reference(self) -> Sums:
-        """Sums by one backward pass per sample."""
         return self._reference_sums.sums
 
     def moments(self, name: str) -> Moments:
-        """Return the moments of one parameter."""
         parameter_sums = self.sums[name]
         total, squares, shared = parameter_sums.total, parameter_sums.squares, parameter_sums.shared
         count = self._step.samples_of(name)
@@ -309,12 +304,10 @@ class ObservedPass:
     is_finished: bool = False
 
     def attach(self) -> None:
-        """Register the hooks on the graph's nodes."""
         self.is_attached = True
         self.recorder.attach()
 
     def finish(self) -> None:
-        """Pass the result to the collector after a successful backward pass."""
         self.is_finished = True
         self.collector.finish(self)
 

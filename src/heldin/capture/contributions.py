@@ -10,11 +10,11 @@ from math import prod
 import torch
 from torch import Tensor
 
-from .moments import as_real, upcast
+from .moments import upcast
 from .sampling import Block
 
 __all__ = [
-    "CHUNK", "Contributions", "Lazy", "Moved", "Outer", "Owned", "Real", "Rows", "moments",
+    "CHUNK", "Contributions", "Lazy", "Moved", "Outer", "Owned", "Rows", "moments",
     "samples_of",
 ]  # fmt: skip
 
@@ -60,7 +60,6 @@ class Contributions(ABC):
         return first, second
 
     def restrict(self, block: Block) -> Contributions:
-        """Return the contributions to a block of coordinates."""
         raise NotImplementedError
 
     @property
@@ -128,16 +127,6 @@ class Moved(Contributions):
         return self.move(first), self.move(second)
 
 
-class Real(Contributions):
-    """Contributions to a complex parameter, as real numbers (..., 2)."""
-
-    def __init__(self, inner: Contributions) -> None:
-        self.inner, self.shape, self.m = inner, (*inner.shape, 2), inner.m
-
-    def samples(self, lo: int, hi: int) -> Tensor:
-        return as_real(self.inner.samples(lo, hi))
-
-
 class Outer(Contributions):
     """Contributions left_i^T right_i (over r rows) to a matrix that multiplies data."""
 
@@ -148,7 +137,6 @@ class Outer(Contributions):
         self.shape = (left.shape[2], right.shape[2])
 
     def transposed(self) -> Outer:
-        """Return the contributions to the transposed matrix."""
         return Outer(self.right, self.left, self.spread)
 
     def samples(self, lo: int, hi: int) -> Tensor:

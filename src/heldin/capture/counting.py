@@ -160,7 +160,6 @@ class Counting:
         return (largest[:1] or options), error
 
     def _output_shapes(self) -> list[tuple[int, ...]]:
-        """Return the shapes of all outputs of the calls, except scalars."""
         ends = [end for call in self.calls for end in call.ends if end[0]]
         return [shape for end in ends if (shape := shape_of(*end))]
 

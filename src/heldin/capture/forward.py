@@ -20,7 +20,7 @@ from heldin._private_torch import (
     tracing_state,
     transform_stack,
     without_modes,
-)  # fmt: skip
+)
 from heldin.errors import NotObservable, more
 from heldin.model_hook import ModelHook
 from heldin.pause import is_paused
@@ -35,7 +35,7 @@ from .arguments import (
     owner_hypotheses,
     read,
     rows_of,
-)  # fmt: skip
+)
 from .call import Call, Candidate
 from .eager import EagerExecution
 from .flat import is_packed
@@ -100,7 +100,6 @@ class Calls:
         ]
 
     def detach(self) -> None:
-        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -111,7 +110,6 @@ class Calls:
         self.drop()
 
     def close(self) -> None:
-        """Remove the hooks and drop the reference to the model."""
         self.detach()
         self._model = None
 

@@ -78,7 +78,6 @@ class NodeHooks:
         return True
 
     def remove(self) -> None:
-        """Remove all hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles = []

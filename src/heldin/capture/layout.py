@@ -60,7 +60,6 @@ class Layout:
         return line.reshape([-1 if d == self.dim else 1 for d in range(len(self.shape))])
 
     def owner_on(self, device: torch.device) -> Tensor:
-        """Return the owners on a device."""
         return self._there("owner", self.owner, device)
 
     def _there(self, name: str, tensor: Tensor, device: torch.device) -> Tensor:

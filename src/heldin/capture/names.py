@@ -79,7 +79,6 @@ class Names:
                 self.by_id[key] = name
 
     def forget(self) -> None:
-        """Drop all references to the model."""
         self._model = None
         self.by_id, self._alive, self._gathered = {}, {}, {}
         self.parameters, self._observed = [], []

@@ -12,17 +12,7 @@ from torch import Tensor
 
 from heldin._private_torch import gradient_hooks
 
-from .contributions import (
-    CHUNK,
-    Contributions,
-    Lazy,
-    Moved,
-    Outer,
-    Real,
-    Rows,
-    moments,
-    samples_of,
-)  # fmt: skip
+from .contributions import CHUNK, Contributions, Lazy, Moved, Outer, Rows, moments, samples_of
 from .graph import Graph
 from .hooks import Grads, NodeHooks
 from .moments import as_real, as_statistic, upcast
@@ -109,7 +99,6 @@ class Recorder:
     # -- around the pass
 
     def attach(self) -> None:
-        """Register hooks on the nodes of the plan."""
         plan, nodes, hooks = self.plan, self.graph.nodes, self._hooks
         for position, uses in plan.uses.items():
             if self.chosen is not None:
@@ -207,7 +196,10 @@ class Recorder:
         leaf = self.graph.leaves[self.plan.leaves[path.params[0]]]
         if path.chain:
             part = Moved(part, partial(move, self.graph, path), tuple(leaf.shape))
-        return Real(part) if leaf.is_complex() else part
+        inner = part
+        if leaf.is_complex():  # as real numbers (..., 2)
+            part = Lazy(lambda lo, hi: as_real(inner.samples(lo, hi)), part.m, (*part.shape, 2))
+        return part
 
     def _on_pull(self, position: int, grads: Grads) -> None:
         """Pull contributions back through a data-free node, all uses of which are recorded."""

@@ -79,12 +79,10 @@ class Plan:
 
     @cached_property
     def all_uses(self) -> list[ParameterPath]:
-        """The path of every use."""
         return [path for uses in self.uses.values() for _, path in uses]
 
     @cached_property
     def paths(self) -> dict[str, list[ParameterPath]]:
-        """The paths to each parameter."""
         paths_by_name: dict[str, list[ParameterPath]] = {}
         for path in dict.fromkeys(self.all_uses):
             for name in path.params:
@@ -93,7 +91,6 @@ class Plan:
 
     @cached_property
     def use_counts(self) -> Counter[tuple[int, int]]:
-        """The number of uses of each path."""
         return Counter(path.key for path in self.all_uses)
 
     @cached_property

@@ -165,7 +165,6 @@ class PlanCache:
         self.warn_mixed(candidate.tracker.mixing_ops)
 
     def _record_outputs(self, call: Call, layouts: list[Layout | None]) -> None:
-        """Record the layouts of a traced call's outputs."""
         key, kind = (call.key, call.answers), (call.kind, call.answers)
         records = [
             None if node is None or layout is None else OutputRecord(layout, *_ops_of(node, number))
@@ -218,7 +217,6 @@ class PlanCache:
     # -- warnings
 
     def warn_once(self, key: str, text: str) -> None:
-        """Warn, once per key."""
         if key not in self._warned:
             self._warned.add(key)
             warnings.warn(text, HeldinWarning, stacklevel=2)

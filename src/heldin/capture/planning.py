@@ -267,7 +267,8 @@ class PlanMaker:
             chain.append((at, number, argument))
             at, number = below, output_below
         flip = is_moving and [graph.names[position] for position, _, _ in chain] == ["TBackward0"]
-        params, views = tuple(sorted(self._below[child])), tuple(chain) if is_moving else None
+        params = tuple(sorted(self._below[child]))
+        views = tuple(chain) if is_moving else None
         return ParameterPath(child, output, shape, params, views, flip)
 
 

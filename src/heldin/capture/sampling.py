@@ -235,7 +235,6 @@ class Sampler:
     # -- saving
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as numbers and strings."""
         known, pending = (
             {name: list(costs) for name, costs in table.items()}
             for table in (self.costs, self.pending_costs)
@@ -243,7 +242,6 @@ class Sampler:
         return {"draws": self.draws, "known": known, "pending": pending}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state from `state_dict`."""
         check_schema(state, STATE_SCHEMA, "sampler")
         self.draws, self.step_costs, self._axes = state["draws"], {}, {}
         self._forget_draw()

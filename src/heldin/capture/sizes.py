@@ -47,7 +47,6 @@ class Range:
         return fits and all(map(le, sizes, self.high))
 
     def widen(self, sizes: Sizes) -> None:
-        """Extend the range to another traced size."""
         self.low = tuple(map(min, self.low, sizes))
         self.high = tuple(map(max, self.high, sizes))
 

@@ -39,12 +39,10 @@ class Op:
         arguments = schema.arguments
         self.names = [a.name for a in arguments]
         self.defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
-        self.written = [
-            a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write
-        ]
-        self.is_view = any(
-            r.alias_info is not None and not r.alias_info.is_write for r in schema.returns
-        )
+        aliases = [a for a in arguments if a.alias_info is not None]
+        self.written = [a.name for a in aliases if a.alias_info.is_write]
+        returned = [r.alias_info for r in schema.returns if r.alias_info is not None]
+        self.is_view = any(not alias.is_write for alias in returned)
         self.name = func.overloadpacket.__name__
         self.base = self.name.removesuffix("_") if self.written else self.name
         self.turns = bool(self.written) and self.base in _TURNS
@@ -60,6 +58,10 @@ class Op:
 
 
 op_of = lru_cache(maxsize=None)(Op)
+
+
+class NoOwnersError(Exception):
+    """An argument holds no data, so that another one must."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,13 @@ class OpCall:
         planes: Tensor | None = None
         if isinstance(value, Tensor):
             planes = self.tracker.owners(value)
+        return planes
+
+    def needed(self, name: str) -> Tensor:
+        """Return the planes of an argument; without them, the flow ends with `everything`."""
+        planes = self.owners(self.args[name])
+        if planes is None:
+            raise NoOwnersError
         return planes
 
     def owned(self, *values: Any) -> list[Tensor]:
@@ -137,6 +146,8 @@ def flow(call: OpCall) -> Owners:
     results = None
     try:
         results = function(call) if function else _decomposed(call)
+    except NoOwnersError:
+        pass
     except Exception as error:  # an unforeseen form of the op: use the safe fallback
         if len(failures) < 100:
             failures.append(f"{op.name}: {error!r}")

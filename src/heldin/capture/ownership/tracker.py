@@ -145,7 +145,6 @@ class Tracker(TorchDispatchMode):
     # -- reading and writing owners
 
     def own(self, tensor: Tensor, planes: Tensor) -> None:
-        """Set the owners of an input of the model."""
         record = self._of(tensor)
         record.planes, record.stamp = planes, 0
         if tensor.layout is torch.strided:

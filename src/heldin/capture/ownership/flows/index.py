@@ -146,10 +146,9 @@ def _gather(call: OpCall) -> Owners:
 
 @flows("masked_select", "nonzero", "take")
 def _selected(call: OpCall) -> Owners:
-    source = call["self"]
-    planes = call.owners(source)
     call.mark_volatile()
-    if call.op.base == "take" or planes is None:
+    source, planes = call["self"], call.needed("self")
+    if call.op.base == "take":
         return everything(call)
     mask = source != 0 if call.op.base == "nonzero" else call["mask"]
     shape = torch.broadcast_shapes(source.shape, mask.shape)
@@ -239,22 +238,15 @@ def _masked_scatter(call: OpCall) -> Owners:
 
 @flows("_pack_padded_sequence")
 def _pack(call: OpCall) -> Owners:
-    source, lengths = call["input"], call["lengths"]
-    planes = call.owners(source)
-    if planes is None:
-        return everything(call)
+    lengths, full = call["lengths"], call.needed("input").expand(-1, *call["input"].shape)
     call.mark_volatile()
-    full = planes.expand(-1, *source.shape)
     packed = [call.func(plane.contiguous(), lengths, call["batch_first"])[0] for plane in full]
     return [canonical(torch.stack(packed)), None]
 
 
 @flows("_pad_packed_sequence")
 def _pad(call: OpCall) -> Owners:
-    planes = call.owners(call["data"])
-    if planes is None:
-        return everything(call)
-    full = planes.expand(-1, *call["data"].shape)
+    full = call.needed("data").expand(-1, *call["data"].shape)
     rest = {k: v for k, v in call.args.items() if k not in ("data", "padding_value")}
     empty = (-1.0, -float(call.tracker.m))
     padded = [

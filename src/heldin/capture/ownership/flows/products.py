@@ -61,10 +61,8 @@ def _trilinear(call: OpCall) -> Owners:
 
 @flows("convolution", "_convolution", "mkldnn_convolution", "convolution_overrideable")
 def _convolution(call: OpCall) -> Owners:
-    source, weight = call["input"], call["weight"]
-    planes, groups = call.owners(source), call["groups"]
-    if planes is None:
-        return everything(call)
+    source, weight, groups = call["input"], call["weight"], call["groups"]
+    planes = call.needed("input")
     channels, out, spatial = source.shape[1], call.out, [1] * (source.dim() - 2)
     assert source.shape[0] == out.shape[0]
     result = over(planes, range(2, source.dim()))

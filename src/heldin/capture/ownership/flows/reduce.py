@@ -13,15 +13,11 @@ from heldin.capture.ownership.flow import OpCall, Owners, everything, flows, joi
     "nanmedian", "mode", "count_nonzero", "aminmax", "kthvalue", "nanmean",
 )  # fmt: skip
 def _reduce(call: OpCall) -> Owners:
-    source = call["self"]
     if isinstance(call.args.get("other"), Tensor):  # max(self, other)
         return pointwise(call)
-    planes = call.owners(source)
-    dims = call.args.get("dim")
-    if planes is None:
-        return everything(call)
+    planes, dims = call.needed("self"), call.args.get("dim")
     if dims is None or dims == []:
-        dims = list(range(source.dim()))
+        dims = list(range(call["self"].dim()))
     dims = [dims] if isinstance(dims, int) else dims
     keep = bool(call.args.get("keepdim", False))
     result = over(planes, dims, keep)
@@ -64,10 +60,7 @@ def _searched(call: OpCall) -> Owners:
 
 @flows("native_layer_norm", "_fused_rms_norm", "rms_norm")
 def _norm_last(call: OpCall) -> Owners:
-    source = call["input"]
-    planes = call.owners(source)
-    if planes is None:
-        return everything(call)
+    source, planes = call["input"], call.needed("input")
     last = range(source.dim() - len(call["normalized_shape"]), source.dim())
     weights = call.owned([call.args.get("weight"), call.args.get("bias")])
     result = joined([over(planes, list(last)), *weights], source.dim())
@@ -76,11 +69,7 @@ def _norm_last(call: OpCall) -> Owners:
 
 @flows("native_group_norm")
 def _group_norm(call: OpCall) -> Owners:
-    source = call["input"]
-    planes = call.owners(source)
-    if planes is None:
-        return everything(call)
-    whole = over(planes, range(1, source.dim()))
+    whole = over(call.needed("input"), range(1, call["input"].dim()))
     return [whole, *[whole.reshape(*whole.shape[:2], 1)] * 2]
 
 
@@ -92,9 +81,7 @@ def _group_norm(call: OpCall) -> Owners:
 )  # fmt: skip
 def _batch_norm(call: OpCall) -> Owners:
     """Handle batch norm: in training mode rows share statistics, but keep their owners."""
-    planes = call.owners(call["input"])
-    if planes is None:
-        return everything(call)
+    planes = call.needed("input")
     training = call.args.get("training", "no_" not in call.op.name)
     other_dims = [d for d in range(call["input"].dim()) if d != 1]
     if training and any(planes.shape[d + 1] > 1 for d in other_dims):
@@ -120,8 +107,8 @@ def _nll_loss(call: OpCall) -> Owners:
 
 @flows("_ctc_loss")
 def _ctc_loss(call: OpCall) -> Owners:
-    planes = call.owners(call["log_probs"])
-    if planes is None or planes.dim() != 4:
+    planes = call.needed("log_probs")
+    if planes.dim() != 4:
         return everything(call)
     per_sample = over(planes, [0, 2])
     return [per_sample.reshape(len(per_sample), -1), per_sample.reshape(len(per_sample), -1, 1, 1)]

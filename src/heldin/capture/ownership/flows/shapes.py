@@ -11,9 +11,8 @@ from heldin.capture.ownership.planes import align, canonical, ownerless, reshape
 
 @flows("view", "_unsafe_view", "reshape", "_reshape_alias", "flatten", "unflatten", "view_as")
 def _reshape(call: OpCall) -> Owners:
-    source = call["self"]
-    planes = call.owners(source)
-    if planes is None or source.numel() != call.out.numel():  # view(dtype)
+    source, planes = call["self"], call.needed("self")
+    if source.numel() != call.out.numel():  # view(dtype)
         return everything(call)
     return [reshape(planes, source.shape, call.out.shape)]
 
@@ -31,15 +30,10 @@ def _move(call: OpCall) -> Owners:
     """Move the owners as the op moves the elements of one tensor."""
     if "self" not in call.args:  # repeat_interleave(repeats): as many indices i as repeats[i] says
         repeats = call["repeats"]
-        planes = call.owners(repeats)
         call.moved_by(repeats)
-        if planes is None:
-            return everything(call)
+        planes = call.needed("repeats")
         return [planes.expand(-1, *repeats.shape).repeat_interleave(repeats.cpu(), dim=1)]
-    source = call["self"]
-    planes = call.owners(source)
-    if planes is None:
-        return everything(call)
+    source, planes = call["self"], call.needed("self")
     rest = {name: value for name, value in call.args.items() if name != "self"}
     if any(isinstance(v, Tensor) for v in rest.values()):
         return everything(call)
@@ -65,10 +59,9 @@ def _thin(plane: Tensor) -> Tensor:
 @flows("as_strided")
 def _strided(call: OpCall) -> Owners:
     """Handle strided access to a storage; elements outside the tensor may have any owner."""
-    source, out = call["self"], call.out
-    planes = call.owners(source)
+    source, out, planes = call["self"], call.out, call.needed("self")
     sizes = zip(source.shape, source.stride(), strict=True)
-    if planes is None or any(size > 1 and stride == 0 for size, stride in sizes):
+    if any(size > 1 and stride == 0 for size, stride in sizes):
         return everything(call)  # several elements may share one memory location
     elements = source.untyped_storage().nbytes() // source.element_size()
     anybody = torch.tensor([call.tracker.m - 1.0, 0.0], dtype=planes.dtype)
@@ -84,9 +77,7 @@ def _strided(call: OpCall) -> Owners:
 
 @flows("view_as_real", "view_as_complex")
 def _pairs(call: OpCall) -> Owners:
-    planes = call.owners(call["self"])
-    if planes is None:
-        return everything(call)
+    planes = call.needed("self")
     return [planes.unsqueeze(-1) if call.out.is_floating_point() else planes.amax(-1)]
 
 
