@@ -132,11 +132,7 @@ class Collector:
         self._names.forget()
 
     def clear(self, redraw: bool = True) -> None:
-        """Reset the sums and drop calls without a backward pass; cached plans are kept.
-
-        Args:
-            redraw: whether the sampled estimator draws other coordinates for the next step.
-        """
+        """Reset the sums and drop calls without a backward pass: see `Observation.clear`."""
         if self._reuses_memory and self.sampler is None:
             self._spare = self.sums
         self._start()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from graphlib import TopologicalSorter
 from typing import Any
 
 from torch import Tensor
@@ -52,21 +53,7 @@ class Graph:
     @cached_property
     def children_first(self) -> list[int]:
         """The positions of all nodes, each after those of its inputs."""
-        order: list[int] = []
-        state = [0] * len(self.nodes)
-        for start in range(len(self.nodes)):
-            stack = [start]
-            while stack:
-                i = stack[-1]
-                if state[i] == 0:
-                    state[i] = 1
-                    stack.extend(c for c in self.inputs[i] if state[c] == 0)
-                else:
-                    stack.pop()
-                    if state[i] == 1:
-                        state[i] = 2
-                        order.append(i)
-        return order
+        return list(TopologicalSorter(dict(enumerate(self.inputs))).static_order())
 
     @cached_property
     def by_number(self) -> dict[Any, Any]:
