@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from heldin.capture.ops import OpUse, registry
+from heldin.capture.ops import OP_RULES, OpUse
 from heldin_lab import zoo
 from heldin_lab.cli import main as cli
 from heldin_lab.zoo import run as zoo_run
@@ -81,7 +81,7 @@ def test_what_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def twice(use: OpUse) -> Any:
         return use.per_sample_sum(2 * use.grad) if len(use.shape) == 1 else None
 
-    monkeypatch.setitem(registry.OP_RULES, "AddmmBackward0", twice)
+    monkeypatch.setitem(OP_RULES, "AddmmBackward0", twice)
     found = zoo.judge(entry(lambda: nn.Linear(3, 2)))
     assert (found.status, "bias" in found.reason) == ("wrong", True)
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from operator import attrgetter, methodcaller
 from types import FrameType
 from typing import Any
 
@@ -34,50 +35,15 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data._utils.pin_memory import pin_memory as pin_memory
 
 __all__ = [
-    "ITERATOR_METHOD",
-    "BatchNorm",
-    "DisableTorchFunction",
-    "Dropout",
-    "TorchDispatchMode",
-    "adopt_hooks",
-    "after_backward",
-    "all_raw_saved",
-    "any_autocast",
-    "compiled_parts",
-    "compiled_whole",
-    "current_mode",
-    "decompositions",
-    "dispatch_depth",
-    "forward_hooks",
-    "gradient_hooks",
-    "graph_task_id",
-    "is_batched_by_vmap",
-    "is_called_by_ddp",
-    "is_inner_step",
-    "is_joining",
-    "is_wrapped_by_transform",
-    "norms",
-    "outputs_of",
-    "overload_of",
-    "own_buffers",
-    "own_parameters",
-    "pin_memory",
-    "pop_mode",
-    "push_mode",
-    "raw_saved",
-    "saved",
-    "saved_names",
-    "schema_of",
-    "sequence_number",
-    "set_compiled_whole",
-    "storage_number",
-    "tracing_state",
-    "transform_stack",
-    "tree_map",
-    "version_of",
-    "viewed_by",
-    "without_modes",
-]
+    "ITERATOR_METHOD", "BatchNorm", "DisableTorchFunction", "Dropout", "TorchDispatchMode",
+    "adopt_hooks", "after_backward", "all_raw_saved", "any_autocast", "compiled_parts",
+    "compiled_whole", "current_mode", "decompositions", "dispatch_depth", "forward_hooks",
+    "gradient_hooks", "graph_task_id", "is_batched_by_vmap", "is_called_by_ddp", "is_inner_step",
+    "is_joining", "is_wrapped_by_transform", "norms", "outputs_of", "overload_of", "own_buffers",
+    "own_parameters", "pin_memory", "pop_mode", "push_mode", "raw_saved", "saved", "saved_names",
+    "schema_of", "sequence_number", "set_compiled_whole", "storage_number", "tracing_state",
+    "transform_stack", "tree_map", "version_of", "versions_of", "viewed_by", "without_modes",
+]  # fmt: skip
 
 # Whether autocast is on for any kind of device.
 any_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
@@ -107,15 +73,10 @@ def saved_names(node: Any) -> list[str]:
     return [name.removeprefix(start) for name in dir(node) if name.startswith(start)]
 
 
-def outputs_of(node: Any) -> Any:
-    """Return shape, type and device of every output of an op."""
-    return node._input_metadata
-
-
-def sequence_number(node: Any) -> int:
-    """Return a number that is unique among the nodes of a thread."""
-    number: int = node._sequence_nr()
-    return number
+# Shape, type and device of every output of an op.
+outputs_of = attrgetter("_input_metadata")
+# A number that is unique among the nodes of a thread.
+sequence_number = methodcaller("_sequence_nr")
 
 
 def after_backward(function: Callable[[], None]) -> None:
@@ -131,10 +92,20 @@ def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def gradient_hooks(leaf: Tensor) -> dict[int, Any] | None:
-    """Return the hooks of a tensor that may change its gradient."""
-    hooks: dict[int, Any] | None = leaf._backward_hooks
-    return hooks
+def versions_of(tensors: Iterable[Tensor]) -> list[int]:
+    """Return `version_of` each of some tensors, without a call for each."""
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+# The hooks of a tensor that may change its gradient.
+gradient_hooks: Callable[[Tensor], dict[int, Any] | None] = attrgetter("_backward_hooks")
+# The tensor that another one is a view of; None if it is not a view.
+viewed_by: Callable[[Tensor], Tensor | None] = attrgetter("_base")
+# A module's dicts of direct parameters and buffers, which may be modified in place.
+own_parameters: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
+own_buffers: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
+# The callable that `module.compile()` made; None if the module is not compiled.
+compiled_whole = attrgetter("_compiled_call_impl")
 
 
 def storage_number(tensor: Tensor) -> int:
@@ -143,29 +114,9 @@ def storage_number(tensor: Tensor) -> int:
     return number
 
 
-def viewed_by(tensor: Tensor) -> Tensor | None:
-    """Return the tensor that this one is a view of; None if it is not a view."""
-    return tensor._base
-
-
-def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return a module's dict of direct parameters, which may be modified in place."""
-    return module._parameters
-
-
-def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return a module's dict of direct buffers, which may be modified in place."""
-    return module._buffers
-
-
 def forward_hooks(module: nn.Module) -> list[Any]:
     """List all hooks around the forward pass of a module."""
     return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-
-
-def compiled_whole(module: nn.Module) -> Any:
-    """Return the callable that `module.compile()` made; None if the module is not compiled."""
-    return module._compiled_call_impl
 
 
 def set_compiled_whole(module: nn.Module, call: Any) -> None:
@@ -199,15 +150,8 @@ def is_joining(model: Any) -> bool:
 # --- ops, optimisers and loaders -------------------------------------------------------------
 
 
-def schema_of(op: Any) -> Any:
-    """Return the schema (arguments and results) of an overload of an ATen op."""
-    return op._schema
-
-
-def overload_of(op: Any) -> str:
-    """Return the name of an overload of an ATen op."""
-    name: str = op._overloadname
-    return name
+# The schema (arguments and results) and the name of an overload of an ATen op.
+schema_of, overload_of = attrgetter("_schema"), attrgetter("_overloadname")
 
 
 def adopt_hooks(wrapper: Optimizer, optimizer: Optimizer) -> None:
@@ -218,10 +162,10 @@ def adopt_hooks(wrapper: Optimizer, optimizer: Optimizer) -> None:
     """
     wrapper._optimizer_step_pre_hooks = OrderedDict()
     wrapper._optimizer_step_post_hooks = OrderedDict()
-    for kind in ("state_dict_pre", "state_dict_post", "load_state_dict_pre"):
-        name = f"_optimizer_{kind}_hooks"
-        setattr(wrapper, name, getattr(optimizer, name))
-    wrapper._optimizer_load_state_dict_post_hooks = optimizer._optimizer_load_state_dict_post_hooks
+    for when in ("pre", "post"):
+        for kind in ("state_dict", "load_state_dict"):
+            name = f"_optimizer_{kind}_{when}_hooks"
+            setattr(wrapper, name, getattr(optimizer, name))
     wrapper._patch_step_function()
 
 

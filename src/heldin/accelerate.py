@@ -9,18 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .adapters.arguments import check_type, missing_framework, strict_kwargs
+from .adapters.arguments import check_type, needs_framework, strict_kwargs
 from .adapters.stopping import FrameworkStopping
 from .errors import HeldinError
 from .rules.options import Rule
 from .shadows.held_out import BatchLoss, FrameworkLoss
 from .shadows.replayed import Clip
 
-try:
+with needs_framework("Accelerate", "accelerate"):
     from accelerate import Accelerator
     from accelerate.utils import DistributedType
-except ImportError as error:
-    raise missing_framework("Accelerate", "accelerate", error) from error
 
 __all__ = ["EarlyStopping"]
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from .adapters.arguments import missing_framework
+from .adapters.arguments import needs_framework
 from .adapters.session import is_main_process
 from .early_stopping import EarlyStopping as PlainEarlyStopping
 from .errors import HeldinError
 
-try:
+with needs_framework("Fabric", "lightning"):
     from lightning.fabric.strategies import DDPStrategy, SingleDeviceStrategy
     from lightning.fabric.wrappers import _FabricDataLoader, _FabricModule, _FabricOptimizer
-except ImportError as error:
-    raise missing_framework("Fabric", "lightning", error) from error
 
 __all__ = ["EarlyStopping"]
 

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from .adapters.arguments import missing_framework, strict_kwargs
+from .adapters.arguments import needs_framework, strict_kwargs
 from .adapters.patches import OptimizerBridge, Patches
 from .adapters.session import length
 from .adapters.stopping import FrameworkStopping
@@ -22,7 +22,7 @@ from .rules.options import Rule
 from .shadows.held_out import FrameworkLoss
 from .shadows.replayed import Clip
 
-try:
+with needs_framework("fastai", "fastai"):
     from fastai.callback import core
     from fastai.callback.core import Callback, CancelFitException, CancelTrainException
     from fastai.callback.fp16 import MixedPrecision
@@ -31,8 +31,6 @@ try:
     from fastai.learner import ValueMetric
     from fastai.optimizer import OptimWrapper
     from fastai.torch_core import get_model, noop, to_device
-except ImportError as error:
-    raise missing_framework("fastai", "fastai", error) from error
 
 __all__ = ["EarlyStopping"]
 
@@ -76,14 +74,12 @@ class EarlyStopping(FrameworkStopping, Callback):
 
     order = MixedPrecision.order - 2  # after accumulation has decided, before gradients are scaled
     run_valid = False
+    _harmless = CANCELLED
+    _stateattrs = ("_patches", "_rows", "_starts", "_names")  # that fastai leaves out of pickles
 
     @strict_kwargs(extends=FrameworkStopping.__init__)
     def __init__(
-        self,
-        rule: str | Rule = "auto",
-        *,
-        reset_on_fit: bool = True,
-        **options: Any,
+        self, rule: str | Rule = "auto", *, reset_on_fit: bool = True, **options: Any
     ) -> None:
         super().__init__(rule, **options)
         self.reset_on_fit = reset_on_fit
@@ -92,10 +88,12 @@ class EarlyStopping(FrameworkStopping, Callback):
                 f"{self.name}: eval_data has no effect in fastai, where held-out rows are "
                 "transformed as those of a validation set; leave it out"
             )
-        self._set_up()
+        self._init_state()
 
-    def _set_up(self) -> None:
-        self._patches = Patches(self._end, CANCELLED)
+    def _init_state(self) -> None:
+        """Set what `_stateattrs` names; fastai calls this after unpickling."""
+        super()._init_state()
+        self._patches = Patches(self._end, self._harmless)
         self._rows: list[int] = []  # of the epoch, in their order
         self._starts = False  # whether the run begins with the next epoch
         self._names: list[str] = []  # of the metrics of this fit
@@ -149,13 +147,12 @@ class EarlyStopping(FrameworkStopping, Callback):
         model, steps = get_model(learn.model), epoch_steps(learn)
         self._patches.wrap(learn, "one_batch", self._one_batch)
         if self.by_evidence:
-            self._begin(model, epoch_steps=steps)
+            self._run.begin(model, epoch_steps=steps)
             return
         self._patches.wrap(train, "get_idxs", self._get_idxs)
-        optimizer, loss = _optimizer(learn.opt, self._patches), LearnerLoss(learn)
-        self._begin(
-            model, optimizer, loss, _row_loader(train), clip=_clip(learn), epoch_steps=steps
-        )
+        trained = model, _optimizer(learn.opt, self._patches)
+        rows, clip = _row_loader(train), _clip(learn)
+        self._run.begin(*trained, LearnerLoss(learn), rows, clip=clip, epoch_steps=steps)
 
     def _get_idxs(self, get_idxs: Callable[[], Any]) -> Any:
         """Record the order of an epoch."""
@@ -167,13 +164,11 @@ class EarlyStopping(FrameworkStopping, Callback):
 
     def _one_batch(self, one_batch: Callable[..., Any], i: int, batch: Any) -> None:
         """Train on a batch, and follow the step."""
-        run = self._run
-        if not self.learn.training:
-            one_batch(i, batch)
-            return
-        run.begin_batch()
+        run, training = self._run, self.learn.training
+        if training:
+            run.begin_batch()
         one_batch(i, batch)
-        if run.running and not self.by_evidence:
+        if training and run.running and not self.by_evidence:
             size = self.learn.dls.train.bs
             run.add(tuple(batch), rows=self._rows[i * size : (i + 1) * size])
             if run.step():
@@ -207,8 +202,7 @@ class EarlyStopping(FrameworkStopping, Callback):
             print(message)
 
     def _end(self) -> None:
-        self._patches.close()
-        self._run.end()
+        super()._end()
         names = self._names
         self.learn.metrics = self.learn.metrics.filter(lambda metric: metric.name not in names)
         self._rows, self._starts, self._names = [], False, []
@@ -216,16 +210,13 @@ class EarlyStopping(FrameworkStopping, Callback):
     # -- saving
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {**super().__getstate__(), "_run": self.state_dict()}
-        transient = ("_patches", "_rows", "_starts", "_names")
-        return {name: value for name, value in state.items() if name not in transient}
+        return {**super().__getstate__(), "_run": self.state_dict()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         saved = state.pop("_run")
         super().__setstate__(state)
         self._run = self.make_session()
         self._run.load_state_dict(saved)
-        self._set_up()
 
 
 def epoch_steps(learn: Any) -> float | None:

@@ -11,18 +11,16 @@ from torch.optim import Optimizer
 
 from heldin.shadows.losses import LossFunction
 
-from .adapters.arguments import check_type, missing_framework, strict_kwargs
+from .adapters.arguments import check_type, needs_framework, strict_kwargs
 from .adapters.patches import MethodWrapper
 from .adapters.stopping import FrameworkStopping
 from .errors import HeldinError
 from .rules.options import Rule
-from .shadows.held_out import BatchLoss
+from .shadows.held_out import BatchLoss, loss_of_pairs
 from .shadows.replayed import Clip
 
-try:
+with needs_framework("PyTorch-Ignite", "ignite"):
     from ignite.engine import Engine, Events
-except ImportError as error:
-    raise missing_framework("PyTorch-Ignite", "ignite", error) from error
 
 __all__ = ["EarlyStopping"]
 
@@ -88,7 +86,7 @@ class EarlyStopping(FrameworkStopping):
         check_type(NAME, "model", model, nn.Module, "the model that is trained")
         super().__init__(rule, **options)
         self._model, self._optimizer, self._clip = model, optimizer, clip
-        self._loss = batch_loss or partial(_batch_loss, loss_fn)
+        self._loss = batch_loss if loss_fn is None else loss_of_pairs(loss_fn)
         if self.by_evidence:
             self._refuse_unused(loss_fn=loss_fn, batch_loss=batch_loss, clip=clip)
             return
@@ -134,7 +132,7 @@ class EarlyStopping(FrameworkStopping):
             self._run.carry_over()
         self._run.end()
         self._run.follow(trainer.state.dataloader)
-        self._begin(
+        self._run.begin(
             self._model,
             self._optimizer,
             self._loss,
@@ -157,8 +155,3 @@ class EarlyStopping(FrameworkStopping):
             if stop:
                 trainer.terminate()
         return output
-
-
-def _batch_loss(loss_fn: Any, model: nn.Module, batch: Any) -> Any:
-    *inputs, targets = batch
-    return loss_fn(model(*inputs), targets)

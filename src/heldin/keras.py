@@ -14,26 +14,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from ._private_torch import own_buffers, own_parameters
-from .adapters.arguments import strict_kwargs
-from .adapters.patches import OptimizerBridge, Patches, callers, local_variable
+from ._private_torch import own_parameters
+from .adapters.arguments import needs_framework, strict_kwargs
+from .adapters.patches import OptimizerBridge, callers, local_variable
 from .adapters.session import BATCH_SIZE, unwrap_loader
 from .adapters.stopping import FrameworkStopping
 from .errors import HeldinError
 from .rules.options import Rule
 
-try:
+THEN = " and set KERAS_BACKEND=torch in the environment"
+with needs_framework("Keras 3 on PyTorch", "keras", THEN):
     import keras
     import numpy as np
     from keras.src.losses.losses import LossFunctionWrapper
     from keras.src.saving.keras_saveable import KerasSaveable
     from keras.src.trainers.data_adapters.data_adapter_utils import unpack_x_y_sample_weight
-except ImportError as error:
-    raise ImportError(
-        f"heldin.keras needs Keras 3 on PyTorch ({error}): pip install 'heldin[keras]' and set "
-        "KERAS_BACKEND=torch in the environment",
-        name=error.name,
-    ) from error
 if keras.backend.backend() != "torch":
     raise ImportError(
         f"heldin.keras needs Keras 3 on PyTorch, but it runs on {keras.backend.backend()}: set "
@@ -91,22 +86,14 @@ class EarlyStopping(FrameworkStopping, keras.callbacks.Callback):
 
     @strict_kwargs(extends=FrameworkStopping.__init__)
     def __init__(
-        self,
-        rule: str | Rule = "auto",
-        *,
-        start_from_epoch: int = 0,
-        **options: Any,
+        self, rule: str | Rule = "auto", *, start_from_epoch: int = 0, **options: Any
     ) -> None:
         super().__init__(rule, **options)
         self.start_from_epoch = start_from_epoch
-        refused = {
-            "eval_data has no effect": self.eval_data is not None,
-            "eval_loss has no effect": self.eval_loss is not None,
-        }
-        for reason in (reason for reason, is_set in refused.items() if is_set):
+        for name in (n for n in ("eval_data", "eval_loss") if getattr(self, n) is not None):
             raise HeldinError(
-                f"{self.name}: {reason} in Keras, where the compiled loss is estimated on the rows "
-                "that fit was given; leave it out"
+                f"{self.name}: {name} has no effect in Keras, where the compiled loss is estimated "
+                "on the rows that fit was given; leave it out"
             )
         if start_from_epoch and not self.by_evidence:
             raise HeldinError(
@@ -114,7 +101,6 @@ class EarlyStopping(FrameworkStopping, keras.callbacks.Callback):
                 "weights into the model, whenever they stop"
             )
         self.stopped_epoch = self._epoch = 0
-        self._patches = Patches(self._end)
         self._starts = False  # whether the run begins with the next epoch
         self._bridge: OptimizerBridge | None = None
         self._data: Any = None  # Keras' data adapter
@@ -145,32 +131,31 @@ class EarlyStopping(FrameworkStopping, keras.callbacks.Callback):
                 f"{self.name}: steps of a compiled model cannot be followed; call model.compile "
                 "with jit_compile=False"
             )
-        scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-        if scales and not self.by_evidence:
+        if not self.by_evidence:
+            self._check_optimizer(optimizer)
+        self.stopped_epoch, self._starts = 0, True
+        batches = local_variable("epoch_iterator", "fit")
+        if not hasattr(batches, "_enumerate_iterator"):
+            raise HeldinError(f"{self.name}: it follows model.fit, and nothing else")
+        for owner in callers((keras.callbacks.CallbackList,)):  # for errors, which are no events
+            events = (name for name in dir(owner) if name.startswith("on_"))
+            self._patches.watch_methods(owner, *events)
+        self._patches.wrap(batches, "_enumerate_iterator", self._batches)
+        self._data = batches.data_adapter
+
+    def _check_optimizer(self, optimizer: Any) -> None:
+        """Refuse losses and averages that shadows do not follow."""
+        if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
             raise HeldinError(
                 f"{self.name}: shadows do not scale their loss, as mixed_float16 needs; use "
                 "mixed_bfloat16"
             )
-        if getattr(optimizer, "use_ema", False) and not self.by_evidence:
-            if _accumulated(optimizer) > 1 or self._run.next_state.get("last"):
-                raise HeldinError(
-                    f"{self.name}: averages of weights (use_ema=True) are followed in one fit "
-                    "without gradient_accumulation_steps; leave one of them out, or use "
-                    "rule='evidence'"
-                )
-        self.stopped_epoch, self._starts = 0, True
-        self._data = self._watch_fit().data_adapter
-
-    def _watch_fit(self) -> Any:
-        """Return the iterator of `fit`, and watch for errors, which callbacks do not get."""
-        batches = local_variable("epoch_iterator", "fit")
-        if not hasattr(batches, "_enumerate_iterator"):
-            raise HeldinError(f"{self.name}: it follows model.fit, and nothing else")
-        for owner in callers((keras.callbacks.CallbackList,)):
-            events = (name for name in dir(owner) if name.startswith("on_"))
-            self._patches.watch_methods(owner, *events)
-        self._patches.wrap(batches, "_enumerate_iterator", self._batches)
-        return batches
+        again = _accumulated(optimizer) > 1 or self._run.next_state.get("last")
+        if optimizer.use_ema and again:
+            raise HeldinError(
+                f"{self.name}: averages of weights (use_ema=True) are followed in one fit without "
+                "gradient_accumulation_steps; leave one of them out, or use rule='evidence'"
+            )
 
     def _batches(self, steps: Callable[[], Any]) -> Any:
         for first, last, data in self._patches.items(steps()):
@@ -185,11 +170,15 @@ class EarlyStopping(FrameworkStopping, keras.callbacks.Callback):
         self._patches.watch_methods(self.model, "train_function", "evaluate", "reset_metrics")
         self._patches.wrap(self.model, "train_step", self._train)
         self._patches.wrap(self.model.optimizer, "apply", self._apply)
-        if self.by_evidence:
-            self._begin_evidence()
-        else:
+        if not self.by_evidence:
             follow = partial(self._patches.call, self._follow)
             self._patches.wrap(self._data, "get_torch_dataloader", follow)
+            return
+        stopping = self._run.begin(self.model, in_grad=False, epoch_steps=self._epoch_steps())
+        self._patches.wrap(self.model, "call", stopping.call)
+        for layer in self.model._flatten_layers():
+            if isinstance(layer, keras.layers.BatchNormalization):
+                self._patches.wrap(layer, "call", partial(fused_batch_norm, layer))
 
     def _follow(self, load: Callable[[], Any]) -> Any:
         """Follow the loader of an epoch, and begin the run if it is the first."""
@@ -203,7 +192,7 @@ class EarlyStopping(FrameworkStopping, keras.callbacks.Callback):
         count, size = (getattr(self._data, name, None) for name in ("_num_samples", "batch_size"))
         rows = in_rows(loader, count, size)
         self._in_batches = rows is not loader
-        self._begin(
+        self._run.begin(
             view,
             self._bridge,
             view.loss,
@@ -216,13 +205,6 @@ class EarlyStopping(FrameworkStopping, keras.callbacks.Callback):
             epoch_steps=self._epoch_steps(),
         )
         return loader
-
-    def _begin_evidence(self) -> None:
-        stopping = self._begin(self.model, in_grad=False, epoch_steps=self._epoch_steps())
-        self._patches.wrap(self.model, "call", stopping.call)
-        for layer in self.model._flatten_layers():
-            if isinstance(layer, keras.layers.BatchNormalization):
-                self._patches.wrap(layer, "call", partial(fused_batch_norm, layer))
 
     def _epoch_steps(self) -> float | None:
         """Return the number of optimiser steps in an epoch, if it is known."""
@@ -291,8 +273,7 @@ class EarlyStopping(FrameworkStopping, keras.callbacks.Callback):
             print(message)
 
     def _end(self) -> None:
-        self._run.end()
-        self._patches.close()
+        super()._end()
         self._bridge = self._data = None
         if getattr(self.model, self._place, None) is not None:
             delattr(self.model, self._place)
@@ -326,23 +307,23 @@ class SavedWithWeights(KerasSaveable):
 class Variables(nn.Module):
     """The variables of a Keras model by number, in place of which those of a shadow can be put."""
 
+    _keras: Any
+
     def __init__(self, model: Any) -> None:
         super().__init__()
         vars(self)["_keras"] = model  # not a child, or its modules would be, too
         trained = {id(v) for v in model.trainable_variables}
-        self._places: list[tuple[Any, dict[str, Any], str]] = []
-        for number, variable in enumerate(model.variables):
+        self._names = [(variable, f"v{number}") for number, variable in enumerate(model.variables)]
+        for variable, name in self._names:
             if id(variable) in trained:
-                self.register_parameter(f"v{number}", variable._value)
-                self._places.append((variable, own_parameters(self), f"v{number}"))
+                self.register_parameter(name, variable._value)
             else:
-                self.register_buffer(f"v{number}", variable._value.detach())
-                self._places.append((variable, own_buffers(self), f"v{number}"))
+                self.register_buffer(name, variable._value.detach())
 
     @property
     def trained(self) -> list[Any]:
         """The Keras variables that are parameters here."""
-        return [v for v, table, _ in self._places if table is own_parameters(self)]
+        return [variable for variable, name in self._names if name in own_parameters(self)]
 
     def loss(self, view: nn.Module, batch: Any) -> Tensor:
         """Return the loss of `train_step`, with the variables that are in place now."""
@@ -351,7 +332,7 @@ class Variables(nn.Module):
     @property
     def has_row_losses(self) -> bool:
         """Whether the loss of a batch is the mean of one compiled loss over its rows."""
-        loss = vars(self)["_keras"].loss
+        loss = self._keras.loss
         if isinstance(loss, keras.losses.Loss):
             return loss.reduction in ("sum_over_batch_size", "mean")
         return isinstance(loss, str) or self._cross_entropy is not None
@@ -361,7 +342,7 @@ class Variables(nn.Module):
         total, outputs, y, weight = self._losses(view, batch)
         if weight is not None or not isinstance(outputs, Tensor):
             return total
-        loss = keras.losses.get(vars(self)["_keras"].loss)
+        loss = keras.losses.get(self._keras.loss)
         if not isinstance(loss, keras.losses.Loss):
             loss = LossFunctionWrapper(loss)
         losses: Tensor = loss.call(y, outputs).reshape(len(outputs), -1).mean(1)  # (rows,)
@@ -370,14 +351,14 @@ class Variables(nn.Module):
     @property
     def _cross_entropy(self) -> Any:
         """The compiled loss, if it is a cross-entropy of one tensor; else None."""
-        loss = vars(self)["_keras"].loss
+        loss = self._keras.loss
         loss = keras.losses.get(loss) if isinstance(loss, (str, keras.losses.Loss)) else loss
         return loss if getattr(loss, "fn", loss) in CROSS_ENTROPIES else None
 
     def linear_layers(self) -> list[list[nn.Parameter]]:
         """Return the weights of trained Dense and convolutional layers, the last one first."""
-        places = {id(v): table[name] for v, table, name in self._places}
-        layers = reversed(list(vars(self)["_keras"]._flatten_layers()))
+        places = {id(variable): getattr(self, name) for variable, name in self._names}
+        layers = reversed(list(self._keras._flatten_layers()))
         weights = [layer.weights for layer in layers]
         linear = [w for w in weights if [v.name for v in w] in (["kernel"], ["kernel", "bias"])]
         values = [[places[id(v)] for v in variables] for variables in linear]
@@ -390,7 +371,7 @@ class Variables(nn.Module):
         return y.long().reshape(-1) if sparse and y.numel() == len(y) else y
 
     def _losses(self, view: nn.Module, batch: Any) -> tuple[Tensor, Any, Any, Any]:
-        model = vars(self)["_keras"]
+        model = self._keras
         x, y, weight = unpack_x_y_sample_weight(batch)
         training = view.training
         with self._bound(training):
@@ -405,7 +386,7 @@ class Variables(nn.Module):
 
         Probabilities have the logits that Keras has made them of as an attribute.
         """
-        model, loss = vars(self)["_keras"], self._cross_entropy
+        model, loss = self._keras, self._cross_entropy
         options = {"training": self.training} if model._call_has_training_arg else {}
         outputs = model(x, **options)
         of_logits = isinstance(loss, keras.losses.Loss) and loss.get_config()["from_logits"]
@@ -416,19 +397,19 @@ class Variables(nn.Module):
     def predict(self, function: Any, view: nn.Module, batch: Any) -> Any:
         """Return the prediction of a function of Keras model and batch."""
         with self._bound(training=False):
-            return function(vars(self)["_keras"], batch)
+            return function(self._keras, batch)
 
     @contextmanager
     def _bound(self, training: bool) -> Iterator[None]:
-        model = vars(self)["_keras"]
-        before, mode = [v._value for v, _, _ in self._places], model.training
+        model = self._keras
+        before, mode = [variable._value for variable, _ in self._names], model.training
         try:
-            for variable, table, name in self._places:
-                variable._value = table[name]
+            for variable, name in self._names:
+                variable._value = getattr(self, name)
             model.train(training)
             yield
         finally:
-            for (variable, _, _), value in zip(self._places, before, strict=True):
+            for (variable, _), value in zip(self._names, before, strict=True):
                 variable._value = value
             model.train(mode)
 
@@ -456,44 +437,28 @@ def bridge_to(optimizer: Any, view: Variables) -> OptimizerBridge:
         with torch.no_grad():
             inner.apply([w.grad for w in weights], variables)
 
-    groups = [{"params": weights, "lr": float(optimizer.learning_rate)}]
     names = ["step", *map(str, range(1, len(slots)))]
     values = [v._value.detach().clone() for v in _slots(optimizer)]
-    bridge = OptimizerBridge(groups, replay)
-    if optimizer.use_ema:
+    group = {"params": weights, "lr": float(optimizer.learning_rate)}
+    bridge = OptimizerBridge([group], replay)
+    if optimizer.use_ema:  # averages of weights, which are evaluated
         averages = optimizer._model_variables_moving_average
-        bridge = AveragingBridge(groups, replay)
-        for number, slot in enumerate(_slots(optimizer)):
-            for average, weight in zip(averages, weights, strict=True):
-                if slot is average:
-                    if not int(optimizer.iterations):
-                        average.assign(weight)  # as the first step does, too
-                    values[number] = average._value.detach()
-                    bridge.averages.append(names[number])
+        order = [id(slot) for slot in _slots(optimizer)]
+        places = [order.index(id(average)) for average in averages]
+        for place, average, weight in zip(places, averages, weights, strict=True):
+            if not int(optimizer.iterations):
+                average.assign(weight)  # as the first step does, too
+            values[place] = average._value.detach()
+
+        @torch.no_grad()
+        def put_averages() -> None:
+            for place, weight in zip(places, weights, strict=True):
+                weight.copy_(bridge.state[weights[0]][names[place]])
+
+        # the weights come back with the state
+        vars(bridge).update(eval=put_averages, train=lambda: None)
     bridge.state[weights[0]] = dict(zip(names, values, strict=True))
     return bridge
-
-
-class AveragingBridge(OptimizerBridge):
-    """An optimiser that keeps averages of weights (use_ema=True), which are evaluated.
-
-    Attributes:
-        averages: their names in the state.
-    """
-
-    def __init__(self, params: Any, replay: Callable[[], Any]) -> None:
-        super().__init__(params, replay)
-        self.averages: list[str] = []
-
-    def train(self) -> None:
-        """Do nothing: the weights are put back with the shadow's state."""
-
-    @torch.no_grad()
-    def eval(self) -> None:
-        """Put the averages in the place of the weights."""
-        weights = self.param_groups[0]["params"]
-        for weight, name in zip(weights, self.averages, strict=True):
-            weight.copy_(self.state[weights[0]][name])
 
 
 def _slots(optimizer: Any) -> list[Any]:

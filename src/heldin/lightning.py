@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .adapters.arguments import check_elementwise, missing_framework, strict_kwargs
+from .adapters.arguments import check_elementwise, needs_framework, strict_kwargs
 from .adapters.patches import Patches
 from .adapters.session import flat_metrics
 from .adapters.stopping import FrameworkStopping
@@ -18,17 +18,14 @@ from .errors import HeldinError
 from .loop.hooks import after_every_step
 from .pause import is_paused
 from .rules.elementwise import ElementwiseStopping as Elementwise
-from .rules.options import Rule
 from .shadows.held_out import FrameworkLoss
 from .shadows.replayed import Clip
 
-try:
+with needs_framework("Lightning", "lightning"):
     from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
     from lightning.pytorch.loggers.logger import DummyLogger
     from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
     from lightning.pytorch.utilities.model_helpers import is_overridden
-except ImportError as error:
-    raise missing_framework("Lightning", "lightning", error) from error
 
 __all__ = ["EarlyStopping", "ElementwiseStopping"]
 
@@ -79,15 +76,11 @@ class EarlyStopping(FrameworkStopping, Callback):
     ... )
     """
 
-    @strict_kwargs(extends=FrameworkStopping.__init__)
-    def __init__(self, rule: str | Rule = "auto", **options: Any) -> None:
-        super().__init__(rule, **options)
-        self.stopped_epoch = 0
-        self.stopping_reason_message: str | None = None
-        self._patches = Patches()
-        self._loss: ShadowTrainingStep | None = None
-        self._delivered: Any = None  # the coming batch, as the loader returned it
-        self._average: Any = None  # Lightning's callback that averages weights
+    stopped_epoch = 0
+    stopping_reason_message: str | None = None
+    _loss: ShadowTrainingStep | None = None
+    _delivered: Any = None  # the coming batch, as the loader returned it
+    _average: Any = None  # Lightning's callback that averages weights
 
     # -- the run
 
@@ -130,7 +123,7 @@ class EarlyStopping(FrameworkStopping, Callback):
         """Begin the run, once module and optimiser are as the checkpoint has them."""
         epoch_steps = trainer.num_training_batches / trainer.accumulate_grad_batches
         if self.by_evidence:
-            stopping = self._begin(pl_module, epoch_steps=epoch_steps)
+            stopping = self._run.begin(pl_module, epoch_steps=epoch_steps)
             watch_step(self._patches, pl_module, stopping.call)
             return
         if len(trainer.optimizers) != 1:
@@ -139,7 +132,7 @@ class EarlyStopping(FrameworkStopping, Callback):
                 "shadows follow one. Put the parameters into groups of one optimiser, or use "
                 "rule='evidence'"
             )
-        loss = self._loss = ShadowTrainingStep(trainer, pl_module, DummyLogger())
+        loss = self._loss = ShadowTrainingStep(trainer, pl_module)
         plugin, strategy = trainer.precision_plugin, trainer.strategy
 
         def prepare(batch: Any) -> Any:
@@ -157,8 +150,7 @@ class EarlyStopping(FrameworkStopping, Callback):
                     "in one fit; leave it out, or use rule='evidence'"
                 )
             follow_average(self._patches, self._average, trainer, pl_module)
-
-        self._begin(
+        self._run.begin(
             pl_module,
             trainer.optimizers[0],
             loss,
@@ -194,8 +186,10 @@ class EarlyStopping(FrameworkStopping, Callback):
             pl_module.log_dict(run.metrics(), on_step=True, on_epoch=False)
             if stop:
                 self._stop(trainer)
+        epoch, step = trainer.current_epoch, trainer.global_step + 1
+        may_stop = epoch >= (trainer.min_epochs or 0) and step >= (trainer.min_steps or 0)
         scales = getattr(trainer.precision_plugin, "scaler", None) is not None
-        if stop and _may_stop(trainer) and not scales:  # a scaler needs gradients to step
+        if stop and may_stop and not scales:  # a scaler needs gradients to step
             run.keep_weights()
 
     def on_train_batch_end(
@@ -245,13 +239,10 @@ class EarlyStopping(FrameworkStopping, Callback):
         """Release the module."""
         self._end()
 
-    def on_exception(self, *_: Any) -> None:
-        """Release the module."""
-        self._end()
+    on_exception = on_fit_end
 
     def _end(self) -> None:
-        self._run.end()
-        self._patches.close()
+        super()._end()
         self._loss = self._delivered = self._average = None
 
     # -- checkpoints
@@ -320,16 +311,11 @@ class ElementwiseStopping(Callback):
 
     def on_fit_end(self, *_: Any) -> None:
         """Release the module."""
-        self._end()
-
-    def on_exception(self, *_: Any) -> None:
-        """Release the module."""
-        self._end()
-
-    def _end(self) -> None:
         for optimizer in self.optimizers:
             optimizer.close()
         self._patches.close()
+
+    on_exception = on_fit_end
 
 
 def watch_step(patches: Patches, module: LightningModule, call: Callable[..., Any]) -> None:
@@ -345,12 +331,6 @@ def watch_step(patches: Patches, module: LightningModule, call: Callable[..., An
         patches.wrap(module, "training_step", around)
 
 
-def _may_stop(trainer: Trainer) -> bool:
-    """Return whether the Trainer meets a request to stop after this step."""
-    epoch, step = trainer.current_epoch, trainer.global_step + 1
-    return bool(epoch >= (trainer.min_epochs or 0) and step >= (trainer.min_steps or 0))
-
-
 def follow_average(patches: Patches, averaging: Any, trainer: Any, module: nn.Module) -> None:
     """Update an average of weights right after the optimiser's step, and after those of shadows."""
     due = False
@@ -363,7 +343,7 @@ def follow_average(patches: Patches, averaging: Any, trainer: Any, module: nn.Mo
         if due:
             averaging._average_model.update_parameters(module)
 
-    patches.add(after_every_step(trainer.optimizers[0], update))
+    patches.callback(after_every_step(trainer.optimizers[0], update))
 
 
 def _check_trainer(trainer: Trainer) -> None:
@@ -399,17 +379,10 @@ def _clip(trainer: Trainer, module: LightningModule, loss: ShadowTrainingStep) -
 
 
 def clip_by(value: float, algorithm: str | None) -> Callable[[list[nn.Parameter]], Any]:
-    """Return a function that clips gradients as Lightning does.
-
-    >>> weight = nn.Parameter(Tensor([0.0, 0.0]))
-    >>> weight.grad = Tensor([3.0, 4.0])
-    >>> clip_by(2.0, "value")([weight])
-    >>> weight.grad
-    tensor([2., 2.])
-    """
-    if algorithm in (None, "norm"):
-        return lambda parameters: nn.utils.clip_grad_norm_(parameters, value)
-    return lambda parameters: nn.utils.clip_grad_value_(parameters, value)
+    """Return a function that clips gradients as Lightning does."""
+    by_norm = algorithm in (None, "norm")
+    clip = nn.utils.clip_grad_norm_ if by_norm else nn.utils.clip_grad_value_
+    return lambda parameters: clip(parameters, value)
 
 
 class ShadowTrainingStep(FrameworkLoss):
@@ -417,22 +390,14 @@ class ShadowTrainingStep(FrameworkLoss):
 
     With manual optimisation the loss is the sum of what is given to `manual_backward` (of held-out
     rows: what the step returns, if it does), and `clip_gradients` is noted for `clip`.
-
-    Args:
-        trainer: the Trainer that the module asks for epochs, steps and so on.
-        module: the module that is trained.
-        logger: in place of the Trainer's loggers in the shadow's step.
-
-    Attributes:
-        batch_idx: the number of the batch of the coming step.
-        divided: whether the module divides its losses by the accumulated batches.
     """
 
-    def __init__(self, trainer: Any, module: Any, logger: Any) -> None:
+    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
+        logger = DummyLogger()
         self._trainer = _Proxy(trainer, logger=logger, loggers=[logger])
         self._module = module
         self._manual = self.divided = not module.automatic_optimization
-        self.batch_idx = 0
+        self.batch_idx = 0  # of the coming step
         names = inspect.signature(module.training_step).parameters
         if "dataloader_iter" in names:
             raise HeldinError(
@@ -543,24 +508,18 @@ class _Proxy:
 
 
 def _passive(inner: Any) -> Any:
-    """Return optimisers or schedulers that do not step."""
+    """Return optimisers or schedulers that do not step; the shadow resets the gradients."""
     if isinstance(inner, list):
-        return [_Passive(item) for item in inner]
-    return None if inner is None else _Passive(inner)
+        return [_passive(item) for item in inner]
+    quiet = {
+        "step": _evaluate,
+        "zero_grad": _nothing,
+        "toggle_model": lambda *_, **__: nullcontext(),
+    }
+    return None if inner is None else _Proxy(inner, **quiet)
 
 
-class _Passive(_Proxy):
-    """An optimiser or scheduler that does not step."""
-
-    def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate the closure, if there is one."""
-        closure = next((a for a in (*args, kwargs.get("closure")) if callable(a)), None)
-        return closure() if closure is not None else None
-
-    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Keep the gradients, which the shadow resets."""
-
-    @contextmanager
-    def toggle_model(self, *args: Any, **kwargs: Any) -> Iterator[None]:
-        """Toggle nothing: gradients are asked for by parameter."""
-        yield
+def _evaluate(*args: Any, **kwargs: Any) -> Any:
+    """Evaluate the closure of a step, if there is one."""
+    closure = next((a for a in (*args, kwargs.get("closure")) if callable(a)), None)
+    return closure() if closure is not None else None

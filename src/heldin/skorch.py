@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .adapters.arguments import check_elementwise, missing_framework, strict_kwargs
+from .adapters.arguments import check_elementwise, needs_framework, strict_kwargs
 from .adapters.patches import Patches
 from .adapters.session import Session
 from .adapters.stopping import OUTPUTS, FrameworkStopping
@@ -23,12 +23,10 @@ from .rules.options import Rule
 from .shadows.held_out import FrameworkLoss
 from .shadows.replayed import Clip
 
-try:
+with needs_framework("skorch", "skorch"):
     from skorch import NeuralNet
     from skorch.callbacks import Callback, GradientNormClipping
     from skorch.dataset import unpack_data
-except ImportError as error:
-    raise missing_framework("skorch", "skorch", error) from error
 
 __all__ = ["EarlyStopping", "ElementwiseStopping"]
 
@@ -97,7 +95,7 @@ class EarlyStopping(FrameworkStopping, Callback):
         self.state_: dict[str, Any] = {}  # from a pickled net
         self.epoch_: dict[str, Any] = {}  # the arguments of on_epoch_begin
         self.hook_: Any = None  # on the optimiser's state
-        self.patches_ = Patches()
+        self._patches = Patches()
         return self
 
     def _set_outputs(self, options: dict[str, Any]) -> None:
@@ -123,7 +121,7 @@ class EarlyStopping(FrameworkStopping, Callback):
         return self._run.state_dict() if self._run is not None else self.state_
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {**vars(self), "state_": self.run_state(), "epoch_": {}, "patches_": Patches()}
+        state = {**vars(self), "state_": self.run_state(), "epoch_": {}, "_patches": Patches()}
         return {**state, "_run": None, "hook_": None}
 
     @property
@@ -167,7 +165,7 @@ class EarlyStopping(FrameworkStopping, Callback):
         """Follow the loop that comes next; other callbacks may load a checkpoint before it."""
         self._end()
         self.verbose_ = bool(net.verbose)
-        self.patches_.wrap(net, "fit_loop", partial(self._fit, net))
+        self._patches.wrap(net, "fit_loop", partial(self._fit, net))
 
     def _fit(self, net: NeuralNet, loop: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the net's loop, and end the run whichever way the loop ends."""
@@ -176,8 +174,8 @@ class EarlyStopping(FrameworkStopping, Callback):
         self._run.load_state_dict(state)
         of_loop = ("X", "y", "epochs", "_routing_method")
         loss = NetLoss(net, {k: v for k, v in kwargs.items() if k not in of_loop})
-        self.patches_.wrap(net, "get_iterator", partial(self._make_iterator, net, loss))
-        self.patches_.wrap(net, "train_step", partial(self._train, net))
+        self._patches.wrap(net, "get_iterator", partial(self._make_iterator, net, loss))
+        self._patches.wrap(net, "train_step", partial(self._train, net))
         try:
             result = loop(*args, **kwargs)
             self._record_end(net)
@@ -206,15 +204,9 @@ class EarlyStopping(FrameworkStopping, Callback):
         if self._run is None or self._run.running:
             return
         self._run.follow(loader)
-        self._begin(
-            net.module_,
-            net.optimizer_,
-            loss,
-            loader,
-            clip=_clip(net),
-            resumed=len(net.history) > 0,
-            hook=True,
-        )
+        resumed = len(net.history) > 0
+        trained = net.module_, net.optimizer_
+        self._run.begin(*trained, loss, loader, clip=_clip(net), resumed=resumed, hook=True)
         self._add_to_optimizer(net)
 
     def on_epoch_begin(self, net: NeuralNet, **datasets: Any) -> None:
@@ -264,7 +256,7 @@ class EarlyStopping(FrameworkStopping, Callback):
     def _end(self) -> None:
         if self._run is not None:
             self._run.end()
-        self.patches_.close()
+        self._patches.close()
 
     def _show(self, message: str) -> None:
         if self.verbose_ or self.sink is not print:

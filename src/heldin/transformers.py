@@ -12,24 +12,21 @@ import torch
 from torch import Tensor, nn
 
 from ._private_torch import DisableTorchFunction
-from .adapters.arguments import check_elementwise, missing_framework, strict_kwargs
-from .adapters.patches import MethodWrapper, Patches, callers, local_variable
+from .adapters.arguments import check_elementwise, needs_framework, strict_kwargs
+from .adapters.patches import MethodWrapper, callers, local_variable
 from .adapters.session import flat_metrics
 from .adapters.stopping import FrameworkStopping
 from .errors import HeldinError
 from .loop.batches import repack
 from .rules.elementwise import ElementwiseStopping
-from .rules.options import Rule
 from .shadows.held_out import FrameworkLoss
 from .state.checkpoint import load, save
 
-try:
+with needs_framework("transformers and accelerate", "transformers"):
     import accelerate  # noqa: F401  (without it there is a Trainer, which fails when it is made)
     import transformers.trainer as trainer_module
     from transformers import Trainer, TrainerCallback, TrainingArguments
     from transformers.trainer_callback import CallbackHandler
-except ImportError as error:
-    raise missing_framework("transformers and accelerate", "transformers", error) from error
 
 __all__ = ["EarlyStoppingCallback", "ElementwiseLoggingCallback", "elementwise"]
 
@@ -76,12 +73,7 @@ class EarlyStoppingCallback(FrameworkStopping, TrainerCallback):
     """
 
     name = NAME
-
-    @strict_kwargs(extends=FrameworkStopping.__init__)
-    def __init__(self, rule: str | Rule = "auto", **options: Any) -> None:
-        super().__init__(rule, **options)
-        self._patches = Patches(self._end)
-        self._trainer: Any = None
+    _trainer: Any = None
 
     @property
     def file(self) -> str:
@@ -119,7 +111,7 @@ class EarlyStoppingCallback(FrameworkStopping, TrainerCallback):
         self._patches.wrap(trainer, "training_step", self._train)
         self._patches.wrap(trainer_module, "skip_first_batches", self._skip)
         self._run.follow(train_dataloader)
-        self._begin(
+        self._run.begin(
             trainer.model,
             trainer.optimizer,
             TrainerLoss(trainer),
@@ -179,8 +171,7 @@ class EarlyStoppingCallback(FrameworkStopping, TrainerCallback):
         return save_rng_state(output_dir)
 
     def _end(self) -> None:
-        self._run.end()
-        self._patches.close()
+        super()._end()
         self._trainer = None
 
 

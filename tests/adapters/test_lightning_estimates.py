@@ -20,7 +20,7 @@ lightning = pytest.importorskip("lightning")
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
-from heldin.lightning import EarlyStopping
+from heldin.lightning import EarlyStopping, clip_by
 
 pytestmark = plain.foreign
 PLAIN = estimated.CASES[0]
@@ -507,3 +507,15 @@ def test_other_rows_in_a_later_epoch_are_refused() -> None:
     fit = trainer(PLAIN, rule(), reload_dataloaders_every_n_epochs=1)
     with pytest.raises(heldin.HeldinError, match="one over other rows"):
         fit.fit(Reloaded())
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "expected"), [("value", [2.0, 2.0]), ("norm", [1.2, 1.6]), (None, [1.2, 1.6])]
+)
+def test_gradients_are_clipped_as_lightning_does(
+    algorithm: str | None, expected: list[float]
+) -> None:
+    weight = torch.nn.Parameter(torch.zeros(2))
+    weight.grad = torch.tensor([3.0, 4.0])
+    clip_by(2.0, algorithm)([weight])
+    assert weight.grad.tolist() == pytest.approx(expected, rel=1e-5)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import heldin
-from heldin.adapters.session import Session, Settings
+from heldin.adapters.session import Session, Settings, length
 from heldin.pause import is_paused
 from heldin.rules.options import Evidence
 from heldin.shadows.held_out import FrameworkLoss
@@ -146,6 +146,10 @@ def test_a_session_goes_on_from_the_last_weights_and_not_from_the_restored_ones(
     second.end()
     with pytest.raises(heldin.HeldinError, match="not a state of Callback"):
         second.load_state_dict({"step": 3})
+
+
+def test_a_length_that_is_unknown() -> None:
+    assert (length([1, 2, 3]), length(iter([1, 2, 3]))) == (3, None)
 
 
 def evidence_session(**options: Any) -> Session:

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 import heldin
 from heldin._private_torch import outputs_of
-from heldin.capture.contributions import Filters, moments
+from heldin.capture.contributions import moments
 from heldin.capture.layout import Layout
 from heldin.capture.ops import OP_RULES, OpUse, contributions, generic
+from heldin.capture.ops.conv import Filters
 
 sizes = st.integers(1, 4)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import heldin
 from heldin.capture.step import OPEN
-from heldin.criterion.window import Window
+from heldin.criterion.running import Window
 from tests.support import inside
 from tests.support.promise_data import X, Y, net
 from tests.support.truth import error, truth

@@ -204,6 +204,17 @@ def test_a_penalty_with_a_root_of_its_own() -> None:
     agree(seen, model, model(x).sin().sum(1) + model[0].weight.square().sum() / 5)
 
 
+def test_a_separate_loss_of_a_part_that_is_not_observed() -> None:
+    model, x, data = net(), torch.randn(5, 3), torch.randn(7, 3)
+    with heldin.observe(model, parameters=lambda name: name.startswith("2")) as seen:
+        loss, other = model(x).sin().sum(), model[0](data).sum()
+        torch.autograd.backward([loss, other])
+    with heldin.observe(model, parameters=lambda name: name.startswith("2")) as expected:
+        model(x).sin().sum().backward()
+    assert sorted(seen) == sorted(expected) == ["2.bias", "2.weight"]
+    assert all(torch.equal(seen[name].squares, expected[name].squares) for name in seen)
+
+
 @pytest.mark.parametrize("length", [8, 512, 2048])
 def test_long_sums_in_half_precision_are_not_taken_for_noise(length: int) -> None:
     model = nn.Linear(4, 16).float()

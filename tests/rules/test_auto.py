@@ -384,7 +384,7 @@ def test_a_summed_loss_gets_one_full_shadow() -> None:
 
 @pytest.mark.parametrize("form", ["tensors", "dataset", "loader"])
 def test_a_network_that_cannot_be_stacked(form: str) -> None:
-    """BatchNorm with loss_fn, and a model that vmap refuses: their shadows are replayed."""
+    """BatchNorm of images, and a model that vmap refuses: their shadows are replayed."""
 
     class Branches(nn.Module):
         def __init__(self) -> None:
@@ -399,8 +399,8 @@ def test_a_network_that_cannot_be_stacked(form: str) -> None:
     rows: Any = (x, x[:, :1])
     loader = DataLoader(TensorDataset(*rows), 20, shuffle=True)
     data = {"tensors": rows, "dataset": TensorDataset(*rows), "loader": loader}[form]
-    normed = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-    for model in (normed, Branches()):
+    images = nn.Sequential(nn.Unflatten(1, (1, 3)), nn.BatchNorm1d(1), nn.Flatten())
+    for model in (nn.Sequential(images, nn.Linear(3, 1)), Branches()):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         stopping: Any = heldin.EarlyStopping(model, optimizer, F.mse_loss, data)
         assert stopping.following.backend.engine == "replay"

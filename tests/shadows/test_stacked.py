@@ -41,7 +41,8 @@ ENGINES = {
     "relu": ["dense", "vmap", "replay"],
     "deep": ["dense", "vmap", "replay"],
     "tied": ["vmap", "replay"],
-    "batchnorm": ["replay"],
+    "batchnorm": ["dense", "replay"],
+    "batchnorms": ["dense", "replay"],
     "layernorm": ["vmap", "replay"],
 }
 
@@ -85,6 +86,72 @@ def test_every_engine_gives_the_numbers_of_separate_runs(name: str, engine: str)
             batchless = [p for n, p in model.named_parameters() if n == "unused"]
             assert torch.equal(batchless[0], torch.ones(2, dtype=torch.float64))
         check_shadows(stopping, start, make, nn.MSELoss(), rows, batches)
+
+
+@pytest.mark.parametrize("engine", ["dense", "vmap"])
+def test_a_loop_that_writes_every_batch_into_one_tensor(engine: str) -> None:
+    """Steps of the copies wait; by then the loop's tensor has the rows of another batch."""
+    torch.manual_seed(5)
+    start = MODELS["relu"]().double()
+    (x, y), batches, make = data(), minibatches(5, 23), OPTIMIZERS["adam"]
+    batches = [index for index in batches if len(index) == 5]
+    model = copy.deepcopy(start)
+    optimizer = make(model.parameters())
+    stopping: Any = runs.FoldStopping(
+        model, optimizer, F.mse_loss, (x, y), 4, engine=engine, patience=None
+    )
+    batch = torch.empty_like(x[:5])
+    for index in batches:
+        batch.copy_(x[index])
+        optimizer.zero_grad()
+        F.mse_loss(model(batch), y[index]).backward()
+        optimizer.step()
+        stopping.step()
+    check_shadows(stopping, start, make, F.mse_loss, (x, y), batches)
+
+
+def test_statistics_that_the_loop_has_frozen() -> None:
+    torch.manual_seed(1)
+    start = MODELS["batchnorms"]().double()
+    for norm in (start[0], start[2]):
+        norm.eval()
+        norm.running_var.add_(torch.rand(norm.num_features))
+    rows, batches, make = data(), minibatches(7, 12), OPTIMIZERS["nesterov"]
+    stopping = run(copy.deepcopy(start), make, nn.MSELoss(), rows, batches, folds=4)
+    assert stopping.engine == "dense"
+    check_shadows(stopping, start, make, nn.MSELoss(), rows, batches)
+
+
+def test_fit_normalises_as_a_loop_does() -> None:
+    """The model is one more copy in the stack; its statistics come back to it."""
+    x, y = data()
+    results = []
+    for fits in (True, False):
+        torch.manual_seed(1)
+        model = MODELS["batchnorms"]().double()
+        optimizer = OPTIMIZERS["adam"](model.parameters())
+        if fits:
+            stopping = heldin.EarlyStopping(
+                model, optimizer, F.mse_loss, (x, y), "folds", patience=None, finish=True
+            )
+            stopping.fit(batch_size=N, max_epochs=5)
+        else:
+            for _ in range(5):
+                optimizer.zero_grad()
+                F.mse_loss(model(x), y).backward()
+                optimizer.step()
+        results.append(model.state_dict())
+    for name, value in results[0].items():
+        torch.testing.assert_close(value, results[1][name], rtol=1e-9, atol=1e-11)
+
+
+def test_a_batch_of_one_row_has_no_statistics() -> None:
+    model = MODELS["batchnorm"]().double()
+    stopping = heldin.EarlyStopping(
+        model, OPTIMIZERS["sgd"](model.parameters()), F.mse_loss, data(), "folds"
+    )
+    with pytest.raises(heldin.HeldinError, match="a batch has a single row"):
+        stopping.fit(batch_size=N - 1, max_epochs=2)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

@@ -52,6 +52,15 @@ MODELS: dict[str, Any] = {
         nn.BatchNorm1d(8),
         nn.Linear(8, 1),
     ),
+    "batchnorms": lambda: nn.Sequential(
+        nn.BatchNorm1d(D, affine=False),
+        nn.Linear(D, 8, bias=False),
+        nn.BatchNorm1d(8, momentum=None),
+        nn.ReLU(),
+        nn.Linear(8, 5, bias=False),
+        nn.BatchNorm1d(5, momentum=0.3),
+        nn.Linear(5, 1),
+    ),
     "layernorm": lambda: nn.Sequential(nn.Linear(D, 8), nn.LayerNorm(8), nn.Linear(8, 1)),
 }
 
@@ -101,10 +110,11 @@ def separately(
 ) -> nn.Module:
     """The slow twin: train one model on the rows of each minibatch that it may see."""
     *inputs, y = rows
+    least = 2 if any(isinstance(m, nn.BatchNorm1d) and m.training for m in model.modules()) else 1
     scheduler = schedule(optimizer) if schedule else None
     for index in batches:
         kept = index[seen[index]]
-        if len(kept):  # a shadow without a row takes no step
+        if len(kept) >= least:  # a shadow without a row takes no step, nor BatchNorm on one
             optimizer.zero_grad(set_to_none=False)
             loss_fn(model(*(x[kept] for x in inputs)), y[kept]).backward()
             for p in model.parameters():

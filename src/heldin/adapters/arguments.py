@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
@@ -16,17 +17,21 @@ from heldin.rules.callback_hints import PlainLoopOnly
 from heldin.rules.elementwise import ElementwiseStopping
 from heldin.rules.options import Evidence, Folds
 
-__all__ = ["check_elementwise", "check_type", "missing_framework", "strict_kwargs"]
+__all__ = ["check_elementwise", "check_type", "needs_framework", "strict_kwargs"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def missing_framework(framework: str, extra: str, error: ImportError) -> ImportError:
-    """Return the error of an adapter whose framework cannot be imported."""
-    return ImportError(
-        f"heldin.{extra} needs {framework} ({error}): pip install 'heldin[{extra}]'",
-        name=error.name,
-    )
+@contextmanager
+def needs_framework(framework: str, extra: str, then: str = "") -> Iterator[None]:
+    """Name the extra of an adapter whose framework cannot be imported, and what to do `then`."""
+    try:
+        yield
+    except ImportError as error:
+        raise ImportError(
+            f"heldin.{extra} needs {framework} ({error}): pip install 'heldin[{extra}]'{then}",
+            name=error.name,
+        ) from error
 
 
 def strict_kwargs(
@@ -38,15 +43,6 @@ def strict_kwargs(
         extends: a function whose keyword arguments, with their defaults, are the `**options` of the
             decorated one, in the signature too, which scikit-learn, LightningCLI and editors read.
         without: those that are left out.
-
-    >>> class Callback:
-    ...     @strict_kwargs()
-    ...     def __init__(self, early_stopping_patience=1, smoothing=0.9): ...
-    >>> try:
-    ...     Callback(patience=5)
-    ... except HeldinError as error:
-    ...     print(error)
-    Callback: unknown argument 'patience'; is it 'early_stopping_patience'?
     """
 
     def decorate(function: F) -> F:
@@ -106,14 +102,7 @@ def check_elementwise(options: Mapping[str, Any]) -> None:
 
 
 def check_type(owner: str, name: str, value: Any, kind: type, expected: str) -> None:
-    """Refuse an object of another type.
-
-    >>> try:
-    ...     check_type("EvidenceStopping", "model", 3, nn.Module, "the model that is trained")
-    ... except HeldinError as error:
-    ...     print(error)
-    EvidenceStopping: model must be the model that is trained, got an object of type int
-    """
+    """Refuse an object of another type."""
     if isinstance(value, kind):
         return
     received = f"an object of type {type(value).__name__}"

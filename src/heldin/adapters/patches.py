@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from types import FrameType
+from contextlib import ExitStack
+from traceback import walk_stack
 from typing import Any
 
 from torch.optim import Optimizer
@@ -15,23 +16,7 @@ __all__ = ["MethodWrapper", "OptimizerBridge", "Patches", "callers", "local_vari
 
 
 class MethodWrapper:
-    """A method of one object that is called through another function until `close`.
-
-    >>> class Greeter:
-    ...     def greet(self, name):
-    ...         return "hello " + name
-    >>> greeter = Greeter()
-    >>> loud = MethodWrapper(greeter, "greet", lambda greet, name: greet(name).upper())
-    >>> twice = MethodWrapper(greeter, "greet", lambda greet, name: 2 * greet(name))
-    >>> greeter.greet("you")
-    'HELLO YOUHELLO YOU'
-    >>> loud.close()                                         # in any order
-    >>> greeter.greet("you")
-    'hello youhello you'
-    >>> twice.close()
-    >>> vars(greeter)
-    {}
-    """
+    """A method of one object that is called through another function until `close`."""
 
     def __init__(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
         self._owner, self._name, self._around = owner, name, around
@@ -63,26 +48,13 @@ class MethodWrapper:
         return getattr, (self._owner, self._name)
 
 
-class Patches:
-    """The wrapped methods of a run.
+class Patches(ExitStack):
+    """The wrapped methods of a run; `close` puts them back.
 
     Args:
         on_error: called if an error or an interrupt leaves a watched method, for frameworks that do
             not report them to callbacks. The error is raised again.
         harmless: exceptions by which the framework controls its loop.
-
-    >>> class Loop:
-    ...     def train(self):
-    ...         raise KeyboardInterrupt
-    >>> loop, patches = Loop(), Patches(lambda: print("the run is over"))
-    >>> patches.watch_methods(loop, "train")
-    >>> try:
-    ...     loop.train()
-    ... except KeyboardInterrupt:
-    ...     patches.close()
-    the run is over
-    >>> vars(loop)
-    {}
     """
 
     def __init__(
@@ -90,16 +62,12 @@ class Patches:
         on_error: Callable[[], None] | None = None,
         harmless: tuple[type[BaseException], ...] = (),
     ) -> None:
+        super().__init__()
         self._on_error, self._harmless = on_error, harmless
-        self._removals: list[Callable[[], Any]] = []
-
-    def add(self, remove: Callable[[], Any]) -> None:
-        """Call a function, such as the one that removes a hook, at the end."""
-        self._removals.append(remove)
 
     def wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
         """Call a method of an object through a function, which gets the method first."""
-        self.add(MethodWrapper(owner, name, around).close)
+        self.callback(MethodWrapper(owner, name, around).close)
 
     def watch_methods(self, owner: Any, *names: str) -> None:
         """Call `on_error` if an error leaves one of these methods; skip names without a method."""
@@ -123,12 +91,6 @@ class Patches:
         iterator, end = iter(iterable), object()
         while (item := self.call(next, iterator, end)) is not end:
             yield item
-
-    def close(self) -> None:
-        """Put all methods back."""
-        for remove in self._removals:
-            remove()
-        self._removals = []
 
 
 class OptimizerBridge(Optimizer):
@@ -163,22 +125,15 @@ class OptimizerBridge(Optimizer):
 # -- objects that a framework does not give to its callbacks
 
 
-def _frames() -> Iterator[FrameType]:
-    """Yield the calls on the stack, the innermost first."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
 def callers(kinds: tuple[type, ...]) -> list[Any]:
     """Return the objects of some types whose methods are being called."""
-    frames = (f for f in _frames() if f.f_code.co_varnames[:1] == ("self",))
-    owners = [frame.f_locals.get("self") for frame in frames]
+    frames = (frame for frame, _ in walk_stack(sys._getframe()))
+    owners = [f.f_locals.get("self") for f in frames if f.f_code.co_varnames[:1] == ("self",)]
     return [*{id(owner): owner for owner in owners if isinstance(owner, kinds)}.values()]
 
 
 def local_variable(name: str, function: str) -> Any:
     """Return a variable of a function that is being called; None if there is none."""
-    calls = (f.f_locals for f in _frames() if f.f_code.co_name == function)
+    frames = (frame for frame, _ in walk_stack(sys._getframe()))
+    calls = (f.f_locals for f in frames if f.f_code.co_name == function)
     return next((variables[name] for variables in calls if name in variables), None)

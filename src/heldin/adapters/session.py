@@ -25,14 +25,12 @@ from heldin.rules.auto import follow
 from heldin.rules.elementwise import ElementwiseStopping
 from heldin.rules.estimated import check_patience
 from heldin.rules.evidence import EvidenceStopping
-from heldin.rules.folds import FoldStopping
 from heldin.rules.inputs import RunInputs
 from heldin.rules.options import Auto, Evidence, Folds, Rule
 from heldin.rules.outlook import MANY_EPOCHS, warn_of_many_epochs
 from heldin.rules.path import PathStopping
 from heldin.rules.results import check_outputs, follow_outputs
 from heldin.shadows.held_out import BatchLoss
-from heldin.shadows.replayed import Clip
 from heldin.state.schema import check_int
 
 __all__ = [
@@ -50,11 +48,7 @@ ESTIMATED_ONLY = ("groups", "stratify", "time", "eval_data", "eval_loss", "on_ch
 
 
 def length(loader: Any) -> int | None:
-    """Return the number of batches of a loader; None if it is unknown.
-
-    >>> length([1, 2, 3]), length(iter([1, 2, 3]))
-    (3, None)
-    """
+    """Return the number of batches of a loader; None if it is unknown."""
     try:
         return len(loader)
     # An iterator or a stream of rows; loaders of Lightning and fastai before they are begun.
@@ -122,28 +116,21 @@ class Session:
 
     A framework's adapter calls `begin`; `begin_batch`, `before_step`, `add` and `step` for every
     batch; `end_epoch`; and `finish` or `end`. Calls that do not belong to the rule do nothing. A
-    state may be loaded before the run begins.
-
-    Args:
-        owner: the framework's class, for messages.
-        settings: the user's arguments.
+    state may be loaded before the run begins. Messages name the owner, the framework's class.
 
     Attributes:
+        by_evidence: whether the rule is evidence, which needs neither data nor optimiser.
         stopping: the object that follows the last run, with its history.
         epoch_steps: number of optimiser steps in an epoch of it; None if it is unknown.
         trained_model: a weak reference to its model.
         next_state: the state that the next run begins with.
         weighed: whether the evidence of the present batch was formed.
         just_stopped: whether the present batch is the first with a request to stop.
-
-    >>> session = Session("Callback", Settings(Evidence(smoothing=0.5)))
-    >>> session.begin(nn.Linear(2, 1)).rule.smoothing
-    0.5
-    >>> session.end()
     """
 
     def __init__(self, owner: str, settings: Settings) -> None:
         self.owner, self.settings = FrameworkName(owner), settings
+        self.by_evidence = isinstance(settings.rule, Evidence)
         self.stopping: Any = None
         self.epoch_steps: float | None = None
         self.trained_model: Callable[[], nn.Module | None] = lambda: None
@@ -160,11 +147,6 @@ class Session:
         self._batches = self._epochs = 0
         self._counts = (0, 0, 0)  # of the rule when the epoch began
         self._warned = False
-
-    @property
-    def by_evidence(self) -> bool:
-        """Whether the rule is evidence, which needs neither data nor optimiser."""
-        return isinstance(self.settings.rule, Evidence)
 
     @property
     def running(self) -> bool:
@@ -202,41 +184,37 @@ class Session:
         rows: Any = None,
         *,
         prepare: Callable[[Any], Any] | None = None,
-        eval_loss: BatchLoss | None = None,
         predict: Callable[[nn.Module, Any], Any] | None = None,
         fallback: Callable[[nn.Module, Any], Any] | None = None,
         targets: Callable[[Any], Any] | None = None,
-        clip: Clip | None = None,
-        averaged_model: nn.Module | None = None,
         resumed: bool = False,
         pools_ranks: bool = False,
         in_grad: bool = True,
         hook: bool = False,
         accumulated: int = 1,
         epoch_steps: float | None = None,
+        **inputs: Any,
     ) -> Any:
         """Make the object that follows the run, from the state that was loaded last.
 
-        Evidence uses model, in_grad, hook and the last two alone.
+        Evidence uses model, in_grad, hook and epoch_steps alone.
 
         Args:
-            model: the model that is trained.
-            optimizer: the optimiser that trains it.
+            model, optimizer: what is trained, and by what.
             loss: (model, batch) -> loss, of a prepared batch.
             rows: the loader, for its dataset and collate function. It is not iterated over.
             prepare: the framework's changes of a batch before the model sees it.
-            eval_loss: in place of loss, for rows that are held out.
             predict: in place of the user's argument.
             fallback: (model, batch) -> outputs, where a call of the model does not show them.
             targets: (batch) -> targets, where the user's argument is None.
-            clip: how the framework clips gradients.
-            averaged_model: an average of the weights that hooks of the optimiser's step update.
             resumed: whether the model was trained before, in the same run.
             pools_ranks: whether the framework may train the model in several processes.
             in_grad: whether the framework accumulates gradients in `.grad`.
             hook: form the evidence in a hook before the steps of all optimisers of the model.
             accumulated: number of batches in an optimiser step.
             epoch_steps: number of optimiser steps in an epoch (default: by the length of rows).
+            inputs: eval_loss, in place of the user's argument; clip; averaged_model, which hooks
+                of the optimiser's step update.
         """
         self.close()
         batches = length(rows)
@@ -244,41 +222,32 @@ class Session:
             epoch_steps = batches / accumulated
         try:
             if self.by_evidence:
-                stopping: Any = self._make_evidence(model, epoch_steps)
-                stopping._collector.keeps_all_passes = not in_grad
+                self.stopping = self._make_evidence(model, epoch_steps)
+                self.stopping._collector.keeps_all_passes = not in_grad
             else:
                 self._check_run(resumed, pools_ranks)
-                options = {
-                    "batch_loss": loss,
-                    "eval_loss": eval_loss or self.settings.eval_loss,
-                    "clip": clip,
-                    "averaged_model": averaged_model,
-                }
-                stopping = self._make_estimated(model, optimizer, rows, prepare, options)
-            self.stopping, self.epoch_steps = stopping, epoch_steps
-            if isinstance(stopping, PathStopping):
-                stopping.epoch_steps, stopping.finish = epoch_steps, self.settings.finish
+                self.stopping = self._make_folds(model, optimizer, loss, rows, prepare, **inputs)
+                self.stopping.epoch_steps, self.stopping.finish = epoch_steps, self.settings.finish
                 outputs = dict(self.settings.outputs)
                 if outputs:
                     outputs["predict"] = predict or outputs["predict"]
                     outputs["targets"] = outputs["targets"] or targets
-                    follow_outputs(stopping, **outputs, fallback=fallback, owner=self.owner)
-                self.settings.on_begin(stopping)
-            if isinstance(stopping, FoldStopping):
-                stopping.count_passes(in_grad)
+                    follow_outputs(self.stopping, **outputs, fallback=fallback, owner=self.owner)
+                self.settings.on_begin(self.stopping)
+                self.stopping.count_passes(in_grad)
+            self.epoch_steps = epoch_steps
             self._model, self.trained_model = model, weakref.ref(model)
             state, self.next_state, self._last = self.next_state, {}, {}
             if state:
                 self._load(state)
             if hook and self.by_evidence:
                 self._remove_hook = call_at_steps(self._before_any_step)
-            self._batches = self._epochs = 0
-            self._warned = False
-            self._counts = stopping.counts if self.by_evidence else self._counts
+            self._batches, self._epochs, self._warned = 0, 0, False
+            self._counts = self.stopping.counts if self.by_evidence else self._counts
         except BaseException:
             self.end()
             raise
-        return stopping
+        return self.stopping
 
     def _check_run(self, resumed: bool, pools_ranks: bool) -> None:
         """Refuse runs in which shadows would estimate a wrong loss."""
@@ -312,30 +281,28 @@ class Session:
                 )
         return EvidenceStopping(model, replace(rule, window=window), seed=self.settings.seed)
 
-    def _make_estimated(
-        self, model: nn.Module, optimizer: Any, rows: Any, prepare: Any, options: dict[str, Any]
+    def _make_folds(
+        self, model: nn.Module, optimizer: Any, loss: Any, rows: Any, prepare: Any, **inputs: Any
     ) -> PathStopping:
         settings, loader = self.settings, unwrap_loader(self.owner, rows)
-        rows = TrainingRows(_row_loader(loader, loader), self._order, prepare, self.owner)
-        options |= {"data": rows}
+        assert isinstance(settings.rule, (Auto, Folds))  # there is no loss_fn for leave-one-out
+        data = TrainingRows(_row_loader(loader, loader), self._order, prepare, self.owner)
         if settings.eval_data is not None:
-            eval_loader = _row_loader(settings.eval_data, loader)
-            options["eval_data"] = TrainingRows(eval_loader, None, prepare)
+            eval_rows = _row_loader(settings.eval_data, loader)
+            inputs["eval_data"] = TrainingRows(eval_rows, None, prepare)
+        inputs["eval_loss"] = inputs.get("eval_loss") or settings.eval_loss
+        inputs |= {name: getattr(settings, name) for name in ("groups", "stratify", "time", "seed")}
         patience = check_patience(self.owner, settings.patience, settings.finish)
         if patience != "default":
-            options["patience"] = patience
-        for name in ("stratify", "groups", "time", "seed"):
-            if getattr(settings, name) is not None:
-                options[name] = getattr(settings, name)
-        assert isinstance(settings.rule, (Auto, Folds))
-        options["resumes"] = bool(self.next_state) or self.warns_itself
-        return follow(RunInputs(model, optimizer, **options), settings.rule)
+            inputs["patience"] = patience
+        inputs["resumes"] = bool(self.next_state) or self.warns_itself
+        return follow(RunInputs(model, optimizer, None, data, loss, **inputs), settings.rule)
 
     def begin_batch(self) -> None:
         """Prepare for a batch, which is trained on next."""
         self._batches += 1
         self.weighed = self.just_stopped = self._has_closure = False
-        if isinstance(self.stopping, FoldStopping) and self.running:
+        if self.running and not self.by_evidence:
             self._random_state = self.stopping.begin_batch()
 
     def before_step(self) -> bool:
@@ -386,19 +353,19 @@ class Session:
             rows: its row numbers, where no loader is followed.
             in_batches: whether the dataset makes whole batches, and no rows.
         """
-        if not isinstance(self.stopping, FoldStopping) or not self.running:
+        if self.by_evidence or not self.running:
             return
         if not self.stopping.trained_on():  # the loop skipped it, because of a nan say
             return
         if rows is not None:
-            record = LoaderBatch(torch.tensor(rows), None, prepared=batch)
+            record = LoaderBatch(torch.tensor(rows), None)
         else:
             assert self._order is not None
             record = self._order.find(batch if delivered is None else delivered)
-            record = replace(record, prepared=batch)
             if in_batches:
                 record = replace(record, batch=None, items=None)
-        self.stopping.add_batch(replace(record, random_state=self._random_state))
+        record = replace(record, prepared=batch, random_state=self._random_state)
+        self.stopping.add_batch(record)
         self._random_state = None
 
     def step(self) -> bool:
@@ -474,11 +441,10 @@ class Session:
 
     def finish(self) -> None:
         """End the run: put the chosen weights into the model, if the user wants it."""
-        stopping, model = self.stopping, self._model
-        if model is not None and isinstance(stopping, PathStopping):
-            if self.settings.restore and len(stopping.history):
-                self._last = {name: value.detach().clone() for name, value in _weights(model)}
-                stopping.restore()
+        if self._model is not None and not self.by_evidence:
+            if self.settings.restore and len(self.stopping.history):
+                self._last = {name: v.detach().clone() for name, v in _weights(self._model)}
+                self.stopping.restore()
         self.end()
 
     def end(self) -> None:
@@ -503,7 +469,7 @@ class Session:
         """Return the state of the run, or the one that the next begins with."""
         if self.stopping is None or self.next_state:
             return dict(self.next_state)
-        rule: dict[str, Any] = self.stopping.state_dict() if self.running else self._final
+        rule = self.stopping.state_dict() if self.running else self._final
         return rule if self.by_evidence else {"rule": rule, "last": self._last}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

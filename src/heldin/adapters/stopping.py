@@ -6,6 +6,7 @@ import inspect
 import math
 import reprlib
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 from torch import nn
@@ -16,6 +17,7 @@ from heldin.rules.options import Auto, Evidence, Folds, Rule, resolve
 from heldin.rules.results import RunResults
 
 from .arguments import strict_kwargs
+from .patches import Patches
 from .session import Session, Settings, is_main_process
 
 __all__ = ["OUTPUTS", "FrameworkStopping"]
@@ -44,6 +46,7 @@ class FrameworkStopping(RunResults):
     """
 
     name: ClassVar[str] = "EarlyStopping"  # for messages
+    _harmless: ClassVar[tuple[type[BaseException], ...]] = ()  # that end the framework's loop
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -64,6 +67,7 @@ class FrameworkStopping(RunResults):
         options |= {"restore": restore, "verbose": verbose, "log_groups": log_groups}
         vars(self).update(options, rule=rule)
         self._run: Any = self.make_session()
+        self._patches = Patches(self._end, self._harmless)
 
     def _set_outputs(self, options: dict[str, Any]) -> None:
         """Store the arguments about outputs; some have the name of a result."""
@@ -95,27 +99,19 @@ class FrameworkStopping(RunResults):
         settings = Settings(
             rule=rule,
             outputs=self._output_options(),
-            on_begin=self._on_begin,
+            on_begin=partial(self._tell_of_checks, on_check=values["on_check"]),
             **{name: values[name] for name in names},
         )
         settings.check(self.name)
         return Session(self.name, settings)
 
-    def _on_begin(self, rule: Any) -> None:
-        self._tell_of_checks(rule, vars(self)["on_check"])
-
     def _refuse_unused(self, **arguments: Any) -> None:
         """Refuse a framework's own arguments that evidence does not use."""
-        for name in (name for name, value in arguments.items() if value is not None):
-            raise HeldinError(
-                f"{self.name}: {name} has no effect with rule='evidence'; leave it out"
-            )
+        for unused in (name for name, value in arguments.items() if value is not None):
+            why = "has no effect with rule='evidence'; leave it out"
+            raise HeldinError(f"{self.name}: {unused} {why}")
 
     # -- the run
-
-    def _begin(self, *args: Any, **kwargs: Any) -> Any:
-        """Begin a run, see `Session.begin`."""
-        return self._run.begin(*args, **kwargs)
 
     def _conclude(self) -> dict[str, float]:
         """Put the best weights into the model, say how the run ended, and return its summary."""
@@ -127,6 +123,11 @@ class FrameworkStopping(RunResults):
         if vars(self)["verbose"] and is_main_process():
             self._show(f"{self.name.rpartition('.')[2]}: {message}")
         return values
+
+    def _end(self) -> None:
+        """End the run, also after an error, and leave nothing behind."""
+        self._run.end()
+        self._patches.close()
 
     def _show(self, message: str) -> None:
         """Print a line, unless the framework was told to be silent."""

@@ -23,19 +23,12 @@ from torch.nn.utils.rnn import PackedSequence
 from heldin.errors import HeldinError, NotObservable
 
 from .flat import index_of, is_flat_batch, owners_from_index, owners_in, owners_in_fields
-from .ownership.planes import tensors_in
+from .ownership.planes import ownerless, tensors_in
 
 __all__ = [
-    "Arguments",
-    "BatchDim",
-    "Count",
-    "Entry",
-    "Roles",
-    "names_of",
-    "owner_hypotheses",
-    "read",
-    "rows_of",
-]
+    "Arguments", "BatchDim", "Count", "Entry", "Roles", "name_of", "names_of", "owner_hypotheses",
+    "read", "rows_of",
+]  # fmt: skip
 
 BatchDim = int | Mapping[str | int, int | Literal["owner"] | None]
 INPUTS = 8  # maximum number of inputs for hypotheses that leave one of them out
@@ -44,35 +37,22 @@ ENTRIES = 4096  # size of a NumPy argument from which it is compared by its hash
 
 @dataclass(frozen=True)
 class Count:
-    """A number of samples that a call may have.
-
-    Attributes:
-        m: the number.
-        is_list: the samples are the entries of a list; else rows along a dimension.
-        flat: the rows of all samples are concatenated, and an index gives the owner of each row.
-    """
+    """A number of samples that a call may have."""
 
     m: int
-    is_list: bool = False
-    flat: bool = False
+    is_list: bool = False  # the samples are the entries of a list; else rows along a dimension
+    flat: bool = False  # rows of all samples are concatenated, an index gives the owner of each
 
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """A tensor among the arguments.
-
-    Attributes:
-        place: position or name of its argument.
-        dim: the dimension that may be the batch dimension; None: there is none.
-        list_position: its index in a possible list of samples, and the length of the list.
-        owner: owner of each element of a flat batch, broadcastable to the tensor.
-    """
+    """A tensor among the arguments."""
 
     tensor: Tensor
-    place: str | int
-    dim: int | None
-    list_position: tuple[int, int] | None
-    owner: Tensor | None = None
+    place: str | int  # position or name of its argument
+    dim: int | None  # the dimension that may be the batch dimension
+    list_position: tuple[int, int] | None  # index in a possible list of samples, and its length
+    owner: Tensor | None = None  # of each element of a flat batch, broadcastable to the tensor
 
     @property
     def rows(self) -> int | None:
@@ -89,28 +69,13 @@ class Entry:
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of a call, as read before the pass.
-
-    Attributes:
-        entries: the tensors.
-        signature: everything that decides which graph is built, except shapes.
-        structure: the arguments that hold tensors; the same for batches of any size.
-        flat: the number of samples of a possible flat batch, and whether it is certain.
-        opaque_types: types of arguments whose contents cannot be compared.
-    """
+    """The arguments of a call, as read before the pass."""
 
     entries: Sequence[Entry]
-    signature: Any
-    structure: Any
-    flat: tuple[int, bool] | None = None
-    opaque_types: Sequence[type] = ()
-
-    def named(self, count: Count, names: Sequence[str], chosen: Sequence[Entry]) -> str:
-        """Describe the arguments that have this number of samples, for messages."""
-        places = dict.fromkeys(e.place for e in chosen)
-        argument_names = [_name_of(p, names) for p in places]
-        unit = "entries" if count.is_list else "samples in one" if count.flat else "rows"
-        return f"{count.m} {unit} of {' and '.join(repr(name) for name in argument_names)}"
+    signature: Any  # everything that decides which graph is built, except shapes
+    structure: Any  # the arguments that hold tensors; the same for batches of any size
+    flat: tuple[int, bool] | None  # samples of a possible flat batch, and whether it is certain
+    opaque_types: Sequence[type]  # types of arguments whose contents cannot be compared
 
 
 class Roles:
@@ -194,50 +159,51 @@ def read(
             )
         dim, is_declared = _dim_of(batch_dim, place, names)
         if dim is not None and not sure:
-            candidate = index_of(value, _name_of(place, names), dim == "owner")
+            candidate = index_of(value, name_of(place, names), dim == "owner")
             if candidate is not None:
                 index, sure = candidate, dim == "owner"
         if dim == "owner":
             dim = None
+        if not isinstance(value, Tensor):
+            signature.append((place, values_in(value, opaque_types)))
         owned = list(owners_in(value)) if is_flat_batch(value) else []
         if not owned and not is_declared and not isinstance(value, Tensor):
             owned = owners_in_fields(value)
         if owned:
             entries += [Entry(tensor, place, None, None, owner) for tensor, owner in owned]
-            signature.append((place, values_in(value, opaque_types)))
             structure.append((place, "flat"))
             continue
-        if isinstance(value, Tensor):
-            groups: list[tuple[list[Tensor], tuple[int, int] | None]] = [([value], None)]
-        else:
-            groups = [(tensors_in(value), None)]
-            if isinstance(value, (list, tuple)) and value and not is_declared:
-                lists = [tensors_in(entry) for entry in value]
-                kinds = {
-                    tuple([(t.dtype, t.dim()) for t in entry_tensors]) for entry_tensors in lists
-                }
-                if len(kinds) == 1 and all(lists):  # possibly a list of samples
-                    groups = [
-                        (entry_tensors, (i, len(lists))) for i, entry_tensors in enumerate(lists)
-                    ]
-            signature.append((place, values_in(value, opaque_types)))
-        for tensors, list_position in groups:
-            for tensor in tensors:
-                if tensor.is_nested:
-                    raise NotObservable(
-                        f"heldin.observe: argument {_name_of(place, names)!r} of the model is a "
-                        "nested tensor, whose rows cannot be assigned to samples; use padded "
-                        "sequences, or a list of tensors"
-                    )
-                fits = dim is not None and -tensor.dim() <= dim < tensor.dim()
-                entry_dim = dim % tensor.dim() if dim is not None and fits else None
-                signature.append((place, tensor.dtype, tensor.requires_grad))
-                entries.append(
-                    Entry(tensor, place, entry_dim, list_position if dim is not None else None)
+        tensors: list[tuple[Tensor, tuple[int, int] | None]]
+        tensors = [(tensor, None) for tensor in tensors_in(value)]
+        if isinstance(value, (list, tuple)) and value and not is_declared:
+            lists = [tensors_in(entry) for entry in value]
+            kinds = {tuple([(t.dtype, t.dim()) for t in entry]) for entry in lists}
+            if len(kinds) == 1 and all(lists):  # possibly a list of samples
+                tensors = [(t, (i, len(lists))) for i, entry in enumerate(lists) for t in entry]
+        for tensor, list_position in tensors:
+            if tensor.is_nested:
+                raise NotObservable(
+                    f"heldin.observe: argument {name_of(place, names)!r} of the model is a nested "
+                    "tensor, whose rows cannot be assigned to samples; use padded sequences, or a "
+                    "list of tensors"
                 )
-        if groups[0][0]:
-            structure.append((place, groups[0][1] is None))
-    entries, flat = _flat(entries, index, sure, names)
+            signature.append((place, tensor.dtype, tensor.requires_grad))
+            fits = dim is not None and -tensor.dim() <= dim < tensor.dim()
+            entry_dim = dim % tensor.dim() if dim is not None and fits else None
+            list_position = list_position if dim is not None else None
+            entries.append(Entry(tensor, place, entry_dim, list_position))
+        if tensors:
+            structure.append((place, tensors[0][1] is None))
+    owners = [entry.owner for entry in entries if entry.owner is not None]
+    last_owners = [int(owner.max()) for owner in owners if owner.numel()]
+    flat = None
+    if last_owners:
+        flat = (max(last_owners) + 1, True)
+    elif index is not None:
+        named = [(name_of(entry.place, names), entry.tensor) for entry in entries]
+        by_index = owners_from_index(index, named)
+        entries = [replace(e, owner=owner) for e, owner in zip(entries, by_index, strict=True)]
+        flat = (int(index.max()) + 1, sure)
     if flat is None and all(entry.dim is None and entry.list_position is None for entry in entries):
         raise NotObservable(
             "heldin.observe: no argument of the model is a tensor with a batch dimension, so "
@@ -247,26 +213,7 @@ def read(
     return Arguments(entries, tuple(signature), tuple(structure), flat, opaque_types)
 
 
-def _flat(
-    entries: list[Entry], index: Tensor | None, sure: bool, names: Sequence[str]
-) -> tuple[list[Entry], tuple[int, bool] | None]:
-    """Return the entries with their owners in a possible flat batch, and `Arguments.flat`."""
-    owners = [entry.owner for entry in entries if entry.owner is not None]
-    last_owners = [int(owner.max()) for owner in owners if owner.numel()]
-    if last_owners:
-        return entries, (max(last_owners) + 1, True)
-    if index is None:
-        return entries, None
-    called = [_name_of(entry.place, names) for entry in entries]
-    owner_by_entry = owners_from_index(index, [entry.tensor for entry in entries], called)
-    pairs = zip(entries, owner_by_entry, strict=True)
-    return [replace(entry, owner=owned_by) for entry, owned_by in pairs], (
-        int(index.max()) + 1,
-        sure,
-    )
-
-
-def _name_of(place: str | int, names: Sequence[str]) -> str:
+def name_of(place: str | int, names: Sequence[str]) -> str:
     return names[place] if isinstance(place, int) and place < len(names) else str(place)
 
 
@@ -352,16 +299,13 @@ def owner_hypotheses(
         if count.flat and entry.owner is not None:
             owner, shape = entry.owner.float(), list(entry.owner.shape)
         elif count.is_list and entry.list_position is not None:
-            owner = line[entry.list_position[0]].reshape(1)
+            owner = line[entry.list_position[0]]
         elif entry.dim is not None:
             shape[entry.dim] = m
-        planes = []
-        for subset in input_subsets:
-            planes.append((owner if i in subset else torch.full_like(owner, -1.0)).reshape(shape))
-            planes.append(
-                (-owner if i in subset else torch.full_like(owner, -float(m))).reshape(shape)
-            )
-        owned.append((entry.tensor, torch.stack(planes)))
+        planes = torch.stack([owner, -owner]).reshape(2, *shape)
+        none = ownerless(shape, planes, m)
+        by_subset = [planes if i in subset else none for subset in input_subsets]
+        owned.append((entry.tensor, torch.cat(by_subset)))
     return owned, input_subsets
 
 

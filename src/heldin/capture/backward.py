@@ -19,19 +19,25 @@ _lock = threading.RLock()  # an observation may be collected, and closed, while 
 _plain_backward = torch.autograd.backward
 
 
-def _observed_backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+def _observed_backward(
+    tensors: Any,
+    grad_tensors: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    *others: Any,
+    **options: Any,
+) -> None:
     """Run `torch.autograd.backward` with the hooks of all attached collectors."""
+    arguments = (tensors, grad_tensors, retain_graph, create_graph, *others)
     collectors = list(_live)
     if not collectors:
-        return _plain_backward(tensors, *args, **kwargs)
+        return _plain_backward(*arguments, **options)
     roots = list(tensors) if isinstance(tensors, Sequence) else [tensors]
     nodes = [t.grad_fn if isinstance(t, Tensor) else t.node for t in roots]
-    seeds = args[0] if args else kwargs.get("grad_tensors")
-    seeds = None if seeds is None else [seeds] if isinstance(seeds, Tensor) else list(seeds)
-    inputs = args[4] if len(args) > 4 else kwargs.get("inputs")
-    retained = args[1] if len(args) > 1 else kwargs.get("retain_graph")
-    if retained is None:  # PyTorch's default
-        retained = args[2] if len(args) > 2 else kwargs.get("create_graph", False)
+    seeds = [grad_tensors] if isinstance(grad_tensors, Tensor) else grad_tensors
+    seeds = None if seeds is None else list(seeds)
+    inputs = others[1] if len(others) > 1 else options.get("inputs")
+    retained = create_graph if retain_graph is None else retain_graph
     graph = walk([n for n in nodes if n is not None])
     backward = Backward(graph, roots, seeds, inputs, bool(retained))
     passes = []
@@ -40,11 +46,9 @@ def _observed_backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
             observed = collector.prepare(backward)
             if observed is not None:
                 passes.append(observed)
-        for (
-            observed_pass
-        ) in passes:  # after all prepare() calls, which may run other backward passes
+        for observed_pass in passes:  # after prepare(), which may run other backward passes
             observed_pass.attach()
-        _plain_backward(tensors, *args, **kwargs)
+        _plain_backward(*arguments, **options)
         for observed_pass in passes:
             observed_pass.finish()
     finally:

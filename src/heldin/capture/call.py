@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any
 
 from heldin.errors import NotObservable
@@ -32,32 +33,18 @@ class Candidate:
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """A forward pass under observation.
+    """A forward pass under observation."""
 
-    Attributes:
-        kind: everything that decides which graph it builds, except sizes.
-        sizes: see `sizes_of`.
-        m: number of samples.
-        tracker: the tracker of a traced call.
-        ends: autograd node and output number of each output.
-        arguments: its arguments, if more than one number of samples is possible; else None.
-        candidates: the numbers of samples under which it was traced.
-        numbers: records what Python reads out of tensors (`item()`, `if tensor`), if the call was
-            not traced.
-        answers: the values that Python read and that may change the graph.
-        sealed: nodes are kept by number only, so that their graph can be freed.
-    """
-
-    kind: Any
+    kind: Any  # everything that decides which graph it builds, except sizes
     sizes: Sizes
-    m: int
-    tracker: Tracker | None = None
-    ends: Sequence[tuple[Any, int]] = ()
-    arguments: Arguments | None = None
-    candidates: list[Candidate] = field(default_factory=list)
-    numbers: Numbers | None = None
-    answers: Any = ()
-    sealed: bool = False
+    m: int  # number of samples
+    tracker: Tracker | None = None  # of a traced call
+    ends: Sequence[tuple[Any, int]] = ()  # autograd node and output number of each output
+    arguments: Arguments | None = None  # of a traced call with anything but a single tensor
+    candidates: list[Candidate] = field(default_factory=list)  # of a traced call
+    numbers: Numbers | None = None  # records what Python reads out of tensors in an untraced call
+    answers: Any = ()  # the values that Python read and that may change the graph
+    sealed: bool = False  # nodes are kept by number only, so that their graph can be freed
 
     @property
     def key(self) -> Any:
@@ -68,15 +55,12 @@ class Call:
         """Whether the trace is valid for this call only."""
         return self.tracker is not None and self.tracker.volatile_reason is not None
 
-    def choose(self, candidate: Candidate) -> None:
-        """Set the number of samples and the tracker to those of a candidate."""
-        self.m, self.tracker = candidate.count.m, candidate.tracker
+    @property
+    def trackers(self) -> list[Tracker]:
+        return [each.tracker for each in self.candidates if each.tracker is not None]
 
-    def mark_volatile(self, reason: str) -> None:
-        """Mark the trace as valid for this call only, with the reason."""
-        for candidate in self.candidates:
-            if candidate.tracker is not None:
-                candidate.tracker.mark_volatile(reason)
+    def choose(self, candidate: Candidate) -> None:
+        self.m, self.tracker = candidate.count.m, candidate.tracker
 
     def record_branches(self, counting: tuple[bool, ...] | None) -> None:
         """Store the answers that may change the graph.
@@ -84,20 +68,14 @@ class Call:
         Args:
             counting: of an untraced call, which of its answers do; None: all of them.
         """
-        if self.numbers is not None:
-            answers = [answer for answer, _ in self.numbers.answers]
-            flags = counting if counting is not None and len(counting) == len(answers) else None
-            self.answers = (
-                len(answers),
-                *[a for i, a in enumerate(answers) if not flags or flags[i]],
-            )
-            self.numbers = None
-        elif self.tracker is not None and any(counts for _, counts in self.tracker.answers):
-            traced_answers = self.tracker.answers
-            self.answers = (
-                len(traced_answers),
-                *[answer for answer, counts in traced_answers if counts],
-            )
+        source = self.numbers or self.tracker
+        answers = [] if source is None else source.answers
+        flags: Sequence[bool] = [counts for _, counts in answers]
+        if self.numbers is not None and counting is not None and len(counting) == len(answers):
+            flags = counting
+        if self.numbers is not None or any(flags):
+            self.answers = (len(answers), *compress([answer for answer, _ in answers], flags))
+        self.numbers = None
 
     def seal(self) -> None:
         """Replace nodes by their numbers, so that the graph can be freed without a backward."""
@@ -107,27 +85,25 @@ class Call:
     def unseal(self, graph: Graph) -> bool:
         """Look up the nodes of a sealed call in a graph; return whether the call is part of it."""
         nodes_by_number = graph.by_number
-        if not any(node in nodes_by_number for node, _ in self.ends):
-            return False
-        if any(node in nodes_by_number and nodes_by_number[node] is None for node, _ in self.ends):
+        inside = [node for node, _ in self.ends if node in nodes_by_number]
+        if any(nodes_by_number[node] is None for node in inside):
             raise NotObservable(
                 "this backward pass may belong to several calls of the model: several calls were "
                 "pending, and several threads built their graphs. Call backward() after each call"
             )
-        self.sealed = False
-        self._rename(nodes_by_number.get)
-        return True
+        if inside:
+            self.sealed = False
+            self._rename(nodes_by_number.get)
+        return bool(inside)
 
     def _rename(self, renamed: Any) -> None:
         self.ends = [(renamed(node), number) for node, number in self.ends]
-        for candidate in self.candidates:
-            if candidate.tracker is not None:
-                candidate.tracker.rename(renamed)
+        for tracker in self.trackers:
+            tracker.rename(renamed)
 
     def release(self) -> None:
         """Drop all references to the graph."""
         self.ends = ()
-        for candidate in self.candidates:
-            if candidate.tracker is not None:
-                candidate.tracker.release()
+        for tracker in self.trackers:
+            tracker.release()
         self.candidates, self.arguments = [], None

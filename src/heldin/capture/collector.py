@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from torch import Tensor, nn
 
-from heldin.errors import HeldinError, NotObservable
+from heldin.errors import HeldinError, NotObservable, more
 
 from .arguments import BatchDim
 from .call import Call
 from .forward import Calls
-from .gradient_ledger import GradientLedger, failed_backward_warning, register_step_hook
+from .gradient_ledger import GradientLedger, register_step_hook
 from .graph import Backward
 from .moments import Moments
 from .names import Names
-from .observed import ObservedPass
-from .passes import ParameterSums, PassContext, PassResult, Recorder
-from .plan import Plan
+from .passes import ParameterSums, Recorder
 from .plan_cache import PlanCache
 from .planner import PassPlanner
 from .reference import ReferenceSums, Sums
 from .sampling import Sampler
-from .sharding import unwrapped
+from .sharding import unwrapped, watch_unsharded
 from .step import Step
 
-__all__ = ["COORDINATES", "Collector", "Estimator"]
+__all__ = ["COORDINATES", "Collector", "Estimator", "ObservedPass"]
 
 Estimator = Literal["exact", "sampled", "microbatch"]
 T = TypeVar("T")
@@ -43,13 +42,6 @@ class Collector:
         with_reference: also run one backward pass per sample, for comparison.
         reuses_memory: `clear` allows the next pass to overwrite the sums. Only for callers that
             keep no reference to them.
-
-    Attributes:
-        weight_by_batch_size: give every sample the same weight when passes differ in size.
-        per_sample: contributions (m, ...) of the last pass, by parameter name.
-        keeps_all_passes: count a pass even if its gradients are set to None before the next one,
-            for loops that accumulate gradients outside `.grad`.
-        before_backward: functions that are called with every backward pass before it is analysed.
     """
 
     def __init__(
@@ -83,23 +75,30 @@ class Collector:
             raise HeldinError(f"heldin.observe: coordinates must be at least 1, got {coordinates}")
         self.estimator = estimator
         self.sampler = Sampler(coordinates, seed) if estimator == "sampled" else None
+        # Give every sample the same weight when passes differ in size.
         self.weight_by_batch_size = False
+        # Count a pass even if its gradients are set to None before the next one, for loops that
+        # accumulate gradients outside `.grad`.
         self.keeps_all_passes = False
-        self.per_sample: dict[str, Tensor] = {}
+        self.per_sample: dict[str, Tensor] = {}  # contributions (m, ...) of the last pass
+        # Functions that are called with every backward pass before it is analysed.
         self.before_backward: list[Callable[[Backward], None]] = []
         self._gradients = self._earlier_gradients = GradientLedger()
         self._failed_gradients = GradientLedger()  # gradients of a backward pass that failed
         self._has_zeroed_passes = False  # whether gradients of this step were zeroed before its end
         self._start()
         self._names = Names(model, parameters, real or per_sample)
-        traces = estimator != "microbatch"
-        self._planner = PassPlanner(model, batch_dim, self._names, self.sampler, traces)
+        self.plan_cache = PlanCache()
+        self.calls = Calls(model, batch_dim, self.plan_cache, self._names)
+        self._traces = estimator != "microbatch"
+        usual_dim = batch_dim if isinstance(batch_dim, int) else 0
+        self._planner = PassPlanner(self.calls, self._names, self.sampler, usual_dim, self._traces)
         self._wants_samples, self._wants_reference = per_sample, with_reference
         self._reuses_memory = reuses_memory
         self._spare: dict[str, ParameterSums] = {}
         self._model: nn.Module | None = model
         self.watching = False
-        self._step_hook: Any = None
+        self._handles: list[Any] = []
 
     # -- opening and closing
 
@@ -108,19 +107,21 @@ class Collector:
         return self._model is None
 
     def open(self) -> None:
-        """Register the hooks on the model."""
         if self._model is not None and not self.watching:
             self.watching = True
-            self._step_hook = register_step_hook(self)
-            self._planner.attach(self._model)
+            self._handles = watch_unsharded(self._model, self._names.gathered)
+            self._planner.is_sharded = bool(self._handles)
+            self._handles.append(register_step_hook(self.on_optimizer_step))
+            if self._traces:
+                self.calls.attach()
 
     def pause(self) -> None:
         """Remove the hooks; sums and cached plans are kept."""
         self.watching = False
-        self._planner.detach()
-        if self._step_hook is not None:
-            self._step_hook.remove()
-            self._step_hook = None
+        self.calls.detach()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
 
     def close(self) -> None:
         """Remove the hooks and drop all references to the model."""
@@ -131,11 +132,7 @@ class Collector:
         self._names.forget()
 
     def clear(self, redraw: bool = True) -> None:
-        """Reset the sums and drop calls without a backward pass; cached plans are kept.
-
-        Args:
-            redraw: whether the sampled estimator draws other coordinates for the next step.
-        """
+        """Reset the sums and drop calls without a backward pass: see `Observation.clear`."""
         if self._reuses_memory and self.sampler is None:
             self._spare = self.sums
         self._start()
@@ -150,18 +147,7 @@ class Collector:
         self._earlier_gradients = self._gradients or self._earlier_gradients
         self._gradients = GradientLedger()
 
-    @property
-    def calls(self) -> Calls:
-        """The forward passes of the model."""
-        return self._planner.calls
-
-    @property
-    def plan_cache(self) -> PlanCache:
-        """The plans for graphs that were seen before."""
-        return self._planner.plan_cache
-
     def call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Run a function as if it were the model's forward pass, and return its result."""
         if self.calls.watching:
             return self.calls.run(function, args, kwargs)
         return function(*args, **kwargs)
@@ -171,8 +157,8 @@ class Collector:
     def parameters(self) -> dict[str, Tensor]:
         """Return the observed parameters by name, in the model's order."""
         assert self._model is not None
-        chosen = set(self._names.by_id.values())
-        return {name: p for name, p in self._model.named_parameters() if name in chosen}
+        order = self._names.order
+        return {name: p for name, p in self._model.named_parameters() if name in order}
 
     def in_order(self, names: Iterable[str]) -> list[str]:
         """Sort parameter names by their order in the model; unknown names come first."""
@@ -204,16 +190,13 @@ class Collector:
 
     @property
     def sums(self) -> dict[str, ParameterSums]:
-        """Sums of the contributions, by parameter name."""
         return self._step.sums
 
     @property
     def reference(self) -> Sums:
-        """Sums by one backward pass per sample."""
         return self._reference_sums.sums
 
     def moments(self, name: str) -> Moments:
-        """Return the moments of one parameter."""
         parameter_sums = self.sums[name]
         total, squares, shared = parameter_sums.total, parameter_sums.squares, parameter_sums.shared
         count = self._step.samples_of(name)
@@ -221,18 +204,6 @@ class Collector:
             squares = squares + (2 * total + shared) * shared / count
             total = total + shared
         return Moments(total, squares, count, parameter_sums.weight)
-
-    def add(self, observed: ObservedPass, result: PassResult) -> None:
-        """Add the result of a backward pass to the sums of the step."""
-        self.per_sample.update(result.per_sample)
-        self._planner.record_count(result.m)
-        over = self._step.add(result, observed.calls, observed.retained, self.weight_by_batch_size)
-        self.calls.done(over)
-        self._gradients.record(observed.leaves)
-
-    def on_backward_failed(self, leaves: Mapping[str, Tensor]) -> None:
-        """Record the gradients that a failed backward pass has left in `.grad`."""
-        self._failed_gradients.record(leaves, self._gradients, self._earlier_gradients)
 
     def on_optimizer_step(self, parameters: Sequence[Tensor]) -> None:
         """Mark gradients as used by an optimiser step, and close all retained graphs."""
@@ -256,7 +227,7 @@ class Collector:
         else:
             self._step.forget(gone)
 
-    # -- before a pass
+    # -- around a pass
 
     def prepare(self, backward: Backward) -> ObservedPass | None:
         """Plan how to observe a backward pass; None if it reaches no observed parameter."""
@@ -269,40 +240,88 @@ class Collector:
         if self._failed_gradients:
             self._failed_gradients.pop_zeroed()
             for name in self._failed_gradients.names[:1]:
-                self.plan_cache.warn_once("broken off", failed_backward_warning(name))
+                self.plan_cache.warn_once(
+                    "broken off",
+                    f"a backward pass has failed, and its part of the gradient of {name!r} is "
+                    "still there, so that this step contains gradients that were not observed. "
+                    "Call zero_grad() after such an error " + more("calls-that-are-not-observed"),
+                )
             self._failed_gradients = GradientLedger()
         planned = self._planner.plan(backward, names)
         if planned is None:
             return None
-        plan, calls = planned.plan, planned.calls
+        plan, calls, known = planned
         if self._wants_reference:
-            self._take_reference(backward, calls, plan)
+            if self._planner.is_sharded:
+                raise NotObservable(
+                    "heldin.verify runs one backward pass per sample, which fully_shard does not "
+                    "allow; verify it before the model is sharded"
+                )
+            samples = self._planner.by_sample(backward, calls, plan)
+            self._reference_sums.add(calls, samples, backward.retained)
         retained = backward.retained and bool(calls)
-        context = PassContext(
-            graph=graph,
-            plan=plan,
-            sampler=self.sampler,
-            chosen=self.turn(),
-            per_sample=self._wants_samples,
-            known=planned.known_sums,
-            inputs=backward.inputs,
-            names=names,
-            spare=self._spare,
-            keep=retained or self._step.open_pass(calls) is not None,
-        )
-        recorder = Recorder(context)
-        if recorder.wanted is not None and not recorder.wanted:
+        keep = retained or self._step.open_pass(calls) is not None
+        wanted = None if backward.inputs is None else _names_of(backward, names)
+        if wanted is not None and not wanted:
             self.calls.done(calls, backward.retained)
             return None
+        recorder = Recorder(
+            graph, plan, known, self.sampler, self.turn(), wanted, self._wants_samples, keep,
+            self._spare,
+        )  # fmt: skip
         reached = {name: graph.leaves[i] for name, i in plan.leaves.items()}
+        self.calls.backward_depth += 1
         return ObservedPass(self, recorder, calls, reached, retained)
 
-    def _take_reference(self, backward: Backward, calls: Sequence[Call], plan: Plan) -> None:
-        if self._planner.is_sharded:
-            raise NotObservable(
-                "heldin.verify runs one backward pass per sample, which fully_shard does not "
-                "allow; verify it before the model is sharded"
-            )
-        self._reference_sums.add(
-            calls, self._planner.by_sample(backward, calls, plan), backward.retained
-        )
+    def finish(self, observed: ObservedPass) -> None:
+        """Add the result of a backward pass to the sums of the step."""
+        result = observed.recorder.result()
+        self.per_sample.update(result.per_sample)
+        self._planner.had_batches |= result.m > 1
+        over = self._step.add(result, observed.calls, observed.retained, self.weight_by_batch_size)
+        self.calls.done(over)
+        self._gradients.record(observed.leaves)
+
+    def on_backward_failed(self, leaves: Mapping[str, Tensor]) -> None:
+        """Record the gradients that a failed backward pass has left in `.grad`."""
+        self._failed_gradients.record(leaves, self._gradients, self._earlier_gradients)
+
+
+@dataclass(eq=False)
+class ObservedPass:
+    """A backward pass that one collector observes: attach, (the pass), finish, close."""
+
+    collector: Collector
+    recorder: Recorder
+    calls: Sequence[Call]  # the calls of the model that it goes through
+    leaves: Mapping[str, Tensor]  # the observed parameters that it reaches, by name
+    retained: bool  # whether another pass may go through the same graph
+    is_attached: bool = False
+    is_finished: bool = False
+
+    def attach(self) -> None:
+        self.is_attached = True
+        self.recorder.attach()
+
+    def finish(self) -> None:
+        self.is_finished = True
+        self.collector.finish(self)
+
+    def close(self) -> None:
+        """Remove the hooks and release the graph, also after an error."""
+        self.recorder.close()
+        self.collector.calls.backward_depth -= 1
+        if not self.is_finished:
+            self.collector.calls.done(self.calls)
+            if self.is_attached:
+                self.collector.on_backward_failed(self.leaves)
+
+
+def _names_of(backward: Backward, names: Mapping[int, str]) -> set[str]:
+    """Return the observed parameters among the inputs of a backward pass."""
+    inputs, graph = backward.inputs, backward.graph
+    targets = inputs if isinstance(inputs, Sequence) else [inputs]
+    nodes = [edge.node for edge in targets if not isinstance(edge, Tensor)]
+    ids = {id(tensor) for tensor in targets if isinstance(tensor, Tensor)}
+    ids |= {id(leaf) for i, leaf in graph.leaves.items() if graph.nodes[i] in nodes}
+    return {names[key] for key in ids if key in names}

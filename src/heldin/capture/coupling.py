@@ -10,6 +10,7 @@ shows. Opaque ops are tested through their second derivatives.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.autograd.graph import GradientEdge
 
 from heldin._private_torch import outputs_of
 
-from .graph import LEAF, Graph, shape_of
+from .graph import LEAF, Graph, reachable, shape_of
 from .reference import Output
 
 __all__ = ["couples"]
@@ -51,10 +52,7 @@ _SEPARABLE = {
 def couples(graph: Graph, roots: Sequence[Any], outputs: Sequence[Output]) -> str | None:
     """Return the op in which a loss couples samples; None if it does not.
 
-    Args:
-        graph: the graph of the backward pass.
-        roots: the loss, or several losses.
-        outputs: the last tensors whose rows have owners.
+    The outputs are the last tensors whose rows have owners.
     """
     op = _by_structure(graph, outputs) if outputs else None
     if op is None and outputs and _by_curvature(roots, outputs):
@@ -64,83 +62,49 @@ def couples(graph: Graph, roots: Sequence[Any], outputs: Sequence[Output]) -> st
 
 def _by_structure(graph: Graph, outputs: Sequence[Output]) -> str | None:
     ends = {(graph.index[edge.node], edge.output_nr) for edge, _ in outputs}
-    above = _above(graph, {position for position, _ in ends})
-    parents = graph.parents
-    stack = [i for i in above if not parents[i] and i not in {p for p, _ in ends}]
+    ended = {position for position, _ in ends}
+    above = set(reachable(ended, graph.parents.__getitem__))
+    stack = [i for i in above if not graph.parents[i] and i not in ended]
     seen = set(stack)
     while stack:
         at = stack.pop()
-        name = _plain(graph.names[at])
-        below = [pair for pair in graph.children[at] if pair[0] in above]
+        name = graph.names[at].rstrip("0123456789").removesuffix("Backward").rsplit("::", 1)[-1]
+        children = graph.children[at]
+        below = [pair for pair in children if pair[0] in above]
         inside = [pair for pair in below if pair not in ends]
-        if name in _LINEAR or (
-            name in _BILINEAR and len(below) < 2 and _divisor_is_free_of_samples(graph, at)
-        ):
+        is_divided = name == "Div" and len(children) > 1 and children[1][0] >= 0
+        if name in _LINEAR or (name in _BILINEAR and len(below) < 2 and not is_divided):
             new_children = [child for child, _ in inside if child not in seen]
             seen.update(new_children)
             stack.extend(new_children)
             continue
         # The derivative of a hinge may be zero at this point, so its inputs are tested as well.
         to_test = inside if name in _SEPARABLE and len(set(below)) < 2 else [*inside, (at, 0)]
-        if _is_opaque(graph.nodes[at]):
+        if not callable(graph.nodes[at]):  # a custom function may or may not sum over samples
             to_test = inside
         if any(_is_mixed(graph, child, number, outputs) for child, number in to_test):
             return graph.names[at]
     return None
 
 
-def _plain(name: str) -> str:
-    return name.rstrip("0123456789").removesuffix("Backward").rsplit("::", 1)[-1]
-
-
-def _divisor_is_free_of_samples(graph: Graph, at: int) -> bool:
-    """Return False for a division whose divisor depends on samples, else True."""
-    return (
-        _plain(graph.names[at]) != "Div"
-        or len(graph.children[at]) < 2
-        or (graph.children[at][1][0] < 0)
-    )
-
-
-def _is_opaque(node: Any) -> bool:
-    """Return whether a node is a custom function, which may or may not sum over samples."""
-    return not callable(node)
-
-
-def _above(graph: Graph, starts: set[int]) -> set[int]:
-    """Return these nodes and all nodes that depend on them."""
-    above, stack = set(starts), list(starts)
-    while stack:
-        for parent in graph.parents[stack.pop()]:
-            if parent not in above:
-                above.add(parent)
-                stack.append(parent)
-    return above
-
-
 def _is_mixed(graph: Graph, at: int, number: int, outputs: Sequence[Output]) -> bool:
     """Return whether an element depends on several samples: probe a few, then test all at once."""
-    node = graph.nodes[at]
     if graph.names[at] == LEAF:
         return False
-    shape, metadata = shape_of(node, number), outputs_of(node)[number]
-    size = 1
-    for length in shape:
-        size *= length
+    shape = shape_of(graph.nodes[at], number)
+    metadata = outputs_of(graph.nodes[at])[number]
+    edge, size = GradientEdge(graph.nodes[at], number), prod(shape)
     if size == 0:
         return False
-    random = torch.Generator().manual_seed(0)
     few = PROBES if size < LARGE else 2
-    places = torch.randint(0, size, (few,), generator=random) if size > few else torch.arange(size)
-    edges = [edge for edge, _ in outputs]
+    places = torch.arange(size)
+    if size > few:
+        places = torch.randint(0, size, (few,), generator=torch.Generator().manual_seed(0))
     for place in places.tolist():
         probe = torch.zeros(size, dtype=metadata.dtype, device=metadata.device)
         probe[place] = 1
         try:
-            grads: Sequence[Tensor | None] = torch.autograd.grad(
-                [GradientEdge(node, number)], edges, [probe.reshape(shape)],
-                retain_graph=True, allow_unused=True,
-            )  # fmt: skip
+            grads = _grads([edge], outputs, [probe.reshape(shape)])
         except RuntimeError:
             return False
         owners: set[int] = set()
@@ -151,9 +115,7 @@ def _is_mixed(graph: Graph, at: int, number: int, outputs: Sequence[Output]) -> 
                 owners.update(owner[touched].unique().tolist())
         if len(owners) > 1:
             return True
-    if few < size < LARGE:
-        return _is_mixed_somewhere(GradientEdge(node, number), shape, metadata, outputs)
-    return False
+    return few < size < LARGE and _is_mixed_somewhere(edge, shape, metadata, outputs)
 
 
 def _is_mixed_somewhere(
@@ -174,11 +136,8 @@ def _is_mixed_somewhere(
         tuple(shape), dtype=metadata.dtype, device=metadata.device, requires_grad=True
     )
     try:
-        backward = torch.autograd.grad(
-            [edge], [e for e, _ in outputs], [seed], create_graph=True, allow_unused=True
-        )
-        pairs = zip(backward, outputs, strict=True)
-        linear = [(g, o) for g, (_, o) in pairs if g is not None and g.requires_grad]
+        backward = zip(_grads([edge], outputs, [seed], create_graph=True), outputs, strict=True)
+        linear = [(g, layout) for g, (_, layout) in backward if g is not None and g.requires_grad]
         if not linear or any(grad.is_complex() for grad, _ in linear):
             return False
         probes = [1 + torch.rand(g.shape, generator=random, dtype=torch.float32) for g, _ in linear]
@@ -214,39 +173,36 @@ def _by_curvature(roots: Sequence[Any], outputs: Sequence[Output]) -> bool:
     differentiated twice counts as separable.
     """
     random = torch.Generator().manual_seed(0)
-    edges = [edge for edge, _ in outputs]
     try:
-        first = torch.autograd.grad(list(roots), edges, create_graph=True, allow_unused=True)
-        curved = [k for k, g in enumerate(first) if g is not None and g.requires_grad]
+        first = zip(_grads(list(roots), outputs, None, create_graph=True), outputs, strict=True)
+        curved = [(g, layout) for g, (_, layout) in first if g is not None and g.requires_grad]
         if not curved:
             return False
-        m = outputs[0][1].m
-        digits = 2.0 ** torch.randint(0, 4, (m,), generator=random)
-        scales, probes = [], []
-        for k in curved:
-            grad = first[k]
-            assert grad is not None
-            owner = outputs[k][1].owner
-            scales.append(digits[owner].to(grad.device, grad.dtype))
+        digits = 2.0 ** torch.randint(0, 4, (outputs[0][1].m,), generator=random)
+        probes, scaled_probes = [], []
+        for grad, layout in curved:
             probe = torch.randn(grad.shape, generator=random, dtype=torch.float32)
             probes.append(probe.to(grad.device, grad.dtype))
-        grads = [first[k] for k in curved]
-        plain: Sequence[Tensor | None] = torch.autograd.grad(
-            grads, edges, probes, retain_graph=True, allow_unused=True
-        )
-        scaled: Sequence[Tensor | None] = torch.autograd.grad(
-            grads,
-            edges,
-            [p * s for p, s in zip(probes, scales, strict=True)],
-            retain_graph=True,  # the user's backward pass comes later
-            allow_unused=True,
-        )
+            scale = digits[layout.owner].to(grad.device, grad.dtype)
+            scaled_probes.append(probes[-1] * scale)
+        grads = [grad for grad, _ in curved]
+        plain = _grads(grads, outputs, probes)
+        scaled = _grads(grads, outputs, scaled_probes)
     except RuntimeError:
         return False
-    for k, (one, other) in enumerate(zip(plain, scaled, strict=True)):
-        if one is None or other is None:
-            continue
-        expected = one * digits[outputs[k][1].owner].to(one.device, one.dtype)
-        if bool(((other - expected).abs() > 0.05 * expected.abs().amax()).any()):
-            return True
+    for one, other, (_, layout) in zip(plain, scaled, outputs, strict=True):
+        if one is not None and other is not None:
+            expected = one * digits[layout.owner].to(one.device, one.dtype)
+            if bool(((other - expected).abs() > 0.05 * expected.abs().amax()).any()):
+                return True
     return False
+
+
+def _grads(
+    tensors: Sequence[Any], outputs: Sequence[Output], seeds: Any, create_graph: bool = False
+) -> Sequence[Tensor | None]:
+    """Return the gradients of the outputs; the graph remains for the user's backward pass."""
+    edges = [edge for edge, _ in outputs]
+    return torch.autograd.grad(
+        tensors, edges, seeds, retain_graph=True, create_graph=create_graph, allow_unused=True
+    )

@@ -19,22 +19,6 @@ _inside = 0  # calls in progress in all threads, which share PyTorch's setting
 _setting = ExitStack()
 
 
-def _enter() -> None:
-    global _inside
-    with _lock:
-        if _inside == 0:
-            _setting.enter_context(torch.compiler.set_stance("force_eager"))
-        _inside += 1
-
-
-def _leave() -> None:
-    global _inside
-    with _lock:
-        _inside -= 1
-        if _inside == 0:
-            _setting.close()
-
-
 class EagerExecution:
     """A switch that makes the calls of one model run eagerly if parts of it are compiled.
 
@@ -64,12 +48,20 @@ class EagerExecution:
 
     def enter(self) -> None:
         """Force eager execution at the beginning of a call."""
+        global _inside
         if self._parts and not self._inside:
-            _enter()
             self._inside = True
+            with _lock:
+                if _inside == 0:
+                    _setting.enter_context(torch.compiler.set_stance("force_eager"))
+                _inside += 1
 
     def leave(self) -> None:
         """Allow compiled execution again at the end of a call."""
+        global _inside
         if self._inside:
             self._inside = False
-            _leave()
+            with _lock:
+                _inside -= 1
+                if _inside == 0:
+                    _setting.close()

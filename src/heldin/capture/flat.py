@@ -15,20 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heldin.errors import NotObservable, more
+from heldin.errors import NotObservable
 
 from .ownership.planes import fields_of
 
 __all__ = [
-    "INDEX",
-    "index_of",
-    "is_flat_batch",
-    "is_packed",
-    "owners_from_index",
-    "owners_in",
+    "INDEX", "index_of", "is_flat_batch", "is_packed", "owners_from_index", "owners_in",
     "owners_in_fields",
-    "packed",
-]
+]  # fmt: skip
 
 INDEX = "batch"  # the usual name of an index of owners
 
@@ -57,25 +51,23 @@ def index_of(tensor: Any, name: str, declared: bool) -> Tensor | None:
     return None
 
 
-def owners_from_index(
-    index: Tensor, tensors: Sequence[Tensor], names: Sequence[str]
-) -> list[Tensor | None]:
-    """Return the owners of tensors that come with an index: of rows, edges or samples.
+def owners_from_index(index: Tensor, tensors: Sequence[tuple[str, Tensor]]) -> list[Tensor | None]:
+    """Return the owners of named tensors that come with an index: of rows, edges or samples.
 
     Each is broadcastable to its tensor; None: all samples share the tensor.
     """
     rows, m = len(index), int(index.max()) + 1
     edges: Tensor | None = None
     owners: list[Tensor | None] = [None] * len(tensors)
-    for i, tensor in enumerate(tensors):
-        edge_owners = _edge_owners(index, tensor, names[i])
+    for i, (name, tensor) in enumerate(tensors):
+        edge_owners = _edge_owners(index, tensor, name)
         if edge_owners is not None:
             edges, owners[i] = edge_owners, edge_owners[None]
-    for i, tensor in enumerate(tensors):
+    for i, (name, tensor) in enumerate(tensors):
         if owners[i] is not None or not tensor.dim():
             continue
         size = tensor.shape[0]
-        if edges is not None and size == len(edges) and (size != rows or _is_edge_name(names[i])):
+        if edges is not None and size == len(edges) and (size != rows or _is_edge_name(name)):
             owners[i] = _along(edges, tensor, 0)
         elif size == rows:
             owners[i] = _along(index, tensor, 0)
@@ -111,15 +103,6 @@ def is_packed(positions: Any) -> bool:
     return bool(((positions[:, 1:] == 0) & (positions[:, :-1] > 0)).any())
 
 
-def packed() -> str:
-    """Return the warning for packed sequences."""
-    return (
-        "the argument 'position_ids' restarts within a row: several samples lie in one row, as "
-        "with packing=True or padding_free=True, and each row counts as one sample. To observe "
-        "single samples, put each sample into a separate row " + more("calls-that-are-not-observed")
-    )
-
-
 def is_flat_batch(value: Any) -> bool:
     """Return whether a value is a batch of torch_geometric, or has the same attributes."""
     parts = ("_slice_dict", "num_graphs", "stores", "__cat_dim__")
@@ -141,11 +124,9 @@ def owners_in(batch: Any) -> Iterator[tuple[Tensor, Tensor | None]]:
         index = tensors.get(INDEX)
         if index is not None and len(index):
             index = index.detach().cpu()
-            named = {n: t for n, t in tensors.items() if not n.endswith(("ptr", "_batch"))}
-            beside = owners_from_index(index, [*named.values()], [*named])
-            by_index = {
-                n: owner for n, owner in zip(named, beside, strict=True) if owner is not None
-            }
+            named = [pair for pair in tensors.items() if not pair[0].endswith(("ptr", "_batch"))]
+            beside = zip(named, owners_from_index(index, named), strict=True)
+            by_index = {name: owner for (name, _), owner in beside if owner is not None}
             is_as_collated = _is_as_collated(index, tensors, slices, owners, by_index)
             for name, owner in by_index.items():
                 if owners[name] is None or not is_as_collated:
@@ -173,11 +154,9 @@ def owners_in_fields(value: Any) -> list[tuple[Tensor, Tensor | None]]:
         return []
     tensors = {str(name): entry for name, entry in entries.items() if isinstance(entry, Tensor)}
     pairs = {n: t for n, t in tensors.items() if _is_edge_name(n) and t.dim() == 2 and len(t) == 2}
-    if all(
-        _edge_owners(index, pair, name) is None and pair.numel() for name, pair in pairs.items()
-    ):
+    if all(pair.numel() and _edge_owners(index, pair, n) is None for n, pair in pairs.items()):
         return []
-    owners = owners_from_index(index, [*tensors.values()], [*tensors])
+    owners = owners_from_index(index, list(tensors.items()))
     return list(zip(tensors.values(), owners, strict=True))
 
 

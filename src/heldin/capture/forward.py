@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -21,7 +21,7 @@ from heldin._private_torch import (
     transform_stack,
     without_modes,
 )
-from heldin.errors import NotObservable
+from heldin.errors import NotObservable, more
 from heldin.model_hook import ModelHook
 from heldin.pause import is_paused
 
@@ -38,7 +38,7 @@ from .arguments import (
 )
 from .call import Call, Candidate
 from .eager import EagerExecution
-from .flat import is_packed, packed
+from .flat import is_packed
 from .graph import Graph, number_of
 from .layout import Layout
 from .names import Names
@@ -63,25 +63,19 @@ class Calls:
     def __init__(
         self, model: nn.Module, batch_dim: BatchDim, plan_cache: PlanCache, names: Names
     ) -> None:
-        self._names = names
-        self.backward_depth = 0  # backward passes in progress; checkpoints call forward in them
         self._model: nn.Module | None = model
-        self._batch_dim = batch_dim
+        self._batch_dim, self._names, self.plan_cache = batch_dim, names, plan_cache
         self.argument_names = names_of(model, batch_dim)
-        self.roles = Roles()
-        self._plan_cache = plan_cache
+        self.backward_depth = 0  # backward passes in progress; checkpoints call forward in them
         self.pending: list[Call] = []  # calls without a backward pass so far
+        self._roles = Roles()
         self._current: Call | None = None
-        self._recording: Any = None
+        self._recording = ExitStack()  # the modes of the call in progress
         self._depth = 0
         self._position_checks = 0
         self._frame: Any = None  # frame of the outermost call in progress
         self._handles: list[Any] = []
         self._eager = EagerExecution()
-
-    def __reduce__(self) -> Any:
-        """Make copies of an observed model (an average of weights, say) unobserved."""
-        return _inactive_calls, ()
 
     # -- opening and closing
 
@@ -106,7 +100,6 @@ class Calls:
         ]
 
     def detach(self) -> None:
-        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -117,7 +110,6 @@ class Calls:
         self.drop()
 
     def close(self) -> None:
-        """Remove the hooks and drop the reference to the model."""
         self.detach()
         self._model = None
 
@@ -125,7 +117,7 @@ class Calls:
         """Drop all calls without a backward pass."""
         for call in self.pending:
             if not call.sealed:
-                self._plan_cache.record_idle(call)
+                self.plan_cache.record_idle(call)
             call.release()
         self.pending = []
 
@@ -148,9 +140,9 @@ class Calls:
     def confirm(self, call: Call, count: Count | None) -> None:
         """Set the number of samples of a call, as decided by its backward pass."""
         candidate = next(candidate for candidate in call.candidates if candidate.count == count)
-        self._plan_cache.confirm(call, candidate)
+        self.plan_cache.confirm(call, candidate)
         if call.arguments is not None and count is not None:
-            self.roles.confirm(call.arguments, count)
+            self._roles.confirm(call.arguments, count)
 
     # -- around a forward pass
 
@@ -176,7 +168,7 @@ class Calls:
         if self._depth > 1 or self.backward_depth or not torch.is_grad_enabled():
             return
         if tracing_state() is not None:  # sizes are symbols, not numbers
-            self._plan_cache.warn_unobserved(TRACED)
+            self.plan_cache.warn_unobserved(TRACED)
             return
         self._eager.enter()
         arguments: Arguments | None = None
@@ -192,46 +184,52 @@ class Calls:
             if "position_ids" in kwargs and self._position_checks < POSITION_CHECKS:
                 self._position_checks += 1
                 if is_packed(kwargs["position_ids"]):
-                    self._plan_cache.warn_once("packed", packed())
-            counts, signature = self.roles.counts(arguments), arguments.signature
+                    self.plan_cache.warn_once(
+                        "packed",
+                        "the argument 'position_ids' restarts within a row: several samples lie in "
+                        "one row, as with packing=True or padding_free=True, and each row counts "
+                        "as one sample. To observe single samples, put each sample into a separate "
+                        "row " + more("calls-that-are-not-observed"),
+                    )
+            counts, signature = self._roles.counts(arguments), arguments.signature
             m = counts[0].m
             size_pattern, sizes = sizes_of([entry.tensor.shape for entry in arguments.entries])
         assert self._model is not None
         # With the inputs, these settings decide which graph a forward pass builds.
         trained = tuple(map(_is_trained, self._names.parameters))
-        cast = any_autocast() and (
-            torch.is_autocast_enabled("cpu"),
-            torch.is_autocast_enabled("cuda"),
-        )
+        cast = any_autocast() and tuple(map(torch.is_autocast_enabled, ("cpu", "cuda")))
         kind = (signature, size_pattern, self._model.training, cast, trained)
         self._current = call = Call(kind, sizes, m)
-        if len(counts) < 2 and (m <= 1 or self._plan_cache.covers(kind, sizes)):
-            if self._plan_cache.branch_questions and kind in self._plan_cache.branch_questions:
+        if len(counts) < 2 and (m <= 1 or self.plan_cache.covers(kind, sizes)):
+            if self.plan_cache.branch_questions and kind in self.plan_cache.branch_questions:
                 call.numbers = Numbers()
-                self._enter(call.numbers)
+                self._recording.enter_context(call.numbers)
             return
-        transformed = _transform_reason()
-        if transformed is not None:
+        is_dynamo_loaded = "torch._dynamo" in sys.modules
+        # Dynamo may compile hooks, but must not compile this question.
+        reason = (torch.compiler.disable(_transformed) if is_dynamo_loaded else _transformed)()
+        if reason is not None:
             self._current = None
-            self._plan_cache.warn_unobserved(transformed)
+            self.plan_cache.warn_unobserved(reason)
             return
-        entries = arguments.entries if arguments is not None else [Entry(args[0], 0, 0, None)]
-        if arguments is not None:
-            entries = self.roles.counting(arguments)
+        if arguments is None:
+            entries = [Entry(args[0], 0, 0, None)]
+        else:
+            entries = self._roles.counting(arguments)
         call.arguments = arguments
         counts = counts or [Count(m)]
         call.candidates = [Candidate(count, self._tracker(entries, count)) for count in counts]
-        if arguments is not None and arguments.opaque_types:
-            call.mark_volatile(f"an argument with a {arguments.opaque_types[0].__name__}")
         call.choose(call.candidates[0])
-        self._enter(
-            _all_of([r.tracker.recording() for r in call.candidates if r.tracker is not None])
-        )
+        for tracker in call.trackers:
+            if arguments is not None and arguments.opaque_types:
+                tracker.mark_volatile(f"an argument with a {arguments.opaque_types[0].__name__}")
+            self._recording.enter_context(tracker.recording())
 
     def _tracker(self, entries: Sequence[Entry], count: Count) -> Tracker | None:
         """Make the tracker for one number of samples; None for a single sample."""
         if count.m < 2:
             return None
+        assert self._model is not None
         tracker = Tracker(count.m, self._model)
         if count.flat:
             tracker.mark_volatile("a flat batch")  # the next one assigns rows differently
@@ -244,10 +242,6 @@ class Calls:
                 tracker.mark_broadcast_row(entry.tensor)
         return tracker
 
-    def _enter(self, recording: Any) -> None:
-        self._recording = recording
-        recording.__enter__()
-
     def after(self, module: Any, args: Any, output: Any) -> None:
         """Record the outputs of a call, and stop tracing it."""
         if is_paused():
@@ -258,46 +252,43 @@ class Calls:
             self._eager.leave()
         if self._depth > 0 or self.backward_depth or not torch.is_grad_enabled():
             return
-        if self._recording is not None:
-            self._recording.__exit__(None, None, None)
-            self._recording = None
+        self._recording.close()
         call, self._current = self._current, None
         if call is None or output is None:  # an error was raised
             return
-        if isinstance(output, Tensor):
-            call.ends = ((output.grad_fn, output.output_nr),)
-        else:
-            call.ends = [(t.grad_fn, t.output_nr) for t in tensors_in(output)]
+        outputs = tensors_in(output)
+        call.ends = [(t.grad_fn, t.output_nr) for t in outputs]
         self.pending.append(call)
         if len(self.pending) > RECENT:  # do not accumulate graphs in evaluation without no_grad
-            self._plan_cache.record_idle(self.pending[-1 - RECENT])
+            self.plan_cache.record_idle(self.pending[-1 - RECENT])
             self.pending[-1 - RECENT].seal()
         if call.candidates or call.numbers is not None:
-            call.record_branches(self._plan_cache.branch_questions.get(call.kind))
+            call.record_branches(self.plan_cache.branch_questions.get(call.kind))
         if call.candidates:
-            outputs = [output] if isinstance(output, Tensor) else tensors_in(output)
             with without_modes(), DisableTorchFunction():
                 for candidate in call.candidates:
                     if candidate.tracker is not None:
-                        candidate.layouts = [_result(candidate.tracker, t) for t in outputs]
+                        candidate.layouts = [_layout_of(candidate.tracker, t) for t in outputs]
             if len(call.candidates) == 1:
-                self._plan_cache.confirm(call, call.candidates[0])
+                self.plan_cache.confirm(call, call.candidates[0])
 
     def _clean_up(self) -> None:
         """Clean up after a call that ended without its hook (Ctrl-C, for instance)."""
         call, self._current = self._current, None
         self._depth, self._frame = 0, None
         self._eager.leave()
-        if self._recording is not None and call is not None:
-            above = []  # modes of other observations that the same call has left behind
-            trackers = [candidate.tracker for candidate in call.candidates]
-            while (mode := current_mode()) not in (None, *trackers):
-                above.append(pop_mode())
-            if mode is not None or not call.candidates:
-                self._recording.__exit__(None, None, None)
-            for other in reversed(above):
-                push_mode(other)
-        self._recording = None
+        recording, self._recording = self._recording, ExitStack()
+        if call is None or not (call.candidates or call.numbers is not None):
+            return
+        above = []  # modes of other observations that the same call has left behind
+        while (mode := current_mode()) not in (None, *call.trackers):
+            above.append(pop_mode())
+        if mode is not None or not call.candidates:
+            recording.close()
+        else:
+            recording.pop_all()  # has been left already
+        for other in reversed(above):
+            push_mode(other)
 
     def _established_owners(self, tensor: Tensor, planes: Tensor) -> Tensor:
         """Return the owners that an earlier call has established for an input, else `planes`."""
@@ -310,15 +301,8 @@ class Calls:
         return planes
 
 
-def _transform_reason() -> str | None:
-    """Return why a call cannot be observed (transformed or compiled); None if it can."""
-    if "torch._dynamo" in sys.modules:  # dynamo may compile hooks, but must not compile this
-        reason: str | None = torch.compiler.disable(_transformed)()
-        return reason
-    return _transformed()
-
-
 def _transformed() -> str | None:
+    """Return why a call cannot be observed (transformed or compiled); None if it can."""
     if transform_stack() is not None:
         return "inside a transform of torch.func (vmap, grad, jvp, ...)"
     return TRACED if torch.compiler.is_compiling() else None
@@ -331,22 +315,7 @@ def _is_running(frame: Any) -> bool:
     return at is not None
 
 
-def _inactive_calls() -> Calls:
-    nothing = nn.Module()
-    calls = Calls(nothing, 0, PlanCache(), Names(nothing, None))
-    calls.backward_depth = 1  # ignores every call
-    return calls
-
-
-@contextmanager
-def _all_of(contexts: Sequence[Any]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield
-
-
-def _result(tracker: Tracker, tensor: Tensor) -> Layout | None:
+def _layout_of(tracker: Tracker, tensor: Tensor) -> Layout | None:
     """Return the layout of an output, if each of its elements has exactly one owner."""
     planes = tracker.owners(tensor)
     tracker.record_use(tensor, planes)

@@ -7,33 +7,31 @@ has used them: the generator's pass through the discriminator, the first pass of
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from heldin._private_torch import version_of
-from heldin.errors import more
 from heldin.pause import is_paused
 
-__all__ = ["GradientLedger", "failed_backward_warning", "is_zeroed", "register_step_hook"]
+__all__ = ["GradientLedger", "is_zeroed", "register_step_hook"]
 
 
 class GradientLedger:
     """Version and address of `.grad` of each parameter after the last backward pass."""
 
     def __init__(self) -> None:
-        self._left: dict[str, tuple[Tensor, int, int]] = {}
+        self._left: dict[str, tuple[Tensor, tuple[int, int]]] = {}
 
     def record(self, leaves: Mapping[str, Tensor], *others: GradientLedger) -> None:
         """Record the gradients in `.grad`, except those that the given ledgers already hold."""
         for name, leaf in leaves.items():
-            grad = leaf.grad
-            if grad is not None:
-                left = leaf, version_of(grad), _address(grad)
-                if not any(ledger._left.get(name, left[:1])[1:] == left[1:] for ledger in others):
-                    self._left[name] = left
+            if leaf.grad is not None:
+                state = _state_of(leaf.grad)
+                if not any(ledger._left.get(name, (leaf, None))[1] == state for ledger in others):
+                    self._left[name] = leaf, state
 
     def mark_used(self, parameters: Iterable[Tensor]) -> None:
         """Drop the records of parameters that an optimiser has stepped with."""
@@ -46,34 +44,29 @@ class GradientLedger:
 
     @property
     def names(self) -> list[str]:
-        """Names of the parameters with a record."""
         return list(self._left)
 
     def find_replaced(self) -> str | None:
         """Return a parameter whose `.grad` is now a different tensor; None if there is none."""
-        replaced = (
-            name
-            for name, (leaf, _, address) in self._left.items()
-            if leaf.grad is not None and _address(leaf.grad) != address
-        )
-        return next(replaced, None)
+        for name, (leaf, (_, address)) in self._left.items():
+            if leaf.grad is not None and _state_of(leaf.grad)[1] != address:
+                return name
+        return None
 
     def pop_zeroed(self) -> set[str]:
         """Return the parameters whose gradient was set to None or zero, and drop their records."""
-        gone = {name for name, left in self._left.items() if _is_gone(*left)}
-        for name in gone:
-            del self._left[name]
+        gone = set()
+        for name, (leaf, state) in list(self._left.items()):
+            unchanged = leaf.grad is not None and _state_of(leaf.grad) == state
+            if not unchanged and is_zeroed(leaf.grad):
+                gone.add(name)
+                del self._left[name]
         return gone
 
 
-def _address(grad: Tensor) -> int:
-    return 0 if grad.is_sparse else grad.data_ptr()
-
-
-def _is_gone(leaf: Tensor, version: int, address: int) -> bool:
-    grad = leaf.grad
-    unchanged = grad is not None and (version_of(grad), _address(grad)) == (version, address)
-    return not unchanged and is_zeroed(grad)
+def _state_of(grad: Tensor) -> tuple[int, int]:
+    """Return version and address of a gradient."""
+    return version_of(grad), 0 if grad.is_sparse else grad.data_ptr()
 
 
 def is_zeroed(grad: Tensor | None) -> bool:
@@ -83,27 +76,13 @@ def is_zeroed(grad: Tensor | None) -> bool:
     return grad.numel() > 0 and not bool((grad.to_dense() if grad.is_sparse else grad).any())
 
 
-def failed_backward_warning(name: str) -> str:
-    """Return the warning for gradients that a failed backward pass has left."""
-    return (
-        f"a backward pass has failed, and its part of the gradient of {name!r} is still there, so "
-        "that this step contains gradients that were not observed. Call zero_grad() after such an "
-        "error " + more("calls-that-are-not-observed")
-    )
-
-
-class _Holder(Protocol):
-    def on_optimizer_step(self, parameters: list[Tensor]) -> None:
-        """Mark the gradients of these parameters as used."""
-
-
-def register_step_hook(holder: _Holder) -> Any:
-    """Call `holder.on_optimizer_step` after every optimiser step, until the handle is removed."""
-    alive = weakref.ref(holder)  # the global hook must not keep the holder alive
+def register_step_hook(method: Callable[[list[Tensor]], None]) -> Any:
+    """Call a method with the parameters of each optimiser step, until the handle is removed."""
+    alive = weakref.WeakMethod(method)  # the global hook must not keep its object alive
 
     def on_optimizer_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         target = alive()
         if target is not None and not is_paused():
-            target.on_optimizer_step([p for g in optimizer.param_groups for p in g["params"]])
+            target([p for g in optimizer.param_groups for p in g["params"]])
 
     return register_optimizer_step_post_hook(on_optimizer_step)

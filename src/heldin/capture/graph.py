@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from graphlib import TopologicalSorter
 from typing import Any
 
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from heldin._private_torch import outputs_of, sequence_number
 from heldin.errors import NotObservable
 
-__all__ = ["LEAF", "Backward", "Graph", "children_first", "number_of", "shape_of", "walk"]
+__all__ = ["LEAF", "Backward", "Graph", "number_of", "reachable", "shape_of", "walk"]
 
 LEAF = "torch::autograd::AccumulateGrad"
 # The dispatch mode turns some aliases into plain views.
@@ -45,6 +46,16 @@ class Graph:
         return result
 
     @cached_property
+    def inputs(self) -> list[list[int]]:
+        """Per node: the positions of the nodes that it gets its inputs from."""
+        return [[child for child, _ in edges if child >= 0] for edges in self.children]
+
+    @cached_property
+    def children_first(self) -> list[int]:
+        """The positions of all nodes, each after those of its inputs."""
+        return list(TopologicalSorter(dict(enumerate(self.inputs))).static_order())
+
+    @cached_property
     def by_number(self) -> dict[Any, Any]:
         """The nodes by `number_of`; None where nodes of two threads have the same number."""
         nodes_by_number: dict[Any, Any] = {}
@@ -58,10 +69,9 @@ class Graph:
     def parents(self) -> list[list[int]]:
         """Per node: the positions of the nodes that it feeds."""
         result: list[list[int]] = [[] for _ in self.nodes]
-        for position, inputs in enumerate(self.children):
-            for child, _ in inputs:
-                if child >= 0:
-                    result[child].append(position)
+        for position, inputs in enumerate(self.inputs):
+            for child in inputs:
+                result[child].append(position)
         return result
 
 
@@ -119,36 +129,24 @@ def shape_of(node: Any, output: int) -> tuple[int, ...]:
         ) from None
 
 
-def children_first(graph: Graph) -> list[int]:
-    order: list[int] = []
-    state = [0] * len(graph.nodes)
-    for start in range(len(graph.nodes)):
-        stack = [start]
-        while stack:
-            i = stack[-1]
-            if state[i] == 0:
-                state[i] = 1
-                stack.extend(c for c, _ in graph.children[i] if c >= 0 and state[c] == 0)
-            else:
-                stack.pop()
-                if state[i] == 1:
-                    state[i] = 2
-                    order.append(i)
-    return order
+def reachable(starts: Iterable[int], neighbours: Callable[[int], Iterable[int]]) -> Iterator[int]:
+    """Yield the positions that can be reached from some positions, and these positions."""
+    stack = list(starts)
+    visited = set(stack)
+    while stack:
+        at = stack.pop()
+        yield at
+        new = [i for i in dict.fromkeys(neighbours(at)) if i not in visited]
+        visited.update(new)
+        stack.extend(new)
 
 
 @dataclass(frozen=True)
 class Backward:
-    """A call of `torch.autograd.backward`, and the graph that it goes through.
-
-    Attributes:
-        graph: the nodes from the losses down.
-        roots, seeds, inputs: its arguments.
-        retained: whether another pass may go through the graph.
-    """
+    """A call of `torch.autograd.backward`, and the graph that it goes through."""
 
     graph: Graph
     roots: Sequence[Any]
     seeds: Any
     inputs: Any
-    retained: bool = False
+    retained: bool = False  # whether another pass may go through the graph

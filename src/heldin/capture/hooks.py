@@ -26,11 +26,6 @@ def without_autocast() -> Iterator[None]:
         yield
 
 
-def _is_batched(grad: Tensor) -> bool:
-    """Return whether this is the gradient of several passes at once (vmap)."""
-    return is_batched_by_vmap(grad) or is_wrapped_by_transform(grad)
-
-
 class NodeHooks:
     """The prehooks of one backward pass.
 
@@ -74,7 +69,8 @@ class NodeHooks:
             return True
         if self._task is not None and task > self._task:
             return False
-        if any(g is not None and _is_batched(g) for g in grads):
+        some = [grad for grad in grads if grad is not None]
+        if any(is_batched_by_vmap(grad) or is_wrapped_by_transform(grad) for grad in some):
             return False  # the user runs several passes at once (is_grads_batched)
         if self._task is not None:
             self._restart()
@@ -82,7 +78,6 @@ class NodeHooks:
         return True
 
     def remove(self) -> None:
-        """Remove all hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles = []

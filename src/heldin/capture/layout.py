@@ -59,24 +59,11 @@ class Layout:
         line = torch.arange(self.shape[self.dim]) // self.inner % self.m
         return line.reshape([-1 if d == self.dim else 1 for d in range(len(self.shape))])
 
-    @property
-    def outer(self) -> int | None:
-        """Number of times that a regular layout cycles through the samples along `dim`."""
-        if self.inner is None or self.dim is None:
-            return None
-        return self.shape[self.dim] // (self.m * self.inner)
-
-    @property
-    def per_sample(self) -> int:
-        """Rows per sample along `dim`, padding included."""
-        assert self.dim is not None
-        return self.shape[self.dim] // self.m if self.rows is None else self.rows.shape[1]
-
     def owner_on(self, device: torch.device) -> Tensor:
-        """Return the owners on a device, copied there once."""
         return self._there("owner", self.owner, device)
 
     def _there(self, name: str, tensor: Tensor, device: torch.device) -> Tensor:
+        """Return a tensor on a device, copied there once."""
         on_device = self._on_device.get((name, device))
         if on_device is None:
             on_device = self._on_device[name, device] = tensor.to(device)
@@ -97,9 +84,7 @@ class Layout:
         if dim == 0 and size == self.m * self.inner:
             return tensor.reshape(self.m, self.inner, *tensor.shape[1:])
         outer = size // (self.m * self.inner)
-        parts = tensor.reshape(
-            *tensor.shape[:dim], outer, self.m, self.inner, *tensor.shape[dim + 1 :]
-        )
+        parts: Tensor = tensor.unflatten(dim, (outer, self.m, self.inner))
         return parts.movedim((dim + 1, dim, dim + 2), (0, 1, 2)).flatten(1, 2)
 
     def mask(self, lo: int, hi: int, device: torch.device) -> Tensor:

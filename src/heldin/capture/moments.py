@@ -13,7 +13,10 @@ from torch import Tensor
 
 from heldin._private_torch import norms
 
-__all__ = ["Moments", "as_real", "ratio_sums", "smallest_square", "snr", "upcast", "which_finite"]
+__all__ = [
+    "Moments", "as_real", "as_statistic", "ratio_sums", "smallest_square", "snr", "upcast",
+    "which_finite",
+]  # fmt: skip
 
 SMALL = 1 << 13  # maximum number of coordinates of tensors that are concatenated
 # Coordinates of a large tensor per chunk, small enough for the processor's cache.
@@ -28,6 +31,11 @@ def upcast(tensor: Tensor) -> Tensor:
 def as_real(tensor: Tensor) -> Tensor:
     """Return a complex tensor as a real one (..., 2), with two coordinates per entry."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def as_statistic(grad: Tensor) -> Tensor:
+    """Return a gradient as a dense and real tensor in the precision of statistics."""
+    return as_real(upcast(grad.to_dense() if grad.is_sparse else grad))
 
 
 def snr(total: Tensor, squares: Tensor, count: int) -> Tensor:

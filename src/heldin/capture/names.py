@@ -15,11 +15,6 @@ __all__ = ["Names"]
 class Names:
     """The names of a model's parameters, read again when the model has new parameters.
 
-    Attributes:
-        by_id: names of the observed parameters, by `id()`.
-        parameters: all parameters of the model.
-        order: position in the model, by name of the observed parameter.
-
     Args:
         model: the model.
         selects: which parameters are observed, by name (None: all).
@@ -29,12 +24,12 @@ class Names:
     def __init__(
         self, model: nn.Module, selects: Callable[[str], bool] | None, real: bool = False
     ) -> None:
-        self.by_id: dict[int, str] = {}
-        self.parameters: list[Tensor] = []
-        self.order: dict[str, int] = {}
+        self.by_id: dict[int, str] = {}  # of the observed parameters
+        self.parameters: list[Tensor] = []  # all of the model
+        self.order: dict[str, int] = {}  # position in the model, by name, of the observed ones
         self._model: nn.Module | None = model
-        self._named: list[tuple[str, Tensor]] = []
         self._selects, self._real = selects, real
+        self._observed: list[tuple[str, Tensor]] = []
         self._alive: dict[int, weakref.ref[Tensor]] = {}  # because Python reuses ids
         self._gathered: dict[int, tuple[weakref.ref[Tensor], str]] = {}  # unsharded parameters
         self._find()
@@ -51,50 +46,39 @@ class Names:
 
     def trained(self) -> list[str]:
         """List the observed parameters that require a gradient, in the model's order."""
-        return [name for name, p in self._named if p.requires_grad]
+        return [name for name, p in self._observed if p.requires_grad]
 
     def _find(self) -> None:
         """Read the names from the model. Tables are replaced whole, as other threads read them."""
         if self._model is None:  # closed by another thread during a pass
             return
-        named = list(self._model.named_parameters())
-        self.parameters = [p for _, p in named]
-        chosen = [n for n, _ in named if self._selects is None or self._selects(n)]
-        self.order = {name: i for i, name in enumerate(chosen)}
-        self._named = [(n, p) for n, p in named if n in self.order]
-        gathered = [
-            (parameter, name)
-            for ref, name in self._gathered.values()
-            if (parameter := ref()) is not None
-        ]
-        by_id = {id(p): name for name, p in named if name in self.order}
-        by_id |= {
-            id(p): name for p, name in gathered if self._selects is None or self._selects(name)
-        }
-        for name, p in named:
-            if self._real and p.is_complex() and p.requires_grad and id(p) in by_id:
+        named: list[tuple[str, Tensor]] = list(self._model.named_parameters())
+        observed = [(n, p) for n, p in named if self._selects is None or self._selects(n)]
+        for name, p in observed:
+            if self._real and p.is_complex() and p.requires_grad:
                 raise NotObservable(
                     f"parameter {name!r} is complex, so its contributions do not have its shape. "
                     "Store it as a real parameter of shape (..., 2) and use torch.view_as_complex "
                     "in forward(), or exclude it with parameters=..."
                 )
-        all_parameters = [p for _, p in named] + [p for p, _ in gathered]
-        self._alive, self.by_id = {id(p): weakref.ref(p) for p in all_parameters}, by_id
+        alive = [(name, reference()) for reference, name in self._gathered.values()]
+        gathered = [(name, p) for name, p in alive if p is not None]
+        self.parameters = [p for _, p in named]
+        self.order = order = {name: i for i, (name, _) in enumerate(observed)}
+        self._observed = observed
+        self._alive = {id(p): weakref.ref(p) for _, p in [*named, *gathered]}
+        self.by_id = {id(p): name for name, p in [*observed, *gathered] if name in order}
 
     def gathered(self, parameter: Tensor, name: str) -> None:
         """Record the name of a sharded parameter that was gathered for a forward pass."""
-        entry = self._gathered.get(id(parameter))
-        if entry is None or entry[0]() is not parameter:
-            self._gathered[id(parameter)] = (weakref.ref(parameter), name)
-            self._add(parameter, name)
-
-    def _add(self, parameter: Tensor, name: str) -> None:
-        self._alive[id(parameter)] = weakref.ref(parameter)
-        if self._selects is None or self._selects(name):
-            self.by_id[id(parameter)] = name
+        key = id(parameter)
+        if key not in self._gathered or self._gathered[key][0]() is not parameter:
+            self._gathered[key] = (weakref.ref(parameter), name)
+            self._alive[key] = weakref.ref(parameter)
+            if name in self.order:
+                self.by_id[key] = name
 
     def forget(self) -> None:
-        """Drop all references to the model."""
         self._model = None
         self.by_id, self._alive, self._gathered = {}, {}, {}
-        self.parameters, self._named = [], []
+        self.parameters, self._observed = [], []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from types import TracebackType
 from typing import Any, TypeVar
 
 from torch import nn
@@ -93,12 +92,7 @@ class Observation(Mapping[str, Moments]):
         self.resume()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def resume(self) -> None:

@@ -1,8 +1,4 @@
-"""One backward pass under observation: from the hooks of a plan to sums of contributions.
-
-A recorder takes a context and returns a result. It writes into nothing else but the caches of its
-plan.
-"""
+"""One backward pass under observation: from the hooks of a plan to sums of contributions."""
 
 from __future__ import annotations
 
@@ -16,107 +12,86 @@ from torch import Tensor
 
 from heldin._private_torch import gradient_hooks
 
-from .contributions import CHUNK, Contributions, Lazy, Moved, Outer, Real, Rows, moments
+from .contributions import CHUNK, Contributions, Lazy, Moved, Outer, Rows, moments, samples_of
 from .graph import Graph
 from .hooks import Grads, NodeHooks
-from .moments import as_real, upcast
+from .moments import as_real, as_statistic, upcast
 from .ops import OpUse, UseCache, contributions, narrowed
 from .plan import ParameterPath, Plan, move, pull_back
 from .sampling import Sampler
 
-__all__ = ["ParameterSums", "PassContext", "PassResult", "Recorder"]
-
-NO_GRAPH = Graph([], {}, [], [], {})
+__all__ = ["ParameterSums", "PassResult", "Recorder", "block_of"]
 
 
 @dataclass(slots=True)
 class ParameterSums:
-    """The sums of one parameter over one backward pass or several.
+    """The sums of one parameter over one backward pass or several."""
 
-    Attributes:
-        total: sum of the samples' contributions.
-        squares: sum of their squares.
-        shared: gradient of a penalty, in which all samples have the same share.
-        weight: number of coordinates that each sampled coordinate represents.
-    """
+    total: Tensor  # sum of the samples' contributions
+    squares: Tensor  # sum of their squares
+    shared: Tensor | None = None  # gradient of a penalty, in which all samples have the same share
+    weight: float = 1.0  # number of coordinates that each sampled coordinate represents
 
-    total: Tensor
-    squares: Tensor
-    shared: Tensor | None = None
-    weight: float = 1.0
+    def scaled(self, factor: float) -> ParameterSums:
+        """Return the sums of contributions that are multiplied by a factor."""
+        if factor == 1.0:
+            return self
+        shared = None if self.shared is None else self.shared * factor
+        return ParameterSums(self.total * factor, self.squares * factor**2, shared, self.weight)
 
+    def plus(self, other: ParameterSums, name: str, sampler: Sampler | None) -> ParameterSums:
+        """Return the sums of other samples added to these.
 
-@dataclass(frozen=True)
-class PassContext:
-    """The inputs of a recorder.
-
-    Attributes:
-        graph, plan: the graph of the pass, and how to observe it.
-        sampler: draws blocks of coordinates; None: observe all coordinates.
-        chosen: the parameters to observe; None: all of them.
-        per_sample: return the contributions themselves instead of their sums.
-        known: sums that were computed before the pass.
-        inputs: the argument of `backward(inputs=...)`.
-        names: the names of the observed parameters, by id.
-        spare: sums of earlier passes that are no longer read, whose memory may be reused.
-        keep: return the contributions as well, because another pass may add to them.
-    """
-
-    graph: Graph
-    plan: Plan
-    sampler: Sampler | None = None
-    chosen: frozenset[str] | None = None
-    per_sample: bool = False
-    known: dict[str, ParameterSums] = field(default_factory=dict)
-    inputs: Any = None
-    names: dict[int, str] = field(default_factory=dict)
-    spare: dict[str, ParameterSums] = field(default_factory=dict)
-    keep: bool = False
+        If only one of them was sampled, the other one is cut to the block of the parameter.
+        """
+        totals, squares = [self.total, other.total], [self.squares, other.squares]
+        shared = [each.shared for each in (self, other) if each.shared is not None]
+        if self.total.shape != other.total.shape:
+            assert sampler is not None
+            cut = sampler.cutter(name, self.total.shape, other.total.shape)
+            totals, squares, shared = ([*map(cut, each)] for each in (totals, squares, shared))
+        both = sum(shared[1:], start=shared[0]) if shared else None
+        weight = max(self.weight, other.weight)
+        return ParameterSums(totals[0] + totals[1], squares[0] + squares[1], both, weight)
 
 
-@dataclass(frozen=True)
+@dataclass
 class PassResult:
-    """The result of an observed backward pass.
+    """The result of an observed backward pass, by name of the parameter."""
 
-    Attributes:
-        m: number of samples.
-        sums: sums by parameter name.
-        per_sample: contributions (m, ...) by parameter name, if `PassContext.per_sample`.
-        whole: parameters that cannot be sampled in blocks.
-        parts: the contributions behind the sums, if `PassContext.keep`.
-        held: gradients that `parts` were read from.
-    """
-
-    m: int
+    m: int  # number of samples
     sums: dict[str, ParameterSums]
-    per_sample: dict[str, Tensor]
-    whole: set[str]
+    per_sample: dict[str, Tensor] = field(default_factory=dict)  # if `Recorder.per_sample`
+    whole: set[str] = field(default_factory=set)  # parameters that cannot be sampled in blocks
+    # If `Recorder.keep`: the contributions behind the sums, and gradients that they read from.
     parts: dict[str, list[Contributions]] = field(default_factory=dict)
     held: list[Any] = field(default_factory=list)
 
 
+@dataclass(eq=False)
 class Recorder:
     """A recorder of the contributions to each parameter during one backward pass.
 
-    Attributes:
-        wanted: the observed parameters that get a gradient; None: all that the pass reaches.
+    It writes into nothing but its result and the caches of its plan.
     """
 
-    def __init__(self, context: PassContext) -> None:
-        self._context = context
-        self._graph, self._plan = context.graph, context.plan
-        self._sampler, self._chosen = context.sampler, context.chosen
+    graph: Graph
+    plan: Plan
+    known: dict[str, ParameterSums]  # sums that were computed before the pass
+    sampler: Sampler | None  # None: observe all coordinates
+    chosen: frozenset[str] | None  # the parameters to observe; None: all of them
+    wanted: set[str] | None  # the parameters that get a gradient; None: all that are reached
+    per_sample: bool  # return the contributions themselves instead of their sums
+    keep: bool  # return the contributions as well, because another pass may add to them
+    spare: dict[str, ParameterSums]  # sums that are no longer read, whose memory may be reused
+
+    def __post_init__(self) -> None:
         self._hooks = NodeHooks(self._start)
-        inputs = context.inputs  # if given, only these get a gradient
-        self.wanted = None if inputs is None else self._names_of(inputs)
+        self._sums_only = not (self.per_sample or self.keep)
         self._start()
 
     def _start(self) -> None:
-        self._sums = dict(self._context.known)
-        self._per_sample: dict[str, Tensor] = {}
-        self._whole: set[str] = set()
-        self._kept: dict[str, list[Contributions]] = {}
-        self._held: list[Any] = []
+        self._result = PassResult(self.plan.m, dict(self.known))
         self._parts: dict[tuple[int, int], list[Contributions]] = {}  # by path, until complete
         self._pulled: dict[str, list[Contributions]] = {}  # by parameter, pulled back already
         self._uses_seen: dict[str, int] = {}
@@ -124,10 +99,9 @@ class Recorder:
     # -- around the pass
 
     def attach(self) -> None:
-        """Register hooks on the nodes of the plan."""
-        plan, nodes, hooks = self._plan, self._graph.nodes, self._hooks
+        plan, nodes, hooks = self.plan, self.graph.nodes, self._hooks
         for position, uses in plan.uses.items():
-            if self._chosen is not None:
+            if self.chosen is not None:
                 uses = [use for use in uses if self._is_chosen(use[1])]
             if uses:
                 hooks.add(nodes[position], partial(self._on_use, position, uses))
@@ -135,58 +109,36 @@ class Recorder:
             if any(map(self._is_chosen, paths)):
                 hooks.add(nodes[position], partial(self._on_pull, position))
         for name, position in plan.leaves.items():
-            if (self._chosen is None or name in self._chosen) and self._waits_for_leaf(name):
+            if (self.chosen is None or name in self.chosen) and self._waits_for_leaf(name):
                 hooks.add(nodes[position], partial(self._on_leaf, name))
 
     def _is_chosen(self, path: ParameterPath) -> bool:
-        return self._chosen is None or not self._chosen.isdisjoint(path.params)
-
-    @property
-    def _writes_out(self) -> bool:
-        """Whether the contributions are needed, not only their sums."""
-        return self._context.per_sample or self._context.keep
+        return self.chosen is None or not self.chosen.isdisjoint(path.params)
 
     def _waits_for_leaf(self, name: str) -> bool:
         """Return whether the gradient itself is needed, as the sum or for a penalty's share.
 
         A sampled parameter that is reached through views only is complete with its last use.
         """
-        plan = self._plan
+        plan = self.plan
         if plan.m == 1 or name in plan.shared or name in plan.unused:
             return True
-        return name in plan.paths and not (self._sampler is not None and name in plan.direct)
+        return name in plan.paths and not (self.sampler is not None and name in plan.direct)
 
     def result(self) -> PassResult:
         """Return the sums after a successful pass."""
-        sums = self._sums
-        if self.wanted is not None:
-            sums = {
-                name: parameter_sums for name, parameter_sums in sums.items() if name in self.wanted
-            }
-        if self._chosen is not None:  # a path may lead to other parameters as well
-            sums = {
-                name: parameter_sums
-                for name, parameter_sums in sums.items()
-                if name in self._chosen
-            }
-        parts, held = self._kept, self._held
-        return PassResult(self._plan.m, sums, self._per_sample, self._whole, parts, held)
-
-    def _names_of(self, inputs: Any) -> set[str]:
-        targets = inputs if isinstance(inputs, Sequence) else [inputs]
-        nodes = [edge.node for edge in targets if not isinstance(edge, Tensor)]
-        ids = {id(tensor) for tensor in targets if isinstance(tensor, Tensor)}
-        leaves = self._graph.leaves.items()
-        ids |= {id(leaf) for i, leaf in leaves if self._graph.nodes[i] in nodes}
-        names = self._context.names
-        return {names[key] for key in ids if key in names}
+        result = self._result
+        for names in (self.wanted, self.chosen):  # a path may lead to other parameters as well
+            if names is not None:
+                result.sums = {name: sums for name, sums in result.sums.items() if name in names}
+        return result
 
     def close(self) -> None:
         """Remove the hooks and release the graph, also after an error."""
         self._hooks.remove()
-        self._parts, self._pulled = {}, {}
-        self._graph = NO_GRAPH
-        self._context = PassContext(NO_GRAPH, self._plan)
+        self.graph = Graph([], {}, [], [], {})
+        self.known, self.spare, self._parts, self._pulled = {}, {}, {}, {}
+        self._result = PassResult(0, {})
 
     # -- during the pass
 
@@ -194,10 +146,10 @@ class Recorder:
         self, position: int, uses: Sequence[tuple[int, ParameterPath]], grads: Grads
     ) -> None:
         """Record contributions at a node where parameters meet data, just before it runs."""
-        plan, node = self._plan, self._graph.nodes[position]
+        plan, node = self.plan, self.graph.nodes[position]
         layouts = plan.layouts[position]
-        if self._context.keep:
-            self._held.append(grads)
+        if self.keep:
+            self._result.held.append(grads)
         for argument, path in uses:
             cache = plan.caches.get((position, argument))
             if cache is None:
@@ -205,16 +157,17 @@ class Recorder:
             self._record(OpUse(node, grads, layouts, argument, path.shape, cache), path)
 
     def _record(self, use: OpUse, path: ParameterPath) -> None:
-        name, sampler = path.params[0], self._sampler
+        name, plan = path.params[0], self.plan
         part = self._contributions(use, path)
         if isinstance(part, Lazy):  # the node frees its saved tensors when it has run
-            is_only_use = path.chain is not None and self._plan.is_used_once(name)
-            if is_only_use and name not in self._plan.shared and not self._writes_out:
-                self._whole.add(name)
-                self._sums[name] = ParameterSums(*self._in_place(path, part).moments(None))
+            is_only_use = len(plan.paths[name]) == 1 == plan.use_counts[path.key]
+            is_direct = path.chain is not None and name not in plan.shared
+            if is_only_use and is_direct and self._sums_only:
+                self._result.whole.add(name)
+                self._result.sums[name] = ParameterSums(*self._in_place(path, part).moments(None))
                 return
-            part = part.written_out()
-        expected = 0 if sampler is None else self._plan.direct.get(name, 0)
+            part = Rows(part.samples(0, part.m))
+        expected = 0 if self.sampler is None else plan.direct.get(name, 0)
         if expected == 1:
             self._reduce(name, [self._in_place(path, part)], None)
             return
@@ -226,13 +179,13 @@ class Recorder:
 
     def _contributions(self, use: OpUse, path: ParameterPath) -> Contributions:
         """Return the contributions of a use; for a sampled vector, only to its block."""
-        if self._sampler is None or path.chain != () or len(use.shape) != 1:
+        if self.sampler is None or path.chain != () or len(use.shape) != 1:
             return contributions(use)
         new, name = use.cache.no_cancellation is None, path.params[0]
-        part = contributions(narrowed(use, self._sampler, name))
+        part = contributions(narrowed(use, self.sampler, name))
         if new and use.cache.no_cancellation is not None:
             # From the next step on the vector is narrowed: a resumed run must not differ by a bit.
-            small = narrowed(use, self._sampler, name)
+            small = narrowed(use, self.sampler, name)
             part = part if small is use else contributions(small)
         return part
 
@@ -240,42 +193,42 @@ class Recorder:
         """Return the contributions in the shape of the parameter."""
         if path.transposed and isinstance(part, Outer):
             return part.transposed()
-        leaf = self._graph.leaves[self._plan.leaves[path.params[0]]]
+        leaf = self.graph.leaves[self.plan.leaves[path.params[0]]]
         if path.chain:
-            part = Moved(part, partial(move, self._graph, path), tuple(leaf.shape))
-        return Real(part) if leaf.is_complex() else part
+            part = Moved(part, partial(move, self.graph, path), tuple(leaf.shape))
+        inner = part
+        if leaf.is_complex():  # as real numbers (..., 2)
+            part = Lazy(lambda lo, hi: as_real(inner.samples(lo, hi)), part.m, (*part.shape, 2))
+        return part
 
     def _on_pull(self, position: int, grads: Grads) -> None:
         """Pull contributions back through a data-free node, all uses of which are recorded."""
-        for path in self._plan.pulled[position]:
+        for path in self.plan.pulled[position]:
             parts = self._parts.pop(path.key, None)
             if parts is not None:
                 self._pull(path, parts)
 
     def _pull(self, path: ParameterPath, parts: list[Contributions]) -> None:
-        plan, graph = self._plan, self._graph
+        plan, graph = self.plan, self.graph
         leaves = [graph.leaves[plan.leaves[name]] for name in path.params]
         sizes = sum(leaf.numel() for leaf in leaves) + sum(part.numel for part in parts)
         step = max(1, min(plan.m, CHUNK // max(1, sizes)))
-        sums_directly = not self._writes_out and not plan.shared
+        sums_directly = self._sums_only and not plan.shared
         sums_directly = sums_directly and all(len(plan.paths[name]) == 1 for name in path.params)
-        self._whole.update(path.params)
+        self._result.whole.update(path.params)
         chunks = []
         for lo in range(0, plan.m, step):
-            value = parts[0].samples(lo, min(plan.m, lo + step))
-            for part in parts[1:]:
-                value = value + part.samples(lo, min(plan.m, lo + step))
+            value = samples_of(parts, lo, min(plan.m, lo + step))
             pulled = pull_back(graph, path, value, leaves, plan.trusted)
             grads = [as_real(upcast(grad)) for grad in pulled]
             if not sums_directly:
                 chunks.append(grads)
                 continue
             for name, grad in zip(path.params, grads, strict=True):
-                first, second = grad.sum(0), grad.square().sum(0)
-                previous = self._sums.get(name)
-                if previous is not None:
-                    first, second = previous.total + first, previous.squares + second
-                self._sums[name] = ParameterSums(first, second)
+                new = ParameterSums(grad.sum(0), grad.square().sum(0))
+                previous = self._result.sums.get(name)
+                new = new if previous is None else previous.plus(new, name, None)
+                self._result.sums[name] = new
         if chunks:
             for name, *pieces in zip(path.params, *chunks, strict=True):
                 self._pulled.setdefault(name, []).append(Rows(torch.cat(pieces)))
@@ -285,19 +238,19 @@ class Recorder:
         grad = grads[0]
         if grad is None:
             return
-        if self._plan.m == 1:
-            dense = as_real(upcast(grad.to_dense() if grad.is_sparse else grad))
-            block, weight = block_of(self._sampler, name, dense, 1)
+        if self.plan.m == 1:
+            dense = as_statistic(grad)
+            block, weight = block_of(self.sampler, name, dense, 1)
             values = dense[block]
-            self._sums[name] = ParameterSums(values.clone(), values.square(), None, weight)
-            if self._context.keep:
-                self._kept[name] = [Rows(values.clone()[None])]
-        elif name not in self._sums:
+            self._result.sums[name] = ParameterSums(values.clone(), values.square(), None, weight)
+            if self.keep:
+                self._result.parts[name] = [Rows(values.clone()[None])]
+        elif name not in self._result.sums:
             self._finish(name, as_real(grad))
 
     def _finish(self, name: str, grad: Tensor | None) -> None:
         """Reduce all contributions to a parameter; `grad` is its gradient, if it was needed."""
-        plan = self._plan
+        plan = self.plan
         parts = list(self._pulled.pop(name, []))
         for path in plan.paths.get(name, []):
             if path.chain is not None:
@@ -307,45 +260,38 @@ class Recorder:
         elif grad is not None and (name in plan.shared or name in plan.unused):
             zero = torch.zeros_like(upcast(grad))
             shared = upcast(grad).clone() if name in plan.shared else None
-            self._whole.add(name)
-            self._sums[name] = ParameterSums(zero, zero.clone(), shared)
+            self._result.whole.add(name)
+            self._result.sums[name] = ParameterSums(zero, zero.clone(), shared)
 
     def _reduce(self, name: str, parts: list[Contributions], grad: Tensor | None) -> None:
         """Sum the contributions of all uses of a parameter, or store them per sample."""
-        plan, sampler = self._plan, self._sampler
-        if self._context.per_sample:
-            first, *others = (part.samples(0, plan.m) for part in parts)
-            self._per_sample[name] = sum(others, start=first)
+        plan, sampler = self.plan, self.sampler
+        if self.per_sample:
+            self._result.per_sample[name] = samples_of(parts, 0, plan.m)
             return
         penalised, weight = name in plan.shared, 1.0
-        leaf = self._graph.leaves[plan.leaves[name]]
+        leaf = self.graph.leaves[plan.leaves[name]]
         if sampler is not None and penalised:
-            self._whole.add(name)
+            self._result.whole.add(name)
         elif sampler is not None:
             shape = (*leaf.shape, 2) if leaf.is_complex() else tuple(leaf.shape)
             parts, weight = self._restricted(sampler, name, shape, parts)
-        if self._context.keep:
-            self._kept[name] = parts
+        if self.keep:
+            self._result.parts[name] = parts
         if weight != 1.0:
-            self._sums[name] = ParameterSums(*moments(parts), None, weight)
+            self._result.sums[name] = ParameterSums(*moments(parts), None, weight)
             return
-        total = grad  # unless a hook or a penalty changes it, or its precision is too low
-        if (
-            grad is None
-            or penalised
-            or gradient_hooks(leaf)
-            or grad.is_sparse
-            or upcast(grad) is not grad
-        ):
-            total = None
-        spare = self._context.spare.pop(name, None) if total is not None else None
+        total = None
+        if grad is not None and not (penalised or gradient_hooks(leaf) or grad.is_sparse):
+            total = grad if upcast(grad) is grad else None  # else its precision is too low
+        spare = self.spare.pop(name, None) if total is not None else None
         if spare is not None and (spare.total.shape != leaf.shape or spare.weight != 1.0):
             spare = None
         first, second = moments(parts, total, None if spare is None else spare.squares)
         if first is total:
             first = first.clone() if spare is None else spare.total.copy_(first)
         shared = upcast(grad) - first if penalised and grad is not None else None
-        self._sums[name] = ParameterSums(first, second, shared)
+        self._result.sums[name] = ParameterSums(first, second, shared)
 
     def _restricted(
         self, sampler: Sampler, name: str, shape: tuple[int, ...], parts: list[Contributions]
@@ -353,7 +299,7 @@ class Recorder:
         """Return the contributions to the sampled block, and the weight of its coordinates."""
         uncut = [part.shape == shape for part in parts]  # others were narrowed before
         if any(part.whole_only for part, whole in zip(parts, uncut, strict=True) if whole):
-            self._whole.add(name)
+            self._result.whole.add(name)
             return parts, 1.0
         spread, reads = all(part.spread for part in parts), max(part.reads for part in parts)
         block, weight = sampler.block(name, shape, reads, spread and len(shape) > 1)

@@ -20,7 +20,7 @@ from heldin._private_torch import gradient_hooks, outputs_of, saved
 
 from .graph import Graph, shape_of
 from .layout import Layout
-from .ops import UseCache
+from .ops import UseCache, batched_or_single
 
 __all__ = ["CUTS", "ParameterPath", "Plan", "cut_of", "move", "pull_back"]
 
@@ -60,57 +60,46 @@ class ParameterPath:
 
 @dataclass
 class Plan:
-    """The plan for observing graphs of one signature.
+    """The plan for observing graphs of one signature."""
 
-    Attributes:
-        m: number of samples.
-        layouts: the position of each sample's rows in the outputs of every node with a use.
-        uses: the arguments that parameters reach and the path to each, by node.
-        shared: parameters with a penalty in the loss.
-        unused: parameters that meet no row of the batch.
-        leaves: the position of every observed parameter.
-        cuts: the numbers by which a node selects samples, by node.
-        caches: per-use caches that last from step to step.
-        trusted: whether a batched pull-back agrees with single ones, by path.
-    """
-
-    m: int
+    m: int  # number of samples
+    # By node: the position of each sample's rows in its outputs; the arguments that parameters
+    # reach, and the path to each.
     layouts: dict[int, list[Layout | None]] = field(default_factory=dict)
     uses: dict[int, list[tuple[int, ParameterPath]]] = field(default_factory=dict)
-    shared: set[str] = field(default_factory=set)
-    unused: set[str] = field(default_factory=set)
-    leaves: dict[str, int] = field(default_factory=dict)
-    cuts: dict[int, tuple[Any, ...]] = field(default_factory=dict)
-    caches: dict[tuple[int, int], UseCache] = field(default_factory=dict)
+    shared: set[str] = field(default_factory=set)  # parameters with a penalty in the loss
+    unused: set[str] = field(default_factory=set)  # parameters that meet no row of the batch
+    leaves: dict[str, int] = field(default_factory=dict)  # positions of the observed parameters
+    cuts: dict[int, tuple[Any, ...]] = field(default_factory=dict)  # `cut_of` nodes, by position
+    caches: dict[tuple[int, int], UseCache] = field(default_factory=dict)  # by node and argument
+    # By path: whether a batched pull-back agrees with single ones.
     trusted: dict[tuple[int, int], bool] = field(default_factory=dict)
 
     # -- derived from the uses
 
     @cached_property
+    def all_uses(self) -> list[ParameterPath]:
+        return [path for uses in self.uses.values() for _, path in uses]
+
+    @cached_property
     def paths(self) -> dict[str, list[ParameterPath]]:
-        """The paths to each parameter."""
         paths_by_name: dict[str, list[ParameterPath]] = {}
-        for uses in self.uses.values():
-            for _, path in uses:
-                for name in path.params:
-                    paths = paths_by_name.setdefault(name, [])
-                    if path not in paths:
-                        paths.append(path)
+        for path in dict.fromkeys(self.all_uses):
+            for name in path.params:
+                paths_by_name.setdefault(name, []).append(path)
         return paths_by_name
 
     @cached_property
     def use_counts(self) -> Counter[tuple[int, int]]:
-        """The number of uses of each path."""
-        return Counter(path.key for uses in self.uses.values() for _, path in uses)
+        return Counter(path.key for path in self.all_uses)
 
     @cached_property
     def pulled(self) -> dict[int, list[ParameterPath]]:
         """The paths that are more than views, by their topmost node."""
         paths_by_node: dict[int, list[ParameterPath]] = {}
-        for uses in self.uses.values():
-            for _, path in uses:
-                if path.chain is None and path not in paths_by_node.setdefault(path.node, []):
-                    paths_by_node[path.node].append(path)
+        for path in dict.fromkeys(self.all_uses):
+            if path.chain is None:
+                paths_by_node.setdefault(path.node, []).append(path)
         return paths_by_node
 
     @cached_property
@@ -122,9 +111,15 @@ class Plan:
             if name not in self.shared and all(path.chain is not None for path in paths)
         }
 
-    def is_used_once(self, name: str) -> bool:
-        paths = self.paths.get(name, [])
-        return len(paths) == 1 and self.use_counts[paths[0].key] == 1
+    @property
+    def owned_layouts(self) -> dict[tuple[int, int], Layout]:
+        """The layouts, by position and number of the output."""
+        return {
+            (position, number): layout
+            for position, layouts in self.layouts.items()
+            for number, layout in enumerate(layouts)
+            if layout is not None
+        }
 
     # -- other graphs
 
@@ -135,19 +130,15 @@ class Plan:
         may be replaced by one of another size, and rows may be assigned to samples by Python
         numbers from anywhere.
         """
-        nodes = graph.nodes
         for position, numbers in self.cuts.items():
-            if cut_of(nodes[position], graph.names[position]) != numbers:
+            if cut_of(graph.nodes[position], graph.names[position]) != numbers:
                 return False
         for position, layouts in self.layouts.items():
-            for layout, metadata in zip(layouts, outputs_of(nodes[position]), strict=False):
+            outputs = outputs_of(graph.nodes[position])
+            for layout, metadata in zip(layouts, outputs, strict=False):
                 if layout is not None and tuple(metadata.shape) != layout.shape:
                     return False
-        return all(
-            self._shape_at(graph, path) == path.shape
-            for uses in self.uses.values()
-            for _, path in uses
-        )
+        return all(self._shape_at(graph, path) == path.shape for path in self.all_uses)
 
     def _shape_at(self, graph: Graph, path: ParameterPath) -> tuple[int, ...]:
         if path.transposed or path.chain == ():  # read the shape from the parameter itself
@@ -162,19 +153,9 @@ class Plan:
             position: [(argument, replace(path, shape=())) for argument, path in uses]
             for position, uses in self.uses.items()
         }
-        owned = {
-            p: [layout is None for layout in node_layouts]
-            for p, node_layouts in self.layouts.items()
-        }
-        return uses, owned, self.shared, self.unused, self.leaves
+        return uses, set(self.owned_layouts), self.shared, self.unused, self.leaves
 
-    def resized(
-        self,
-        graph: Graph,
-        m: int,
-        layouts: dict[int, list[Layout | None]],
-        caches: dict[tuple[int, int], UseCache],
-    ) -> Plan:
+    def resized(self, graph: Graph, m: int, layouts: dict[int, list[Layout | None]]) -> Plan:
         """Return this plan for a graph of other sizes."""
         uses = {
             position: [
@@ -183,9 +164,9 @@ class Plan:
             ]
             for position, uses in self.uses.items()
         }
-        return replace(
-            self, m=m, layouts=layouts, uses=uses, caches=caches, trusted=dict(self.trusted)
-        )
+        caches = {k: UseCache(c.no_cancellation, c.batched) for k, c in self.caches.items()}
+        trusted = dict(self.trusted)
+        return replace(self, m=m, layouts=layouts, uses=uses, caches=caches, trusted=trusted)
 
 
 def move(graph: Graph, path: ParameterPath, value: Tensor) -> Tensor:
@@ -214,11 +195,10 @@ def pull_back(
 ) -> list[Tensor]:
     """Pull per-sample contributions (n, *path.shape) back to the parameters, (n, *shape) each.
 
-    `trusted` stores by path whether a batched backward pass agrees with single ones: a few ops
-    have no batched backward, or a wrong one.
+    `trusted` stores by path whether a batched backward pass agrees with single ones.
     """
     edge = torch.autograd.graph.GradientEdge(graph.nodes[path.node], path.output)
-    dtype = outputs_of(graph.nodes[path.node])[path.output].dtype
+    cotangents = value.to(outputs_of(edge.node)[path.output].dtype)
     hooks = [(live, dict(live)) for leaf in leaves if (live := gradient_hooks(leaf))]
     for live, _ in hooks:
         live.clear()  # the user's hooks must not fire in this pass
@@ -228,34 +208,18 @@ def pull_back(
             [edge], list(leaves), [cotangent], retain_graph=True, is_grads_batched=batched
         )
 
-    def single(cotangent: Tensor) -> tuple[Tensor, ...]:
-        return pulled(cotangent, False)
+    def single() -> list[Tensor]:
+        parts = [pulled(cotangent, False) for cotangent in cotangents]
+        return [torch.stack(same) for same in zip(*parts, strict=True)]
 
-    cotangents = value.to(dtype)
-    grads: Sequence[Tensor] | None = None
     try:
-        is_trusted = trusted.get(path.key)
-        if is_trusted is not False:
-            try:
-                grads = pulled(cotangents, True)
-            except RuntimeError:
-                trusted[path.key] = False
-        if grads is None or is_trusted is None:
-            single_grads = [
-                torch.stack(parts) for parts in zip(*map(single, cotangents), strict=True)
-            ]
-            if grads is not None and all(bool(a.isfinite().all()) for a in single_grads):
-                trusted[path.key] = all(map(_agree, grads, single_grads))
-            # If the batched result is trusted, use it already: a resumed run does so in this step.
-            if grads is None or not trusted.get(path.key):
-                grads = single_grads
+        grads, is_trusted = batched_or_single(
+            lambda: pulled(cotangents, True), single, trusted.get(path.key)
+        )
     finally:
-        for live, saved in hooks:
-            live.update(saved)
+        for live, saved_hooks in hooks:
+            live.update(saved_hooks)
+    if is_trusted is not None:
+        trusted[path.key] = is_trusted
     real = value.real.dtype if value.is_complex() else value.dtype
     return [grad if grad.is_complex() else grad.to(real) for grad in grads]
-
-
-def _agree(one: Tensor, other: Tensor) -> bool:
-    allowed = torch.finfo(other.dtype).eps ** 0.5 * float(other.abs().max() if other.numel() else 0)
-    return bool(((one - other).abs() <= allowed).all())

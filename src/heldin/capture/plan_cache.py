@@ -6,7 +6,7 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -29,48 +29,26 @@ IDLE = 3  # evaluations without no_grad() after which such calls are no longer t
 UNEXPECTED = 3  # unknown graphs of cached calls after which a kind of call is always traced
 
 
-@dataclass(frozen=True)
-class Ops:
-    """The ops that have computed a tensor.
-
-    Attributes:
-        last: name and settings (not sizes) of the last op, and the tensor's output number.
-        signature: hash of the graph of all ops.
-    """
-
-    last: tuple[Any, ...]
-    signature: int
-
-
-@dataclass(frozen=True)
-class OutputRecord:
-    """An output of a traced call: its layout, and the ops that have computed it."""
+class OutputRecord(NamedTuple):
+    """An output of a traced call."""
 
     layout: Layout
-    ops: Ops
+    last_op: tuple[Any, ...]  # name and settings (not sizes), and the output's number
+    ops: int  # hash of the graph of all ops that have computed it
 
 
 @dataclass
 class OutputPatterns:
-    """The layouts of the outputs of calls of one kind, for all sizes.
-
-    Attributes:
-        sizes: the range of sizes of the calls.
-        patterns: per output, its pattern and the ops that have computed it; None: no pattern fits.
-    """
+    """The layouts of the outputs of calls of one kind, for all sizes."""
 
     sizes: Range
-    patterns: list[tuple[LayoutPattern, Ops] | None]
+    records: list[OutputRecord | None]  # of the first call; None: the layout is not established
+    patterns: list[LayoutPattern | None]  # None: no pattern fits all calls
 
 
 @dataclass
 class PlanCache:
-    """A cache of plans and layouts by the structure of calls, independent of batch contents.
-
-    Attributes:
-        branch_questions: which values that Python reads out of tensors depend on data, by kind of
-            call.
-    """
+    """A cache of plans and layouts by the structure of calls, independent of batch contents."""
 
     _plans: dict[Any, Plan] = field(default_factory=dict)  # by calls, leaves and graph
     _scalable: dict[Any, ScalablePlan] = field(default_factory=dict)  # the same without sizes
@@ -82,6 +60,7 @@ class PlanCache:
     _unexpected: Counter[Any] = field(default_factory=Counter)  # unknown graphs of cached calls
     _idle: Counter[Any] = field(default_factory=Counter)  # traces without a backward, by call's key
     _warned: set[str] = field(default_factory=set)
+    # By kind: which of the values that Python reads out of tensors depend on data.
     branch_questions: dict[Any, tuple[bool, ...]] = field(default_factory=dict)
     _asked: Counter[Any] = field(default_factory=Counter)  # traced calls with questions, by kind
 
@@ -103,9 +82,9 @@ class PlanCache:
 
     def record_idle(self, call: Call) -> None:
         """Count a traced evaluation that no backward pass has reached."""
-        training, trackers = call.kind[2], [candidate.tracker for candidate in call.candidates]
-        lasting = all(tracker is None or tracker.volatile_reason is None for tracker in trackers)
-        if trackers and lasting and not training:
+        is_training = call.kind[2]
+        lasting = all(tracker.volatile_reason is None for tracker in call.trackers)
+        if call.candidates and lasting and not is_training:
             if len(self._idle) > KINDS:
                 self._idle.clear()
             self._idle[call.key] += 1
@@ -126,8 +105,7 @@ class PlanCache:
         self, calls: Sequence[Call], leaves: tuple[str | None, ...], graph: Graph
     ) -> Plan | None:
         """Return the plan for a graph, if it is cached or follows from plans at other sizes."""
-        rest = (tuple([call.answers for call in calls]), leaves, *graph.signature)
-        key = (tuple([call.key for call in calls]), *rest)
+        key, key_without_sizes = _keys(calls, leaves, graph)
         plan = self._plans.get(key)
         if plan is not None:
             return plan if plan.fits(graph) else None
@@ -135,7 +113,7 @@ class PlanCache:
             return None  # a fresh trace is preferred to a scaled plan
         if len({call.m for call in calls}) != 1:
             return None
-        scalable = self._scalable.get((tuple([call.kind for call in calls]), *rest))
+        scalable = self._scalable.get(key_without_sizes)
         if scalable is None or _all_sizes(calls) not in scalable.sizes:
             return None
         plan = scalable.instantiate(graph, calls[0].m)
@@ -147,25 +125,20 @@ class PlanCache:
         self, calls: Sequence[Call], leaves: tuple[str | None, ...], graph: Graph, plan: Plan
     ) -> None:
         """Cache a plan for later graphs of this kind, unless too many were unexpected."""
-        rest = (tuple([call.answers for call in calls]), leaves, *graph.signature)
-        self._keep((tuple([call.key for call in calls]), *rest), plan)
+        key, key_without_sizes = _keys(calls, leaves, graph)
+        self._keep(key, plan)
         self._known.update(call.key for call in calls if self._unexpected[call.key] < UNEXPECTED)
-        kinds = (tuple([call.kind for call in calls]), *rest)
-        scalable = self._scalable.get(kinds)
+        scalable = self._scalable.get(key_without_sizes)
         if scalable is None:
-            self._scalable[kinds] = ScalablePlan.from_plan(plan, _all_sizes(calls))
+            scalable = self._scalable[key_without_sizes] = ScalablePlan(plan, _all_sizes(calls))
             _shorten(self._scalable)
         else:
             scalable.add(plan, _all_sizes(calls))
         for call in calls:
-            if self._scalable[kinds].patterns is None or self._unexpected[call.kind] >= UNEXPECTED:
+            if not scalable.scales or self._unexpected[call.kind] >= UNEXPECTED:
                 self._own_sizes.add(call.kind)
-            between = self._ranges.get(call.kind)
-            if between is None:
-                self._ranges[call.kind] = Range(call.sizes, call.sizes)
-                _shorten(self._ranges)
-            else:
-                between.widen(call.sizes)
+            self._ranges.setdefault(call.kind, Range(call.sizes, call.sizes)).widen(call.sizes)
+            _shorten(self._ranges)
 
     def _keep(self, key: Any, plan: Plan) -> None:
         self._plans[key] = plan
@@ -188,16 +161,14 @@ class PlanCache:
             )
             self._asked[call.kind] += 1
             _shorten(self.branch_questions)
-        self._note_outputs(call, candidate.layouts)
+        self._record_outputs(call, candidate.layouts)
         self.warn_mixed(candidate.tracker.mixing_ops)
 
-    def _note_outputs(self, call: Call, layouts: list[Layout | None]) -> None:
-        """Record the layouts of a traced call's outputs."""
+    def _record_outputs(self, call: Call, layouts: list[Layout | None]) -> None:
         key, kind = (call.key, call.answers), (call.kind, call.answers)
-        ends = zip(call.ends, layouts, strict=True)
         records = [
-            None if node is None or layout is None else OutputRecord(layout, _ops_below(node, nr))
-            for (node, nr), layout in ends
+            None if node is None or layout is None else OutputRecord(layout, *_ops_of(node, number))
+            for (node, number), layout in zip(call.ends, layouts, strict=True)
         ]
         self._outputs.pop(key, None)
         self._outputs[key] = records
@@ -206,15 +177,15 @@ class PlanCache:
                 del self._outputs[old]
         at_all_sizes = self._output_patterns.get(kind)
         if at_all_sizes is None or len(at_all_sizes.patterns) != len(records):
-            patterns = [None if record is None else _pattern_of(record) for record in records]
-            self._output_patterns[kind] = OutputPatterns(Range(call.sizes, call.sizes), patterns)
+            patterns = [record and LayoutPattern.from_layout(record.layout) for record in records]
+            sizes = Range(call.sizes, call.sizes)
+            self._output_patterns[kind] = OutputPatterns(sizes, records, patterns)
             _shorten(self._output_patterns)
             return
         at_all_sizes.sizes.widen(call.sizes)
-        pairs = zip(at_all_sizes.patterns, records, strict=True)
         at_all_sizes.patterns = [
-            None if pattern is None or record is None else _merged_pattern(pattern, record)
-            for pattern, record in pairs
+            pattern and record and pattern.merge(record.layout)
+            for pattern, record in zip(at_all_sizes.patterns, records, strict=True)
         ]
 
     def outputs(self, call: Call) -> list[Output]:
@@ -230,14 +201,15 @@ class PlanCache:
             if at_all_sizes is None or call.sizes not in at_all_sizes.sizes:
                 return []
             records = [None] * len(at_all_sizes.patterns)
-            for i, (end, entry) in enumerate(zip(call.ends, at_all_sizes.patterns, strict=False)):
-                if end[0] is not None and entry is not None:
-                    pattern, ops = entry
-                    layout = pattern.instantiate(shape_of(*end), call.m)
-                    records[i] = None if layout is None else OutputRecord(layout, ops)
+            pairs = zip(call.ends, at_all_sizes.records, at_all_sizes.patterns, strict=False)
+            for i, ((node, number), record, pattern) in enumerate(pairs):
+                if node is not None and record is not None and pattern is not None:
+                    layout = pattern.instantiate(shape_of(node, number), call.m)
+                    records[i] = None if layout is None else record._replace(layout=layout)
         outputs = []
         for i, (node, number) in enumerate(call.ends):
-            layout = None if node is None else _layout_of(node, number, i, call.ends, records)
+            same_place = records[i] if len(records) == len(call.ends) else None
+            layout = None if node is None else _layout_of(node, number, same_place, records)
             if layout is not None:
                 outputs.append((GradientEdge(node, number), layout))
         return outputs
@@ -245,7 +217,6 @@ class PlanCache:
     # -- warnings
 
     def warn_once(self, key: str, text: str) -> None:
-        """Warn, once per key."""
         if key not in self._warned:
             self._warned.add(key)
             warnings.warn(text, HeldinWarning, stacklevel=2)
@@ -259,11 +230,7 @@ class PlanCache:
         )
 
     def warn_mixed(self, mixing_ops: Mapping[str, str]) -> None:
-        """Warn once per cause that samples are mixed: name the first place, count the others.
-
-        Args:
-            mixers: the cause by place in the model.
-        """
+        """Warn once per cause that samples are mixed: name the first place, count the others."""
         for cause in dict.fromkeys(mixing_ops.values()):
             if cause in self._warned:
                 continue
@@ -280,46 +247,36 @@ class PlanCache:
             )
 
 
-def _ops_below(node: Any, number: int) -> Ops:
-    """Describe the ops that have computed an output of a node."""
+def _ops_of(node: Any, number: int) -> tuple[tuple[Any, ...], int]:
+    """Describe the ops that have computed an output of a node: see `OutputRecord`."""
     names = [name for name in saved_names(node) if not name.endswith(("sizes", "numel"))]
     plain = [(n, str(saved(node, n, None))) for n in names if raw_saved(node, n) is None]
-    return Ops((node.name(), *plain, number), hash(walk([node]).signature))
+    return (node.name(), *plain, number), hash(walk([node]).signature)
 
 
 def _layout_of(
-    node: Any,
-    number: int,
-    i: int,
-    ends: Sequence[Any],
-    records: Sequence[OutputRecord | None],
+    node: Any, number: int, same_place: OutputRecord | None, records: Sequence[OutputRecord | None]
 ) -> Layout | None:
-    """Return the layout of the i-th output of a call; None if the records do not establish it."""
-    shape, ops = shape_of(node, number), _ops_below(node, number)
-    fitting = [r for r in records if r is not None and r.layout.shape == shape]
-    same_place = records[i] if len(records) == len(ends) else None
-    if same_place in fitting:
-        assert same_place is not None
+    """Return the layout of an output of a call; None if the records do not establish it."""
+    shape, (last_op, ops) = shape_of(node, number), _ops_of(node, number)
+    fitting = [record for record in records if record is not None and record.layout.shape == shape]
+    if same_place is not None and same_place.layout.shape == shape:
         dim = same_place.layout.dim
         fits_one_way = dim is not None and shape.count(shape[dim]) == 1
-        if fits_one_way or same_place.ops.last == ops.last:
+        if fits_one_way or same_place.last_op == last_op:
             return same_place.layout
-    same_ops = [r.layout for r in fitting if r.ops == ops]
+    same_ops = [record.layout for record in fitting if record[1:] == (last_op, ops)]
     if same_ops and all(torch.equal(same_ops[0].owner, other.owner) for other in same_ops[1:]):
         return same_ops[0]
     return None
 
 
-def _pattern_of(record: OutputRecord) -> tuple[LayoutPattern, Ops] | None:
-    pattern = LayoutPattern.from_layout(record.layout)
-    return None if pattern is None else (pattern, record.ops)
-
-
-def _merged_pattern(
-    entry: tuple[LayoutPattern, Ops], record: OutputRecord
-) -> tuple[LayoutPattern, Ops] | None:
-    pattern = entry[0].merge(record.layout)
-    return None if pattern is None else (pattern, record.ops)
+def _keys(
+    calls: Sequence[Call], leaves: tuple[str | None, ...], graph: Graph
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Return the key of a plan, and a key that is the same for calls of other sizes."""
+    rest = (tuple([call.answers for call in calls]), leaves, *graph.signature)
+    return (tuple([call.key for call in calls]), *rest), (tuple([c.kind for c in calls]), *rest)
 
 
 def _all_sizes(calls: Sequence[Call]) -> Sizes:

@@ -4,131 +4,67 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from heldin.errors import HeldinWarning, NotObservable, more
 
-from .arguments import BatchDim
 from .call import Call
-from .counting import decide, different_counts_error, single_calls_warning
+from .counting import Counting, different_counts_error
 from .forward import Calls
 from .graph import Backward, Graph
 from .names import Names
 from .passes import ParameterSums, block_of
 from .plan import Plan
-from .plan_cache import PlanCache
 from .planning import refuse_hidden
 from .reference import exposed, partly_missed, replay, summed
 from .sampling import Sampler
-from .sharding import refuse_parallel, runs_once, watch_unsharded
+from .sharding import refuse_parallel, runs_once
 
-__all__ = ["PassPlanner", "PlannedPass"]
+__all__ = ["PassPlanner"]
 
-
-@dataclass(frozen=True, eq=False)
-class PlannedPass:
-    """The plan of one backward pass, with its calls.
-
-    Attributes:
-        plan: how to observe the pass.
-        calls: the calls of the model that the pass goes through.
-        known_sums: sums that were computed before the pass, by parameter name.
-    """
-
-    plan: Plan
-    calls: Sequence[Call]
-    known_sums: dict[str, ParameterSums]
+Known = dict[str, ParameterSums]  # sums that were computed before the pass, by parameter name
 
 
 class PassPlanner:
     """A planner that decides how to observe each backward pass of a model.
 
-    Args:
-        model: the model, without wrappers.
-        batch_dim: see `heldin.observe`.
-        names: the names of the model's parameters.
-        sampler: draws blocks of coordinates; None: observe all coordinates.
-        traces: whether calls of the model are traced. If not, each backward pass is one sample.
-
-    Attributes:
-        calls: the forward passes of the model.
-        plan_cache: plans for graphs that were seen before.
-        is_sharded: whether `fully_shard` was applied to the model.
+    If calls of the model are not traced (`traces`), each backward pass is one sample.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        batch_dim: BatchDim,
-        names: Names,
-        sampler: Sampler | None,
-        traces: bool,
+        self, calls: Calls, names: Names, sampler: Sampler | None, batch_dim: int, traces: bool
     ) -> None:
-        self.plan_cache = PlanCache()
-        self.calls = Calls(model, batch_dim, self.plan_cache, names)
-        self.is_sharded = False
-        self._had_batches = False  # whether any pass had more than one sample
-        self._names, self._sampler, self._traces = names, sampler, traces
-        self._batch_dim = batch_dim if isinstance(batch_dim, int) else 0
-        self._handles: list[Any] = []
+        self._calls, self._plan_cache, self._names = calls, calls.plan_cache, names
+        self._sampler, self._batch_dim, self._traces = sampler, batch_dim, traces
+        self.is_sharded = False  # whether `fully_shard` was applied to the model
+        self.had_batches = False  # whether any pass had more than one sample
 
-    # -- hooks
-
-    def attach(self, model: nn.Module) -> None:
-        """Register the hooks on the model."""
-        self._handles = watch_unsharded(model, self._names.gathered)
-        self.is_sharded = bool(self._handles)
-        if self._traces:
-            self.calls.attach()
-
-    def detach(self) -> None:
-        """Remove the hooks."""
-        self.calls.detach()
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-
-    def record_count(self, m: int) -> None:
-        """Record the number of samples of a finished pass."""
-        self._had_batches = self._had_batches or m > 1
-
-    # -- plans
-
-    def plan(self, backward: Backward, names: Mapping[int, str]) -> PlannedPass | None:
-        """Plan a backward pass; None if it is not observed.
-
-        Args:
-            backward: the pass.
-            names: the names of the observed parameters, by id.
-        """
+    def plan(
+        self, backward: Backward, names: Mapping[int, str]
+    ) -> tuple[Plan, Sequence[Call], Known] | None:
+        """Return plan, calls of the model and known sums of a pass; None: it is not observed."""
         graph = backward.graph
         if not self._traces:
             if not any(id(leaf) in names for leaf in graph.leaves.values()):
                 return None
             refuse_parallel(graph.leaves.values(), self._names.by_id)
-            return PlannedPass(self._leaves_only(graph, 1), (), {})
-        calls = self.calls.within(graph)
+            return self._leaves_only(graph, 1), (), {}
+        calls = self._calls.within(graph)
         leaves = tuple([names.get(id(leaf)) for leaf in graph.leaves.values()])
-        plan = self.plan_cache.plan(calls, leaves, graph)
-        known_sums: dict[str, ParameterSums] = {}
+        plan = self._plan_cache.plan(calls, leaves, graph)
+        known: Known = {}
         if plan is None:
-            plan, known_sums = self._plan_new_graph(backward, calls, leaves)
+            plan, known = self._plan_new_graph(backward, calls, leaves)
         if plan is None:
-            self.calls.done(calls, backward.retained)
+            self._calls.done(calls, backward.retained)
             return None
-        return PlannedPass(plan, calls, known_sums)
+        return plan, calls, known
 
     def _plan_new_graph(
         self, backward: Backward, calls: Sequence[Call], leaves: tuple[str | None, ...]
-    ) -> tuple[Plan | None, dict[str, ParameterSums]]:
-        """Plan a graph without a cached plan.
-
-        Returns:
-            The plan (None: do not observe the pass), and sums that are computed before the pass.
-        """
+    ) -> tuple[Plan | None, Known]:
+        """Plan a graph without a cached plan; the plan is None if the pass is not observed."""
         graph, reached = backward.graph, [name for name in leaves if name is not None]
         if reached or calls:
             refuse_hidden(graph)
@@ -145,25 +81,31 @@ class PassPlanner:
             if len({call.m for call in calls}) > 1:
                 raise different_counts_error(calls)
             if calls[0].m == 1:
-                if len(calls) > 1 and not self._had_batches:
-                    self.plan_cache.warn_once("single calls", single_calls_warning(len(calls)))
+                if len(calls) > 1 and not self.had_batches:
+                    self._plan_cache.warn_once(
+                        "single calls",
+                        f"one backward pass goes through {len(calls)} calls of the model with one "
+                        "sample each: they count as one sample, as if they were views of it. If "
+                        "they are different samples, put them into one batch, or call backward() "
+                        "after each call " + more("calls-that-are-not-observed"),
+                    )
                 return self._leaves_only(graph, 1), {}
         if any(not call.candidates for call in calls):
             return self._by_reference(backward, calls, calls[0].m)
-        argument_names, dim = self.calls.argument_names, self._batch_dim
         once = runs_once(graph.nodes)
         roots = () if once or self.is_sharded else backward.roots
-        option = decide(graph, self._names.by_id, calls, roots, argument_names, dim)
+        argument_names, dim = self._calls.argument_names, self._batch_dim
+        option = Counting(graph, self._names.by_id, calls, roots, argument_names, dim).decide()
         for call in calls:
             if len(call.candidates) > 1:
-                self.calls.confirm(call, option.count)
+                self._calls.confirm(call, option.count)
         if option.plan is None:
             return self._leaves_only(graph, 1), {}
         if option.coupled is not None:
             why = f"in {option.coupled} it depends on several of them jointly"
-            self.plan_cache.warn_mixed({"the loss": why})
+            self._plan_cache.warn_mixed({"the loss": why})
         if not once and not any(call.is_volatile for call in calls):
-            self.plan_cache.remember(calls, leaves, graph, option.plan)
+            self._plan_cache.remember(calls, leaves, graph, option.plan)
         return option.plan, {}
 
     def _leaves_only(self, graph: Graph, m: int) -> Plan:
@@ -179,18 +121,18 @@ class PassPlanner:
         """Yield the contributions of each sample, from one backward pass per sample."""
         graph = backward.graph
         params = {name: graph.leaves[i] for name, i in plan.leaves.items()}
-        outputs = exposed(graph, [pair for c in calls for pair in self.plan_cache.outputs(c)])
+        outputs = exposed(graph, [pair for c in calls for pair in self._plan_cache.outputs(c)])
         return replay(backward.roots, backward.seeds, outputs, params, plan.m)
 
     def _by_reference(
         self, backward: Backward, calls: Sequence[Call], m: int
-    ) -> tuple[Plan | None, dict[str, ParameterSums]]:
+    ) -> tuple[Plan | None, Known]:
         """Run one backward pass per sample, because a cached call has built an unknown graph.
 
         This works if the whole gradient comes through the model's outputs. Otherwise the pass is
         skipped with a warning. In both cases the next calls are traced again.
         """
-        self.plan_cache.invalidate(calls)
+        self._plan_cache.invalidate(calls)
         if self.is_sharded:
             return self._skip_pass("fully_shard does not allow extra backward passes")
         plan = self._leaves_only(backward.graph, m)
@@ -203,13 +145,13 @@ class PassPlanner:
                 "in which the place of each sample is known. Return the same tensors from every "
                 "call, and use parameters in the model only, not between the model and the loss"
             )
-        known_sums = {}
+        known: Known = {}
         for name, (first, second) in sample_sums.items():
             block, weight = block_of(self._sampler, name, first, m)
-            known_sums[name] = ParameterSums(first[block], second[block], None, weight)
-        return plan, known_sums
+            known[name] = ParameterSums(first[block], second[block], None, weight)
+        return plan, known
 
-    def _skip_pass(self, why: str) -> tuple[None, dict[str, ParameterSums]]:
+    def _skip_pass(self, why: str) -> tuple[None, Known]:
         warnings.warn(
             "this backward pass is not observed: the same call of the model has built "
             f"another graph before, and {why}. heldin traces the next calls again "

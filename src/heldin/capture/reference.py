@@ -13,66 +13,52 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from .graph import Graph, children_first, shape_of
+from .graph import Graph, reachable, shape_of
 from .layout import Layout
-from .moments import as_real, upcast
+from .moments import as_statistic
 from .ownership.planes import Key, canonical, is_mixed, is_ownerless
 
 __all__ = [
-    "Output",
-    "ReferenceSums",
-    "Sums",
-    "exposed",
-    "frontier",
-    "partly_missed",
-    "replay",
-    "summed",
-]
+    "Output", "ReferenceSums", "Sums", "exposed", "frontier", "partly_missed", "replay", "summed",
+]  # fmt: skip
 
 Output = tuple[GradientEdge, Layout]  # one output of the model, and the position of its samples
 Sums = dict[str, tuple[Tensor, Tensor]]  # sum and sum of squares, by parameter name
 
 
-def exposed(graph: Graph, outputs: Sequence[Output]) -> list[Output]:
+def exposed(graph: Graph, outputs: Iterable[Output]) -> list[Output]:
     """Return the outputs that the loss reads directly, those nearest to the loss first."""
-    inside = [(edge, layout) for edge, layout in outputs if edge.node in graph.index]
-    ends = {graph.index[edge.node] for edge, _ in inside}
-    stack = [i for i, parents in enumerate(graph.parents) if not parents]
-    reached = set(stack)
-    while stack:
-        at = stack.pop()
-        if at not in ends:
-            new_nodes = {child for child, _ in graph.children[at] if child >= 0} - reached
-            reached |= new_nodes
-            stack.extend(new_nodes)
-    height = {position: rank for rank, position in enumerate(children_first(graph))}
-    directly_read = [output for output in inside if graph.index[output[0].node] in reached]
-    return sorted(directly_read, key=lambda output: -height[graph.index[output[0].node]])
+    places = [(graph.index[o[0].node], o) for o in outputs if o[0].node in graph.index]
+    ends = {place for place, _ in places}
+    tops = [i for i, parents in enumerate(graph.parents) if not parents]
+    reached = set(reachable(tops, lambda i: () if i in ends else graph.inputs[i]))
+    height = {position: rank for rank, position in enumerate(graph.children_first)}
+    directly_read = [pair for pair in places if pair[0] in reached]
+    return [output for _, output in sorted(directly_read, key=lambda pair: -height[pair[0]])]
 
 
 def frontier(
-    graph: Graph, owners: Mapping[Key, Tensor | None], m: int, hypothesis: int = 0
+    graph: Graph, owners: Mapping[Key, Tensor | None], m: int, hypothesis: int
 ) -> list[Output]:
     """Return the last tensors in which every element has one owner; the loss comes after them."""
-    single_owner, inside = {}, set()
+    single_owner = {}
     for (node, number), planes in owners.items():
-        position = graph.index.get(node)
-        if position is not None and planes is not None:
+        if node in graph.index and planes is not None:
             selected = canonical(planes[2 * hypothesis : 2 * hypothesis + 2])
             if not bool((is_mixed(selected) | is_ownerless(selected)).any()):
-                single_owner[node, number] = (position, selected[0])
-                inside.add(position)
+                single_owner[node, number] = selected[0]
+    inside = {graph.index[node] for node, _ in single_owner}
     last = [
         (GradientEdge(node, number), Layout.from_owners(owner, shape_of(node, number), m))
-        for (node, number), (position, owner) in single_owner.items()
-        if not inside.issuperset(graph.parents[position])
+        for (node, number), owner in single_owner.items()
+        if not inside.issuperset(graph.parents[graph.index[node]])
     ]
     return exposed(graph, last)
 
 
 def replay(
     roots: Sequence[Any],
-    seeds: Sequence[Tensor | None] | None,
+    seeds: Any,
     outputs: Sequence[Output],
     params: Mapping[str, Tensor],
     m: int,
@@ -80,27 +66,40 @@ def replay(
     """Yield the contributions of each sample, from m backward passes."""
     if not outputs:
         return
-    edges = [edge for edge, _ in outputs]
-    arriving = _arriving(roots, seeds, edges)
-    reached = [k for k, grad in enumerate(arriving) if grad is not None]
+    arriving = _arriving(roots, seeds, [edge for edge, _ in outputs])
+    pairs = zip(outputs, arriving, strict=True)
+    reached = [(*output, grad) for output, grad in pairs if grad is not None]
     for i in range(m):
-        masked = []
-        for k in reached:
-            grad = arriving[k]
-            assert grad is not None
-            masked.append(grad * outputs[k][1].mask(i, i + 1, grad.device)[0])
         grads: Sequence[Tensor | None] = torch.autograd.grad(
-            [edges[k] for k in reached],
+            [edge for edge, _, _ in reached],
             list(params.values()),
-            masked,
+            [grad * layout.mask(i, i + 1, grad.device)[0] for _, layout, grad in reached],
             retain_graph=True,
             allow_unused=True,
         )
         yield {
-            name: as_real(upcast(grad.to_dense() if grad.is_sparse else grad))
+            name: as_statistic(grad)
             for name, grad in zip(params, grads, strict=True)
             if grad is not None
         }
+
+
+def _arriving(roots: Sequence[Any], seeds: Any, edges: Sequence[Any]) -> list[Tensor | None]:
+    """Return the gradient that each edge gets from the loss directly, not through earlier edges."""
+    arriving: list[Tensor | None] = list(
+        torch.autograd.grad(list(roots), edges, seeds, retain_graph=True, allow_unused=True)
+    )
+    for k, grad in enumerate(arriving):
+        above = [(edges[j], arriving[j]) for j in range(k) if arriving[j] is not None]
+        if grad is None or not above:
+            continue
+        (through,) = torch.autograd.grad(
+            [edge for edge, _ in above], [edges[k]], [direct for _, direct in above],
+            retain_graph=True, allow_unused=True,
+        )  # fmt: skip
+        if through is not None:
+            arriving[k] = grad - through
+    return arriving
 
 
 def summed(samples: Iterable[Mapping[str, Tensor]]) -> Sums:
@@ -128,8 +127,7 @@ class ReferenceSums:
         """Add the per-sample passes of one backward pass through these calls of the model."""
         earlier = next((p for p in self._passes if not p[0].isdisjoint(calls)), None)
         if earlier is None:
-            stored = list(samples) if retained else summed(samples)
-            self._passes.append((set(calls), stored))
+            self._passes.append((set(calls), list(samples) if retained else summed(samples)))
             return
         for old, new in zip(earlier[1], samples, strict=True):
             assert isinstance(old, dict)
@@ -148,24 +146,6 @@ class ReferenceSums:
         return result
 
 
-def _arriving(roots: Sequence[Any], seeds: Any, edges: Sequence[Any]) -> list[Tensor | None]:
-    """Return the gradient that each edge gets from the loss directly, not through earlier edges."""
-    arriving: list[Tensor | None] = list(
-        torch.autograd.grad(list(roots), edges, seeds, retain_graph=True, allow_unused=True)
-    )
-    for k, grad in enumerate(arriving):
-        above = [(edges[j], arriving[j]) for j in range(k) if arriving[j] is not None]
-        if grad is None or not above:
-            continue
-        (through,) = torch.autograd.grad(
-            [edge for edge, _ in above], [edges[k]], [direct for _, direct in above],
-            retain_graph=True, allow_unused=True,
-        )  # fmt: skip
-        if through is not None:
-            arriving[k] = grad - through
-    return arriving
-
-
 def partly_missed(
     roots: Sequence[Any],
     seeds: Any,
@@ -175,7 +155,7 @@ def partly_missed(
     """Return a parameter whose gradient is not the sum over `replay`; None if there is none."""
     grads = torch.autograd.grad(roots, list(leaves.values()), seeds, retain_graph=True)
     for name, grad in zip(leaves, grads, strict=True):
-        whole = as_real(upcast(grad.to_dense() if grad.is_sparse else grad))
+        whole = as_statistic(grad)
         part = sample_sums[name][0] if name in sample_sums else torch.zeros_like(whole)
         if not bool(whole.isfinite().all()):
             continue  # inf and nan are reported elsewhere

@@ -72,25 +72,20 @@ STATE_SCHEMA = {"draws": int, "known": COSTS, "pending": COSTS}
 
 
 class Sampler:
-    """A sampler of at most `TENSORS` parameters and about `coordinates` coordinates of each.
-
-    Attributes:
-        costs: `reads` and `spread` of each parameter, the worst case of all steps so far. They
-            decide the shape of its blocks.
-        step_costs: those of the current step, where they are worse than `costs`.
-        pending_costs: those of the steps since the last draw; the next draw adds them to `costs`.
-        shared_by_ranks: whether several processes draw the same blocks. A parameter that is not in
-            `costs` is observed whole until the processes have exchanged `step_costs`.
-        whole: parameters that cannot be sampled in blocks.
-    """
+    """A sampler of at most `TENSORS` parameters and about `coordinates` coordinates of each."""
 
     def __init__(self, coordinates: int, seed: int = 0) -> None:
         self.coordinates, self.seed, self.draws = coordinates, seed, 0
+        # The worst costs of each parameter in all steps so far, which decide the shape of its
+        # blocks; those of the current step, where they are worse; and those of the steps since the
+        # last draw, which the next draw adds to `costs`.
         self.costs: dict[str, Costs] = {}
         self.step_costs: dict[str, Costs] = {}
         self.pending_costs: dict[str, Costs] = {}
+        # Whether several processes draw the same blocks. A parameter that is not in `costs` is then
+        # observed whole until the processes have exchanged `step_costs`.
         self.shared_by_ranks = False
-        self.whole: set[str] = set()
+        self.whole: set[str] = set()  # parameters that cannot be sampled in blocks
         self._blocks: dict[str, tuple[Block, float]] = {}
         self._numbers: dict[int, int] = {}
         self._axes: dict[str, Axes] = {}
@@ -101,16 +96,14 @@ class Sampler:
 
     def close_step(self, redraw: bool) -> None:
         """Finish a step; with `redraw`, draw other parameters and coordinates for the next one."""
-        if self.step_costs:
-            for name, (reads, spread) in self.step_costs.items():
-                _note(self.pending_costs, name, reads, spread)
-            self.step_costs = {}
+        for name, costs in self.step_costs.items():
+            _note(self.pending_costs, name, *costs)
+        self.step_costs = {}
         if redraw:
-            if self.pending_costs:
-                for name, (reads, spread) in self.pending_costs.items():
-                    _note(self.costs, name, reads, spread)
-                    self._axes.pop(name, None)
-                self.pending_costs = {}
+            for name, costs in self.pending_costs.items():
+                _note(self.costs, name, *costs)
+                self._axes.pop(name, None)
+            self.pending_costs = {}
             self.draws += 1
             self._forget_draw()
 
@@ -130,14 +123,11 @@ class Sampler:
             self._drawn, self._turn = True, None
             names = trained() if self.draws else ()
             if len(names) > TENSORS:
-                order = sorted(names, key=self._place_in_order)
-                start = (self.draws - 1) * TENSORS
+                seed, start = self.seed, (self.draws - 1) * TENSORS
+                order = sorted(names, key=lambda n: _scramble(crc32(n.encode()) << 32 ^ seed))
                 turn = [order[(start + i) % len(order)] for i in range(TENSORS)]
                 self._turn = frozenset(turn)
         return self._turn
-
-    def _place_in_order(self, name: str) -> int:
-        return _scramble(crc32(name.encode()) << 32 ^ self.seed)
 
     # -- blocks
 
@@ -153,8 +143,7 @@ class Sampler:
         """Return the parameter's block (None: all of it), and the weight of each coordinate.
 
         Args:
-            name: name of the parameter.
-            shape: its shape.
+            name, shape: those of the parameter.
             reads: elements to read for each entry of a vector, each row or column of a matrix, each
                 channel of filters.
             spread: whether a block may be strided, which is cheap if each sample has one row.
@@ -170,10 +159,7 @@ class Sampler:
     ) -> tuple[Block | None, float]:
         """Return block and weight of a parameter whose cost is known; else (None, 1.0).
 
-        Args:
-            name: name of the parameter.
-            shape: its shape.
-            in_part: return a block even for parameters in `whole`.
+        Parameters in `whole` have a block only if this is asked for (`in_part`).
         """
         drawn_block, measured = self._blocks.get(name), self._axes.get(name)
         if drawn_block is None or measured is None or measured[0] != shape:
@@ -197,13 +183,10 @@ class Sampler:
         return drawn_block
 
     def cutter(self, name: str, one: Sequence[int], other: Sequence[int]) -> Callable[..., Tensor]:
-        """Return a function that cuts tensors of the parameter's shape to its block.
+        """Return a function that cuts tensors of a parameter's shape to its block.
 
-        Tensors that already have the shape of the block are returned unchanged.
-
-        Args:
-            name: name of the parameter.
-            one, other: its shape and that of its block, in any order.
+        The two shapes are those of the parameter and of its block, in any order; the function
+        returns tensors that have the shape of the block unchanged.
         """
         whole = max(tuple(one), tuple(other), key=prod)
         block, _ = self.drawn(name, whole, in_part=True)
@@ -252,17 +235,17 @@ class Sampler:
     # -- saving
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as numbers and strings."""
-        saved_costs = {name: list(costs) for name, costs in self.costs.items()}
-        pending = {name: list(costs) for name, costs in self.pending_costs.items()}
-        return {"draws": self.draws, "known": saved_costs, "pending": pending}
+        known, pending = (
+            {name: list(costs) for name, costs in table.items()}
+            for table in (self.costs, self.pending_costs)
+        )
+        return {"draws": self.draws, "known": known, "pending": pending}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state from `state_dict`."""
         check_schema(state, STATE_SCHEMA, "sampler")
         self.draws, self.step_costs, self._axes = state["draws"], {}, {}
         self._forget_draw()
-        self.costs = {name: (reads, spread) for name, (reads, spread) in state["known"].items()}
-        self.pending_costs = {
-            name: (reads, spread) for name, (reads, spread) in state["pending"].items()
-        }
+        self.costs, self.pending_costs = (
+            {name: (reads, spread) for name, (reads, spread) in state[key].items()}
+            for key in ("known", "pending")
+        )

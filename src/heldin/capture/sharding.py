@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,16 +13,9 @@ from heldin._private_torch import own_parameters
 from heldin.errors import HeldinError, NotObservable
 
 __all__ = [
-    "as_parameter",
-    "fully_sharded",
-    "is_parallel",
-    "local_part",
-    "refuse_parallel",
-    "runs_once",
-    "shard_of",
-    "unwrapped",
-    "watch_unsharded",
-]
+    "as_parameter", "fully_sharded", "is_parallel", "local_part", "refuse_parallel", "runs_once",
+    "shard_of", "unwrapped", "watch_unsharded",
+]  # fmt: skip
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -66,28 +60,18 @@ def watch_unsharded(model: nn.Module, on_gathered: Callable[[Tensor, str], None]
     """Report the parameters that `fully_shard` gathers for a forward pass, with their names.
 
     In the graph they stand for the sharded parameters of the model. This gathers nothing: the hooks
-    run after those of `fully_shard`.
-
-    Args:
-        model: the model.
-        on_gathered: called with each gathered parameter and its name.
-
-    Returns:
-        The handles of the hooks.
+    run after those of `fully_shard`. Their handles are returned.
     """
     modules = fully_sharded(model)
     owners = {id(module) for module in modules}
     names = {id(module): name for name, module in model.named_modules()}
     first = {name for name, _ in model.named_parameters()} if modules else set()  # of tied ones
 
-    def hook(places: list[tuple[nn.Module, str, str]]) -> Callable[[Any, Any], None]:
-        def gathered(module: Any, args: Any) -> None:
-            for holder, own_name, name in places:
-                parameter = own_parameters(holder).get(own_name)
-                if parameter is not None:
-                    on_gathered(parameter, name)
-
-        return gathered
+    def report(places: list[tuple[nn.Module, str, str]], *_: Any) -> None:
+        for holder, own_name, name in places:
+            parameter = own_parameters(holder).get(own_name)
+            if parameter is not None:
+                on_gathered(parameter, name)
 
     handles = []
     for module in modules:
@@ -101,7 +85,7 @@ def watch_unsharded(model: nn.Module, on_gathered: Callable[[Tensor, str], None]
                 if start + own_name in first
             ]
             stack += [child for child in submodule.children() if id(child) not in owners]
-        handles.append(module.register_forward_pre_hook(hook(places)))
+        handles.append(module.register_forward_pre_hook(partial(report, places)))
     return handles
 
 

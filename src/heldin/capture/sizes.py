@@ -10,11 +10,11 @@ smallest and the largest traced one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from operator import le
 
 from .graph import Graph, shape_of
 from .layout import Layout
-from .ops import UseCache
 from .plan import Plan
 
 __all__ = ["LayoutPattern", "Range", "ScalablePlan", "sizes_of"]
@@ -43,12 +43,10 @@ class Range:
     high: Sizes
 
     def __contains__(self, sizes: Sizes) -> bool:
-        return len(sizes) == len(self.low) and all(
-            low <= size <= high for low, size, high in zip(self.low, sizes, self.high, strict=True)
-        )
+        fits = len(sizes) == len(self.low) and all(map(le, self.low, sizes))
+        return fits and all(map(le, sizes, self.high))
 
     def widen(self, sizes: Sizes) -> None:
-        """Extend the range to another traced size."""
         self.low = tuple(map(min, self.low, sizes))
         self.high = tuple(map(max, self.high, sizes))
 
@@ -71,7 +69,8 @@ class LayoutPattern:
         """Return the pattern of a layout; None if it is not regular."""
         if layout.dim is None or layout.inner is None:
             return None
-        return cls(len(layout.shape), layout.dim, layout.inner, layout.outer)
+        outer = layout.shape[layout.dim] // (layout.m * layout.inner)
+        return cls(len(layout.shape), layout.dim, layout.inner, outer)
 
     def merge(self, layout: Layout) -> LayoutPattern | None:
         """Return the common pattern of this one and another layout; None if there is none."""
@@ -97,71 +96,39 @@ class LayoutPattern:
         return Layout(m, tuple(shape), self.dim, inner)
 
 
-LayoutPatterns = dict[int, list[LayoutPattern | None]]  # per output, by position of the node
-
-
-@dataclass
 class ScalablePlan:
-    """Several plans that differ in sizes only.
+    """Several plans that differ in sizes only; `plan` is the first one."""
 
-    Attributes:
-        plan: the first plan.
-        sizes: the range of sizes for which the plans hold.
-        patterns: patterns of the layouts at the uses; None: no pattern fits all plans.
-    """
-
-    plan: Plan
-    sizes: Range
-    patterns: LayoutPatterns | None = field(default=None)
-
-    @classmethod
-    def from_plan(cls, plan: Plan, sizes: Sizes) -> ScalablePlan:
-        """Make a scalable plan from the plan for one size."""
-        patterns = {
-            position: [
-                None if layout is None else LayoutPattern.from_layout(layout) for layout in layouts
-            ]
-            for position, layouts in plan.layouts.items()
-        }
-        regular = all(
-            (layout is None) == (pattern is None)
-            for position, layouts in plan.layouts.items()
-            for layout, pattern in zip(layouts, patterns[position], strict=True)
-        )
-        return cls(plan, Range(sizes, sizes), patterns if regular and not plan.cuts else None)
+    def __init__(self, plan: Plan, sizes: Sizes) -> None:
+        self.plan, self.sizes = plan, Range(sizes, sizes)
+        layouts = plan.owned_layouts
+        self._patterns = {key: LayoutPattern.from_layout(layouts[key]) for key in layouts}
+        # Whether the plans have the same layouts in terms of the samples.
+        self.scales = not plan.cuts and None not in self._patterns.values()
 
     def add(self, plan: Plan, sizes: Sizes) -> None:
         """Add the plan that a traced call of other sizes has given for the same graph."""
         self.sizes.widen(sizes)
-        if self.patterns is None or plan.skeleton != self.plan.skeleton:
-            self.patterns = None
-            return
-        patterns: LayoutPatterns = {}
-        for position, layouts in plan.layouts.items():
-            patterns[position] = []
-            for pattern, layout in zip(self.patterns[position], layouts, strict=True):
-                shared = None if pattern is None or layout is None else pattern.merge(layout)
-                if (layout is None) != (pattern is None) or (layout is not None and shared is None):
-                    self.patterns = None
-                    return
-                patterns[position].append(shared)
-        self.patterns = patterns
+        self.scales = self.scales and plan.skeleton == self.plan.skeleton
+        if self.scales:
+            layouts = plan.owned_layouts
+            self._patterns = {
+                key: pattern and pattern.merge(layouts[key])
+                for key, pattern in self._patterns.items()
+            }
+            self.scales = None not in self._patterns.values()
 
     def instantiate(self, graph: Graph, m: int) -> Plan | None:
         """Return the plan for a graph of other sizes; None if the patterns do not fit it."""
-        if self.patterns is None:
+        if not self.scales:
             return None
-        layouts: dict[int, list[Layout | None]] = {}
-        for position, patterns in self.patterns.items():
-            node, node_layouts = graph.nodes[position], []
-            for number, pattern in enumerate(patterns):
-                layout = None if pattern is None else pattern.instantiate(shape_of(node, number), m)
-                if pattern is not None and layout is None:
-                    return None
-                node_layouts.append(layout)
-            layouts[position] = node_layouts
-        caches = {
-            key: UseCache(cache.no_cancellation, cache.batched)
-            for key, cache in self.plan.caches.items()
+        layouts: dict[int, list[Layout | None]] = {
+            position: [None] * len(each) for position, each in self.plan.layouts.items()
         }
-        return self.plan.resized(graph, m, layouts, caches)
+        for (position, number), pattern in self._patterns.items():
+            shape = shape_of(graph.nodes[position], number)
+            layout = None if pattern is None else pattern.instantiate(shape, m)
+            if layout is None:
+                return None
+            layouts[position][number] = layout
+        return self.plan.resized(graph, m, layouts)

@@ -23,16 +23,8 @@ from heldin.pages.live import Live
 
 __all__ = ["RULES", "demo", "load", "train"]
 
-SPLITS, TRAINED_ON, HELD_OUT, FOLDS, EPOCHS, PATIENCE, BATCH, HIDDEN = (
-    16,
-    100,
-    20,
-    5,
-    300,
-    10,
-    32,
-    100,
-)
+SPLITS, TRAINED_ON, HELD_OUT, FOLDS = 16, 100, 20, 5
+EPOCHS, PATIENCE, BATCH, HIDDEN = 300, 10, 32, 100
 RULES = {
     "heldin": "heldin.EarlyStopping",
     "split": "20 % held out",
@@ -76,9 +68,9 @@ def run_demo(options: argparse.Namespace) -> int:
     runs: dict[str, list[Run]] = {rule: [] for rule in RULES}
     with Live(len(jobs)) as live:
         for number, (rule, seed) in enumerate(jobs, 1):
-            runs[rule].append(train(rule, seed, options.epochs))
-            loss = runs[rule][-1].loss
-            text = f"run {number} of {len(jobs)} | {RULES[rule]} | test loss {loss:.3f}"
+            run = train(rule, seed, options.epochs)
+            runs[rule].append(run)
+            text = f"run {number} of {len(jobs)} | {RULES[rule]} | test loss {run.loss:.3f}"
             live.show(number, text)
     print("\n" + "\n".join(_table(runs)) + "\n\n" + _message(runs))
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -170,8 +162,7 @@ def _stopped(
 ) -> tuple[nn.Module, float, float]:
     """Train on the other rows until the held-out loss has not fallen for a while.
 
-    Returns:
-        The model with its best weights, the best epoch, and its held-out loss.
+    Return the model with its best weights, the best epoch, and its held-out loss.
     """
     losses: list[float] = []
     weights: dict[str, Tensor] = {}
@@ -205,9 +196,8 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 def _table(runs: dict[str, list[Run]]) -> list[str]:
     lines = [f"{'means':<26}{'rows':>5}{'test loss':>11}{'expected':>10}{'CPU time':>10}"]
     for rule, name in RULES.items():
-        rows, loss, said, *_, seconds = (
-            interval(values)[0] for values in zip(*runs[rule], strict=True)
-        )
+        means = [interval(values)[0] for values in zip(*runs[rule], strict=True)]
+        rows, loss, said, *_, seconds = means
         expected = "-" if math.isnan(said) else f"{said:.3f}"
         lines.append(f"{name:<26}{rows:>5.0f}{loss:>11.3f}{expected:>10}{seconds:>8.2f} s")
     return lines
@@ -229,15 +219,13 @@ def _message(runs: dict[str, list[Run]]) -> str:
         )
     held = sum(run.low <= run.loss <= run.high for run in ours)
     cost, split, folds = (sum(run.seconds for run in runs[r]) for r in ("heldin", "split", "folds"))
-    return "\n".join(
-        [
-            *sentences,
-            f"Its interval held the test loss in {held} of {count} splits.",
-            f"It cost {cost / split:.1f} times the split's time, and {cost / folds:.1f} times that "
-            "of five folds and a refit.",
-            f"One table is an example; a study of many: {docs('how-good.html')}",
-        ]
-    )
+    sentences += [
+        f"Its interval held the test loss in {held} of {count} splits.",
+        f"It cost {cost / split:.1f} times the split's time, and {cost / folds:.1f} times that "
+        "of five folds and a refit.",
+        f"One table is an example; a study of many: {docs('how-good.html')}",
+    ]
+    return "\n".join(sentences)
 
 
 def _figure(runs: dict[str, list[Run]]) -> Any:

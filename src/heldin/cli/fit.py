@@ -102,7 +102,7 @@ def run_fit(options: Options) -> int:
     targets = target.encode(rows[target.name])
     groups = None if options.groups is None else rows[options.groups].to_numpy()
     del frame, rows  # which may be large
-    model = _train(options, hidden, data, targets, columns, target, groups, time)
+    model = _train(options, hidden, target, columns, data, targets, groups, time)
     model.facts |= {
         "data": Path(path).name,
         "dropped_rows": left_out,
@@ -197,14 +197,8 @@ def _learn(frame: Any, options: Options) -> tuple[Any, Any, Any, Any]:
     return rows, target, columns, time
 
 
-def _train(options: Options, hidden: tuple[int, ...], *table: Any) -> Any:
-    """Train with a progress bar, or lines, on stderr.
-
-    Args:
-        options: of the command.
-        hidden: sizes of the hidden layers.
-        table: inputs, targets, columns, target, groups and times of the rows.
-    """
+def _train(options: Options, hidden: tuple[int, ...], target: Any, *table: Any) -> Any:
+    """Train with a progress bar, or lines, on stderr; `table` is for `TabularModel.fit`."""
     from sklearn.exceptions import ConvergenceWarning
 
     from heldin.pages.live import Live
@@ -219,7 +213,6 @@ def _train(options: Options, hidden: tuple[int, ...], *table: Any) -> Any:
         reached = epoch
         live.show(epoch, f"epoch {epoch} | loss {loss:.4g} | {status}")
 
-    data, targets, columns, target, groups, time = table
     estimator = (MLPClassifier if target.task == "classification" else MLPRegressor)(
         **(LINEAR if options.model == "linear" else {"hidden_layer_sizes": hidden}),
         early_stopping=False if options.rule == "none" else options.rule,
@@ -231,7 +224,7 @@ def _train(options: Options, hidden: tuple[int, ...], *table: Any) -> Any:
         with live, warnings.catch_warnings():  # the summary has what these warn of
             warnings.simplefilter("ignore", ConvergenceWarning)
             warnings.filterwarnings("ignore", ".*no better than a constant", HeldinWarning)
-            return TabularModel.fit(data, targets, columns, target, estimator, groups, time)
+            return TabularModel.fit(estimator, target, *table)
     except KeyboardInterrupt:
         way_out = f". To end there with a model: --max-epochs {reached}" if reached else ""
         raise KeyboardInterrupt(f"after {reached} epochs; nothing was written{way_out}") from None

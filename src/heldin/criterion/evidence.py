@@ -16,19 +16,9 @@ from heldin.errors import HeldinError
 from heldin.state.schema import shown
 
 __all__ = [
-    "Across",
-    "Correction",
-    "Dead",
-    "Evidence",
-    "Groups",
-    "Ratio",
-    "centre",
-    "check_options",
-    "evidence",
-    "evidence_of",
-    "grouping",
-    "ratios",
-]
+    "Across", "Correction", "Dead", "Evidence", "Groups", "Ratio", "centre", "check_options",
+    "evidence", "evidence_of", "grouping", "ratios",
+]  # fmt: skip
 
 Groups = Literal["tensor", "all"] | Mapping[str, str] | Callable[[str], str]
 Correction = Literal["gaussian", "symmetric"] | None
@@ -147,34 +137,25 @@ def evidence(
 
 def check_options(correction: Correction, dead: Dead, across: Across = "mean") -> None:
     """Refuse unknown values of the options."""
-    if correction not in (None, "gaussian", "symmetric"):
-        raise HeldinError(
-            f"correction: expected None, 'gaussian' or 'symmetric', got {correction!r}"
-        )
-    if dead not in ("out", "zero"):
-        raise HeldinError(f"dead: expected 'out' or 'zero', got {dead!r}")
-    if across not in ("mean", "median"):
-        raise HeldinError(f"across: expected 'mean' or 'median', got {across!r}")
+    for name, value, choices in (
+        ("correction", correction, (None, "gaussian", "symmetric")),
+        ("dead", dead, ("out", "zero")),
+        ("across", across, ("mean", "median")),
+    ):
+        if value not in choices:
+            *others, last = map(repr, choices)
+            raise HeldinError(f"{name}: expected {', '.join(others)} or {last}, got {value!r}")
 
 
 class Ratio(NamedTuple):
-    """The sum of the ratios of one parameter.
+    """The sum of the ratios of one parameter."""
 
-    Attributes:
-        summed: sum of f (or q) over the live coordinates.
-        live: number of live coordinates.
-        size: number of observed coordinates.
-        weight: number of the parameter's coordinates that each of them represents.
-        m: number of samples.
-        finite: whether no contribution was inf or nan.
-    """
-
-    summed: float
-    live: float
-    size: int
-    weight: float
-    m: int
-    finite: bool
+    summed: float  # sum of f (or q) over the live coordinates
+    live: float  # number of live coordinates
+    size: int  # number of observed coordinates
+    weight: float  # number of the parameter's coordinates that each of them represents
+    m: int  # number of samples
+    finite: bool  # whether no contribution was inf or nan
 
 
 def ratios(seen: Mapping[str, Moments], correction: Correction = None) -> dict[str, Ratio]:

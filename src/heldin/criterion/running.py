@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from heldin.capture.collector import Collector
-from heldin.capture.moments import Moments
+from heldin.capture.moments import Moments, as_real, which_finite
+from heldin.capture.passes import ParameterSums
+from heldin.capture.sampling import Sampler
+from heldin.errors import HeldinError
 
 from .evidence import Across, Correction, Dead, Evidence, Ratio, centre, evidence_of, ratios
-from .window import STATE_SCHEMA as WINDOW
-from .window import Window
 
-__all__ = ["STATE_SCHEMA", "RunningEvidence", "why_none"]
+__all__ = ["STATE_SCHEMA", "RunningEvidence", "Window", "why_none"]
 
 STATE_SCHEMA = {  # of a saved state
     "evidence": {
@@ -28,8 +29,96 @@ STATE_SCHEMA = {  # of a saved state
         "estimator": str,
     },
     "ratios": {str: [(float, int, bool)]},
-    "window": WINDOW,
+    "window": {
+        "steps": int,
+        "unit": float,
+        "nonfinite": [str],
+        "counts": {str: int},
+        "sums": {str: [(Tensor, float)]},
+    },
 }
+
+
+class Window:
+    """Sums over the steps of a window, per parameter.
+
+    Contributions of steps with different numbers of samples are put on a common scale: a loss that
+    is a mean divides each contribution by the size of the batch, which would give a sample of a
+    small batch more weight.
+    """
+
+    def __init__(self, mean: bool) -> None:
+        self._mean = mean
+        self.clear()
+
+    def clear(self) -> None:
+        """Start a new window."""
+        self.steps = 0
+        self.nonfinite: dict[str, None] = {}
+        self._unit = 0.0
+        self._sums: dict[str, ParameterSums] = {}
+        self._counts: dict[str, int] = {}
+
+    def add(
+        self,
+        seen: Mapping[str, Moments],
+        trainable: Iterable[str],
+        scale: float,
+        sampler: Sampler | None = None,
+    ) -> None:
+        """Add a step. A step with an inf or nan is counted, but its sums are not added."""
+        self.steps += 1
+        step = dict(seen.items())
+        finite = which_finite(list(step.values()))
+        bad = [name for name, fine in zip(step, finite, strict=True) if not fine]
+        self.nonfinite.update(dict.fromkeys(bad))
+        if bad or not step:
+            return
+        count = next(iter(step.values())).count
+        unit = count / scale if self._mean else 1.0 / scale
+        self._unit = self._unit or unit
+        for name in trainable:  # parameters without a contribution in this step included
+            self._counts[name] = self._counts.get(name, 0) + count
+        for name, moments in step.items():
+            new = ParameterSums(moments.total, moments.squares, None, moments.weight)
+            new, old = new.scaled(unit / self._unit), self._sums.get(name)
+            self._sums[name] = new if old is None else old.plus(new, name, sampler)
+
+    def moments(self) -> dict[str, Moments]:
+        """Return the moments of the window; a parameter frozen in some steps has a lower count."""
+        return {
+            name: Moments(sums.total, sums.squares, self._counts[name], sums.weight)
+            for name, sums in self._sums.items()
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as tensors, numbers and strings."""
+        return {
+            "steps": self.steps,
+            "unit": self._unit,
+            "nonfinite": list(self.nonfinite),
+            "counts": dict(self._counts),
+            "sums": {name: [s.total, s.squares, s.weight] for name, s in self._sums.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], model: nn.Module) -> None:
+        """Restore a state from `state_dict`, on the devices of the model's parameters."""
+        self.clear()
+        parameters = dict(model.named_parameters())
+        for name, (total, squares, weight) in state["sums"].items():
+            if name not in parameters or as_real(parameters[name]).numel() < total.numel():
+                raise HeldinError(
+                    f"the saved window holds sums for parameter {name!r} of shape "
+                    f"{tuple(total.shape)}, which this model does not have; load the state of a "
+                    "run with the same model"
+                )
+            if total.shape != squares.shape or name not in state["counts"]:
+                raise ValueError(f"the total, squares and count of {name!r} do not match")
+            device = parameters[name].device
+            self._sums[name] = ParameterSums(total.to(device), squares.to(device), None, weight)
+        self.steps, self._unit = state["steps"], state["unit"]
+        self.nonfinite = dict.fromkeys(state["nonfinite"])
+        self._counts = dict(state["counts"])
 
 
 class RunningEvidence:
@@ -99,7 +188,7 @@ class RunningEvidence:
         earlier batches. Only groups of several parameters need the earlier ratios.
         """
         drawn, turn = ratios(sums, self.correction), self._collector.turn()
-        current, estimator = drawn, self._collector.estimator
+        current = drawn
         if turn is None or count > 1:  # else there is no new value
             if turn is not None:
                 not_drawn = set(self._collector.trained()) - turn
@@ -108,14 +197,9 @@ class RunningEvidence:
             current = {name: current[name] for name in self._collector.in_order(current)}
             self._ratios = current
         self.latest = evidence_of(
-            current,
-            count,
-            self._group_of,
-            self.correction,
-            self._dead,
-            estimator,
+            current, count, self._group_of, self.correction, self._dead, self._collector.estimator,
             self._across,
-        )
+        )  # fmt: skip
         if len(drawn) < len(current) == len(set(map(self._group_of, current))):
             groups = self.latest.groups
             values = [groups[group] for group in map(self._group_of, drawn) if group in groups]

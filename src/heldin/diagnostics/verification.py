@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from heldin.capture.arguments import BatchDim
 from heldin.capture.collector import Collector
-from heldin.capture.moments import as_real, upcast
+from heldin.capture.moments import as_statistic, upcast
 from heldin.capture.observation import Observation
 from heldin.capture.ownership.planes import tensors_in
+from heldin.capture.reference import summed
 from heldin.errors import HeldinError
 
 __all__ = ["Verification", "verify"]
@@ -100,7 +101,7 @@ def verify(
             _run(step, batch)
         truth = collector.reference
         if batch:
-            truth = _one_by_one(model, step, batch, batch_dim, seen.count)
+            truth = summed(_one_by_one(model, step, batch, batch_dim, seen.count))
     finally:
         for p, grad in saved_grads.items():
             p.grad = grad
@@ -140,18 +141,14 @@ def _one_by_one(
     batch: tuple[Any, ...],
     batch_dim: BatchDim,
     m: int,
-) -> dict[str, tuple[Tensor, Tensor]]:
-    sums: dict[str, tuple[Tensor, Tensor]] = {}
+) -> Iterator[dict[str, Tensor]]:
+    """Yield the gradients of each sample, from a training step with this sample only."""
     for i in range(m):
         for p in model.parameters():
             p.grad = None
         _run(step, _sample(batch, i, m, batch_dim))
-        for name, p in model.named_parameters():
-            if p.grad is not None:
-                grad = as_real(upcast(p.grad.to_dense() if p.grad.is_sparse else p.grad))
-                first, second = sums.get(name, (torch.zeros_like(grad), torch.zeros_like(grad)))
-                sums[name] = (first + grad, second + grad.square())
-    return sums
+        named = model.named_parameters()
+        yield {name: as_statistic(p.grad) for name, p in named if p.grad is not None}
 
 
 def _sample(value: Any, i: int, m: int, batch_dim: BatchDim) -> Any:
@@ -160,8 +157,8 @@ def _sample(value: Any, i: int, m: int, batch_dim: BatchDim) -> Any:
         dim = batch_dim if isinstance(batch_dim, int) else 0
         if -value.dim() <= dim < value.dim() and value.shape[dim] == m:
             return value.narrow(dim, i, 1)
-        rows = 0  # targets have the batch dimension first even if inputs do not
-        return value.narrow(0, i, 1) if value.dim() and value.shape[rows] == m else value
+        # Targets have the batch dimension first even if inputs do not.
+        return value.narrow(0, i, 1) if value.dim() and value.shape[0] == m else value
     if isinstance(value, (tuple, list)):
         return type(value)(_sample(v, i, m, batch_dim) for v in value)
     if isinstance(value, Mapping):

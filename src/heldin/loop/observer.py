@@ -20,13 +20,14 @@ from heldin._private_torch import (
     graph_task_id,
     is_inner_step,
     transform_stack,
-    version_of,
+    versions_of,
 )
 from heldin.errors import HeldinError, way_out
 from heldin.model_hook import ModelHook
 from heldin.pause import is_paused
 
 from .batches import tensors_in
+from .changes import checksums, marks_of
 from .events import ModelCall, OptimizerStep
 from .gradients import were_thrown_away
 from .randomness import Autocast
@@ -180,7 +181,7 @@ class LoopObserver:
         compiling = torch.compiler.is_compiling()
         call = ModelCall(
             tuple(tensors),
-            () if compiling else tuple(version_of(t) for t in tensors),
+            () if compiling else tuple(versions_of(tensors)),
             () if compiling else tuple([each.training for each in self._modules]),
             Autocast.current(self._device),
             None if compiling or self._on_call is None else self._on_call(),
@@ -224,11 +225,9 @@ class LoopObserver:
     def _state_of_gradients(self) -> Any:
         """Return numbers that change if a gradient is replaced or changed in place."""
         grads = [p.grad for p in self._trained if p.grad is not None]
-        versions = [(id(g), version_of(g)) for g in grads]
         if not self._is_small or any(g.layout != torch.strided for g in grads):
-            return versions, len(grads)
-        size = float(torch.cat([g.detach().reshape(-1) for g in grads]).norm()) if grads else 0.0
-        return versions, -1.0 if size != size else size
+            return marks_of(grads), len(grads)
+        return marks_of(grads), checksums([g.detach() for g in grads]).tolist()
 
     def _arrives(self, _: Tensor) -> None:
         if is_paused():

@@ -19,36 +19,22 @@ __all__ = ["Report", "Section", "Table", "csv_link", "render"]
 
 @dataclass(frozen=True)
 class Table:
-    """A table of texts.
+    """A table of texts."""
 
-    Attributes:
-        header: names of the columns; empty: the first cell of each row is its name.
-        rows: the texts.
-        shades: (rows, columns) numbers from 0 to 1 behind the cells; empty: none.
-    """
-
-    header: Sequence[str]
+    header: Sequence[str]  # names of the columns; empty: the first cell of each row is its name
     rows: Sequence[Sequence[str]]
-    shades: Sequence[Sequence[float]] = ()
+    shades: Sequence[Sequence[float]] = ()  # numbers from 0 to 1 behind the cells; empty: none
 
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a report.
-
-    Attributes:
-        title: heading.
-        text: a sentence below it.
-        charts: SVG elements, see `heldin.pages.charts`.
-        tables: below the charts.
-        files: names of files to their contents as links, see `csv_link`.
-    """
+    """A part of a report."""
 
     title: str
-    text: str = ""
-    charts: Sequence[str] = ()
-    tables: Sequence[Table] = ()
-    files: Mapping[str, str] = field(default_factory=dict)
+    text: str = ""  # a sentence below the title
+    charts: Sequence[str] = ()  # SVG elements, see `heldin.pages.charts`
+    tables: Sequence[Table] = ()  # below the charts
+    files: Mapping[str, str] = field(default_factory=dict)  # names to links, see `csv_link`
 
 
 class Report(str):
@@ -92,22 +78,12 @@ def _environment() -> Any:
 
 
 def render(template: str, **values: Any) -> Report:
-    """Render a page from a template; values are escaped in HTML.
-
-    >>> sections = [Section("Rows", tables=[Table([], [["a < b", "80"]])])]
-    >>> page = render("page.html", title="a", verdict="", sections=sections, advice=[])
-    >>> '<th scope="row">a &lt; b</th><td>80</td>' in page
-    True
-    """
+    """Render a page from a template; values are escaped in HTML."""
     return Report(_environment().get_template(template).render(values))
 
 
 def csv_link(columns: Mapping[str, Sequence[Any]]) -> str:
-    """Return columns of equal length as a CSV file inside of a link.
-
-    >>> csv_link({"a": [1], "b": [2.5]})
-    'data:text/csv;base64,YSxiDQoxLDIuNQ0K'
-    """
+    """Return columns of equal length as a CSV file inside of a link."""
     file = io.StringIO(newline="")
     writer = csv.writer(file)
     writer.writerow(columns)

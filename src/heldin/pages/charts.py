@@ -16,23 +16,15 @@ WIDE = 8  # ratio of the largest and the smallest number from which an axis is l
 
 @dataclass(frozen=True)
 class Series:
-    """Numbers to draw.
+    """Numbers to draw."""
 
-    Attributes:
-        name: in the legend; "" for none.
-        x, y: of the points.
-        style: name of the colour in the style sheet: "a", "b", "c", ... or "soft".
-        low, high: of a band around the line.
-        points: whether to draw points, not a line.
-    """
-
-    name: str
+    name: str  # in the legend; "" for none
     x: Sequence[float]
     y: Sequence[float]
-    style: str = "a"
-    low: Sequence[float] = ()
+    style: str = "a"  # name of the colour in the style sheet: "a", "b", "c", ... or "soft"
+    low: Sequence[float] = ()  # of a band around the line
     high: Sequence[float] = ()
-    points: bool = False
+    points: bool = False  # whether to draw points, not a line
 
 
 @dataclass(frozen=True)
@@ -77,11 +69,7 @@ class Axis:
 
 
 def is_wide(numbers: Sequence[float]) -> bool:
-    """Return whether positive numbers are easier to read on a logarithmic axis.
-
-    >>> is_wide([0.1, 2.0]), is_wide([1.0, 2.0]), is_wide([0.0, 2.0])
-    (True, False, False)
-    """
+    """Return whether positive numbers are easier to read on a logarithmic axis."""
     finite = [number for number in numbers if math.isfinite(number)]
     return bool(finite) and min(finite) > 0 and max(finite) > WIDE * min(finite)
 

@@ -6,7 +6,6 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any
 
 __all__ = ["Live", "sparkline"]
@@ -78,12 +77,7 @@ class Live:
         if self._bar is not None:
             self._bar.close()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -102,11 +96,7 @@ def _bar(total: int | None, file: Any) -> Any:
 
 
 def sparkline(values: Sequence[float], width: int = 12) -> str:
-    """Return the course of positive numbers in a few characters, on a logarithmic scale.
-
-    >>> sparkline([8, 4, 2, 1, 1.2, 2])
-    '█▆▃▁▂▃'
-    """
+    """Return the course of positive numbers in a few characters, on a logarithmic scale."""
     finite = [value for value in values if math.isfinite(value)]
     step = max(1, len(finite) / width)
     some = [finite[int(i * step)] for i in range(min(width, len(finite)))]

@@ -21,38 +21,21 @@ FEWEST = 10  # rows in a bin
 
 @dataclass(frozen=True)
 class Predictions:
-    """Out-of-fold predictions as plain numbers.
+    """Out-of-fold predictions as plain numbers."""
 
-    Attributes:
-        rows: numbers of the rows in the training data.
-        truth: the number of the class, or the number to predict; empty if it is neither.
-        losses: of the rows; empty if they are unknown.
-        probabilities: of the classes, row by row; empty: this is no classification.
-        values: predicted numbers; empty: this is no regression.
-        classes: their names.
-    """
-
-    rows: Sequence[int]
-    truth: Sequence[float] = ()
-    losses: Sequence[float] = ()
-    probabilities: Sequence[Sequence[float]] = ()
-    values: Sequence[float] = ()
-    classes: Sequence[str] = ()
+    rows: Sequence[int]  # their numbers in the training data
+    truth: Sequence[float] = ()  # numbers of classes, or numbers; empty if they are neither
+    losses: Sequence[float] = ()  # empty if they are unknown
+    probabilities: Sequence[Sequence[float]] = ()  # of the classes; empty: no classification
+    values: Sequence[float] = ()  # predicted numbers; empty: this is no regression
+    classes: Sequence[str] = ()  # their names
 
 
 def prediction_sections(seen: Predictions) -> list[Section]:
-    """Return the sections about out-of-fold predictions.
-
-    >>> seen = Predictions([0, 1], [0, 1], [0.1, 2.3], [[0.9, 0.1], [0.9, 0.1]], (), ["no", "yes"])
-    >>> [section.title for section in prediction_sections(seen)]
-    ['Confusion matrix', 'Worst rows']
-    """
-    sections = []
+    """Return the sections about out-of-fold predictions."""
     if seen.probabilities:
-        sections = [*_confusion(seen), *_reliability(seen)]
-    elif seen.values:
-        sections = [_against_truth(seen)]
-    return sections + _worst(seen)
+        return [*_confusion(seen), *_reliability(seen), *_worst(seen)]
+    return [*([_against_truth(seen)] if seen.values else []), *_worst(seen)]
 
 
 def _guess(probabilities: Sequence[float]) -> int:
@@ -67,13 +50,12 @@ def _confusion(seen: Predictions) -> list[Section]:
     table = [[0] * count for _ in range(count)]
     for truth, probabilities in zip(seen.truth, seen.probabilities, strict=True):
         table[int(truth)][_guess(probabilities)] += 1
-    rows: list[list[str]] = []
-    shades: list[list[float]] = []
-    for name, numbers in zip(seen.classes, table, strict=True):
+    rows, shades = [], []
+    for place, (name, numbers) in enumerate(zip(seen.classes, table, strict=True)):
         total = sum(numbers)
-        right = numbers[len(rows)] / total if total else 0.0
-        rows.append([name, *map(str, numbers), str(total), f"{right:.0%}"])
-        shades.append([0.0, *(number / max(total, 1) for number in numbers), 0.0, 0.0])
+        shares = [number / max(total, 1) for number in numbers]
+        rows.append([name, *map(str, numbers), str(total), f"{shares[place]:.0%}"])
+        shades.append([0.0, *shares, 0.0, 0.0])
     header = ["true class", *(f"as {name}" for name in seen.classes), "rows", "right"]
     text = "Each row was predicted by a model that was not trained on it."
     return [Section("Confusion matrix", text, tables=[Table(header, rows, shades)])]
@@ -94,14 +76,10 @@ def _reliability(seen: Predictions) -> list[Section]:
         return []
     edges = [len(pairs) * i // bins for i in range(bins + 1)]
     parts = [pairs[a:b] for a, b in pairwise(edges)]
-    means = [[sum(pair[i] for pair in part) / len(part) for part in parts] for i in (0, 1)]
-    errors = [(m * (1 - m) / len(part)) ** 0.5 for m, part in zip(means[1], parts, strict=True)]
-    low = [m - 2 * e for m, e in zip(means[1], errors, strict=True)]
-    high = [m + 2 * e for m, e in zip(means[1], errors, strict=True)]
-    series = [
-        Series("", means[0], means[1], "b", low, high),
-        Series("", means[0], means[1], "b", points=True),
-    ]
+    said, came = ([sum(p[i] for p in part) / len(part) for part in parts] for i in (0, 1))
+    errors = [(m * (1 - m) / len(part)) ** 0.5 for m, part in zip(came, parts, strict=True)]
+    low, high = ([m + k * e for m, e in zip(came, errors, strict=True)] for k in (-2, 2))
+    series = [Series("", said, came, "b", low, high), Series("", said, came, "b", points=True)]
     figure = chart(series, "Calibration", x, y, diagonal=True, limits=(0.0, 1.0))
     text = "Points on the dashed line are calibrated; the band is two standard errors."
     return [Section("Calibration", text, [figure])]
@@ -119,12 +97,13 @@ def _against_truth(seen: Predictions) -> Section:
 
 def _worst(seen: Predictions) -> list[Section]:
     """Return the rows with the largest losses, and all rows as a file."""
+    if not seen.losses:
+        return []
     columns: dict[str, Sequence[object]] = {"row": seen.rows}
     shown: dict[str, list[str]] = {"row": [str(row) for row in seen.rows]}
     if seen.probabilities:
-        guesses = [_guess(p) for p in seen.probabilities]
         columns["true"] = [seen.classes[int(t)] for t in seen.truth]
-        columns["predicted"] = [seen.classes[g] for g in guesses]
+        columns["predicted"] = [seen.classes[_guess(p)] for p in seen.probabilities]
         for number, name in enumerate(seen.classes):
             columns[f"p({name})"] = [p[number] for p in seen.probabilities]
         shown |= {name: [str(v) for v in columns[name]] for name in ("true", "predicted")}
@@ -133,11 +112,8 @@ def _worst(seen: Predictions) -> list[Section]:
     elif seen.values:
         columns |= {"true": seen.truth, "predicted": seen.values}
         shown |= {name: [f"{v:.4g}" for v in columns[name]] for name in ("true", "predicted")}
-    if seen.losses:
-        columns["loss"] = seen.losses
-        shown["loss"] = [f"{loss:.3g}" for loss in seen.losses]
-    else:
-        return []
+    columns["loss"] = seen.losses
+    shown["loss"] = [f"{loss:.3g}" for loss in seen.losses]
     order = sorted(range(len(seen.rows)), key=lambda i: -seen.losses[i])[:WORST]
     table = Table([*shown], [[cells[i] for cells in shown.values()] for i in order])
     files = {"out-of-fold.csv": csv_link(columns)} if len(seen.rows) <= MOST_ROWS else {}

@@ -11,7 +11,15 @@ from torch import Tensor, nn
 from heldin._private_torch import BatchNorm, own_parameters
 from heldin.errors import HeldinError
 from heldin.shadows.bare_model import copy_without_hooks
-from heldin.shadows.dense import ACTIVATIONS, DenseNetwork, LayerNames, Linear, plain_layers
+from heldin.shadows.dense import (
+    ACTIVATIONS,
+    DenseNetwork,
+    LayerNames,
+    Linear,
+    Names,
+    plain_layers,
+)
+from heldin.shadows.dense import BatchNorm as DenseNorm
 from heldin.shadows.outputs import one_for_each_row
 
 __all__ = ["CannotStack", "Engine", "Forward", "check_engine", "engine_for"]
@@ -35,22 +43,27 @@ class Copies(Protocol):
     Attributes:
         copies: K.
         blocks, grads: (K, ...) tensors by the name of the parameter.
+        buffers: (K, ...) statistics by the name of the buffer, where copies have their own.
     """
 
     copies: int
     blocks: dict[str, Tensor]
     grads: dict[str, Tensor]
+    buffers: dict[str, Tensor]
 
 
 class Forward(Protocol):
     """How the stacked models are run."""
 
-    def __call__(self, inputs: Sequence[Tensor], keep: Tensor | None, train: bool) -> Tensor:
+    def __call__(
+        self, inputs: Sequence[Tensor], keep: Tensor | None, shared: bool, train: bool
+    ) -> Tensor:
         """(K, b, ...) outputs.
 
         Args:
-            inputs: with keep: (b, ...), the same for all; without: (K, b, ...).
+            inputs: (b, ...), the same for all, or (K, b, ...).
             keep: (K, b), the rows that count in training.
+            shared: whether all copies have the same inputs.
             train: whether a `backward` will follow.
         """
 
@@ -85,12 +98,12 @@ def _why_not_mapped(model: nn.Module, mapped: _Vmap, inputs: Sequence[Tensor]) -
     some = [x[:2] for x in inputs]
     try:
         with torch.random.fork_rng():
-            mapped(some, torch.ones(1, 2, dtype=torch.bool), train=True)
+            mapped(some, None, shared=True, train=True)
             mapped.outputs = None
             # At checks each copy has other rows: a model that branches on its data (on a mask
             # without padding, say) can be mapped over weights alone, but not over these.
             copies = mapped.stack.copies
-            mapped([x.expand(copies, *x.shape) for x in some], None, train=False)
+            mapped([x.expand(copies, *x.shape) for x in some], None, shared=False, train=False)
     except HeldinError:
         raise
     except Exception as error:
@@ -140,10 +153,12 @@ class _Vmap:
             table[name] = tensors[number]  # type: ignore[assignment]
         return one_for_each_row("step", self.model(*tensors[len(self.stack.blocks) :]))
 
-    def __call__(self, inputs: Sequence[Tensor], keep: Tensor | None, train: bool) -> Tensor:
+    def __call__(
+        self, inputs: Sequence[Tensor], keep: Tensor | None, shared: bool, train: bool
+    ) -> Tensor:
         self.modes.follow(train)
         blocks = self.stack.blocks.values()
-        mapped = self.on_shared_rows if keep is not None else self.on_own_rows
+        mapped = self.on_shared_rows if shared else self.on_own_rows
         with torch.set_grad_enabled(train):
             outputs: Tensor = mapped(*blocks, *inputs)
         self.outputs = outputs if train else None
@@ -178,25 +193,29 @@ class _Dense:
 
     def __init__(self, stack: Copies, layers: list[LayerNames]) -> None:
         self.copies = stack.copies
-        blocks, grads = stack.blocks, stack.grads
-        self.network = DenseNetwork(
-            [
-                layer
-                if isinstance(layer, nn.Module)
-                else Linear(
-                    blocks[layer.weight].detach(),
-                    grads[layer.weight],
-                    None if layer.bias is None else blocks[layer.bias].detach(),
-                    None if layer.bias is None else grads[layer.bias],
-                )
-                for layer in layers
-            ]
-        )
+        self.network = DenseNetwork([_of_stack(stack, layer) for layer in layers])
 
-    def __call__(self, inputs: Sequence[Tensor], keep: Tensor | None, train: bool) -> Tensor:
+    def __call__(
+        self, inputs: Sequence[Tensor], keep: Tensor | None, shared: bool, train: bool
+    ) -> Tensor:
         (x,) = inputs
-        rows = x.flatten(1).expand(self.copies, -1, -1) if keep is not None else x.flatten(2)
-        return self.network.forward(rows, train)
+        rows = x.flatten(1).expand(self.copies, -1, -1) if shared else x.flatten(2)
+        return self.network.forward(rows, train, keep)
 
     def backward(self, gradient: Tensor) -> None:
         self.network.backward(gradient)
+
+
+def _of_stack(stack: Copies, layer: LayerNames) -> Linear | DenseNorm | nn.Module:
+    """Return a layer of all copies."""
+    if isinstance(layer, nn.Module):
+        return layer
+    own: list[Tensor | None] = []
+    for name in (layer.weight, layer.bias):
+        own += [None, None] if name is None else [stack.blocks[name].detach(), stack.grads[name]]
+    if isinstance(layer, Names):
+        return Linear(*own)  # type: ignore[arg-type]
+    buffers = dict(zip(layer.buffers, layer.module.buffers(), strict=True))
+    for name, value in buffers.items():
+        stack.buffers[name] = value.detach().expand(stack.copies, *value.shape).clone()
+    return DenseNorm(layer.module, *map(stack.buffers.get, buffers), *own)  # type: ignore[arg-type]

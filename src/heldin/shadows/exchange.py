@@ -328,7 +328,7 @@ class Exchange:
         state = ShadowState(
             self._clone_weights(),
             [table[name].detach().clone() for table, name in self.buffer_places],
-            [copy.deepcopy(dict(self.optimizer.state.get(p, {}))) for p in self.tensors],
+            [_copy_of_entry(self.optimizer.state.get(p, {})) for p in self.tensors],
             [{} for _ in self.optimizer.param_groups],
             generators=[generator_state(generator) for generator in self.generators()],
             objects=[copy.deepcopy(each.state_dict()) for each in self.objects],
@@ -679,6 +679,14 @@ class Session:
 
 
 # --- parameters ------------------------------------------------------------------------------
+
+
+def _copy_of_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a deep copy of an optimiser's state of a parameter; tensors are cloned, for speed."""
+    return {
+        key: value.clone() if type(value) is Tensor and value.is_leaf else copy.deepcopy(value)
+        for key, value in entry.items()
+    }
 
 
 def _local(p: Tensor) -> Tensor:

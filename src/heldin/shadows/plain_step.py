@@ -104,13 +104,16 @@ class PlainStepCheck:
         """Return the model's outputs with other weights, in evaluation mode.
 
         Args:
-            weights: of the trained parameters, by name.
+            weights: trained parameters, and buffers that differ from the model's, by name.
             inputs: arguments of the model.
         """
         exchange = self._exchange
         with torch.no_grad(), _undisturbed(self._device), exchange.session() as session:
             state = exchange.new_state()
             state.weights = [weights[name].detach().clone() for name in exchange.trained]
+            names = {id(buffer): name for name, buffer in self._model.named_buffers()}
+            own = [table[name] for table, name in exchange.buffer_places]
+            state.buffers = [weights.get(names.get(id(b), ""), b).clone() for b in own]
             session.insert(state)
             with exchange.modes(None):
                 outputs: Tensor = self._model(*inputs)

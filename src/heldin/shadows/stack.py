@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from heldin.errors import HeldinError
-from heldin.shadows.engines import Engine, engine_for
+from heldin.shadows.engines import CannotStack, Engine, engine_for
 from heldin.shadows.exchange import group_settings
 from heldin.shadows.losses import PerRowLoss
 from heldin.state.schema import check_schema
@@ -64,6 +64,7 @@ class Stack:
         self.copies = copies
         self.blocks: dict[str, Tensor] = {}  # (K, ...) leaves that share the flat vectors' memory
         self.grads: dict[str, Tensor] = {}
+        self.buffers: dict[str, Tensor] = {}  # (K, ...) statistics, where copies have their own
         self.members: list[list[nn.Parameter]] = []  # the flat vectors of each group
         self._spans: list[list[tuple[nn.Parameter, str, slice]]] = []  # of each tensor, by group
         self._gather(optimizer, names)
@@ -76,6 +77,8 @@ class Stack:
         self.elementwise = type(optimizer) in ELEMENTWISE
         self.optimizers = self._optimizers(optimizer, names)
         self.engine, self.forward = engine_for(model, self, inputs, engine)
+        if self.buffers and isinstance(optimizer, torch.optim.LBFGS):
+            raise CannotStack("each line search would change the statistics of all copies")
 
     def _gather(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
         for group in optimizer.param_groups:
@@ -188,7 +191,7 @@ class Stack:
             keep = keep.gather(1, places)
 
         def gradient() -> Tensor:
-            outputs = self.forward(inputs, None if own_rows else keep, train=True)
+            outputs = self.forward(inputs, keep, shared=not own_rows, train=True)
             by_output = loss.gradient(outputs, targets, keep, weights, own_rows)
             self.forward.backward(by_output)
             if clip is not None:
@@ -211,15 +214,22 @@ class Stack:
         """Which copies take a step: those that keep a row; None if all do.
 
         A copy without a row takes none: its weights, moments and step count stay as they are. One
-        optimiser for all copies has one step count, so each gets its own from then on.
+        optimiser for all copies has one step count, so each gets its own from then on. A batch
+        normalisation in training needs two rows.
         """
-        stepping = keep.any(1).tolist()
+        stepping = (keep.sum(1) >= self.least_rows).tolist()
         if len(stepping) == 1 and self.copies > 1:
             stepping = stepping * self.copies
         if all(stepping):
             return None
         self._split()
         return stepping
+
+    @property
+    def least_rows(self) -> int:
+        """The fewest rows on which a copy takes a step."""
+        network = getattr(self.forward, "network", None)
+        return 1 if network is None else int(network.least_rows)
 
     def _split(self) -> None:
         """Give every copy a separate optimiser, with its part of the state, if it has none."""
@@ -256,15 +266,15 @@ class Stack:
         self._split()
         single, self.optimizers = self.optimizers[number], before
         return {
-            "weights": {n: block.detach()[number].clone() for n, block in self.blocks.items()},
+            "weights": {n: value.clone() for n, value in self.copy_of(number).items()},
             "optimizer": copy.deepcopy(single.state_dict()["state"]),
         }
 
     def load_state_of(self, number: int, state: Mapping[str, Any]) -> None:
         """Set one copy to a state; the others stay as they are."""
         self._split()
-        for name, weight in state["weights"].items():
-            self.blocks[name].detach()[number].copy_(weight)
+        for name, place in self.copy_of(number).items():
+            place.copy_(state["weights"][name])
         made = self.optimizers[number]
         made.load_state_dict({**made.state_dict(), "state": copy.deepcopy(state["optimizer"])})
 
@@ -300,22 +310,27 @@ class Stack:
     def evaluate(self, inputs: Sequence[Tensor]) -> Tensor:
         """(K, b, ...) outputs in evaluation mode, of each copy on its own rows (K, b, ...)."""
         with torch.no_grad():
-            return self.forward(inputs, None, train=False)
+            return self.forward(inputs, None, shared=False, train=False)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """(K, ...) weights and statistics of all copies, by name."""
+        return {name: block.detach() for name, block in (self.blocks | self.buffers).items()}
 
     def copy_of(self, number: int) -> dict[str, Tensor]:
-        """Return the weights of one copy, by name."""
-        return {name: block.detach()[number] for name, block in self.blocks.items()}
+        """Return the weights and statistics of one copy, by name."""
+        return {name: block[number] for name, block in self.tensors.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return weights and optimiser states."""
+        """Return weights, statistics and optimiser states."""
         return {
-            "weights": {name: block.detach().clone() for name, block in self.blocks.items()},
+            "weights": {name: block.clone() for name, block in self.tensors.items()},
             "optimizers": [copy.deepcopy(o.state_dict()) for o in self.optimizers],
         }
 
     def check_state(self, state: Mapping[str, Any], copies: int) -> None:
         """Refuse, before anything is changed, the state of another number of copies."""
-        weights = {n: b.new_empty(copies, *b.shape[1:]) for n, b in self.blocks.items()}
+        weights = {n: b.new_empty(copies, *b.shape[1:]) for n, b in self.tensors.items()}
         check_schema(state, {"weights": weights, "optimizers": [dict]}, "['stack']")
         kinds = (Tensor, float, bool, list, None)
         for saved in state["optimizers"]:
@@ -338,8 +353,8 @@ class Stack:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state_dict` was taken."""
         with torch.no_grad():
-            for name, block in self.blocks.items():
-                block.detach().copy_(state["weights"][name])
+            for name, block in self.tensors.items():
+                block.copy_(state["weights"][name])
         if len(state["optimizers"]) > len(self.optimizers):
             self._split()
         for made, saved in zip(self.optimizers, state["optimizers"], strict=True):

@@ -10,20 +10,19 @@ hides the scale of a gradient.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from heldin._private_torch import norms, version_of
+from heldin._private_torch import versions_of
 from heldin.errors import HeldinError, more, way_out
+from heldin.loop.changes import checksums, marks_of
 from heldin.loop.events import ModelCall
-from heldin.loop.randomness import full_precision, mixed_seed
+from heldin.loop.randomness import mixed_seed
 
 from .exchange import Exchange, Session, ShadowState, _local, group_settings
 
@@ -101,7 +100,9 @@ class StepCheck:
         self._kinds: set[tuple[int, int, bool]] = set()  # of steps that were checked
         self._buffers: list[Tensor] | None = None  # before the first call of the step
         self._every_step = self._resumed = False
-        self._is_small = sum(p.numel() for p in exchange.trained.values()) <= SMALL
+        self._due_at = 0, False  # number of a step, and whether it is checked in any case
+        self._trained = list(exchange.trained.values())
+        self._is_small = sum(p.numel() for p in self._trained) <= SMALL
         self._steps = 0
         self._called = False  # whether the model was called since the last step
         self._new_kind = False  # whether the coming step is on a new kind of batch
@@ -110,7 +111,7 @@ class StepCheck:
         self._pending: StepRecord | None = None
         self._versions: list[int] | None = None
         self._sums: Tensor | None = None
-        self._entries: list[Any] = []
+        self._marks: Any = None  # of the optimiser's state, see `marks_of`
         self._moments: Tensor | None = None
         self._looks_at_all, self._rounding = False, 0.0
         buffers = [table[name] for table, name in exchange.buffer_places]
@@ -120,9 +121,9 @@ class StepCheck:
     @property
     def due(self) -> bool:
         """Whether the coming step is checked."""
-        if self._every_step or self._new_kind:
-            return True
-        return is_checked(self._steps + 1, self._seed)
+        if self._due_at[0] != self._steps + 1:
+            self._due_at = self._steps + 1, is_checked(self._steps + 1, self._seed)
+        return self._every_step or self._new_kind or self._due_at[1]
 
     # -- callbacks of the observer
 
@@ -186,7 +187,7 @@ class StepCheck:
         self._pending = StepRecord(state, grads, with_closure)
 
     def _gradients(self) -> list[Tensor | None]:
-        return [_copy_of_gradient(p) for p in self._exchange.trained.values()]
+        return [_copy_of_gradient(p) for p in self._trained]
 
     def on_stepped(self, before: Sequence[Mapping[str, Any]]) -> None:
         """Remember what the step left, and which group settings it changed."""
@@ -212,39 +213,38 @@ class StepCheck:
         """Accept the present weights, buffers and optimiser state."""
         self.renew_versions()
         self._exchange.accept_buffers()
-        self._entries = self._marks_of_state()
+        values = self._values_of_state()
+        self._marks = marks_of(values) if values else None
         self._moments = self._sums_of_state() if self.due else None
         self._looks_at_all = self._is_small or self.due
-        looked_at = self._looked_at(list(self._exchange.trained.values()))
-        self._sums = _sums(looked_at)
+        looked_at = self._looked_at()
+        self._sums = checksums(looked_at)
         if self._swaps_weights:
-            self._rounding = 1e-6 * float(_sums([t.abs() for t in looked_at]).sum())
+            self._rounding = 1e-6 * float(checksums([t.abs() for t in looked_at]).sum())
 
     def renew_versions(self) -> None:
         """Accept that weights were exchanged, and put back as they were."""
-        self._versions = [version_of(p) for p in self._exchange.trained.values()]
+        self._versions = versions_of(self._trained)
 
-    def _looked_at(self, trained: Sequence[Tensor]) -> list[Tensor]:
+    def _looked_at(self) -> list[Tensor]:
         """Return the weights whose contents are compared before the coming step."""
         if self._looks_at_all:
-            return [_local(p).detach() for p in trained]
-        return [_sample(p) for p in trained] if self._samples else []
+            return [_local(p).detach() for p in self._trained]
+        return [_sample(p) for p in self._trained] if self._samples else []
 
-    def _marks_of_state(self) -> list[Any]:
-        """Return numbers that change if the optimiser's state is replaced or changed in place."""
+    def _values_of_state(self) -> list[Any]:
+        """Return the values of the optimiser's state."""
         state = self._exchange.optimizer.state
-        entries = (state.get(p) for p in self._exchange.trained.values()) if state else ()
-        return [None if not e else (id(e), *map(_mark, e.values())) for e in entries]
+        entries = [state.get(p) for p in self._trained] if state else []
+        return [value for entry in entries if entry for value in entry.values()]
 
     def _sums_of_state(self) -> Tensor:
-        state = self._exchange.optimizer.state
-        entries = [state.get(p) or {} for p in self._exchange.trained.values()]
-        values = [v for entry in entries for v in entry.values() if isinstance(v, Tensor)]
-        return _sums([_local(v).detach() for v in values if v.is_floating_point()])
+        values = [v for v in self._values_of_state() if isinstance(v, Tensor)]
+        return checksums([_local(v).detach() for v in values if v.is_floating_point()])
 
     def forget(self) -> None:
         """Accept whatever the next step finds: weights or a state were put in on purpose."""
-        self._versions, self._sums, self._entries = None, None, []
+        self._versions = self._sums = self._marks = None
         self._exchange.forget_buffers()
 
     def resume(self, factors: Mapping[int, float | None] | None = None) -> None:
@@ -271,10 +271,9 @@ class StepCheck:
         """
         if self._versions is None:
             return
-        trained = list(self._exchange.trained.values())
-        changed = not self._swaps_weights and self._versions != [version_of(p) for p in trained]
+        changed = not self._swaps_weights and self._versions != versions_of(self._trained)
         if not changed and self._sums is not None and contents:
-            sums = _sums(self._looked_at(trained))
+            sums = checksums(self._looked_at())
             if self._swaps_weights:  # there and back again, but for rounding
                 changed = not torch.allclose(self._sums, sums, rtol=1e-6, atol=self._rounding)
             else:
@@ -297,8 +296,7 @@ class StepCheck:
     def check_optimizer(self) -> None:
         """Refuse an optimiser that has stepped before, or whose state was replaced."""
         optimizer = self._exchange.optimizer
-        trained = list(self._exchange.trained.values())
-        if self._steps == 0 and not self._resumed and _has_stepped(optimizer, trained):
+        if self._steps == 0 and not self._resumed and _has_stepped(optimizer, self._trained):
             raise HeldinError(
                 f"{self._owner}: the optimiser has already taken steps. A model that was trained "
                 "on the rows knows those that the shadows hold out, so that the estimate would be "
@@ -306,10 +304,9 @@ class StepCheck:
                 "run (stopping.load_state_dict), or, if the model was trained on other rows, make "
                 "a new optimiser"
             )
-        changed = any(self._entries) and any(
-            mark and now != mark for now, mark in zip_longest(self._marks_of_state(), self._entries)
-        )
-        if not changed and self._moments is not None and self._entries:
+        kept = self._marks is not None
+        changed = kept and self._marks != marks_of(self._values_of_state())
+        if kept and not changed and self._moments is not None:
             changed = not torch.equal(self._moments, self._sums_of_state())
         if changed:
             raise HeldinError(
@@ -456,35 +453,6 @@ def _sample(p: Tensor) -> Tensor:
     flat = _local(p).detach()
     flat = flat.view(-1) if flat.is_contiguous() else flat[0].reshape(-1)
     return flat[:: len(flat) // SAMPLE | 1]
-
-
-@functools.lru_cache(maxsize=8)
-def _weights(count: int, dtype: torch.dtype) -> Tensor:
-    """Return numbers from 1 to 2, by which a sum depends on places and signs."""
-    places = torch.arange(count, dtype=torch.float64)
-    return (1 + (places * 0.6180339887).frac()).to(dtype)
-
-
-def _mark(value: Any) -> Any:
-    """Return what changes if a value of the optimiser's state is replaced or changed in place."""
-    if isinstance(value, Tensor):
-        return id(value), version_of(value)
-    return value if isinstance(value, (int, float, type(None))) else id(value)
-
-
-def _sums(tensors: Sequence[Tensor]) -> Tensor:
-    """Return numbers that change with the contents of tensors."""
-    if not tensors:
-        return torch.zeros(0)
-    kinds = {(tensor.dtype, tensor.device.type) for tensor in tensors}
-    if len(kinds) == 1 and kinds <= {(dtype, "cpu") for dtype in TOLERANCE}:
-        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        with full_precision("cpu"):
-            return (flat @ _weights(len(flat), flat.dtype)).nan_to_num(nan=-1.0)
-    sums = norms(list(tensors), 1)
-    if len({(each.dtype, each.device) for each in sums}) > 1:
-        sums = tuple(each.double().cpu() for each in sums)
-    return torch.stack(sums).nan_to_num(nan=-1.0)
 
 
 def _has_stepped(optimizer: Optimizer, trained: Sequence[Tensor]) -> bool:

@@ -17,14 +17,9 @@ from sklearn.base import BaseEstimator, is_classifier, is_regressor
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.impute import SimpleImputer
 from sklearn.model_selection import PredefinedSplit, check_cv, train_test_split
-from sklearn.utils import check_array, check_random_state, check_X_y
+from sklearn.utils import check_array, check_consistent_length, check_random_state, check_X_y
 from sklearn.utils._param_validation import Interval, InvalidParameterError, StrOptions
-from sklearn.utils.validation import (
-    _check_sample_weight,
-    check_consistent_length,
-    check_is_fitted,
-    validate_data,
-)
+from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 from torch import Tensor, nn
 
 from heldin import crossval
@@ -231,11 +226,8 @@ class Estimator(CallbackSupportMixin, BaseEstimator):  # type: ignore[misc]
 
     def _check_inputs(self, X: Any, y: Any, first: bool) -> tuple[Any, Any]:
         """Return arrays without missing values; y as it is if it is None."""
-        options: dict[str, Any] = {
-            "accept_sparse": "csr",
-            "dtype": (np.float64, np.float32),
-            "ensure_all_finite": "allow-nan",
-        }
+        options: dict[str, Any] = {"accept_sparse": "csr", "dtype": (np.float64, np.float32)}
+        options["ensure_all_finite"] = "allow-nan"
         if y is not None:
             options |= {"multi_output": True, "y_numeric": is_regressor(self)}
         if has_categories(X) if first else self._categories is not None:
@@ -447,9 +439,8 @@ class Estimator(CallbackSupportMixin, BaseEstimator):  # type: ignore[misc]
         X = X if self._scaler is None else X.astype(np.float32, copy=False)
         dtype = torch.float32 if X.dtype == np.float32 else torch.float64
         y = _tensor(self._scale_targets(data.y, data.weights, first), dtype)
-        weights = None
-        if not (data.weights == 1.0).all():
-            weights = torch.from_numpy(data.weights).to(dtype)
+        equal = (data.weights == 1.0).all()
+        weights = None if equal else torch.from_numpy(data.weights).to(dtype)
         hidden = np.atleast_1d(np.asarray(self.hidden_layer_sizes, int)).tolist()
         sizes = [X.shape[1], *hidden, targets.outputs]
         if first:
@@ -545,12 +536,7 @@ class Estimator(CallbackSupportMixin, BaseEstimator):  # type: ignore[misc]
             self.estimate_curve_ = self.history_.columns()["estimate"]
 
     def _assess(self, labels: Tensor | None, data: Data) -> None:
-        """Keep what follows from out-of-fold predictions, None for rules without.
-
-        Args:
-            labels: (n,) number of the shadow that is tested on each row; -1: none.
-            data: the rows.
-        """
+        """Keep out-of-fold predictions by (n,) numbers of shadows, -1 for none; None: no folds."""
         self._evaluated = self._shadow_of = self._intervals = self.oof_predictions_ = None
         if labels is not None:
             predicted = self._out_of_fold(data.X, labels.numpy())

@@ -143,10 +143,6 @@ class Categories:
     """Encoder of the columns of a DataFrame that are not numbers as inputs of 0 and 1.
 
     Values of a later frame are compared as texts, so that their dtype does not matter.
-
-    Args:
-        X: frame to learn from.
-        owner: name of the estimator, for errors.
     """
 
     def __init__(self, X: Any, owner: str) -> None:

@@ -237,10 +237,8 @@ class MLPClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
         return {} if self._several else {"accuracy": _accuracy, "auc": _areas}
 
     def _row_losses(self, predicted: Any, y: Any) -> Any:
-        several = self._several
-        chosen = (
-            np.where(y, predicted, 1 - predicted) if several else predicted[np.arange(len(y)), y]
-        )
+        wrong, rows = 1 - predicted, np.arange(len(y))
+        chosen = np.where(y, predicted, wrong) if self._several else predicted[rows, y]
         losses = -np.log(np.maximum(chosen, np.finfo(float).tiny))
         return losses.reshape(len(y), -1).mean(1)
 
@@ -364,10 +362,8 @@ def _areas(shares: Any, codes: Any, weights: Any) -> float:
     for number in range(shares.shape[1]) if shares.shape[1] > 2 else [1]:
         truth = codes == number
         if truth.any() and not truth.all():
-            different, place = np.unique(shares[:, number], return_inverse=True)
-            ones, zeros = (
-                np.bincount(place, weights * part, len(different)) for part in (truth, ~truth)
-            )
+            levels, at = np.unique(shares[:, number], return_inverse=True)
+            ones, zeros = (np.bincount(at, weights * part, len(levels)) for part in (truth, ~truth))
             below = zeros.cumsum() - zeros / 2  # a tie counts half
             areas.append((ones * below).sum() / (ones.sum() * zeros.sum()))
     return float(np.mean(areas)) if areas else math.nan
@@ -393,7 +389,6 @@ def calibration(probabilities: Any, codes: Any) -> tuple[Any, Any]:
     else:
         predicted, truth = probabilities.max(1), probabilities.argmax(1) == codes
     bins = max(1, min(BINS, len(codes) // 10))
-    shares, means = calibration_curve(
-        truth, np.clip(predicted, 0, 1), n_bins=bins, strategy="quantile"
-    )
+    predicted = np.clip(predicted, 0, 1)
+    shares, means = calibration_curve(truth, predicted, n_bins=bins, strategy="quantile")
     return means, shares

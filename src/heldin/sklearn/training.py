@@ -132,24 +132,15 @@ def make_optimizer(model: nn.Module, estimator: Any, batch_rows: int) -> Optimiz
     if estimator.solver == "sgd":
         nesterov = estimator.nesterovs_momentum and estimator.momentum > 0
         return torch.optim.SGD(groups, rate, momentum=estimator.momentum, nesterov=nesterov)
-    kind, betas = (
-        torch.optim.AdamW if decay else torch.optim.Adam,
-        (estimator.beta_1, estimator.beta_2),
-    )
+    kind = torch.optim.AdamW if decay else torch.optim.Adam
+    betas = estimator.beta_1, estimator.beta_2
     return kind(groups, rate, betas=betas, eps=estimator.epsilon, fused=True)
 
 
 class Trainer:
     """A network, its training by the parameters of an estimator, and the course of that.
 
-    Args:
-        model: the network.
-        loss_fn: cross-entropy, its binary kind or the squared error.
-        x: (n, inputs), or rows that are made dense on access.
-        y: (n,) class numbers or (n, outputs).
-        weights: (n,) with mean 1, or None.
-        estimator: gives the parameters.
-        seed: of the order of rows.
+    Inputs are a tensor or rows that are made dense on access; weights have mean 1.
     """
 
     def __init__(
@@ -165,9 +156,8 @@ class Trainer:
         self.model, self.loss_fn, self.x, self.y = model, loss_fn, x, y
         self.weights, self.estimator, self.seed = weights, estimator, seed
         self.dtype = next(model.parameters()).dtype
-        self.batch_rows = min(
-            200 if estimator.batch_size == "auto" else estimator.batch_size, len(y)
-        )
+        size = estimator.batch_size
+        self.batch_rows = min(200 if size == "auto" else size, len(y))
         self.optimizer = make_optimizer(model, estimator, self.batch_rows)
         self.row_losses = PerRowLoss.of(loss_fn, network_outputs(model, x[:256]), y[:256]).per_row
         self.generator = torch.Generator().manual_seed(seed)

@@ -16,12 +16,6 @@ from typing import Any
 
 import numpy as np
 import pandas
-from pandas.api.types import (
-    is_bool_dtype,
-    is_datetime64_any_dtype,
-    is_numeric_dtype,
-    is_timedelta64_dtype,
-)
 
 from heldin.errors import HeldinError
 from heldin.sklearn.data import category
@@ -104,11 +98,9 @@ def parse_number(text: str, decimal: str) -> float:
 def as_numbers(values: Any, decimal: str | None = None) -> tuple[Any, str] | None:
     """Return a column of numbers, or of texts that are certainly numbers, and its decimal mark.
 
-    Args:
-        values: the column.
-        decimal: the mark that the user gave.
+    In doubt the mark is the one that the user gave.
     """
-    if is_numeric_dtype(values.dtype) and not is_bool_dtype(values.dtype):
+    if values.dtype.kind in "iufc":
         return values, decimal or "."
     different = values.dropna().unique()
     mark = decimal_mark(different) if all(isinstance(v, str) for v in different) else None
@@ -139,7 +131,7 @@ def date_order(texts: Sequence[str]) -> str | None:
 
 def _seconds(values: Any, order: str) -> Any:
     """Return dates as seconds since 1970, nan for missing ones; refuse what is no date."""
-    if is_datetime64_any_dtype(values.dtype):
+    if values.dtype.kind == "M":
         times = pandas.to_datetime(values, utc=True)
     else:
         texts = values.astype("string").str.strip()
@@ -184,10 +176,7 @@ class Column:
     ) -> Column | None:
         """Return the encoding of a training column; None if it is constant.
 
-        Args:
-            name: of the column.
-            values: of the training rows.
-            decimal, order: what the user says of numbers and dates that leave a doubt.
+        `decimal` and `order` are what the user says of numbers and dates that leave a doubt.
         """
         present = values.dropna()
         missing = len(present) < len(values)
@@ -197,7 +186,7 @@ class Column:
             if not np.isfinite(numbers).all():
                 raise Unusable({name: "has infinite values; clean them"})
             return cls._scaled(name, "number", numbers, missing, decimal=read[1])
-        if is_timedelta64_dtype(values.dtype):
+        if values.dtype.kind == "m":
             text = str(present.iloc[0])
             raise Unusable({name: f"holds durations ({text!r}): make them numbers"})
         dates = _date_order(name, present, order)
@@ -264,7 +253,7 @@ class Column:
                 return _seconds(values, self.order)
             except HeldinError as error:
                 raise HeldinError(f"column {self.name!r} held dates, but {error}") from error
-        if not is_numeric_dtype(values.dtype) or is_bool_dtype(values.dtype):
+        if values.dtype.kind not in "iufc":
             texts, values = values, _parse_numbers(values, self.decimal)
             refused = texts[values.isna() & texts.notna()]
             if len(refused):
@@ -280,7 +269,7 @@ class Column:
 
 def _date_order(name: str, present: Any, order: str) -> str | None:
     """Return the order of day, month and year; None if the column holds no dates."""
-    if is_datetime64_any_dtype(present.dtype):
+    if present.dtype.kind == "M":
         return "ymd"
     if len(present) and all(hasattr(v, "isoformat") and hasattr(v, "year") for v in present):
         return "ymd"

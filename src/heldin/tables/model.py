@@ -182,13 +182,13 @@ class TabularModel:
     @classmethod
     def fit(
         cls,
+        estimator: Estimator,
+        target: Target,
+        columns: Columns,
         inputs: Any,
         targets: Any,
-        columns: Columns,
-        target: Target,
-        estimator: Estimator,
-        groups: Any = None,
-        time: Any = None,
+        groups: Any,
+        time: Any,
     ) -> TabularModel:
         """Train an estimator on all encoded rows; the last two as in its `fit`."""
         estimator.fit(inputs, targets, groups=groups, time=time)

@@ -8,8 +8,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pandas.api.types import is_integer_dtype
-
 from heldin.crossval import Interval
 from heldin.pages import Section, Table, csv_link, render
 from heldin.pages.charts import Series, chart
@@ -32,7 +30,7 @@ Line = tuple[str, str]
 def looks_like_id(name: str, values: Any) -> bool:
     """Return whether a column has unique whole numbers that count up, or the name of an ID."""
     present = values.dropna()
-    if len(present) < 20 or not is_integer_dtype(present) or not present.is_unique:
+    if len(present) < 20 or present.dtype.kind not in "iu" or not present.is_unique:
         return False
     return bool((present.diff().dropna() == 1).all()) or ID_NAME.search(name) is not None
 

@@ -29,8 +29,8 @@ COLUMNS = [
             ("planning.py", "where parameters meet data"),
             ("passes.py", "one pass, with hooks on the uses"),
             ("sampling.py", "which coordinates are looked at"),
-            ("ops/registry.py", "contributions, op by op"),
-            ("contributions/base.py", "summed and squared"),
+            ("ops/generic.py", "contributions, op by op"),
+            ("contributions.py", "summed and squared"),
         ],
     ),
     (
@@ -39,7 +39,7 @@ COLUMNS = [
         [
             ("capture/moments.py", "sums to ratios f"),
             ("criterion/evidence.py", "ratios to the criterion"),
-            ("criterion/window.py", "several steps put together"),
+            ("criterion/running.py", "several steps put together"),
             ("criterion/average.py", "smoothing"),
             ("rules/evidence.py", "arming, patience, state"),
             ("rules/elementwise.py", "the same for single weights"),

@@ -45,48 +45,59 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "before": {"WORK": (20_000, 500_000), "SLACK": 1.25},
     "candidate": {"WORK": (20_000, 200_000), "SLACK": 1.15},
 }
+# The candidate missed the limit on topics (1.015), which SLACK decides, and kept it on texts, which
+# WORK decides. What is left of it was written down before its runs: texts up to 200 rows with light
+# shadows, on another seed (`--part`).
+PART: Mapping[str, Mapping[str, Any]] = {
+    "before": SETTINGS["before"],
+    "candidate": {"WORK": (20_000, 200_000), "SLACK": 1.25},
+}
 # Number of runs and numbers of rows; the seed of all plans is below.
 PLAN: Mapping[str, tuple[int, tuple[int, ...] | None]] = {
     "texts": (24, None),
     "faces": (12, None),
     "topics": (12, (120,)),
 }
-SEED = 450
+PLAN_OF_PART = {"texts": (24, (100, 200))}
+SEED, SEED_OF_PART = 450, 451
 LIMIT = 1.005  # ratio of test losses up to which the candidate is taken, by kind of task
 RESAMPLES = 10_000
 
 Line = dict[str, Any]
 
 
-def one_run(spec: Spec, task: Task, turn: int) -> Line:
+def one_run(
+    spec: Spec, task: Task, turn: int, settings: Mapping[str, Mapping[str, Any]] = SETTINGS
+) -> Line:
     """Return what both settings keep, say and cost; the second one first in every other run."""
     torch.set_num_threads(1)
     run = Run(spec, task)
-    names = list(SETTINGS)[:: 1 if turn % 2 == 0 else -1]
+    names = list(settings)[:: 1 if turn % 2 == 0 else -1]
     with torch.random.fork_rng(devices=[]):
         run.path()
         for name in names:
-            with mock.patch.multiple("heldin.rules.auto", **SETTINGS[name]):
+            with mock.patch.multiple("heldin.rules.auto", **settings[name]):
                 run.heldin(name, "auto")
     rules = {name: [line[unit] for unit in UNITS] for name, line in run.lines.items()}
     return {"spec": asdict(spec), "chosen": run.chosen, "rules": rules, "said": run.said}
 
 
-def runs(kind: str, data: str | None, folder: Path, count: int | None) -> None:
+def runs(kind: str, data: str | None, folder: Path, count: int | None, part: bool = False) -> None:
     """Compute the runs of a plan that the folder does not have."""
-    ways, out = WAYS[kind], folder / f"{kind}.jsonl"
+    ways, out = WAYS[kind], folder / f"{kind}{'-part' if part else ''}.jsonl"
     folder.mkdir(parents=True, exist_ok=True)
     task: Any = (
         more_task(kind, folder) if kind in MORE else network_task(cast("Kind", kind), data, folder)
     )
-    many, sizes = PLAN[kind]
+    many, sizes = (PLAN_OF_PART if part else PLAN)[kind]
+    seed = SEED_OF_PART if part else SEED
     stored = {json.dumps(line["spec"]) for line in read_lines(out)}
-    specs = plan([task], sizes or ways.sizes, count or many, SEED, ways.steps, ways)
+    specs = plan([task], sizes or ways.sizes, count or many, seed, ways.steps, ways)
     for number, spec in enumerate(specs):
         if json.dumps(asdict(spec)) in stored:
             continue
         start = time.process_time()
-        text = json.dumps(one_run(spec, task, number))
+        text = json.dumps(one_run(spec, task, number, PART if part else SETTINGS))
         with open(out, "a", encoding="utf-8") as file:
             file.write(text + "\n")
         spent = time.process_time() - start
@@ -134,15 +145,17 @@ def main() -> None:
     run = commands.add_parser("run")
     run.add_argument("--task", choices=[*PLAN], required=True)
     run.add_argument("--runs", type=int, help="the first so many of the plan")
+    run.add_argument("--part", action="store_true", help="what is left of the candidate")
     run.add_argument("--data", default=os.environ.get("HELDIN_DATA"))
     run.add_argument("--out", type=Path, default=Path("out/choice"))
     page = commands.add_parser("page")
     page.add_argument("folder", type=Path)
     options = parser.parse_args()
     if options.command == "run":
-        runs(options.task, options.data, options.out, options.runs)
+        runs(options.task, options.data, options.out, options.runs, options.part)
     else:
-        groups = {kind: read_lines(options.folder / f"{kind}.jsonl") for kind in PLAN}
+        kinds = [*PLAN, *(f"{kind}-part" for kind in PLAN_OF_PART)]
+        groups = {kind: read_lines(options.folder / f"{kind}.jsonl") for kind in kinds}
         print(choice_table(groups), end="")
 
 

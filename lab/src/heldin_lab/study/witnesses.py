@@ -143,7 +143,7 @@ class Epochs:
             block.detach().copy_(params[name].detach().expand_as(block))
         order = torch.randperm(len(self.problem.x), generator=self.generator)
         index = order[: DISPARITY_BATCHES * self.size].view(DISPARITY_BATCHES, self.size)
-        outputs = self.stack.forward([self.problem.x[index]], None, train=True)
+        outputs = self.stack.forward([self.problem.x[index]], None, shared=False, train=True)
         free = outputs.detach().requires_grad_()
         rows = self.loss.rows(free, self.problem.y[index])
         spread = rows.detach().std(1, keepdim=True).clamp(min=1e-12)

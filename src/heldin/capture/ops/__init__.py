@@ -7,17 +7,11 @@ must be added to the import below.
 """
 
 from . import conv, elementwise, embedding, linear, norm  # noqa: F401  (they register their rules)
-from .generic import generic
+from .generic import batched_or_single, contributions, generic
 from .narrow import narrowed
-from .registry import OP_RULES, contributions, register_op_rule
-from .use import OpUse, UseCache
+from .use import OP_RULES, OpUse, UseCache, register_op_rule
 
 __all__ = [
-    "OP_RULES",
-    "OpUse",
-    "UseCache",
-    "contributions",
-    "generic",
-    "narrowed",
+    "OP_RULES", "OpUse", "UseCache", "batched_or_single", "contributions", "generic", "narrowed",
     "register_op_rule",
-]
+]  # fmt: skip

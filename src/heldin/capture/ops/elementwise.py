@@ -7,8 +7,7 @@ import torch
 from heldin.capture.contributions import Contributions
 from heldin.capture.moments import upcast
 
-from .registry import register_op_rule
-from .use import OpUse
+from .use import OpUse, register_op_rule
 
 
 @register_op_rule("AddBackward0")

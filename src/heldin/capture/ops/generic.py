@@ -13,24 +13,44 @@ from heldin.capture.contributions import Contributions, Lazy, Rows
 from heldin.capture.moments import upcast
 from heldin.errors import NotObservable
 
-from .use import OpUse, UseCache, keep_readable
+from .use import OP_RULES, OpUse, keep_readable
 
-__all__ = ["all_at_once", "generic"]
+__all__ = ["batched_or_single", "contributions", "generic"]
+
+_NOT_BATCHED = ("MkldnnRnnLayerBackward0", "CudnnRnnBackward0")
+
+
+def contributions(use: OpUse) -> Contributions:
+    """Return the per-sample contributions to the argument of a use, by its rule if it has one."""
+    function = OP_RULES.get(use.node.name())
+    layout, grad = use.layouts[0], use.grads[0]
+    if function is not None and layout is not None and layout.dim is not None:
+        if grad is not None and not grad.is_complex():  # the rules do not conjugate
+            part = function(use)
+            if isinstance(part, Tensor):
+                part = Rows(upcast(part))
+            if part is not None:
+                return part
+    return generic(use)
 
 
 def generic(use: OpUse) -> Contributions:
     """Call the node with the gradients of all samples but one zeroed: slow, correct for any op."""
     for handle in all_raw_saved(use.node):
         keep_readable(handle)
+    outputs = outputs_of(use.node)
     with_gradient = [i for i, grad in enumerate(use.grads) if grad is not None]
     if not with_gradient:  # a custom op above has returned no gradient
-        output = outputs_of(use.node)[0]
-        zero = torch.zeros((), dtype=output.dtype, device=output.device)
+        zero = torch.zeros((), dtype=outputs[0].dtype, device=outputs[0].device)
         return Rows(upcast(zero).expand(use.m, *use.shape))
     call, at = use.node, use.argument
     blank: list[Tensor | None] = [None] * len(use.grads)
     if not callable(use.node):  # torch.autograd.Function
-        call, at, blank = use.node.apply, _position(use), _zeros(use)
+        call, at = use.node.apply, _position(use)
+        blank = [
+            torch.zeros(tuple(o.shape), dtype=o.dtype, device=o.device) if grad is None else None
+            for grad, o in zip(use.grads, outputs, strict=True)
+        ]
 
     def one(*grads: Tensor) -> Tensor:
         full: list[Tensor | None] = list(blank)
@@ -54,8 +74,20 @@ def generic(use: OpUse) -> Contributions:
                 masked.append(torch.zeros_like(grad).expand(hi - lo, *grad.shape))
             else:
                 masked.append(grad * layout.mask(lo, hi, grad.device))
+
+        def batched() -> list[Tensor]:
+            with warnings.catch_warnings():  # vmap warns of slow fallbacks
+                warnings.simplefilter("ignore")
+                return [torch.vmap(one, randomness="same")(*masked)]
+
+        def single() -> list[Tensor]:
+            return [torch.stack([one(*grads) for grads in zip(*masked, strict=True)])]
+
+        cache = use.cache
+        trusted = False if use.node.name() in _NOT_BATCHED else cache.batched
         with torch.no_grad():
-            return upcast(all_at_once(one, masked, use.cache, use.node.name() not in _NOT_BATCHED))
+            (result,), cache.batched = batched_or_single(batched, single, trusted)
+        return upcast(result)
 
     return Lazy(compute, use.m, use.shape)
 
@@ -77,43 +109,39 @@ def _position(use: OpUse) -> int:
     return returned[edges.index(use.argument)]
 
 
-def _zeros(use: OpUse) -> list[Tensor | None]:
-    """Return zeros for the outputs of a `torch.autograd.Function` that get no gradient."""
-    outputs = outputs_of(use.node)
-    return [
-        torch.zeros(tuple(out.shape), dtype=out.dtype, device=out.device) if grad is None else None
-        for grad, out in zip(use.grads, outputs, strict=True)
-    ]
-
-
-def all_at_once(
-    one: Callable[..., Tensor], batches: Sequence[Tensor], cache: UseCache, hopeful: bool = True
-) -> Tensor:
-    """Apply a function to every entry, with `vmap` if it agrees with single calls.
+def batched_or_single(
+    batched: Callable[[], Sequence[Tensor]],
+    single: Callable[[], Sequence[Tensor]],
+    trusted: bool | None,
+) -> tuple[Sequence[Tensor], bool | None]:
+    """Return the results of a batched function if they agree with those for single samples.
 
     Some ops have no batched backward, and that of some ops (cdist, for instance) is wrong in
-    PyTorch, so both are compared once per cache.
+    PyTorch, so both are compared once.
+
+    Args:
+        batched, single: return the same tensors for all samples.
+        trusted: whether they agreed in an earlier call; None: they were not compared.
+
+    Returns:
+        The results, and `trusted` for the next call.
     """
-    batched_result: Tensor | None = None
-    if hopeful and cache.batched is not False:
+    results = None
+    if trusted is not False:
         try:
-            with warnings.catch_warnings():  # vmap warns of slow fallbacks
-                warnings.simplefilter("ignore")
-                batched_result = torch.vmap(one, randomness="same")(*batches)
+            results = batched()
         except (RuntimeError, ValueError, AssertionError):
-            cache.batched = False
-    if batched_result is not None and cache.batched:
-        return batched_result
-    single_results = torch.stack([one(*arguments) for arguments in zip(*batches, strict=True)])
-    if (
-        batched_result is not None
-        and bool(single_results.isfinite().all())
-        and bool((single_results != 0).any())
-    ):
-        allowed = torch.finfo(batches[0].dtype).eps ** 0.5 * float(single_results.abs().max())
-        cache.batched = bool(((batched_result - single_results).abs() <= allowed).all())
+            trusted = False
+    if results is not None and trusted:
+        return results, True
+    single_results = single()
+    if results is not None and all(bool(each.isfinite().all()) for each in single_results):
+        if any(bool((each != 0).any()) for each in single_results):
+            trusted = all(map(_agree, results, single_results))
     # A resumed run uses the batched result in this step, and must get the same bits.
-    return batched_result if batched_result is not None and cache.batched else single_results
+    return (results if results is not None and trusted else single_results), trusted
 
 
-_NOT_BATCHED = ("MkldnnRnnLayerBackward0", "CudnnRnnBackward0")
+def _agree(one: Tensor, other: Tensor) -> bool:
+    allowed = torch.finfo(other.dtype).eps ** 0.5 * float(other.abs().max() if other.numel() else 0)
+    return bool(((one - other).abs() <= allowed).all())

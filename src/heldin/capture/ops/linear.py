@@ -8,36 +8,23 @@ from torch import Tensor
 from heldin.capture.contributions import Contributions, Lazy, Outer, Owned
 from heldin.capture.moments import upcast
 
-from .registry import register_op_rule
-from .use import OpUse
+from .use import OpUse, register_op_rule
 
 
 def _matrix(
     use: OpUse, left: str, right: str, argument: int, scale: float = 1.0
 ) -> Contributions | None:
     """Return contributions to one factor of left @ right, if the other has rows of samples."""
-    if use.layout.dim == 0 and argument == 1:
-        factor = use.saved(left)
-        x, delta = use.layout.split(_dense(factor)), use.layout.split(use.grad)
-        return Outer(x if scale == 1 else x * scale, delta, _spreads(x, factor))
-    if use.layout.dim == 1 and argument == 0:
-        factor = use.saved(right)
-        x, delta = use.layout.split(_dense(factor), 1), use.layout.split(use.grad)
-        return Outer(delta, x if scale == 1 else x * scale, _spreads(x, factor))
-    return None
-
-
-def _spreads(x: Tensor, factor: Tensor) -> bool:
-    """Return whether to sample input features with a stride.
-
-    Adjacent raw inputs (pixels) are correlated, hidden units are not. With one row per sample, a
-    stride costs little.
-    """
-    return x.shape[1] == 1 and not factor.requires_grad
-
-
-def _dense(tensor: Tensor) -> Tensor:
-    return tensor if tensor.layout is torch.strided else tensor.to_dense()
+    if (use.layout.dim, argument) not in ((0, 1), (1, 0)):
+        return None
+    factor = use.saved(left if argument == 1 else right)
+    strided = factor if factor.layout is torch.strided else factor.to_dense()
+    x, delta = use.layout.split(strided), use.layout.split(use.grad)
+    # Input features are sampled with a stride: adjacent raw inputs (pixels) are correlated, hidden
+    # units are not. With one row per sample, a stride costs little.
+    spread = x.shape[1] == 1 and not factor.requires_grad
+    x = x if scale == 1 else x * scale
+    return Outer(x, delta, spread) if argument == 1 else Outer(delta, x, spread)
 
 
 @register_op_rule("MmBackward0")

@@ -5,8 +5,7 @@ from __future__ import annotations
 from heldin.capture.contributions import Contributions
 from heldin.capture.moments import upcast
 
-from .registry import register_op_rule
-from .use import OpUse
+from .use import OpUse, register_op_rule
 
 
 @register_op_rule("NativeLayerNormBackward0")

@@ -1,9 +1,9 @@
-"""The use of a parameter in an op, as the rules for ops see it."""
+"""The use of a parameter in an op, and the rules that turn it into contributions."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,25 +15,19 @@ from heldin.capture.contributions import Contributions, Owned, Rows
 from heldin.capture.layout import Layout
 from heldin.capture.moments import upcast
 
-__all__ = ["OpUse", "UseCache", "keep_readable", "noise"]
+__all__ = ["OP_RULES", "OpUse", "UseCache", "keep_readable", "register_op_rule"]
 
 PIECE = 1 << 20  # elements of temporary sums
 
 
 @dataclass
 class UseCache:
-    """Properties of one argument of one node that last from step to step; None: not known yet.
+    """Properties of one argument of one node that last from step to step; None: not known yet."""
 
-    Attributes:
-        no_cancellation: whether every sum over rows is larger than its rounding error.
-        batched: whether `vmap` of the node agrees with the node itself.
-        along: the dimension of the output, from the end, along which a vector lies; 0: none.
-        sums: the dimensions over which `OpUse.per_sample_sum` sums, by its `axis`.
-    """
-
-    no_cancellation: bool | None = None
-    batched: bool | None = None
-    along: int | None = None
+    no_cancellation: bool | None = None  # whether sums over rows exceed their rounding errors
+    batched: bool | None = None  # whether `vmap` of the node agrees with the node itself
+    along: int | None = None  # dimension of the output, from the end, of a vector; 0: none
+    # The dimensions over which `OpUse.per_sample_sum` sums, by its `axis`.
     sums: dict[int | None, list[int] | None] = field(default_factory=dict)
 
 
@@ -121,34 +115,36 @@ class OpUse:
 
     def _summed_over(self, values: Tensor, rows: Tensor, axis: int | None) -> list[int] | None:
         """Return the dimensions of the rows to sum over; None if the argument varies by row."""
-        _, shape = self._spread(values, axis)
-        layout = self.layout
-        assert layout.dim is not None
-        if shape[layout.dim] != 1:
+        shape, dim = self._spread(values, axis)[1], self.layout.dim
+        assert dim is not None
+        if shape[dim] != 1:
             return None
-        other_dims = [d for d in range(values.dim()) if d != layout.dim]
-        over = [1] if rows.shape[1] > 1 else []
-        return over + [
-            i + 2 for i, d in enumerate(other_dims) if shape[d] == 1 and values.shape[d] > 1
-        ]
+        other_dims = [d for d in range(values.dim()) if d != dim]
+        over = [i + 2 for i, d in enumerate(other_dims) if shape[d] == 1 and values.shape[d] > 1]
+        return [1, *over] if rows.shape[1] > 1 else over
 
     def _owned(self, values: Tensor, axis: int | None) -> Contributions:
         start, shape = self._spread(values, axis)
         over = [d for d in range(values.dim()) if shape[d] == 1 and values.shape[d] > 1]
         whole = values.sum(over, keepdim=True) if over else values
-        ones = [d for d in range(values.dim()) if not start <= d < start + len(self.shape)]
         owner = self.layout.owner_on(values.device)
-        for d in reversed(ones):
-            owner = owner.squeeze(d)
+        for d in reversed(range(values.dim())):
+            if not start <= d < start + len(self.shape):
+                owner = owner.squeeze(d)
         return Owned(whole.reshape(self.shape), owner, self.layout.m)
 
     def _without_noise(self, summed: Tensor, size: Tensor, terms: int) -> Tensor:
         """Set sums to zero that are only rounding noise (the key biases of attention, say).
 
-        Whether sums cancel depends on the model, not on the batch: if no sum of a whole vector
-        does, later steps skip the test.
+        Rounding errors are independent: relative to the terms, the error of a sum falls with the
+        square root of their number. The factor for single and double precision was measured on the
+        key biases of attention; half precision is too coarse for the same factor. Whether sums
+        cancel depends on the model, not on the batch: if no sum of a whole vector does, later steps
+        skip the test.
         """
-        faint = summed.abs() <= noise(self.grad.dtype, terms) * size
+        eps: float = torch.finfo(self.grad.dtype).eps
+        noise = (128.0 if eps < 1e-6 else 8.0) * eps / math.sqrt(terms)
+        faint = summed.abs() <= noise * size
         if self.cache.no_cancellation is None and bool(size.isfinite().all() & (size > 0).any()):
             self.cache.no_cancellation = not bool((faint & (size > 0)).any())
         return summed.masked_fill(faint, 0.0)
@@ -170,13 +166,26 @@ def keep_readable(raw: Any) -> None:
         holder.handles = _Sticky(handles)  # type: ignore[union-attr]
 
 
-def noise(dtype: torch.dtype, terms: int) -> float:
-    """Return the size, relative to its terms, below which a sum counts as rounding error.
+OpRule = Callable[[OpUse], Contributions | Tensor | None]
+OP_RULES: dict[str, OpRule] = {}  # by the name of the autograd node
 
-    Rounding errors are independent: relative to the terms, the error of a sum falls with the square
-    root of their number. The factor for single and double precision was measured on the key biases
-    of attention; half precision is too coarse for the same factor.
+
+def register_op_rule(*nodes: str) -> Callable[[OpRule], OpRule]:
+    """Register a fast rule for autograd nodes with these names.
+
+    The rule gets a `heldin.ops.OpUse` and returns one gradient of its argument per sample: the
+    result of `use.per_sample_sum`, or a tensor (samples, *use.shape). If it returns None, the
+    generic path is used. Both must agree, which `heldin.verify` checks on a model with the op.
+
+    >>> import heldin, torch
+    >>> @heldin.ops.register_op_rule("SinBackward0")
+    ... def sine(use):
+    ...     values = use.grad * use.saved("self").cos()      # the shape of the output
+    ...     return use.per_sample_sum(values)                # one row per sample
     """
-    eps: float = torch.finfo(dtype).eps
-    factor = 128.0 if eps < 1e-6 else 8.0
-    return factor * eps / math.sqrt(terms)
+
+    def register(function: OpRule) -> OpRule:
+        OP_RULES.update(dict.fromkeys(nodes, function))
+        return function
+
+    return register

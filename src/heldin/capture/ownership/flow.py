@@ -11,63 +11,64 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import lru_cache
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from heldin._private_torch import decompositions
+from heldin._private_torch import decompositions, overload_of, schema_of
 
-from .op import Op
-from .planes import align, canonical, is_mixed, merge, tensors_in
+from .planes import align, canonical, is_mixed, merge, ownerless, tensors_in
 
 __all__ = [
-    "FLOWS",
-    "Flow",
-    "OpCall",
-    "Owners",
-    "everything",
-    "failures",
-    "flow",
-    "flows",
-    "join_rows",
-    "joined",
-    "over",
-    "pointwise",
-]
+    "Flow", "Op", "OpCall", "Owners", "everything", "failures", "flow", "flows", "join_rows",
+    "joined", "op_of", "over", "pointwise",
+]  # fmt: skip
 
+P = TypeVar("P", Tensor, Tensor | None)
 Owners = Sequence[Tensor | None]  # the planes of each output; None: holds no data
+_TURNS = {"t", "transpose", "swapaxes", "swapdims", "squeeze", "unsqueeze", "as_strided"}
 
 
-class OwnerTracker(Protocol):
-    """The part of a tracker's interface that flows need."""
+class Op:
+    """Properties of an ATen overload, read once from its schema."""
 
-    m: int
-    mixing_ops: dict[str, str]
-    rows: dict[int, list[Tensor]]
+    def __init__(self, func: Any) -> None:
+        schema = schema_of(func)
+        arguments = schema.arguments
+        self.names = [a.name for a in arguments]
+        self.defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
+        aliases = [a for a in arguments if a.alias_info is not None]
+        self.written = [a.name for a in aliases if a.alias_info.is_write]
+        returned = [r.alias_info for r in schema.returns if r.alias_info is not None]
+        self.is_view = any(not alias.is_write for alias in returned)
+        self.name = func.overloadpacket.__name__
+        self.base = self.name.removesuffix("_") if self.written else self.name
+        self.turns = bool(self.written) and self.base in _TURNS
+        self.pointwise = torch.Tag.pointwise in func.tags
+        if self.written and not self.pointwise:  # only the out-of-place op may have the tag
+            twin = getattr(torch.ops.aten, self.base, None)
+            other = getattr(twin, overload_of(func), None)
+            self.pointwise = other is not None and torch.Tag.pointwise in other.tags
+        self.random = torch.Tag.nondeterministic_seeded in func.tags
 
-    def owners(self, tensor: Tensor) -> Tensor | None:
-        """Return the planes of a tensor; None: it holds no data."""
+    def bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+        return {**self.defaults, **dict(zip(self.names, args, strict=False)), **kwargs}
 
-    def varies_per_batch(self, tensor: Tensor) -> bool:
-        """Return whether the values of a tensor may differ from batch to batch."""
 
-    def place(self, op: str) -> str:
-        """Return the place in the model where an op runs."""
+op_of = lru_cache(maxsize=None)(Op)
 
-    def mark_volatile(self, reason: str) -> None:
-        """Mark the trace as valid for this batch only."""
 
-    def __enter__(self) -> Any: ...
-
-    def __exit__(self, *_: Any) -> Any: ...
+class NoOwnersError(Exception):
+    """An argument holds no data, so that another one must."""
 
 
 @dataclass(frozen=True)
 class OpCall:
     """One op that has read owned data: its arguments by name, and its outputs."""
 
-    tracker: OwnerTracker
+    tracker: Any  # the `Tracker`, whose module imports this one
     func: Any
     op: Op
     args: dict[str, Any]
@@ -82,15 +83,28 @@ class OpCall:
         return self.args[name]
 
     def owners(self, value: Any) -> Tensor | None:
-        return self.tracker.owners(value) if isinstance(value, Tensor) else None
+        planes: Tensor | None = None
+        if isinstance(value, Tensor):
+            planes = self.tracker.owners(value)
+        return planes
+
+    def needed(self, name: str) -> Tensor:
+        """Return the planes of an argument; without them, the flow ends with `everything`."""
+        planes = self.owners(self.args[name])
+        if planes is None:
+            raise NoOwnersError
+        return planes
 
     def owned(self, *values: Any) -> list[Tensor]:
         """Return the planes of all owned tensors among the values (default: all arguments)."""
         tensors = tensors_in(values or list(self.args.values()))
         return [p for t in tensors if (p := self.tracker.owners(t)) is not None]
 
-    def place(self) -> str:
-        return self.tracker.place(self.op.name)
+    def full(self, tensor: Tensor, like: Tensor) -> Tensor:
+        """Return the planes of a tensor in its shape, even if it holds no data."""
+        planes = self.owners(tensor)
+        planes = ownerless(tensor.shape, like, self.tracker.m) if planes is None else planes
+        return planes.expand(-1, *tensor.shape)
 
     def moved_by(self, *index: Any) -> None:
         """Mark the trace as volatile if the index that moved rows may change."""
@@ -99,7 +113,11 @@ class OpCall:
 
     def mark_volatile(self) -> None:
         """Mark the trace as valid for this batch only, because of this op."""
-        self.tracker.mark_volatile(self.place())
+        self.tracker.mark_volatile(self.tracker.place(self.op.name))
+
+    def note_mixing(self, op: str, cause: str) -> None:
+        """Record that an op mixes samples though rows keep their owners."""
+        self.tracker.mixing_ops.setdefault(self.tracker.place(op), cause)
 
 
 failures: list[str] = []  # ops whose flow raised an error, for the tests
@@ -128,6 +146,8 @@ def flow(call: OpCall) -> Owners:
     results = None
     try:
         results = function(call) if function else _decomposed(call)
+    except NoOwnersError:
+        pass
     except Exception as error:  # an unforeseen form of the op: use the safe fallback
         if len(failures) < 100:
             failures.append(f"{op.name}: {error!r}")
@@ -154,7 +174,7 @@ def _decomposed(call: OpCall) -> Owners | None:
     return [call.owners(t) for t in recomputed]
 
 
-def over(planes: Tensor | None, dims: Sequence[int], keep: bool = True) -> Tensor | None:
+def over(planes: P, dims: Sequence[int], keep: bool = True) -> P:
     """Return the owners after a reduction over some dimensions."""
     if planes is None:
         return None
@@ -169,28 +189,11 @@ def joined(parts: Sequence[Tensor | None], ndim: int) -> Tensor | None:
 
 
 @flows(
-    "native_dropout",
-    "bernoulli",
-    "masked_fill",
-    "where",
-    "clone",
-    "_prelu_kernel",
-    "rrelu_with_noise",
-    "tril",
-    "triu",
-    "lerp",
-    "hardswish",
-    "polar",
-    "complex",
-    "real",
-    "imag",
-    "_conj",
-    "poisson",
-    "normal",
-    "binomial",
-    "isclose",
+    "native_dropout", "bernoulli", "masked_fill", "where", "clone", "_prelu_kernel",
+    "rrelu_with_noise", "tril", "triu", "lerp", "hardswish", "polar", "complex", "real", "imag",
+    "_conj", "poisson", "normal", "binomial", "isclose",
     "fake_quantize_per_tensor_affine_cachemask",
-)
+)  # fmt: skip
 def pointwise(call: OpCall) -> Owners:
     tensors = [t for t in tensors_in(list(call.args.values())) if call.owners(t) is not None]
     parts = [align(p, call.out.dim()) for p in call.owned(tensors)]
@@ -218,7 +221,7 @@ def join_rows(call: OpCall, parts: Sequence[Tensor], differentiable: Sequence[bo
         shared = all(not d or all(p.shape[v] == 1 for v in varying) for p, d in beside)
         if varying and shared and not bool(is_mixed(rows).any()):
             if any(d for _, d in beside):
-                call.tracker.mixing_ops.setdefault(call.place(), "statistics of the batch")
+                call.note_mixing(call.op.name, "statistics of the batch")
             return canonical(rows)
     return canonical(merged)
 

@@ -33,10 +33,6 @@ class Numbers(TorchFunctionMode):
     Args:
         asked: returns whether the answer for these tensors counts; None: every answer does.
         copied: called with tensors whose values are copied to Python.
-
-    Attributes:
-        answers: the answers in order, each with whether it counts.
-        asking: whether an answer that counts is being computed.
     """
 
     def __init__(
@@ -45,8 +41,8 @@ class Numbers(TorchFunctionMode):
         copied: Callable[[list[Tensor]], None] | None = None,
     ) -> None:
         super().__init__()
-        self.answers: list[tuple[bool, bool]] = []
-        self.asking = False
+        self.answers: list[tuple[bool, bool]] = []  # in order, each with whether it counts
+        self.asking = False  # whether an answer that counts is being computed
         self._asked, self._copied = asked, copied
 
     def __torch_function__(

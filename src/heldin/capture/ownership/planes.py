@@ -27,17 +27,9 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "Key",
-    "align",
-    "canonical",
-    "fields_of",
-    "is_mixed",
-    "is_ownerless",
-    "merge",
-    "ownerless",
-    "reshape",
-    "tensors_in",
-]
+    "Key", "align", "canonical", "fields_of", "is_mixed", "is_ownerless", "merge", "ownerless",
+    "reshape", "tensors_in",
+]  # fmt: skip
 
 Key = tuple[Any, int]  # an autograd node and the number of one of its outputs
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -17,12 +18,11 @@ from heldin._private_torch import (
     storage_number,
     viewed_by,
     without_modes,
-)  # fmt: skip
+)
 
 from . import flows as flows  # registers how each op passes owners on
-from .flow import OpCall, flow
+from .flow import Op, OpCall, flow, op_of
 from .numbers import Numbers
-from .op import Op, op_of
 from .planes import Key, canonical, is_mixed, is_ownerless, ownerless, reshape, tensors_in
 
 __all__ = ["Tracker"]
@@ -36,19 +36,24 @@ _SPLITTING = {"clone", "split", "split_with_sizes", "chunk", "unsafe_chunk", "un
 
 
 class _Part(NamedTuple):
-    """A record that one tensor is a piece, a view or a copy of another.
+    """A record that one tensor is a piece, a view or a copy of another, the whole."""
 
-    Attributes:
-        whole: node and output number of the other tensor, which need not stay in memory.
-        dim: the dimension of its planes along which it was split; None: a copy.
-        above: the record of `whole`, if it is a part itself.
-        shapes: shape of a view, and that of the other tensor.
-    """
+    whole: Key  # not the tensor, which need not stay in memory
+    dim: int | None  # the dimension of its planes along which it was split; None: a copy
+    above: _Part | None  # the record of the whole, if it is a part itself
+    shapes: tuple[torch.Size, torch.Size] | None = None  # of a view, and of the whole
 
-    whole: Key
-    dim: int | None
-    above: _Part | None
-    shapes: tuple[torch.Size, torch.Size] | None = None
+
+@dataclass(slots=True)
+class _Record:
+    """The properties of a tensor in a forward pass."""
+
+    planes: Tensor | None = None  # its owners; None: it holds no data
+    stamp: int = -1  # writes to its storage that the planes include; -1: the planes were not set
+    level: int | None = None  # how its values vary; None: it comes from outside
+    cause: str | None = None  # the op that has mixed its samples
+    part: _Part | None = None
+    is_shared_row: bool = False  # whether it depends on an argument with one row, and on no batch
 
 
 def _memory_of(tensor: Tensor) -> Any:
@@ -62,48 +67,37 @@ def _part_of(storage: Tensor, tensor: Tensor) -> Tensor:
 
 
 class Tracker(TorchDispatchMode):
-    """A dispatch mode that records the owners of every tensor in a forward pass.
+    """A dispatch mode that records the owners of every tensor in a forward pass."""
 
-    Attributes:
-        m: number of samples.
-        nodes: the planes of the outputs of every autograd node (None: holds no data).
-        slots: owners of the elements into which a data-free tensor was put, by node and output.
-        mixing_ops: the cause by place in the model, where samples were mixed though rows keep their
-            owners.
-        volatile_reason: the reason why owners may differ on the next batch; None: they may not.
-        causes: the op that mixed samples, by node and output.
-        rows: planes of the rows of a flat batch, by number of rows.
-        input_subsets: the inputs that have owners in each hypothesis.
-        param_met_broadcast_row: whether a parameter met an argument with one row before it met any
-            batch.
-    """
-
-    def __init__(self, m: int, model: nn.Module | None = None) -> None:
+    def __init__(self, m: int, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.m = m
+        self.m = m  # number of samples
+        # By autograd node and number of the output: its planes (None: it holds no data), the owners
+        # of the elements into which a data-free tensor was put, and the op that mixed samples.
         self.nodes: dict[Key, Tensor | None] = {}
         self.slots: dict[Key, Tensor | None] = {}
-        self.mixing_ops: dict[str, str] = {}
-        self.volatile_reason: str | None = None
         self.causes: dict[Key, str] = {}
-        self.rows: dict[int, list[Tensor]] = {}
-        self.input_subsets: list[frozenset[int]] = [frozenset()]
-        self._planes: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
-        self._stamps: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
-        self._variability: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
-        self._mixed_by: MutableMapping[Tensor, str] = WeakTensorKeyDictionary()
-        self._parts: MutableMapping[Tensor, _Part] = WeakTensorKeyDictionary()
-        self._broadcast_rows: MutableMapping[Tensor, bool] = WeakTensorKeyDictionary()
+        # Why samples were mixed though rows keep their owners, by place in the model.
+        self.mixing_ops: dict[str, str] = {}
+        self.volatile_reason: str | None = None  # why owners may differ on the next batch
+        self.rows: dict[int, list[Tensor]] = {}  # planes of rows of a flat batch, by their number
+        self.input_subsets = [frozenset[int]()]  # the inputs that have owners in each hypothesis
+        # Whether a parameter met an argument with one row before it met any batch.
         self.param_met_broadcast_row = False
+        self._records: MutableMapping[Tensor, _Record] = WeakTensorKeyDictionary()
         self._numbers = Numbers(self._asked, self._copied)
-        self._buffers = {id(b) for b in model.buffers()} if model is not None else set()
+        self._buffers = {id(b) for b in model.buffers()}
+        self._names = {id(sub): name for name, sub in model.named_modules()}
         self._whole: dict[int, tuple[Tensor, int]] = {}  # storage -> planes of all its elements
-        self._names = (
-            {id(sub): name for name, sub in model.named_modules()} if model is not None else {}
-        )
-        self._memory: dict[Any, Tensor | None] = {}  # planes by memory location, for subclasses
         self._held: list[Any] = []  # storages with an entry in `_whole`
+        self._memory: dict[Any, Tensor | None] = {}  # planes by memory location, for subclasses
         self._stack: list[nn.Module] = []
+
+    def _of(self, tensor: Tensor) -> _Record:
+        record = self._records.get(tensor)
+        if record is None:
+            record = self._records[tensor] = _Record()
+        return record
 
     # -- entering and leaving
 
@@ -128,14 +122,8 @@ class Tracker(TorchDispatchMode):
 
     def release(self) -> None:
         """Drop all references to tensors and nodes, so that the graph can be freed."""
-        self.nodes, self.slots, self.causes, self._whole, self._held = {}, {}, {}, {}, []
-        self._memory, self._mixed_by = {}, WeakTensorKeyDictionary()
-        self._planes, self._stamps = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
-        self._variability, self._broadcast_rows = (
-            WeakTensorKeyDictionary(),
-            WeakTensorKeyDictionary(),
-        )
-        self._parts = WeakTensorKeyDictionary()
+        self.nodes, self.slots, self.causes, self._memory = {}, {}, {}, {}
+        self._whole, self._held, self._records = {}, [], WeakTensorKeyDictionary()
 
     def rename(self, renamed: Callable[[Any], Any]) -> None:
         """Replace the nodes in all tables; entries whose node becomes None are dropped."""
@@ -157,29 +145,29 @@ class Tracker(TorchDispatchMode):
     # -- reading and writing owners
 
     def own(self, tensor: Tensor, planes: Tensor) -> None:
-        """Set the owners of an input of the model."""
-        self._planes[tensor] = planes
-        self._stamps[tensor] = 0
+        record = self._of(tensor)
+        record.planes, record.stamp = planes, 0
         if tensor.layout is torch.strided:
             self._whole.pop(storage_number(tensor), None)
 
     def mark_broadcast_row(self, tensor: Tensor) -> None:
         """Mark an argument with one row: all samples share it, or it is the only sample."""
-        self._broadcast_rows[tensor] = True
+        self._of(tensor).is_shared_row = True
 
     def owners(self, tensor: Tensor) -> Tensor | None:
+        record = self._of(tensor)
         if tensor.layout is not torch.strided:
-            return self._planes.get(tensor)
-        if type(tensor) not in PLAIN and tensor not in self._planes:  # a subclass wraps its memory
+            return record.planes
+        if type(tensor) not in PLAIN and record.planes is None:  # a subclass wraps its memory
             return self._memory.get(_memory_of(tensor))
         whole = self._whole.get(storage_number(tensor)) if self._whole else None
-        if whole is None or self._stamps.get(tensor) == whole[1]:
-            return self._planes.get(tensor)
+        if whole is None or record.stamp == whole[1]:
+            return record.planes
         storage, stamp = whole
         planes = canonical(_part_of(storage, tensor))
         if bool(is_ownerless(planes).all()):
             return None
-        self._planes[tensor], self._stamps[tensor] = planes, stamp
+        record.planes, record.stamp = planes, stamp
         return planes
 
     def varies_per_batch(self, tensor: Tensor) -> bool:
@@ -187,7 +175,7 @@ class Tracker(TorchDispatchMode):
         return self._level(tensor) > SETTLED
 
     def _level(self, tensor: Tensor) -> int:
-        level = self._variability.get(tensor)
+        level = self._of(tensor).level
         if level is not None:
             return level
         if isinstance(tensor, nn.Parameter):
@@ -220,7 +208,7 @@ class Tracker(TorchDispatchMode):
         node = tensor.grad_fn
         if node is not None and (tensor.is_floating_point() or tensor.is_complex()):
             self.nodes[node, tensor.output_nr] = planes
-            cause = self._mixed_by.get(tensor)
+            cause = self._of(tensor).cause
             if cause is not None:
                 self.causes[node, tensor.output_nr] = cause
             if type(tensor) not in PLAIN and type(node).__name__ == "AliasBackward0":
@@ -245,7 +233,7 @@ class Tracker(TorchDispatchMode):
                 for plane in planes.expand(-1, *old).unbind():
                     laid = torch.empty_strided(old, strides, dtype=plane.dtype).copy_(plane)
                     moved_planes.append(func(laid, *args[1:], **kwargs))
-                self._planes[tensor] = canonical(torch.stack(moved_planes))
+                self._of(tensor).planes = canonical(torch.stack(moved_planes))
             return out
         out = func(*args, **kwargs)
         if dispatch_depth():  # hide the tracker's ops from other active modes
@@ -258,22 +246,23 @@ class Tracker(TorchDispatchMode):
     def _follow(
         self, op: Op, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any
     ) -> None:
-        inputs = tensors_in(args) + (tensors_in(kwargs) if kwargs else [])
+        inputs = tensors_in((args, kwargs))
         owned = False
         for tensor in inputs:
             planes = self.owners(tensor)
             owned = owned or planes is not None
             self.record_use(tensor, planes)
-        outs = [out] if isinstance(out, Tensor) else tensors_in(out)
+        outs = tensors_in(out)
         if not outs:
             if isinstance(out, (bool, int, float, complex)) and not self._numbers.asking:
                 self._copied(inputs)
             return
-        if self._broadcast_rows and not owned and any(t in self._broadcast_rows for t in inputs):
+        if not owned and any(self._of(t).is_shared_row for t in inputs):
             self.param_met_broadcast_row |= any(
-                t.requires_grad and t not in self._broadcast_rows for t in inputs
+                t.requires_grad and not self._of(t).is_shared_row for t in inputs
             )
-            self._broadcast_rows.update((t, True) for t in outs)
+            for tensor in outs:
+                self._of(tensor).is_shared_row = True
         variability = max([self._level(t) for t in inputs], default=SETTLED)
         if op.random or op.base in ("lift_fresh", "lift_fresh_copy"):
             variability = max(variability, CHANGING)
@@ -291,65 +280,57 @@ class Tracker(TorchDispatchMode):
                 self._note_parts(inputs[0], None, outs, (outs[0].shape, inputs[0].shape))
             else:
                 self._note_slots(op, bound, inputs, outs[0], results[0])
-            self._note_cause(op, inputs, outs, results)
+            cause = next((c for t in inputs if (c := self._of(t).cause) is not None), None)
+            for tensor, planes in zip(outs, results, strict=True):
+                if planes is not None and bool(is_mixed(planes[:2]).any()):
+                    self._of(tensor).cause = cause or self.place(op.name)
         written = {id(t) for name in op.written for t in tensors_in(bound.get(name))}
         for tensor, planes in zip(outs, results, strict=True):
-            self._variability[tensor] = variability
-            if tensor.layout is torch.strided and not tensor.is_nested:
+            record, is_strided = self._of(tensor), tensor.layout is torch.strided
+            record.level = variability
+            if is_strided and not tensor.is_nested:
                 self._memory[_memory_of(tensor)] = planes
             if id(tensor) in written:
-                self._parts.pop(tensor, None)
+                record.part = None
                 self._overwrite(tensor, planes)
                 if (base := viewed_by(tensor)) is not None:
-                    self._variability[base] = variability
-            elif planes is not None:
-                self._planes[tensor] = planes
-                whole = None
-                if tensor.layout is torch.strided:  # only strided tensors share memory
-                    key = storage_number(tensor)
-                    if not op.is_view:
-                        self._whole.pop(key, None)
-                    whole = self._whole.get(key)
-                self._stamps[tensor] = whole[1] if whole else 0
-            elif not op.is_view and self._whole and tensor.layout is torch.strided:
-                self._whole.pop(storage_number(tensor), None)
-
-    def _note_cause(
-        self, op: Op, inputs: Sequence[Tensor], outs: Sequence[Tensor], results: Sequence[Any]
-    ) -> None:
-        """Record the op that has mixed samples: this one, or the one that mixed its inputs."""
-        cause = next((c for t in inputs if (c := self._mixed_by.get(t)) is not None), None)
-        for tensor, planes in zip(outs, results, strict=True):
-            if planes is not None and bool(is_mixed(planes[:2]).any()):
-                self._mixed_by[tensor] = cause or self.place(op.name)
+                    self._of(base).level = variability
+                continue
+            whole = None
+            if self._whole and is_strided:  # only strided tensors share memory
+                if not op.is_view:
+                    self._whole.pop(storage_number(tensor), None)
+                whole = self._whole.get(storage_number(tensor))
+            if planes is not None:
+                record.planes, record.stamp = planes, whole[1] if whole else 0
 
     def _overwrite(self, tensor: Tensor, planes: Tensor | None) -> None:
         """Set new owners after an in-place op, for all tensors that share the memory."""
-        before = self.owners(tensor)
-        if before is None and planes is None:
+        before, record = self.owners(tensor), self._of(tensor)
+        like = before if planes is None else planes
+        if like is None:
             return
         if before is not None and planes is not None and before.shape == planes.shape:
             if torch.equal(before, planes):
                 return
-        like = planes if planes is not None else before
-        assert like is not None
         if tensor.layout is not torch.strided:
-            self._planes[tensor] = like if planes is None else planes
+            record.planes = like
             return
         key = storage_number(tensor)
         elements = tensor.untyped_storage().nbytes() // tensor.element_size()
         storage, stamp = self._whole.get(key, (None, 0))
         if storage is None:
             storage = ownerless((elements,), like, self.m).contiguous()
-            for alias, owned in list(self._planes.items()):
-                if alias.layout is torch.strided and storage_number(alias) == key:
-                    self._paint(storage, alias, owned)
+            for alias, other in list(self._records.items()):
+                if other.planes is not None and alias.layout is torch.strided:
+                    if storage_number(alias) == key:
+                        self._paint(storage, alias, other.planes)
         new_planes = planes if planes is not None else ownerless(tensor.shape, like, self.m)
         self._paint(storage, tensor, new_planes)
         self._whole[key] = (storage, stamp + 1)
         self._held.append(tensor.untyped_storage())  # prevents reuse of its address
         if planes is not None:
-            self._planes[tensor], self._stamps[tensor] = planes, stamp + 1
+            record.planes, record.stamp = planes, stamp + 1
 
     @staticmethod
     def _paint(storage: Tensor, tensor: Tensor, planes: Tensor) -> None:
@@ -381,7 +362,7 @@ class Tracker(TorchDispatchMode):
                         place = planes if constant else planes.narrow(dim, offset, width)
                     elif op.pointwise and tensor.shape == out.shape:
                         place = planes
-                self._note_slot(_key(tensor), self._parts.get(tensor), place)
+                self._note_slot(_key(tensor), self._of(tensor).part, place)
             offset += width
 
     def _note_slot(self, key: Key, part: _Part | None, place: Tensor | None) -> None:
@@ -408,9 +389,9 @@ class Tracker(TorchDispatchMode):
         """Record that tensors are pieces (gates, say) or copies of a tensor."""
         if whole.grad_fn is not None:
             along = None if dim is None else dim % whole.dim() + 1
-            part = _Part(_key(whole), along, self._parts.get(whole), shapes)
+            part = _Part(_key(whole), along, self._of(whole).part, shapes)
             for tensor in parts:
-                self._parts[tensor] = part
+                self._of(tensor).part = part
 
 
 def _key(tensor: Tensor) -> Key:

@@ -1,5 +1,5 @@
 """The flow of owners through families of ATen ops. Each module registers its functions."""
 
-from . import images, index, losses, products, reduce, shapes
+from . import images, index, products, reduce, shapes
 
-__all__ = ["images", "index", "losses", "products", "reduce", "shapes"]
+__all__ = ["images", "index", "products", "reduce", "shapes"]

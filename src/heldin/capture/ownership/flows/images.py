@@ -4,18 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from heldin.capture.ownership.flow import (
-    Flow,
-    OpCall,
-    Owners,
-    everything,
-    flows,
-    over,
-)
-from heldin.capture.ownership.planes import (
-    canonical,
-    merge,
-)
+from heldin.capture.ownership.flow import Flow, OpCall, Owners, everything, flows, over
+from heldin.capture.ownership.planes import canonical, merge
 
 
 def _spatial(count: int) -> Flow:

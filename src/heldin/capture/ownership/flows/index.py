@@ -7,13 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heldin.capture.ownership.flow import (
-    OpCall,
-    Owners,
-    everything,
-    flows,
-    joined,
-)
+from heldin.capture.ownership.flow import OpCall, Owners, everything, flows, joined
 from heldin.capture.ownership.planes import (
     align,
     canonical,
@@ -33,6 +27,11 @@ def _arranged(planes: Tensor | None) -> Tensor | None:
     return None if planes is None or bool(is_mixed(planes).any()) else planes
 
 
+def _along(line: Tensor, dim: int, ndim: int) -> Tensor:
+    """Return the planes of a vector as those of a tensor that varies along one dimension."""
+    return line.reshape(len(line), *[-1 if d == dim else 1 for d in range(ndim)])
+
+
 @flows("embedding")
 def _embedding(call: OpCall) -> Owners:
     index, table = call.owners(call["indices"]), call.owners(call["weight"])
@@ -49,27 +48,23 @@ def _renorm(call: OpCall) -> Owners:
 
 @flows("_embedding_bag", "_embedding_bag_forward_only")
 def _embedding_bag(call: OpCall) -> Owners:
-    index, offsets = call["indices"], call["offsets"].cpu()
+    index, offsets, count = call["indices"], call["offsets"].cpu(), call.out.shape[0]
     planes, starts = call.owners(index), call.owners(call["offsets"])
+    weights = call.owners(call.args.get("per_sample_weights"))
     if planes is None and starts is not None and call.owners(call["weight"]) is None:
         call.moved_by(call["offsets"])  # each bag belongs to the sample that its offset is from
-        if len(offsets) == call.out.shape[0] and not call.owned(call.args["per_sample_weights"]):
+        if len(offsets) == count and weights is None:
             return [starts.unsqueeze(-1), *everything(call)[1:]]
     if planes is None or call.owners(call["weight"]) is not None or len(offsets) == 0:
         return everything(call)
-    bags = torch.bucketize(torch.arange(index.shape[0]), offsets, right=True) - 1
-    count = call.out.shape[0]
-    empty = ownerless((count,), planes, call.tracker.m).contiguous()
-    full = planes.expand(-1, index.shape[0])
-    where = bags.clamp(0, count - 1).expand_as(full)
-    result = empty.scatter_reduce(1, where, full, "amax")
-    weights = call.args.get("per_sample_weights")
     call.moved_by(call["offsets"])
-    if isinstance(weights, Tensor) and call.owners(weights) is not None:
-        scattered = call.owners(weights)
-        assert scattered is not None
-        full = scattered.expand(-1, index.shape[0])
-        result = result.scatter_reduce(1, where, full, "amax")
+    bags = torch.bucketize(torch.arange(index.shape[0]), offsets, right=True) - 1
+    where = bags.clamp(0, count - 1).expand(len(planes), -1)
+    result = ownerless((count,), planes, call.tracker.m).contiguous()
+    for owners in (planes, weights):
+        if owners is not None:
+            full = owners.expand(-1, index.shape[0])
+            result = result.scatter_reduce(1, where, full, "amax")
     return [canonical(result.unsqueeze(-1)), *everything(call)[1:]]
 
 
@@ -86,35 +81,26 @@ def _index_select(call: OpCall) -> Owners:
             chosen = _arranged(chosen)
         parts.append(planes)
     if chosen is not None:
-        shape = [1] * source.dim()
-        shape[dim] = -1
-        parts.append(chosen.reshape(len(chosen), *shape))
+        parts.append(_along(chosen, dim, source.dim()))
     return [joined(parts, source.dim())]
 
 
 @flows("index", "_unsafe_index")
 def _index(call: OpCall) -> Owners:
     source, indices, out = call["self"], list(call["indices"]), call.out
-    planes = call.owners(source)
-    at, dims, axis = [], [], 0  # the positions, the dimensions of the source that they index
+    planes, axis = call.owners(source), 0
     for entry in indices:
-        if entry is not None and entry.dtype in (torch.bool, torch.uint8):
-            if call.tracker.varies_per_batch(entry):
-                call.mark_volatile()
-            dims.append(list(range(axis, axis + entry.dim())))
-            axis += entry.dim()
-        else:
-            dims.append([axis])
-            axis += 1
-        at.append(None if entry is None else entry.cpu())
+        is_mask = entry is not None and entry.dtype in (torch.bool, torch.uint8)
+        width = entry.dim() if is_mask else 1  # dimensions of the source that it indexes
+        moves_rows = planes is not None and any(s > 1 for s in planes.shape[axis + 1 :][:width])
+        if entry is not None and (is_mask or moves_rows):
+            call.moved_by(entry)
+        axis += width
     parts = []
     if planes is not None:
-        for entry, where in zip(indices, dims, strict=True):
-            if entry is not None and any(planes.shape[d + 1] > 1 for d in where):
-                call.moved_by(entry)
+        at = [None if entry is None else entry.cpu() for entry in indices]
         full = planes.expand(-1, *source.shape)
-        moved = torch.stack([torch.ops.aten.index.Tensor(plane, at) for plane in full])
-        parts.append(moved)
+        parts.append(torch.stack([torch.ops.aten.index.Tensor(plane, at) for plane in full]))
     if call.owned(indices):
         picked = _index_owners(call, indices, out, source)
         if planes is None or _arranged(picked) is not None:
@@ -127,21 +113,20 @@ def _index_owners(call: OpCall, indices: list[Any], out: Tensor, source: Tensor)
     indexed_dims = [i for i, entry in enumerate(indices) if entry is not None]
     entries = [indices[i] for i in indexed_dims]
     if any(e.dtype in (torch.bool, torch.uint8) for e in entries):
-        flat = merge([p.reshape(len(p), -1).amax(1) for p in call.owned(entries)])
         if len(entries) == 1:  # one mask: its true entries, in order, lead the result
             mask, planes = entries[0], call.owners(entries[0])
             assert planes is not None
             chosen = planes.expand(-1, *mask.shape)[:, mask.cpu().bool()]
             after = source.dim() - indexed_dims[0] - mask.dim()
-            return chosen.reshape(len(chosen), *[1] * indexed_dims[0], -1, *[1] * after)
+            return _along(chosen, indexed_dims[0], indexed_dims[0] + 1 + after)
+        flat = merge([p.reshape(len(p), -1).amax(1) for p in call.owned(entries)])
         return flat.reshape(-1, *[1] * out.dim())
     rank = max(e.dim() for e in entries)
     joined = merge([align(p, rank) for p in call.owned(entries)])
     adjacent = indexed_dims == list(range(indexed_dims[0], indexed_dims[0] + len(indexed_dims)))
     before = indexed_dims[0] if adjacent else 0
-    return joined.reshape(
-        len(joined), *[1] * before, *joined.shape[1:], *[1] * (out.dim() - before - rank)
-    )
+    after = out.dim() - before - rank
+    return joined.reshape(len(joined), *[1] * before, *joined.shape[1:], *[1] * after)
 
 
 @flows("gather")
@@ -161,15 +146,13 @@ def _gather(call: OpCall) -> Owners:
 
 @flows("masked_select", "nonzero", "take")
 def _selected(call: OpCall) -> Owners:
-    source = call["self"]
-    planes = call.owners(source)
     call.mark_volatile()
-    if call.op.base == "take" or planes is None:
+    source, planes = call["self"], call.needed("self")
+    if call.op.base == "take":
         return everything(call)
     mask = source != 0 if call.op.base == "nonzero" else call["mask"]
     shape = torch.broadcast_shapes(source.shape, mask.shape)
-    where = call.owners(mask)
-    both = [planes] if where is None else [planes, where]
+    both = [planes, *call.owned([mask])]
     owners = merge([align(p, len(shape)) for p in both]).expand(-1, *shape)
     chosen = owners[:, mask.cpu().expand(shape)]
     return [chosen if call.op.base == "masked_select" else chosen.unsqueeze(-1)]
@@ -180,42 +163,32 @@ def _scatter(call: OpCall) -> Owners:
     target, index = call["self"], call["index"]
     source = call.args.get("src", call.args.get("source"))
     dim = call["dim"] % max(target.dim(), 1)
-    owners = [call.owners(t) if isinstance(t, Tensor) else None for t in (target, index, source)]
-    if owners[2] is not None:
-        owners[1] = _arranged(owners[1])
-    like = next(p for p in owners if p is not None)
-    base = ownerless(target.shape, like, call.tracker.m) if owners[0] is None else owners[0]
-    base = base.expand(-1, *target.shape)
-    by_row = call.op.base.startswith("index")
-    where = index.cpu()
-    if by_row:
+    old, by_index, new = (call.owners(t) for t in (target, index, source))
+    if new is not None:
+        by_index = _arranged(by_index)
+    like = next(p for p in (old, by_index, new) if p is not None)
+    base, where = call.full(target, like), index.cpu()
+    if call.op.base.startswith("index"):
         assert isinstance(source, Tensor)
-        shape = [1] * target.dim()
-        shape[dim] = -1
-        rows = None if owners[1] is None else owners[1].reshape(len(like), *shape)
-        put = [p for p in (rows, owners[2]) if p is not None]
-        landed = list(source.shape)
+        landed = source.shape
+        if by_index is not None:
+            by_index = _along(by_index, dim, target.dim())
+        where = _along(where[None], dim, target.dim())[0].expand(landed)
     else:
-        put = [p for p in (owners[1], owners[2]) if p is not None]
-        if owners[2] is not None:
-            narrowed = owners[2]
-            for d, size in enumerate(index.shape):
-                if narrowed.shape[d + 1] > size:
-                    narrowed = narrowed.narrow(d + 1, 0, size)
-            put[-1] = narrowed
-        landed = list(index.shape)
+        landed = index.shape
+        for d, size in enumerate(landed if new is not None else ()):
+            assert new is not None
+            if new.shape[d + 1] > size:
+                new = new.narrow(d + 1, 0, size)
+    put = [p for p in (by_index, new) if p is not None]
     coming = merge(put) if put else ownerless(landed, like, call.tracker.m)
-    if any(p.shape[dim + 1] > 1 for p in (*put, base if owners[0] is not None else coming)):
+    if any(p.shape[dim + 1] > 1 for p in (*put, coming if old is None else base)):
         call.moved_by(index)
-    if by_row:
-        where = where.reshape(shape).expand(landed)
     pairs = zip(base, coming.expand(-1, *landed), strict=True)
-    planes = torch.stack([old.scatter_reduce(dim, where, new, "amax") for old, new in pairs])
-    if target.dim() and owners[0] is None:
+    planes = torch.stack([one.scatter_reduce(dim, where, other, "amax") for one, other in pairs])
+    if target.dim() and old is None:
         for rows in call.tracker.rows.get(target.shape[dim], ()):
-            row_owner = rows.reshape(
-                len(rows), *[-1 if d == dim else 1 for d in range(target.dim())]
-            )
+            row_owner = _along(rows, dim, target.dim())
             empty = is_ownerless(planes).repeat_interleave(2, 0)
             if bool((empty | (planes == row_owner)).all()):  # empty rows: nodes without edges, say
                 planes = torch.where(empty, row_owner, planes)
@@ -226,10 +199,8 @@ def _scatter(call: OpCall) -> Owners:
 @flows("index_put", "_index_put_impl", "_unsafe_index_put")
 def _index_put(call: OpCall) -> Owners:
     target, indices, values = call["self"], list(call["indices"]), call["values"]
-    at = [None if entry is None else entry.cpu() for entry in indices]
-    places = torch.arange(target.numel()).reshape(target.shape)[
-        tuple(slice(None) if entry is None else entry for entry in at)
-    ]
+    at = tuple([slice(None) if entry is None else entry.cpu() for entry in indices])
+    places = torch.arange(target.numel()).reshape(target.shape)[at]
     old, new = call.owners(target), call.owners(values)
     parts = [align(new, places.dim())] if new is not None else []
     if call.owned(indices):
@@ -239,59 +210,43 @@ def _index_put(call: OpCall) -> Owners:
     if not parts:
         return [old]
     coming = merge(parts)
-    base = (ownerless(target.shape, coming, call.tracker.m) if old is None else old).expand(
-        -1, *target.shape
-    )
-    moves = any(coming.shape[d] > 1 for d in range(1, coming.dim())) or old is not None
-    if moves and not all(e is None or not call.tracker.varies_per_batch(e) for e in indices):
-        call.moved_by([e for e in indices if e is not None])
-    flat = base.reshape(len(base), -1).scatter_reduce(
-        1,
-        places.reshape(1, -1).expand(len(base), -1),
-        coming.expand(-1, *places.shape).reshape(len(base), -1),
-        "amax",
-    )
-    return [canonical(flat.reshape(len(base), *target.shape))]
+    if old is not None or any(size > 1 for size in coming.shape[1:]):
+        call.moved_by([entry for entry in indices if entry is not None])
+    flat = call.full(target, coming).reshape(len(coming), -1)
+    where = places.reshape(1, -1).expand(len(coming), -1)
+    put = coming.expand(-1, *places.shape).reshape(len(coming), -1)
+    planes = flat.scatter_reduce(1, where, put, "amax")
+    return [canonical(planes.reshape(len(coming), *target.shape))]
 
 
 @flows("masked_scatter")
 def _masked_scatter(call: OpCall) -> Owners:
     """Handle entries of a source that go, in order, where a mask is true."""
     target, mask, source = call["self"], call["mask"], call["source"]
-    owners = [call.owners(t) for t in (target, mask, source)]
-    like = next(p for p in owners if p is not None)
+    like = call.owned([target, mask, source])[0]
     call.moved_by(mask)
-    base, where, coming = (
-        (ownerless(t.shape, like, call.tracker.m) if p is None else p).expand(-1, *t.shape)
-        for t, p in zip((target, mask, source), owners, strict=True)
-    )
     shape = call.out.shape
-    where = align(where, len(shape)).expand(-1, *shape)
-    result = merge([align(base, len(shape)).expand(-1, *shape), where]).clone()
+    base, where = (
+        align(call.full(tensor, like), len(shape)).expand(-1, *shape) for tensor in (target, mask)
+    )
+    result = merge([base, where]).clone()
     chosen = mask.cpu().expand(shape)
-    put = coming.reshape(len(like), -1)[:, : int(chosen.sum())]
+    put = call.full(source, like).reshape(len(like), -1)[:, : int(chosen.sum())]
     result[:, chosen] = torch.maximum(put, where[:, chosen])
     return [canonical(result)]
 
 
 @flows("_pack_padded_sequence")
 def _pack(call: OpCall) -> Owners:
-    source, lengths = call["input"], call["lengths"]
-    planes = call.owners(source)
-    if planes is None:
-        return everything(call)
+    lengths, full = call["lengths"], call.needed("input").expand(-1, *call["input"].shape)
     call.mark_volatile()
-    full = planes.expand(-1, *source.shape)
     packed = [call.func(plane.contiguous(), lengths, call["batch_first"])[0] for plane in full]
     return [canonical(torch.stack(packed)), None]
 
 
 @flows("_pad_packed_sequence")
 def _pad(call: OpCall) -> Owners:
-    planes = call.owners(call["data"])
-    if planes is None:
-        return everything(call)
-    full = planes.expand(-1, *call["data"].shape)
+    full = call.needed("data").expand(-1, *call["data"].shape)
     rest = {k: v for k, v in call.args.items() if k not in ("data", "padding_value")}
     empty = (-1.0, -float(call.tracker.m))
     padded = [

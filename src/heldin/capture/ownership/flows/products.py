@@ -4,25 +4,16 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from heldin.capture.ownership.flow import (
-    OpCall,
-    Owners,
-    everything,
-    flows,
-    joined,
-    over,
-)
-from heldin.capture.ownership.planes import (
-    merge,
-)
+from heldin.capture.ownership.flow import OpCall, Owners, everything, flows, joined, over
+from heldin.capture.ownership.planes import merge
 
 
-@flows("mm", "bmm", "matmul", "addmm", "baddbmm", "mv", "addmv", "dot", "vdot", "linear",
-       "_scaled_mm", "_addmm_activation", "_sparse_addmm")  # fmt: skip
+@flows("mm", "bmm", "matmul", "addmm", "baddbmm", "addmv", "dot", "vdot", "_scaled_mm",
+       "_addmm_activation", "_sparse_addmm")  # fmt: skip
 def _product(call: OpCall) -> Owners:
-    tensors = [v for v in call.args.values() if isinstance(v, Tensor)]
-    if call.op.base == "linear" or any(t.dim() == 1 for t in tensors[-2:]):
-        return _by_vectors(call)
+    tensors = [value for value in call.args.values() if isinstance(value, Tensor)]
+    if any(t.dim() == 1 for t in tensors[-2:]):
+        return everything(call)
     rest = []
     if call.op.base in ("addmm", "baddbmm", "_addmm_activation", "_sparse_addmm"):
         rest, tensors = tensors[:1], tensors[1:]
@@ -31,18 +22,18 @@ def _product(call: OpCall) -> Owners:
     return [joined(parts, call.out.dim())]
 
 
-def _by_vectors(call: OpCall) -> Owners:
-    """Handle matrix-vector products, and linear layers that are a single op."""
-    tensors = [v for v in call.args.values() if isinstance(v, Tensor)]
-    if call.op.base == "linear":
-        parts = [over(call.owners(tensors[0]), [-1]), *call.owned(tensors[1:])]
-        if len(parts) == 1:
-            return [joined(parts, call.out.dim())]
-    if call.op.base == "mv":
-        right = call.owners(tensors[1])
-        left = over(call.owners(tensors[0]), [-1], keep=False)
-        return [joined([left, over(right, [0])], 1)]
-    return everything(call)
+@flows("mv")
+def _by_vector(call: OpCall) -> Owners:
+    left, right = call.owners(call["self"]), call.owners(call["vec"])
+    return [joined([over(left, [-1], keep=False), over(right, [0])], 1)]
+
+
+@flows("linear")
+def _linear(call: OpCall) -> Owners:
+    """Handle linear layers that are a single op."""
+    if call.owned(call["weight"], call.args.get("bias")):
+        return everything(call)
+    return [joined([over(call.owners(call["input"]), [-1])], call.out.dim())]
 
 
 @flows("_grouped_mm")
@@ -70,14 +61,11 @@ def _trilinear(call: OpCall) -> Owners:
 
 @flows("convolution", "_convolution", "mkldnn_convolution", "convolution_overrideable")
 def _convolution(call: OpCall) -> Owners:
-    source, weight = call["input"], call["weight"]
-    planes, groups = call.owners(source), call["groups"]
-    if planes is None:
-        return everything(call)
-    n, channels, out = source.shape[0], source.shape[1], call.out
-    spatial = [1] * (source.dim() - 2)
+    source, weight, groups = call["input"], call["weight"], call["groups"]
+    planes = call.needed("input")
+    channels, out, spatial = source.shape[1], call.out, [1] * (source.dim() - 2)
+    assert source.shape[0] == out.shape[0]
     result = over(planes, range(2, source.dim()))
-    assert result is not None
     if result.shape[2] > 1 and groups > 1:  # samples folded into the channels
         grouped = result.expand(-1, -1, channels, *spatial).reshape(
             len(planes), result.shape[1], groups, channels // groups
@@ -86,17 +74,13 @@ def _convolution(call: OpCall) -> Owners:
         result = result.reshape(len(planes), -1, out.shape[1], *spatial)
     else:
         result = over(result, [1])
-    kernel = call.owners(weight)
-    bias = call.owners(call["bias"]) if call.args.get("bias") is not None else None
+    kernel, bias = call.owners(weight), call.owners(call.args.get("bias"))
     if kernel is not None:
         if call["transposed"]:
             return everything(call)
-        kernel = over(kernel, range(1, weight.dim()))
-        assert kernel is not None
-        kernel = kernel.reshape(len(kernel), 1, -1, *spatial)
+        kernel = over(kernel, range(1, weight.dim())).reshape(len(kernel), 1, -1, *spatial)
     if bias is not None:
         bias = bias.reshape(len(bias), 1, -1, *spatial)
-    assert n == out.shape[0]
     return [joined([result, kernel, bias], out.dim())]
 
 
@@ -107,15 +91,9 @@ def _convolution(call: OpCall) -> Owners:
 )  # fmt: skip
 def _attention(call: OpCall) -> Owners:
     mask = call.args.get("attn_mask", call.args.get("attn_bias"))
-    parts = [
-        over(call.owners(call["query"]), [-1]),
-        over(call.owners(call["key"]), [-1, -2]),
-        over(call.owners(call["value"]), [-1, -2]),
-    ]
-    if isinstance(mask, Tensor):
-        parts.append(over(call.owners(mask), [-1]))
-    result = joined(parts, call.out.dim())
-    return [result, *everything(call)[1:]]
+    parts = [over(call.owners(tensor), [-1]) for tensor in (call["query"], mask)]
+    parts += [over(call.owners(call[name]), [-1, -2]) for name in ("key", "value")]
+    return [joined(parts, call.out.dim()), *everything(call)[1:]]
 
 
 @flows("mkldnn_rnn_layer")
@@ -131,10 +109,6 @@ def _rnn_layer(call: OpCall) -> Owners:
 
 @flows("_cdist_forward", "_euclidean_dist")
 def _pairs(call: OpCall) -> Owners:
-    left, right = (call.owners(call[name]) for name in ("x1", "x2"))
-    right = None if right is None else over(right, [-1])
-    return [
-        joined(
-            [over(left, [-1]), None if right is None else right.transpose(-1, -2)], call.out.dim()
-        )
-    ]
+    left, right = (over(call.owners(call[name]), [-1]) for name in ("x1", "x2"))
+    right = None if right is None else right.transpose(-1, -2)
+    return [joined([left, right], call.out.dim())]

@@ -1,18 +1,10 @@
-"""Reductions, normalisation and other ops along a dimension."""
+"""Reductions, normalisation, losses and other ops along a dimension."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from heldin.capture.ownership.flow import (
-    OpCall,
-    Owners,
-    everything,
-    flows,
-    joined,
-    over,
-    pointwise,
-)
+from heldin.capture.ownership.flow import OpCall, Owners, everything, flows, joined, over, pointwise
 
 
 @flows(
@@ -21,19 +13,14 @@ from heldin.capture.ownership.flow import (
     "nanmedian", "mode", "count_nonzero", "aminmax", "kthvalue", "nanmean",
 )  # fmt: skip
 def _reduce(call: OpCall) -> Owners:
-    source = call["self"]
     if isinstance(call.args.get("other"), Tensor):  # max(self, other)
         return pointwise(call)
-    planes = call.owners(source)
-    dims = call.args.get("dim")
-    if planes is None:
-        return everything(call)
+    planes, dims = call.needed("self"), call.args.get("dim")
     if dims is None or dims == []:
-        dims = list(range(source.dim()))
+        dims = list(range(call["self"].dim()))
     dims = [dims] if isinstance(dims, int) else dims
     keep = bool(call.args.get("keepdim", False))
     result = over(planes, dims, keep)
-    assert result is not None
     if any(result.dim() - 1 != out.dim() for out in call.outs):
         return everything(call)
     return [result] * len(call.outs)
@@ -73,10 +60,7 @@ def _searched(call: OpCall) -> Owners:
 
 @flows("native_layer_norm", "_fused_rms_norm", "rms_norm")
 def _norm_last(call: OpCall) -> Owners:
-    source = call["input"]
-    planes = call.owners(source)
-    if planes is None:
-        return everything(call)
+    source, planes = call["input"], call.needed("input")
     last = range(source.dim() - len(call["normalized_shape"]), source.dim())
     weights = call.owned([call.args.get("weight"), call.args.get("bias")])
     result = joined([over(planes, list(last)), *weights], source.dim())
@@ -85,12 +69,7 @@ def _norm_last(call: OpCall) -> Owners:
 
 @flows("native_group_norm")
 def _group_norm(call: OpCall) -> Owners:
-    source = call["input"]
-    planes = call.owners(source)
-    if planes is None:
-        return everything(call)
-    whole = over(planes, range(1, source.dim()))
-    assert whole is not None
+    whole = over(call.needed("input"), range(1, call["input"].dim()))
     return [whole, *[whole.reshape(*whole.shape[:2], 1)] * 2]
 
 
@@ -102,13 +81,34 @@ def _group_norm(call: OpCall) -> Owners:
 )  # fmt: skip
 def _batch_norm(call: OpCall) -> Owners:
     """Handle batch norm: in training mode rows share statistics, but keep their owners."""
-    planes = call.owners(call["input"])
-    if planes is None:
-        return everything(call)
+    planes = call.needed("input")
     training = call.args.get("training", "no_" not in call.op.name)
     other_dims = [d for d in range(call["input"].dim()) if d != 1]
     if training and any(planes.shape[d + 1] > 1 for d in other_dims):
-        call.tracker.mixing_ops.setdefault(
-            call.tracker.place("batch normalisation"), "training mode"
-        )
+        call.note_mixing("batch normalisation", "training mode")
     return [planes, *everything(call)[1:]]
+
+
+@flows("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss",
+       "binary_cross_entropy_with_logits")  # fmt: skip
+def _elementwise_loss(call: OpCall) -> Owners:
+    if call.args.get("reduction", 1) == 0:
+        return pointwise(call)
+    return everything(call)
+
+
+@flows("nll_loss_forward", "nll_loss2d_forward")
+def _nll_loss(call: OpCall) -> Owners:
+    if call["reduction"] != 0 or call["self"].dim() == 1:
+        return everything(call)
+    scores = over(call.owners(call["self"]), [1], keep=False)
+    return [joined([scores, *call.owned(call["target"])], call.out.dim()), *everything(call)[1:]]
+
+
+@flows("_ctc_loss")
+def _ctc_loss(call: OpCall) -> Owners:
+    planes = call.needed("log_probs")
+    if planes.dim() != 4:
+        return everything(call)
+    per_sample = over(planes, [0, 2])
+    return [per_sample.reshape(len(per_sample), -1), per_sample.reshape(len(per_sample), -1, 1, 1)]

@@ -5,26 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from heldin.capture.ownership.flow import (
-    OpCall,
-    Owners,
-    everything,
-    flows,
-)
-from heldin.capture.ownership.planes import (
-    align,
-    canonical,
-    ownerless,
-    reshape,
-    tensors_in,
-)
+from heldin.capture.ownership.flow import OpCall, Owners, everything, flows
+from heldin.capture.ownership.planes import align, canonical, ownerless, reshape, tensors_in
 
 
 @flows("view", "_unsafe_view", "reshape", "_reshape_alias", "flatten", "unflatten", "view_as")
 def _reshape(call: OpCall) -> Owners:
-    source = call["self"]
-    planes = call.owners(source)
-    if planes is None or source.numel() != call.out.numel():  # view(dtype)
+    source, planes = call["self"], call.needed("self")
+    if source.numel() != call.out.numel():  # view(dtype)
         return everything(call)
     return [reshape(planes, source.shape, call.out.shape)]
 
@@ -42,16 +30,11 @@ def _move(call: OpCall) -> Owners:
     """Move the owners as the op moves the elements of one tensor."""
     if "self" not in call.args:  # repeat_interleave(repeats): as many indices i as repeats[i] says
         repeats = call["repeats"]
-        planes = call.owners(repeats)
         call.moved_by(repeats)
-        if planes is None:
-            return everything(call)
+        planes = call.needed("repeats")
         return [planes.expand(-1, *repeats.shape).repeat_interleave(repeats.cpu(), dim=1)]
-    source = call["self"]
-    planes = call.owners(source)
-    if planes is None:
-        return everything(call)
-    rest = {k: v for k, v in call.args.items() if k != "self"}
+    source, planes = call["self"], call.needed("self")
+    rest = {name: value for name, value in call.args.items() if name != "self"}
     if any(isinstance(v, Tensor) for v in rest.values()):
         return everything(call)
     if call.op.name == "roll":
@@ -76,10 +59,10 @@ def _thin(plane: Tensor) -> Tensor:
 @flows("as_strided")
 def _strided(call: OpCall) -> Owners:
     """Handle strided access to a storage; elements outside the tensor may have any owner."""
-    source, out = call["self"], call.out
-    planes = call.owners(source)
-    if planes is None or _repeats(source):
-        return everything(call)
+    source, out, planes = call["self"], call.out, call.needed("self")
+    sizes = zip(source.shape, source.stride(), strict=True)
+    if any(size > 1 and stride == 0 for size, stride in sizes):
+        return everything(call)  # several elements may share one memory location
     elements = source.untyped_storage().nbytes() // source.element_size()
     anybody = torch.tensor([call.tracker.m - 1.0, 0.0], dtype=planes.dtype)
     memory = anybody.repeat(len(planes) // 2)[:, None].repeat(1, elements)
@@ -92,17 +75,9 @@ def _strided(call: OpCall) -> Owners:
     return [canonical(part(out))]
 
 
-def _repeats(tensor: Tensor) -> bool:
-    """Return whether several elements share one memory location."""
-    sizes = zip(tensor.shape, tensor.stride(), strict=True)
-    return any(size > 1 and stride == 0 for size, stride in sizes)
-
-
 @flows("view_as_real", "view_as_complex")
 def _pairs(call: OpCall) -> Owners:
-    planes = call.owners(call["self"])
-    if planes is None:
-        return everything(call)
+    planes = call.needed("self")
     return [planes.unsqueeze(-1) if call.out.is_floating_point() else planes.amax(-1)]
 
 
@@ -117,27 +92,20 @@ def _copy(call: OpCall) -> Owners:
 @flows("cat", "concat", "concatenate")
 def _cat(call: OpCall) -> Owners:
     tensors = [t for t in call["tensors"] if t.dim() == call.out.dim()]
-    owners = [call.owners(t) for t in tensors]
-    like = next(p for p in owners if p is not None)
-    dim = call.args.get("dim", 0) % call.out.dim() + 1
-    sizes = [max(p.shape[d] for p in owners if p is not None) for d in range(1, like.dim())]
+    owned = call.owned(tensors)
+    like, dim = owned[0], call.args.get("dim", 0) % call.out.dim()
+    sizes = [max(planes.shape[d] for planes in owned) for d in range(1, like.dim())]
     parts = []
-    for tensor, planes in zip(tensors, owners, strict=True):
-        shape = list(sizes)
-        shape[dim - 1] = tensor.shape[dim - 1]
+    for tensor in tensors:
+        shape = [*sizes[:dim], tensor.shape[dim], *sizes[dim + 1 :]]
+        planes = call.owners(tensor)
         full = ownerless(shape, like, call.tracker.m) if planes is None else planes
         parts.append(full.expand(-1, *shape))
-    return [canonical(torch.cat(parts, dim))]
+    return [canonical(torch.cat(parts, dim + 1))]
 
 
 @flows("stack")
 def _stack(call: OpCall) -> Owners:
-    tensors = call["tensors"]
-    owners = [call.owners(t) for t in tensors]
-    like = next(p for p in owners if p is not None)
+    like = call.owned(call["tensors"])[0]
     dim = call.args.get("dim", 0) % call.out.dim() + 1
-    parts = [
-        (ownerless(t.shape, like, call.tracker.m) if p is None else p).expand(-1, *t.shape)
-        for t, p in zip(tensors, owners, strict=True)
-    ]
-    return [canonical(torch.stack(parts, dim))]
+    return [canonical(torch.stack([call.full(t, like) for t in call["tensors"]], dim))]
