@@ -118,7 +118,7 @@ def test_statistics_that_the_loop_has_frozen() -> None:
         norm.running_var.add_(torch.rand(norm.num_features))
     rows, batches, make = data(), minibatches(7, 12), OPTIMIZERS["nesterov"]
     stopping = run(copy.deepcopy(start), make, nn.MSELoss(), rows, batches, folds=4)
-    assert stopping.engine == "dense"
+    assert stopping.backend.engine == "dense"
     check_shadows(stopping, start, make, nn.MSELoss(), rows, batches)
 
 
