@@ -130,6 +130,27 @@ def test_a_reason_speaks_of_the_monitored_metric() -> None:
     stopping.close()
 
 
+def test_a_loaded_state_has_its_own_estimates() -> None:
+    """Results are kept until the next check; those of another run are not."""
+    runs = []
+    for seed in range(2):
+        model = network()
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(0.3 * torch.randn_like(p))
+        runs.append(stopping_of(model, metrics={"wrong": wrong}))
+    first, second = runs
+    expected = {name: tuple(interval) for name, interval in first.estimates.items()}
+    assert {name: tuple(interval) for name, interval in second.estimates.items()} != expected
+    assert first.metrics() != second.metrics()
+    second.load_state_dict(first.state_dict())
+    assert {name: tuple(interval) for name, interval in second.estimates.items()} == expected
+    assert first.metrics() == second.metrics()
+    for stopping in runs:
+        stopping.close()
+
+
 def test_outputs_and_members_share_the_memory() -> None:
     model = network()
     size = sum(p.numel() for p in model.parameters()) * 8
