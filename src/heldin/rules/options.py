@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from heldin.errors import HeldinError, NamedArguments, did_you_mean
-from heldin.state.schema import shown
+from heldin.state.schema import check_int, shown
 
 __all__ = ["Auto", "Evidence", "Folds", "LeaveOneOut", "Rule", "Validation", "resolve"]
 
@@ -44,9 +44,7 @@ class Rule(NamedArguments):
             )
 
     def _whole(self, name: str, least: int) -> None:
-        value = getattr(self, name)
-        whole = isinstance(value, int) and not isinstance(value, bool) and value >= least
-        self._check(whole, name, f"a whole number >= {least}")
+        check_int(f"rules.{type(self).__name__}", name, getattr(self, name), least)
 
     def _positive(self, name: str) -> None:
         value = getattr(self, name)
