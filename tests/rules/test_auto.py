@@ -175,6 +175,9 @@ def test_small_networks_on_images_and_texts_are_not_large() -> None:
     assert _size(nn.Conv2d(1, 2, 3), [images]) == 0
     assert _size(nn.Conv2d(1, 32, 3, padding=1), [images]) == 1
     assert _size(nn.Conv2d(1, 99, 3, padding=1), [images]) == 2
+    # with more rows, one replayed shadow is as good as several in a stack
+    assert _size(nn.Conv2d(1, 32, 3, padding=1), [torch.zeros(201, 1, 28, 28)]) == 2
+    assert _size(nn.Conv2d(1, 16, 3, padding=1), [torch.zeros(201, 1, 28, 28)]) == 1
     model = nn.Sequential(nn.Conv2d(4, 2, 3), nn.Dropout())
     state = torch.get_rng_state()
     assert _size(model, [images]) == 2  # does not take the rows
