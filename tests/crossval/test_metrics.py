@@ -497,3 +497,12 @@ def test_descriptions() -> None:
 
     assert described(with_loss(losses[0])) != described(with_loss(losses[1]))
     assert described(with_loss(losses[0])) == described(with_loss(nn.MSELoss()))
+
+
+def test_the_area_of_several_classes_has_a_name_of_its_own() -> None:
+    outputs, targets = torch.randn(30, 3), torch.arange(30) % 3
+    metric = resolve_metrics(["roc_auc"], probabilities=False)["roc_auc"]
+    with pytest.raises(HeldinError, match="give 'roc_auc_ovr'"):
+        metric(outputs, targets)
+    metric = resolve_metrics(["roc_auc_ovr"], probabilities=False)["roc_auc_ovr"]
+    assert 0 < metric(outputs, targets) < 1

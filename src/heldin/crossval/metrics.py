@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import functools
 import inspect
 import re
 import sys
@@ -343,11 +344,11 @@ class _Scorer:
             single = several or scores.shape[1] == 1
             scores = scores.logit(eps=least) if single else scores.clamp_min(least**4).log()
         if several:
-            classes: Any = [[0, 1]] * scores.shape[1]
+            classes: Any = ((0, 1),) * scores.shape[1]
         elif scores.shape[1] == 1:
-            classes = [-1, 1] if bool((labels == -1).any()) else [0, 1]
+            classes = (-1, 1) if bool((labels == -1).any()) else (0, 1)
         else:
-            classes = list(range(scores.shape[1]))
+            classes = tuple(range(scores.shape[1]))
         return _classifier(classes, several), scores.numpy(), labels.numpy(), counts
 
 
@@ -359,6 +360,8 @@ def _refused(metric: Metric, outputs: Any, targets: Any, error: Exception) -> He
     )
     if not isinstance(metric.function, _Scorer):
         text = "it is called with tensors of all held-out rows, as the model returns them"
+    elif metric.function.scorer_name == "roc_auc" and "multi_class" in str(error):
+        text = "for more than two classes, give 'roc_auc_ovr' or 'roc_auc_ovo'"
     elif (absent := _absent_classes(outputs, targets)) and not isinstance(error, TypeError):
         text = f"no row has class {', '.join(map(str, absent))}; leave the metric out or the class"
     else:
@@ -396,6 +399,7 @@ def _class_scores(scores: Tensor, truth: Tensor) -> tuple[Tensor, Tensor, bool]:
     return scores, truth, False
 
 
+@functools.cache
 def _regressor() -> Any:
     from sklearn.base import BaseEstimator, RegressorMixin
 
@@ -409,6 +413,7 @@ def _regressor() -> Any:
     return Outputs()
 
 
+@functools.lru_cache(maxsize=8)  # it takes as long to make as a small metric to compute
 def _classifier(classes: Any, several: bool) -> Any:
     import numpy as np
     from sklearn.base import BaseEstimator, ClassifierMixin
