@@ -73,6 +73,13 @@ def test_version_of() -> None:
     assert private.version_of(tensor) == before + 1
 
 
+def test_versions_of() -> None:
+    tensors = [torch.zeros(2), torch.ones(3).mul_(2)]
+    assert private.versions_of(tensors) == [private.version_of(tensor) for tensor in tensors]
+    with torch.inference_mode():
+        assert private.versions_of([torch.zeros(2).add_(1)]) == [0]
+
+
 def test_gradient_hooks() -> None:
     leaf = torch.ones(2, requires_grad=True)
     assert not private.gradient_hooks(leaf)
