@@ -91,6 +91,18 @@ def test_the_interval_of_the_loss_is_wider_than_that_of_the_rows() -> None:
     stopping.close()
 
 
+def test_an_interval_of_squares_does_not_go_below_zero() -> None:
+    x = torch.randn(25, 2, generator=torch.Generator().manual_seed(0))
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rows = (x, x[:, :1] + (torch.arange(25.0) == 3)[:, None])  # one row has nearly all of the loss
+    stopping = heldin.EarlyStopping(model, optimizer, nn.MSELoss(), rows)
+    stopping.fit(batch_size=5, max_epochs=40)
+    interval = stopping.estimates["loss"]
+    assert 0 <= interval.low < interval.value < interval.high
+    stopping.close()
+
+
 def test_a_report_shows_the_metrics() -> None:
     pytest.importorskip("jinja2")
     model = network()

@@ -405,3 +405,12 @@ def test_missing_scikit_learn_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn", None)
     with pytest.raises(ImportError, match=r"pip install 'heldin\[sklearn\]'"):
         importlib.import_module("heldin.sklearn")
+
+
+def test_an_accuracy_of_one_has_an_interval() -> None:
+    """Three rows more may be wrong with none of them in the sample."""
+    x = np.repeat([[-5.0], [5.0]], 30, axis=0) + np.linspace(0, 1, 60)[:, None]
+    model = MLPClassifier(random_state=0, max_iter=400).fit(x, np.repeat([0, 1], 30))
+    interval = model.estimates_["accuracy"]
+    assert interval.value == interval.high == 1
+    assert 0.85 < interval.low < 1

@@ -273,7 +273,8 @@ class EstimatedRun(StoppingRule):
                 2 * self._light_error() * best.estimate,
             ),
         )
-        return replace(interval, coverage=self._coverage() if groups is None else None)
+        low = max(interval.low, float(losses.min()))  # no mean is below all of them
+        return replace(interval, low=low, coverage=self._coverage() if groups is None else None)
 
     def _light_error(self) -> float:
         """Return the share of the estimate that the rows of light shadows do not show."""

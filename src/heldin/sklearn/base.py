@@ -572,10 +572,11 @@ class Estimator(CallbackSupportMixin, BaseEstimator):  # type: ignore[misc]
         intervals, draws = {"loss": self._loss_interval}, 499 if len(y) < MANY_ROWS else 199
         for name, score in self._scores().items():
 
-            def of_rows(index: Tensor, _: Any, score: Score = score) -> float:
-                return score(predicted[index], y[index], weights[index])
+            def of_rows(index: Tensor, truth: Tensor, score: Score = score) -> float:
+                return score(predicted[index], truth.numpy(), weights[index])
 
-            interval = statistic_interval(of_rows, rows, rows, groups, resamplings=draws)
+            targets = torch.as_tensor(y)
+            interval = statistic_interval(of_rows, rows, targets, groups, resamplings=draws)
             if math.isfinite(interval.value):
                 intervals[name] = interval
         if "auc" in intervals and self.temperature_ == math.inf:  # constants differ between folds
