@@ -28,7 +28,6 @@ from heldin.loop.randomness import (
 from heldin.loop.rows import RowSource
 from heldin.state.schema import check_schema
 
-from .backend import Announced, release
 from .exchange import Exchange, Session, ShadowState, group_settings
 from .frozen import FrozenOutputs
 from .held_out import BatchLoss, FrameworkLoss, HeldOut, as_number
@@ -39,8 +38,18 @@ from .plain_step import restored_at_calls
 from .step_check import StepCheck
 from .variables import Variables
 
-__all__ = ["CHANGED", "LIGHT_SUM", "Clip", "LossIsSum", "ReplayedShadows"]
+__all__ = [
+    "CHANGED",
+    "LIGHT_SUM",
+    "Announced",
+    "Clip",
+    "LossIsSum",
+    "ReplayedShadows",
+    "has_evaluation_mode",
+    "release",
+]
 
+Announced = Sequence[tuple[Any, Tensor | None]]  # batches and row numbers; either may be None
 Clip = float | Callable[[list[nn.Parameter]], Any]
 
 CHANGED = (
@@ -57,6 +66,9 @@ class LossIsSum(HeldinError):
     """Raised for light shadows with a loss that is a sum over the batch."""
 
 
+RESULTS = {
+    "engine", "copies", "held", "same_loss", "inside", "level_count", "draw", "label", "_steps",
+}  # fmt: skip
 REPEATS = 6  # calls of the user's function that are compared with its first one
 EVALUATION = -3  # number of the random stream of evaluations
 
@@ -987,6 +999,12 @@ class ReplayedShadows:
         self._view.close()
         self.frozen.close()
         release(self)
+
+
+def release(closed: object) -> None:
+    """Drop all attributes of closed shadows but those that results are computed from."""
+    for name in vars(closed).keys() - RESULTS:
+        del vars(closed)[name]
 
 
 def _versions_of(module: nn.Module) -> list[tuple[int, int]]:
