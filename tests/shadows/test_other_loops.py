@@ -94,6 +94,49 @@ def test_a_step_with_memory_and_two_optimisers() -> None:
             torch.testing.assert_close(weight, twin.model.state_dict()[name], rtol=1e-12, atol=0)
 
 
+class Fading(nn.Module):
+    """Changes a tensor in place that is no buffer, and depends on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.linear, self.level = nn.Linear(4, 1).double(), torch.ones((), dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.level.mul_(0.9)
+        return self.linear(x) * self.level
+
+
+@pytest.mark.parametrize("with_function", [False, True])
+def test_a_module_that_changes_a_tensor_in_place(with_function: bool) -> None:
+    x, y = rows()
+    model, loader = Fading(), DataLoader(TensorDataset(x, y), batch_sampler=lists())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step(batch: Any, model: nn.Module = model, optimizer: Any = optimizer) -> None:
+        optimizer.zero_grad()
+        mse(model, batch).backward()
+        optimizer.step()
+
+    options: Any = {"data": loader, "batch_loss": mse, "patience": None}
+    if with_function:
+        options["train_step"] = step
+    stopping = heldin.EarlyStopping(model, optimizer, rule=rules.Folds(folds=FOLDS), **options)
+    for batch in loader:
+        stopping.train(batch) if with_function else step(batch)
+    assert float(model.level) == pytest.approx(0.9 ** len(lists()))
+    inner: Any = stopping.following
+    for number in range(FOLDS):
+        twin = Fading()
+        optimizer = torch.optim.SGD(twin.parameters(), 0.1)
+        for index in lists():
+            visible = [i for i in index if inner.fold_of_row[i] != number]
+            step((x[visible], y[visible]), twin, optimizer)
+        found = inner.backend.weights_of(number)["linear.weight"]
+        torch.testing.assert_close(found, twin.linear.weight.detach(), rtol=1e-12, atol=0)
+
+
 def test_a_large_tensor_changed_in_place_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(variables, "LARGE", 1000)
     run, large = Trained(), torch.zeros(5000)

@@ -88,6 +88,20 @@ def test_every_engine_gives_the_numbers_of_separate_runs(name: str, engine: str)
         check_shadows(stopping, start, make, nn.MSELoss(), rows, batches)
 
 
+def test_an_activation_in_two_places() -> None:
+    torch.manual_seed(1)
+    act = nn.Tanh()
+    start = nn.Sequential(nn.Linear(D, 5), act, nn.Linear(5, 4), act, nn.Linear(4, 1)).double()
+    rows, batches, make = data(), minibatches(7, 12), OPTIMIZERS["adam"]
+    stopping = run(copy.deepcopy(start), make, nn.MSELoss(), rows, batches, folds=4)
+    assert stopping.engine == "dense"
+    check_shadows(stopping, start, make, nn.MSELoss(), rows, batches)
+    twice = nn.Linear(D, D).double()
+    optimizer = make(twice.parameters())
+    model = nn.Sequential(twice, act, twice)
+    assert runs.FoldStopping(model, optimizer, F.mse_loss, (rows[0], rows[0])).engine != "dense"
+
+
 def test_statistics_that_the_loop_has_frozen() -> None:
     torch.manual_seed(1)
     start = MODELS["batchnorms"]().double()

@@ -111,7 +111,8 @@ def separate_random_stream(device: torch.device, *numbers: int) -> Iterator[None
 
     Args:
         device: the device whose generator is seeded, beside that of the CPU.
-        numbers: seed, step, shadow and so on. No state has to be saved.
+        numbers: seed, step, shadow and so on. No state has to be saved. Without numbers, the
+            generators continue from where they are.
 
     >>> _ = torch.manual_seed(0)
     >>> with separate_random_stream(CPU, 1, 2):
@@ -125,7 +126,8 @@ def separate_random_stream(device: torch.device, *numbers: int) -> Iterator[None
     """
     state = RandomState.current(device)
     try:
-        seed_generators(device, *numbers)
+        if numbers:
+            seed_generators(device, *numbers)
         yield
     finally:
         state.restore()

@@ -33,14 +33,17 @@ from heldin.loop.generators import (
 from heldin.loop.randomness import RandomState
 from heldin.pause import paused
 
-from .variables import Variables
+from .variables import MODULE_FIELDS, Variables, refill
 
-__all__ = ["Exchange", "Session", "ShadowState", "group_settings", "trained_parameters"]
+__all__ = ["Exchange", "Session", "ShadowState", "group_settings", "has_evaluation_mode", "local"]
 
-MODULE_FIELDS = {*vars(nn.Module())} | {"training"}
 OPTIMIZER_FIELDS = {*vars(torch.optim.SGD([nn.Parameter(torch.zeros(()))], 0.0))}
 
 FLAT = (Tensor, bool, int, float, complex, str, bytes, type(None), nn.Module)
+
+COLLECTED = (
+    "grads", "weights", "buffers", "optimizer", "group_state", "generators", "objects", "others"
+)  # fmt: skip
 
 Place = tuple[dict[str, Any], str]  # attributes of an object, and the name of one
 _MISSING = object()
@@ -48,58 +51,34 @@ _MISSING = object()
 
 @dataclass(eq=False)
 class ShadowState:
-    """Everything that the training of one shadow changes.
+    """Everything that the training of one shadow changes."""
 
-    Attributes:
-        weights: data of the exchanged parameters (local shards of sharded ones).
-        buffers: data of the modules' buffers.
-        optimizer: state of the optimiser, one mapping per exchanged parameter.
-        group_state: settings of parameter groups that a step changes, by group.
-        attributes: values of modules' attributes that a step changed, by number of the place.
-        generators: states of random generators that modules keep.
-        grads: gradients that the user's function left for its next call.
-        objects: state dictionaries of the objects given as `state`.
-        variables: values of variables around the user's function that its calls changed.
-        nested: values inside of attributes (of a list in a dictionary, say) that a step changed.
-        others: state of the optimiser that belongs to no exchanged parameter, by key.
-        reached: numbers (`id`) of parameters that have had a gradient.
-    """
-
-    weights: list[Tensor]
+    weights: list[Tensor]  # data of the exchanged parameters (local shards of sharded ones)
     buffers: list[Tensor]
-    optimizer: list[dict[str, Any]]
-    group_state: list[dict[str, Any]]
-    attributes: dict[int, Any] = field(default_factory=dict)
-    generators: list[Any] = field(default_factory=list)
-    grads: list[Tensor | None] = field(default_factory=list)
-    objects: list[Any] = field(default_factory=list)
-    variables: dict[str, Any] = field(default_factory=dict)
-    nested: dict[str, Any] = field(default_factory=dict)
-    others: dict[Any, Any] = field(default_factory=dict)
-    reached: set[int] = field(default_factory=set)
+    optimizer: list[dict[str, Any]]  # state of the optimiser, by exchanged parameter
+    group_state: list[dict[str, Any]]  # settings of parameter groups that a step changes, by group
+    attributes: dict[int, Any] = field(default_factory=dict)  # that a step changed, by place
+    generators: list[Any] = field(default_factory=list)  # states of those that modules keep
+    grads: list[Tensor | None] = field(default_factory=list)  # left by the user's function
+    objects: list[Any] = field(default_factory=list)  # state dictionaries of those in `state`
+    variables: dict[str, Any] = field(default_factory=dict)  # around the user's function
+    nested: dict[str, Any] = field(default_factory=dict)  # inside of attributes
+    others: dict[Any, Any] = field(default_factory=dict)  # the rest of the optimiser's state
+    reached: set[int] = field(default_factory=set)  # numbers (`id`) of parameters with a gradient
 
     def copy(self) -> ShadowState:
         """Return a state that a step may change in place."""
         copied = copy.copy(self)
         for name in ("weights", "buffers", "optimizer", "grads", "objects", "others"):
             setattr(copied, name, copy.deepcopy(getattr(self, name)))
+        copied.attributes = {n: _copy_of(value) for n, value in self.attributes.items()}
         return copied
 
 
-def trained_parameters(
-    model: nn.Module,
-    optimizer: Optimizer,
-    others: Sequence[nn.Module] = (),
-    owner: str = "optimizer",
+def _trained_parameters(
+    model: nn.Module, optimizer: Optimizer, others: Sequence[nn.Module], owner: str
 ) -> dict[str, nn.Parameter]:
-    """Return the parameters that the optimiser trains, by name; refuse those of other modules.
-
-    Args:
-        model: the user's model.
-        optimizer: the user's optimiser.
-        others: further modules whose parameters it may train.
-        owner: what the error begins with.
-    """
+    """Return the parameters that the optimiser trains, by name; refuse those of other modules."""
     names = {
         id(p): f"state.{number}.{name}"
         for number, module in enumerate(others)
@@ -139,20 +118,16 @@ def group_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
     ]
 
 
+def has_evaluation_mode(optimizer: Optimizer) -> bool:
+    """Return whether an optimiser keeps other weights for evaluation (schedule-free ones do)."""
+    return all(callable(getattr(optimizer, name, None)) for name in ("eval", "train"))
+
+
 class Exchange:
     """Exchanges the states of shadows with that of the user's model and optimiser.
 
-    Args:
-        model: the user's model.
-        optimizer: the user's optimiser.
-        state: further objects that a step changes: modules, or anything with `state_dict` and
-            `load_state_dict`.
-
-    Attributes:
-        trained: the parameters that the optimiser trains, by name.
-        tensors: all exchanged parameters, the trained ones first; `names` are theirs.
-        group_state_keys: names of group settings that a step of the optimiser changes; these are
-            state, and every shadow has its own. All others follow the user's optimiser.
+    `state` are further objects that a step changes: modules, or anything with `state_dict` and
+    `load_state_dict`.
     """
 
     def __init__(
@@ -162,28 +137,29 @@ class Exchange:
         state: Sequence[Any] = (),
         owner: str = "optimizer",
     ) -> None:
-        self.owner = owner
+        self.owner, self.optimizer = owner, optimizer
         others = [each for each in state if isinstance(each, nn.Module)]
-        roots = [model, *others]
-        self.optimizer = optimizer
         self.objects = [each for each in state if not isinstance(each, nn.Module)]
-        self.trained = trained_parameters(model, optimizer, others, owner)
+        self.trained = _trained_parameters(model, optimizer, others, owner)  # by name
         exchanged = {id(p): p for p in self.trained.values()}
         for other in others:
             exchanged |= {id(p): p for p in other.parameters()}
         for each in self.objects:
             if isinstance(each, Optimizer):
                 exchanged |= {id(p): p for group in each.param_groups for p in group["params"]}
-        self.tensors = [*exchanged.values()]
+        self.tensors = [*exchanged.values()]  # all exchanged parameters, the trained ones first
         extra = range(len(self.tensors) - len(self.trained))
         self.names = [*self.trained, *(f"state.{number}" for number in extra)]
         self.frozen = [p for p in model.parameters() if id(p) not in exchanged]
+        roots = (model, *others)
         self.modules = list(dict.fromkeys(m for root in roots for m in root.modules()))
         self.buffer_places = self._find_buffers()
         self.attribute_places: list[Place] = []
         self._callable_places: list[Place] = []
         self._attribute_counts: list[int] = []
         self.find_attributes()
+        # Group settings that a step changes are state, of which every shadow has its own. All
+        # others follow the user's optimiser.
         self.group_state_keys: set[str] = set()
         self._shared = _shared_storages(self.tensors)
         self._sharded = fully_sharded(model)
@@ -193,7 +169,7 @@ class Exchange:
         self._largest = sum(p.numel() for p in self.tensors)
         self.nested = Variables(self._nested_values, self._numbers, self._largest)
         self.nested_before: dict[str, Any] | None = None  # the user's step
-        self.nested_after: dict[str, Any] | None = None
+        self._nested_after: dict[str, Any] | None = None
         self._nested_former: dict[str, Any] | None = None  # after the step before
         self._buffer_marks: list[tuple[int, int]] | None = self._marks_of_buffers()
         self._moved_buffers: set[int] = set()  # by the loop, since its last step
@@ -206,14 +182,15 @@ class Exchange:
 
     def note_attributes(self) -> None:
         """Remember attributes and buffers before a step of the user changes them."""
-        self.find_attributes()
-        self.values_before = [
-            _copy_of(table.get(n, _MISSING)) for table, n in self.attribute_places
-        ]
-        self.nested_before, self._nested_former = self.nested.read(), self.nested_after
+        self.values_before = self._attribute_values()
+        self.nested_before, self._nested_former = self.nested.read(), self._nested_after
         for number in self.find_moved_buffers():
             table, name = self.buffer_places[number]
             self._new_buffers[number] = table[name].detach().clone()
+
+    def _attribute_values(self) -> list[Any]:
+        self.find_attributes()
+        return [_copy_of(table.get(name, _MISSING)) for table, name in self.attribute_places]
 
     def _nested_values(self) -> Iterator[tuple[str, Any]]:
         """Yield what attributes contain beyond the containers that are exchanged themselves."""
@@ -251,26 +228,20 @@ class Exchange:
         self._buffer_marks = marks
         return self._moved_buffers
 
-    def accept_buffers(self, of_step: bool = True) -> None:
-        """Accept the present buffers.
-
-        Args:
-            of_step: whether a step of the user has changed them; else a session of shadows has.
-        """
-        if of_step or self._buffer_marks is not None:
-            self._buffer_marks = self._marks_of_buffers()
-        if of_step:
-            self._moved_buffers.clear()
+    def accept_buffers(self) -> None:
+        """Accept the present buffers: a step of the user has changed them."""
+        self._buffer_marks = self._marks_of_buffers()
+        self._moved_buffers.clear()
 
     def note_step(self) -> None:
         """Take notice of what a step of the user has changed inside of attributes."""
         self.accept_buffers()
         self.nested.note_changes()
-        self.nested_after = self.nested.read()
+        self._nested_after = self.nested.read()
 
     def forget_buffers(self) -> None:
         """Accept whatever buffers the next step finds: they are loaded on purpose."""
-        self._buffer_marks = self.nested_after = None
+        self._buffer_marks = self._nested_after = None
         self._moved_buffers.clear()
 
     def take_over_nested(self, values: dict[str, Any]) -> None:
@@ -319,35 +290,47 @@ class Exchange:
         values = (table.get(name) for table, name in self.attribute_places)
         return [v for v in values if not isinstance(v, FLAT) and is_generator(v)]
 
-    def new_state(self, with_attributes: bool = False) -> ShadowState:
-        """Return a copy of the user's present state.
-
-        Args:
-            with_attributes: whether attributes of modules keep their present values, too.
-        """
-        state = ShadowState(
-            self._clone_weights(),
-            [table[name].detach().clone() for table, name in self.buffer_places],
-            [_copy_of_entry(self.optimizer.state.get(p, {})) for p in self.tensors],
-            [{} for _ in self.optimizer.param_groups],
+    def present_state(self) -> ShadowState:
+        """Return the user's present state without copies, and without attributes."""
+        optimizer = self.optimizer
+        return ShadowState(
+            [_read(p) for p in self.tensors],
+            [table[name].data for table, name in self.buffer_places],
+            [dict(optimizer.state.get(p, {})) for p in self.tensors],
+            [
+                {key: group[key] for key in self.group_state_keys if key in group}
+                for group in optimizer.param_groups
+            ],
             generators=[generator_state(generator) for generator in self.generators()],
+            grads=[p.grad for p in self.tensors],
             objects=[copy.deepcopy(each.state_dict()) for each in self.objects],
-            others=copy.deepcopy(self.other_state()),
+            others=self._other_state(),
         )
+
+    def new_state(self, with_attributes: bool = False) -> ShadowState:
+        """Return a copy of the user's present state; without attributes, these follow the user."""
+        state = self.present_state()
+        state.weights, state.grads = self._clone_weights(), []
+        state.buffers = [buffer.clone() for buffer in state.buffers]
+        state.optimizer = [_copy_of_entry(entry) for entry in state.optimizer]
+        state.group_state = [{} for _ in state.group_state]
+        state.others = copy.deepcopy(state.others)
         if with_attributes:
-            self.find_attributes()
+            state.attributes = _exchanged(self._attribute_values())
             state.nested = self.nested.read()
-            for number, (table, name) in enumerate(self.attribute_places):
-                value = table.get(name)
-                if isinstance(value, Tensor):
-                    if value.grad_fn is None:
-                        state.attributes[number] = value.detach().clone()
-                elif not is_generator(value):
-                    contents = _contents(value)
-                    state.attributes[number] = value if contents is None else contents
         return state
 
-    def other_state(self) -> dict[Any, Any]:
+    def state_before(self, buffers: list[Tensor]) -> ShadowState:
+        """Return the state before a step whose forward passes are over, but not the step itself.
+
+        buffers: copies from before the first forward pass.
+        """
+        state = self.new_state()
+        state.buffers, state.nested = buffers, dict(self.nested_before or {})
+        state.attributes = _exchanged([_copy_of(value) for value in self.values_before or ()])
+        return state
+
+    def _other_state(self) -> dict[Any, Any]:
         """Return the optimiser's state that belongs to no exchanged parameter."""
         state = self.optimizer.state
         if len(state) <= len(self.tensors) and all(isinstance(key, Tensor) for key in state):
@@ -362,7 +345,7 @@ class Exchange:
         for p in self.tensors:
             address = self._shared.get(id(p))
             if address is None:
-                weights.append(_local(p).detach().clone())
+                weights.append(local(p).detach().clone())
                 continue
             if address not in clones:
                 flat = torch.empty(0, dtype=p.dtype, device=p.device)
@@ -396,7 +379,8 @@ class Exchange:
                 yield session
             finally:
                 session.restore()
-                self.accept_buffers(of_step=False)
+                if self._buffer_marks is not None:
+                    self._buffer_marks = self._marks_of_buffers()
 
     @contextmanager
     def modes(self, training: Sequence[bool] | None) -> Iterator[None]:
@@ -420,21 +404,6 @@ class Exchange:
         own = [generator_state(generator) for generator in self.generators()]
         return RandomState.current(device, torch_only), own
 
-    def state_before(self, buffers: list[Tensor]) -> ShadowState:
-        """Return the state before a step whose forward passes are over, but not the step itself.
-
-        Args:
-            buffers: copies from before the first forward pass.
-        """
-        state = self.new_state()
-        state.buffers = buffers
-        state.nested = dict(self.nested_before or {})
-        for number, value in enumerate(self.values_before or ()):
-            if value is not _MISSING and not is_generator(value):
-                if not isinstance(value, Tensor) or value.grad_fn is None:
-                    state.attributes[number] = value
-        return state
-
     def restore_random_state(self, state: tuple[RandomState, list[Any]]) -> None:
         """Set the generators to the states that `random_state` returned."""
         state[0].restore()
@@ -446,13 +415,10 @@ class Session:
     """The user's own state, kept aside while the states of shadows are in its place."""
 
     def __init__(self, exchange: Exchange) -> None:
-        self._exchange = exchange
+        self._exchange, optimizer = exchange, exchange.optimizer
         exchange.reshard()
-        optimizer = exchange.optimizer
-        self._data = [_read(p) for p in exchange.tensors]
-        self._grads = [p.grad for p in exchange.tensors]
+        self._user = exchange.present_state()
         self._buffers = [table[name] for table, name in exchange.buffer_places]
-        self._buffer_data = [buffer.data for buffer in self._buffers]
         self._optimizer_state = dict(optimizer.state)
         self._groups = [
             {key: value for key, value in group.items() if key != "params"}
@@ -471,8 +437,6 @@ class Session:
         self._nested_inserted = self._nested_before
         self._owners = [*exchange.modules, optimizer]
         self._counts = [len(vars(owner)) for owner in self._owners]
-        self._generators = [generator_state(g) for g in exchange.generators()]
-        self._objects = [copy.deepcopy(each.state_dict()) for each in exchange.objects]
         self._frozen = [(p.data_ptr(), version_of(p)) for p in exchange.frozen]
         self._clones: dict[int, tuple[Tensor, int]] = {}  # of tensors among the attributes
 
@@ -484,47 +448,55 @@ class Session:
     ) -> None:
         """Put the state of a shadow into the user's objects.
 
-        Args:
-            state: the shadow's.
-            settings: of the optimiser's groups during the user's step (rates, for instance).
-            with_gradients: whether the shadow has gradients of an earlier call.
+        settings: of the optimiser's groups during the user's step (rates, for instance);
+        with_gradients: whether the shadow has gradients of an earlier call.
         """
-        exchange, optimizer = self._exchange, self._exchange.optimizer
-        exchange.reshard()
+        exchange = self._exchange
         self._remove_new_attributes()
+        entries = zip(exchange.tensors, state.optimizer, strict=True)
         grads = state.grads if with_gradients and state.grads else [None] * len(exchange.tensors)
-        for p, data, grad in zip(exchange.tensors, state.weights, grads, strict=True):
-            p.grad = None
-            _write(p, data)
-            p.grad = grad
-        for buffer, (table, name), data in zip(
-            self._buffers, exchange.buffer_places, state.buffers, strict=True
-        ):
-            table[name] = buffer
-            buffer.data = data
-        optimizer.state.clear()
-        for p, entries in zip(exchange.tensors, state.optimizer, strict=True):
-            if entries:
-                optimizer.state[p] = entries
-        optimizer.state.update(state.others)
+        self._put(state, grads, {p: entry for p, entry in entries if entry} | state.others)
         if settings is not None:
-            for group, setting, own in zip(
-                optimizer.param_groups, settings, state.group_state, strict=True
-            ):
+            groups = exchange.optimizer.param_groups
+            for group, setting, own in zip(groups, settings, state.group_state, strict=True):
                 group.update(setting)
                 group.update(own)
         self._insert_attributes(state)
         if self.nested or state.nested:
             self._nested_inserted = self._nested_before | state.nested
             exchange.nested.write(self._nested_inserted)
-        for generator, own in zip(exchange.generators(), state.generators, strict=False):
+        self._put_generators(state)
+
+    def _put(
+        self,
+        state: ShadowState,
+        grads: Sequence[Tensor | None],
+        optimizer_state: Mapping[Any, dict[str, Any]],
+    ) -> None:
+        """Write weights, gradients, buffers and the optimiser's state."""
+        exchange = self._exchange
+        exchange.reshard()
+        for p, data, grad in zip(exchange.tensors, state.weights, grads, strict=True):
+            p.grad = None
+            _write(p, data)
+            p.grad = grad
+        places = zip(exchange.buffer_places, self._buffers, state.buffers, strict=True)
+        for (table, name), buffer, data in places:
+            table[name] = buffer
+            buffer.data = data
+        exchange.optimizer.state.clear()
+        exchange.optimizer.state.update(optimizer_state)
+
+    def _put_generators(self, state: ShadowState) -> None:
+        """Write the states of generators and of further objects, once attributes are in place."""
+        for generator, own in zip(self._exchange.generators(), state.generators, strict=False):
             set_generator(generator, own)
-        for each, own in zip(exchange.objects, state.objects, strict=True):
+        for each, own in zip(self._exchange.objects, state.objects, strict=True):
             each.load_state_dict(own)
 
     def protect_buffers(self) -> None:
         """Give the user's model copies of its buffers until the end of the session."""
-        for buffer, data in zip(self._buffers, self._buffer_data, strict=True):
+        for buffer, data in zip(self._buffers, self._user.buffers, strict=True):
             buffer.data = data.clone()
 
     def _insert_attributes(self, state: ShadowState) -> None:
@@ -534,7 +506,7 @@ class Session:
             if number in state.attributes:
                 own = state.attributes[number]
                 if self._contents[number] is not None and type(own) is type(value):
-                    _restore_contents(value, own)  # the user's container, with other contents
+                    refill(value, own)  # the user's container, with other contents
                 else:
                     table[name] = own
                     if isinstance(own, Tensor):
@@ -547,29 +519,20 @@ class Session:
                 table[name] = clone
             elif self._contents[number] is not None and type(start) is type(value):
                 table[name] = value
-                _restore_contents(value, start)
+                refill(value, start)
             elif table.get(name, _MISSING) is not start:
                 table[name] = start
 
     def collect(self, state: ShadowState, with_gradients: bool = False) -> None:
         """Read the state of a shadow back after its step."""
-        exchange, optimizer = self._exchange, self._exchange.optimizer
+        exchange = self._exchange
         exchange.reshard()
-        state.weights = [_read(p) if isinstance(p, DTensor) else p.data for p in exchange.tensors]
-        state.buffers = [table[name].data for table, name in exchange.buffer_places]
-        state.optimizer = [dict(optimizer.state.get(p, {})) for p in exchange.tensors]
-        state.group_state = [
-            {key: group[key] for key in exchange.group_state_keys if key in group}
-            for group in optimizer.param_groups
-        ]
-        if with_gradients:
-            state.grads = [p.grad for p in exchange.tensors]
         self._collect_attributes(state)
-        state.others = exchange.other_state()
         if self.nested:
             state.nested |= exchange.nested.changes(self._nested_inserted, exchange.nested.read())
-        state.generators = [generator_state(g) for g in exchange.generators()]
-        state.objects = [copy.deepcopy(each.state_dict()) for each in exchange.objects]
+        present = exchange.present_state()
+        for name in COLLECTED if with_gradients else COLLECTED[1:]:
+            setattr(state, name, getattr(present, name))
         for p, (pointer, version) in zip(exchange.frozen, self._frozen, strict=True):
             if p.data_ptr() != pointer or version_of(p) != version:
                 raise HeldinError(
@@ -599,61 +562,42 @@ class Session:
     def restore(self) -> None:
         """Put the user's state back."""
         exchange, optimizer = self._exchange, self._exchange.optimizer
-        exchange.reshard()
-        for p, data, grad in zip(exchange.tensors, self._data, self._grads, strict=True):
-            p.grad = None
-            _write(p, data)
-            p.grad = grad
-        for (table, name), buffer, data in zip(
-            exchange.buffer_places, self._buffers, self._buffer_data, strict=True
-        ):
-            table[name] = buffer
-            buffer.data = data
-        optimizer.state.clear()
-        optimizer.state.update(self._optimizer_state)
+        self._put(self._user, self._user.grads, self._optimizer_state)
         for group, values in zip(optimizer.param_groups, self._groups, strict=True):
             for key in [key for key in group if key != "params" and key not in values]:
                 del group[key]
             group.update(values)
-        for (table, name), value, contents in zip(
-            exchange.attribute_places, self._attributes, self._contents, strict=True
-        ):
+        places = zip(exchange.attribute_places, self._attributes, self._contents, strict=True)
+        for (table, name), value, contents in places:
             if value is _MISSING:
                 table.pop(name, None)
                 continue
             table[name] = value
             if contents is not None:
-                _restore_contents(value, contents)
+                refill(value, contents)
         self._remove_new_attributes()
         if self.nested:
             exchange.nested.write(self.nested)
             exchange.nested.read()  # the versions of its tensors
-        for generator, own in zip(exchange.generators(), self._generators, strict=True):
-            set_generator(generator, own)
-        for each, own in zip(exchange.objects, self._objects, strict=True):
-            each.load_state_dict(own)
+        self._put_generators(self._user)
 
     def difference(self, before: ShadowState) -> float:
         """Return how far the present state is from that which the user's step has left.
 
         Weights are compared relative to what the step changed, gradients and the optimiser's state
         relative to themselves. Differences of a few units in the last place do not count.
-
-        Args:
-            before: the state before the step.
         """
-        exchange, optimizer = self._exchange, self._exchange.optimizer
-        moved = _norm([a - b for a, b in zip(self._data, before.weights, strict=True)])
-        weights = [_read(p) for p in exchange.tensors]
+        exchange, user = self._exchange, self._user
+        moved = _norm([a - b for a, b in zip(user.weights, before.weights, strict=True)])
         pairs: list[tuple[list[Tensor], list[Tensor], float | None]]
-        pairs = [(weights, self._data, moved)]
-        grads = [(p.grad, g) for p, g in zip(exchange.tensors, self._grads, strict=True)]
+        pairs = [([_read(p) for p in exchange.tensors], user.weights, moved)]
+        grads = [(p.grad, g) for p, g in zip(exchange.tensors, user.grads, strict=True)]
         both = [(a, b) for a, b in grads if a is not None and b is not None]
         pairs.append(([a for a, _ in both], [b for _, b in both], None))
-        for p in exchange.tensors:
-            mine, user = optimizer.state.get(p) or {}, self._optimizer_state.get(p) or {}
-            names = [n for n, v in mine.items() if _is_number(v) and _is_number(user.get(n))]
-            pairs.append(([mine[n] for n in names], [user[n] for n in names], None))
+        for p, theirs in zip(exchange.tensors, user.optimizer, strict=True):
+            mine = exchange.optimizer.state.get(p) or {}
+            names = [n for n, v in mine.items() if _is_number(v) and _is_number(theirs.get(n))]
+            pairs.append(([mine[n] for n in names], [theirs[n] for n in names], None))
         worst = 0.0
         for one, other, size in pairs:
             alike = [(a.shape == b.shape) for a, b in zip(one, other, strict=True)]
@@ -689,14 +633,14 @@ def _copy_of_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _local(p: Tensor) -> Tensor:
+def local(p: Tensor) -> Tensor:
     """Return the shard of a sharded parameter that this rank has; any other as it is."""
     return p._local_tensor if isinstance(p, DTensor) else p
 
 
 def _read(p: Tensor) -> Tensor:
     """Return what `_write` puts back: the data, or a copy of a shard's contents."""
-    return _local(p).detach().clone() if isinstance(p, DTensor) else p.data
+    return local(p).detach().clone() if isinstance(p, DTensor) else p.data
 
 
 def _write(p: Tensor, data: Tensor) -> None:
@@ -706,7 +650,7 @@ def _write(p: Tensor, data: Tensor) -> None:
     """
     if isinstance(p, DTensor):
         with torch.no_grad():
-            _local(p).copy_(data)
+            local(p).copy_(data)
     else:
         p.data = data
 
@@ -722,7 +666,7 @@ def _shared_storages(tensors: Sequence[Tensor]) -> dict[int, int]:
 
 def _norm(tensors: Sequence[Tensor]) -> float:
     """Return the norm of tensors jointly; nan counts as nothing."""
-    dense = (t.to_dense() if t.is_sparse else _local(t).detach() for t in tensors)
+    dense = (t.to_dense() if t.is_sparse else local(t).detach() for t in tensors)
     total = sum(float(t.abs().double().nan_to_num().square().sum()) for t in dense)
     return float(total**0.5)
 
@@ -758,14 +702,15 @@ def _same_contents(one: Any, other: Any) -> bool:
     return all(a is b for a, b in zip(one, other, strict=True))
 
 
-def _restore_contents(value: Any, contents: Any) -> None:
-    if _same_contents(value, contents):
-        return
-    value.clear()
-    if isinstance(value, (dict, set)):
-        value.update(contents)
-    else:
-        value.extend(contents)
+def _exchanged(values: Sequence[Any]) -> dict[int, Any]:
+    """Return values of attributes by place, but not what other parts of a state hold."""
+    return {
+        number: value
+        for number, value in enumerate(values)
+        if value is not _MISSING
+        and not is_generator(value)
+        and not (isinstance(value, Tensor) and value.grad_fn is not None)
+    }
 
 
 def _same(one: Any, other: Any) -> bool:

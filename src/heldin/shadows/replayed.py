@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -28,14 +28,14 @@ from heldin.loop.randomness import (
 from heldin.loop.rows import RowSource
 from heldin.state.schema import check_schema
 
-from .exchange import Exchange, Session, ShadowState, group_settings
+from .exchange import Exchange, Session, ShadowState, group_settings, has_evaluation_mode
 from .frozen import FrozenOutputs
 from .held_out import BatchLoss, FrameworkLoss, HeldOut, as_number
 from .labels import visible
 from .light import RowDraw, level_rows
 from .outputs import OutputRecipe
 from .plain_step import restored_at_calls
-from .step_check import StepCheck
+from .step_check import StepCheck, StepRecord, scaled
 from .variables import Variables
 
 __all__ = [
@@ -73,13 +73,16 @@ REPEATS = 6  # calls of the user's function that are compared with its first one
 EVALUATION = -3  # number of the random stream of evaluations
 
 
+class _SingleRow(Exception):
+    """Raised where a batch normalisation cannot be trained on a single row."""
+
+
 class ReplayedShadows:
     """K shadows, whose weights, buffers and optimiser states take turns in the user's objects.
 
     Args:
         owner: the public name of the rule, for errors.
-        model: the user's model.
-        optimizer: the user's optimiser.
+        model, optimizer: the user's.
         source: the rows that are trained on.
         view: the rows as they are evaluated.
         labels: (n,) the shadow that is tested on a row; -1: none.
@@ -95,20 +98,10 @@ class ReplayedShadows:
         in_time: whether shadows see the past only, see `visible`.
         evaluated: a module in `state`, such as an average of the weights, that is evaluated in
             place of the model.
-
-    Attributes:
-        engine: "replay".
-        copies: number of shadows.
-        held: number of rows evaluated at a check.
-        same_loss: see `HeldOut`.
-        inside: false; the model is never one of the shadows.
-        check: compares the loop's steps with those that are replayed.
-        draw: draws the rows of light shadows.
-        frozen: outputs of frozen modules, which are computed once for all shadows.
-        level_count: number of rows that `levels` evaluates.
     """
 
-    engine, inside, takes_batches = "replay", False, True
+    engine, takes_batches = "replay", True  # batches can be announced, not row numbers only
+    inside = False  # whether the model is one of the shadows
 
     def __init__(
         self,
@@ -142,7 +135,17 @@ class ReplayedShadows:
         self._exchange = Exchange(model, optimizer, state, owner)
         self._device = next(iter(self._exchange.trained.values())).device
         self.shadows = [self._exchange.new_state() for _ in range(self.copies)]
-        self.check = self._make_check()
+        self._relaxed = isinstance(loss, FrameworkLoss) or ranks is not None
+        self.check = StepCheck(
+            owner,
+            self._exchange,
+            self._device,
+            relaxed=self._relaxed,
+            watches_gradients=not self._relaxed and clip is None,
+            recorder=source.recorder,
+            ranks=ranks,
+            seed=seed,
+        )
         self._normalises = any(isinstance(m, BatchNorm) for m in model.modules())
         self._least = 2 if self._normalises and ranks is not None else 1
         self._sharded = bool(fully_sharded(model))
@@ -157,6 +160,7 @@ class ReplayedShadows:
         self._total = torch.zeros((), dtype=torch.float64, device=self._device)
         self._session: Session | None = None
         exchanged = {id(p) for p in self._exchange.tensors}
+        # outputs of frozen modules, which are computed once for all shadows
         self.frozen = FrozenOutputs(model, exchanged, memory if ranks is None else 0)
         with self._evaluations():
             self._held_out = HeldOut(
@@ -184,31 +188,7 @@ class ReplayedShadows:
                 view.close()
                 raise LossIsSum(LIGHT_SUM)
             self._level_rows = level_rows(self.label, self._held_out.bad_rows, in_time)
-        self.level_count = sum(len(each) for each in self._level_rows)
-
-    def _make_check(self) -> StepCheck:
-        """Return what compares the loop's steps with those that are replayed."""
-        recorder, ranks, device = self._source.recorder, self._ranks, self._device
-        relaxed = isinstance(self._loss, FrameworkLoss) or ranks is not None
-        options: dict[str, Any] = {}
-        if recorder is not None and ranks is None:
-            options["is_new_kind"] = recorder.take_new_size
-            options["shares_storage"] = recorder.shares_storage
-        if ranks is not None:
-            options["largest"] = lambda error: float(ranks.largest(error, device))
-        check = StepCheck(
-            self._owner,
-            self._exchange,
-            device,
-            relaxed=relaxed,
-            watches_gradients=not relaxed and self._clip is None,
-            swaps_weights=has_evaluation_mode(self._exchange.optimizer),
-            seed=self._seed,
-            **options,
-        )
-        if recorder is not None:
-            recorder.record_random_state(lambda: check.due or recorder.has_new_size)
-        return check
+        self.level_count = sum(len(each) for each in self._level_rows)  # rows in `levels`
 
     # -- training
 
@@ -248,7 +228,7 @@ class ReplayedShadows:
             if record is not None:
                 self._verify(step, record, session, batches)
             for number, shadow in enumerate(self.shadows):
-                with self._random_stream(self._steps, number):
+                with self._random_stream(self._steps, number), suppress(_SingleRow):
                     self._replay(session, shadow, number, step, batches)
         self.frozen.forget()
         self.check.renew_versions()
@@ -258,13 +238,8 @@ class ReplayedShadows:
     def train_on(self, batch: Any, index: Tensor | None, number: int) -> tuple[Any, int]:
         """Call the user's function for the model and for every shadow.
 
-        Args:
-            batch: of the loop.
-            index: numbers of its rows, if they are given.
-            number: of steps so far.
-
-        Returns:
-            What the function returned for the model, and the number of rows.
+        index: numbers of the rows, if they are given; number: of steps so far. Returns what the
+        function returned for the model, and the number of rows.
         """
         assert self._train_step is not None
         self.check.check_weights()
@@ -302,7 +277,7 @@ class ReplayedShadows:
                 for shadow_number, shadow in enumerate(self.shadows):
                     inserted = before | shadow.variables
                     variables.write(inserted)
-                    with self._random_stream(self._steps, shadow_number):
+                    with self._random_stream(self._steps, shadow_number), suppress(_SingleRow):
                         self._replay_function(session, shadow, shadow_number, record, settings)
                     shadow.variables |= variables.changes(inserted, variables.read())
             finally:
@@ -455,32 +430,42 @@ class ReplayedShadows:
             weight = rows * self._ranks.size / all_rows  # DistributedDataParallel takes the mean
             if not parts:  # all ranks take part in every pass
                 parts = [(to_device(self._source.whole(batch), self._device), 0)]
-        trained = list(self._exchange.trained.values())
-        for place, (part, rows) in enumerate(parts):
-            alone = self._normalises and rows == 1
-            before = [buffer.clone() for buffer in shadow.buffers] if alone or not rows else []
+        if not parts:
+            return
+        ((part, rows),) = parts
+        before = [] if rows else [buffer.clone() for buffer in shadow.buffers]
+        with (
+            self._refusing_single_rows(shadow, parts),
+            torch.enable_grad(),
+            scaled_gradients(self._exchange.trained.values(), weight),
+            self.frozen.for_part(0),
+        ):
             session.insert(shadow, settings, with_gradients=True)
-            try:
-                with (
-                    torch.enable_grad(),
-                    scaled_gradients(trained, weight),
-                    self.frozen.for_part(place),
-                ):
-                    loss = self._train_step(part)
-            except ValueError as error:
-                if not alone or "more than 1 value per channel" not in str(error):
-                    raise
-                shadow.buffers = before
-                return
-            session.collect(shadow, with_gradients=True)
-            if not rows:
-                shadow.buffers = before
-            if self._ranks is not None:
-                shadow.grads = [None if g is None else g.clone() for g in shadow.grads]
-                self._ranks.copy_first(shadow.buffers)
-            if rows and isinstance(loss, (Tensor, float)) and torch.as_tensor(loss).numel() == 1:
-                self._total += torch.as_tensor(loss).detach().double().to(self._device) * rows
-                self._rows += rows
+            loss = self._train_step(part)
+        session.collect(shadow, with_gradients=True)
+        if not rows:
+            shadow.buffers = before
+        if self._ranks is not None:
+            shadow.grads = [None if g is None else g.clone() for g in shadow.grads]
+            self._ranks.copy_first(shadow.buffers)
+        if rows and isinstance(loss, (Tensor, float)) and torch.as_tensor(loss).numel() == 1:
+            self._total += torch.as_tensor(loss).detach().double().to(self._device) * rows
+            self._rows += rows
+
+    @contextmanager
+    def _refusing_single_rows(
+        self, shadow: ShadowState, parts: Sequence[tuple[Any, int]]
+    ) -> Iterator[None]:
+        """Leave a shadow as it was if a batch normalisation refuses to train on one row."""
+        alone = self._normalises and any(count == 1 for _, count in parts)
+        before = [buffer.clone() for buffer in shadow.buffers] if alone else []
+        try:
+            yield
+        except ValueError as error:
+            if not alone or "more than 1 value per channel" not in str(error):
+                raise
+            shadow.buffers = before
+            raise _SingleRow from error
 
     def _replay(
         self,
@@ -501,16 +486,9 @@ class ReplayedShadows:
             parts = [(to_device(batch, self._device), 0) for batch in whole]
             weights = [0.0 for _ in parts]
             own_buffers = [buffer.clone() for buffer in shadow.buffers]
-        alone = self._normalises and any(count == 1 for _, count in parts)
-        before = [buffer.clone() for buffer in shadow.buffers] if alone else []
-        session.insert(shadow, step.settings)
-        try:
-            total = self._take_step(step.with_closure, parts, weights, shadow=shadow, step=step)
-        except ValueError as error:
-            if not alone or "more than 1 value per channel" not in str(error):
-                raise
-            shadow.buffers = before  # a batch normalisation cannot be trained on one row
-            return
+        with self._refusing_single_rows(shadow, parts):
+            session.insert(shadow, step.settings)
+            total = self._take_step(shadow, step, parts, weights)
         session.collect(shadow)
         if idle:
             shadow.buffers = own_buffers
@@ -557,7 +535,7 @@ class ReplayedShadows:
         sums = self._held_out.kind == "sum"
         loss = self._loss if isinstance(self._loss, FrameworkLoss) else FrameworkLoss()
         shares = loss.shares(batches) if batches else None
-        known = None if self.check.relaxed else self.check.factor_for(len(sizes))
+        known = None if self._relaxed else self.check.factor_for(len(sizes))
         if shares is not None:
             weights = [float(share) for share in shares]
         elif known is None:
@@ -578,14 +556,13 @@ class ReplayedShadows:
 
     def _take_step(
         self,
-        with_closure: bool,
+        shadow: ShadowState,
+        step: OptimizerStep,
         parts: Sequence[tuple[Any, int]],
         weights: Sequence[float],
         before_part: Callable[[int], None] = lambda number: None,
-        shadow: ShadowState | None = None,
-        step: OptimizerStep | None = None,
     ) -> Tensor:
-        """Take the plain step with whatever state is in the user's objects; return the loss.
+        """Take the plain step of a shadow whose state is in the user's objects; return the loss.
 
         Where the loop sets gradients to zero, parameters that the batch does not reach have zeros,
         once they were reached.
@@ -595,15 +572,14 @@ class ReplayedShadows:
         def closure() -> Tensor:
             return self._compute_gradients(parts, weights, before_part)
 
-        if with_closure:
+        if step.with_closure:
             return torch.as_tensor(optimizer.step(closure)).detach()  # type: ignore[arg-type]
         total = closure()
-        if shadow is not None and step is not None:
-            for p in self._exchange.trained.values():
-                if p.grad is not None:
-                    shadow.reached.add(id(p))
-                elif id(p) in shadow.reached & step.zeroed:
-                    p.grad = torch.zeros_like(p)
+        for p in self._exchange.trained.values():
+            if p.grad is not None:
+                shadow.reached.add(id(p))
+            elif id(p) in shadow.reached & step.zeroed:
+                p.grad = torch.zeros_like(p)
         optimizer.step()
         return total
 
@@ -655,60 +631,68 @@ class ReplayedShadows:
     # -- the check of the loop's step
 
     def _verify(
-        self, step: OptimizerStep, record: Any, session: Session, batches: Sequence[LoaderBatch]
+        self,
+        step: OptimizerStep,
+        record: StepRecord,
+        session: Session,
+        batches: Sequence[LoaderBatch],
     ) -> None:
+        """Compare the loop's step with that which is replayed."""
         self.frozen.select([], compares=False)
-        parts = [
-            (to_device(self._source.whole(batch), self._device), len(batch.rows))
-            for batch in batches
-        ]
-        rows = sum(count for _, count in parts)
+        trained = list(self._exchange.trained.values())
+        sizes = [len(batch.rows) for batch in batches]
+        whole = [to_device(self._source.whole(batch), self._device) for batch in batches]
+        parts = list(zip(whole, sizes, strict=True))
+        known = self.check.factor_for(len(parts))
 
         def before_part(number: int) -> None:
             state = batches[number].random_state
             if state is not None:
                 state.restore()
 
-        def gradients() -> tuple[list[Tensor | None], list[Tensor | None] | None]:
-            trained = list(self._exchange.trained.values())
-            if self.check.relaxed:
-                weights, _, _ = self._weights(parts, [len(batch.rows) for batch in batches])
+        def candidates() -> dict[float | None, list[Tensor | None]]:
+            grads: dict[float | None, list[Tensor | None]] = {}
+            if self._relaxed:
+                weights, _, _ = self._weights(parts, sizes)
                 self._compute_gradients(parts, weights, before_part, clips=False)
-                return [p.grad for p in trained], None
-            plain: list[Tensor | None] = [None] * len(trained)
-            by_rows: list[Tensor | None] = [None] * len(trained)
-            for number, part in enumerate(parts):
-                before_part(number)
-                self._compute_gradients([part], [1.0], clips=False)
-                for i, p in enumerate(trained):
-                    plain[i] = _sum(plain[i], p.grad, 1.0)
-                    by_rows[i] = _sum(by_rows[i], p.grad, part[1] / rows)
-            return plain, by_rows if len(parts) > 1 else None
-
-        def clip(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-            trained = list(self._exchange.trained.values())
-            for p, grad in zip(trained, grads, strict=True):
-                p.grad = None if grad is None else grad.clone()
-            self._clip_gradients()
-            return [p.grad for p in trained]
+                grads[1.0] = [p.grad for p in trained]
+            else:
+                plain: list[Tensor | None] = [None] * len(trained)
+                by_rows: list[Tensor | None] = [None] * len(trained)
+                for number, part in enumerate(parts):
+                    before_part(number)
+                    self._compute_gradients([part], [1.0], clips=False)
+                    for i, p in enumerate(trained):
+                        plain[i] = _sum(plain[i], p.grad, 1.0)
+                        by_rows[i] = _sum(by_rows[i], p.grad, part[1] / sum(sizes))
+                grads[1.0] = plain
+                if len(parts) > 1:
+                    grads[1.0 / len(parts)] = scaled(plain, 1.0 / len(parts))
+                    grads[None] = by_rows
+                if known is not None and known != 1.0:
+                    grads[known] = scaled(plain, known)
+            return {key: self._clipped(values) for key, values in grads.items()}
 
         def take_step() -> None:
-            weights = [1.0 for _ in parts]
-            if self.check.relaxed:
-                weights, _, _ = self._weights(parts, [len(batch.rows) for batch in batches])
-            self._take_step(True, parts, weights, before_part)
+            weights = self._weights(parts, sizes)[0] if self._relaxed else [1.0 for _ in parts]
+            self._take_step(record.state, step, parts, weights, before_part)
 
         with self._random_stream(-1, 0), restored_at_calls(self._exchange, self._model, step):
-            self.check.verify(
-                step.number,
-                record,
-                session,
-                step.settings,
-                gradients,
-                take_step,
-                len(parts),
-                None if self._clip is None else clip,
+            factor = self.check.verify(
+                step.number, record, session, step.settings, candidates, take_step, known
             )
+        if not self._relaxed and not record.with_closure:
+            self.check.factors[len(parts)] = factor
+
+    def _clipped(self, grads: list[Tensor | None]) -> list[Tensor | None]:
+        """Return gradients as the loop would clip them."""
+        if self._clip is None:
+            return grads
+        trained = list(self._exchange.trained.values())
+        for p, grad in zip(trained, grads, strict=True):
+            p.grad = None if grad is None else grad.clone()
+        self._clip_gradients()
+        return [p.grad for p in trained]
 
     # -- contexts
 
@@ -820,19 +804,18 @@ class ReplayedShadows:
 
     def members(self) -> list[dict[str, Tensor]]:
         """Return copies of the trained weights and the buffers of every shadow, by name."""
+        trained = {name for name, p in self._model.named_parameters() if p.requires_grad}
         states = []
         with self._evaluations():
             for number in range(self.copies):
                 with self._inserted(number):
-                    states.append(self._trained_state())
+                    weights = self._evaluated.named_parameters()
+                    values = {name: p for name, p in weights if name in trained}
+                    values |= dict(self._evaluated.named_buffers())  # type: ignore[arg-type]
+                    states.append(
+                        {n: value.detach().to("cpu", copy=True) for n, value in values.items()}
+                    )
         return states
-
-    def _trained_state(self) -> dict[str, Tensor]:
-        """Return copies of the evaluated weights that are trained, and of the buffers."""
-        names = {name for name, p in self._model.named_parameters() if p.requires_grad}
-        state = {name: p for name, p in self._evaluated.named_parameters() if name in names}
-        values = {**state, **dict(self._evaluated.named_buffers())}
-        return {name: value.detach().to("cpu", copy=True) for name, value in values.items()}
 
     @contextmanager
     def evaluated_weights(self) -> Iterator[None]:
@@ -963,7 +946,8 @@ class ReplayedShadows:
         elif self._start is not None:
             _load_saved(self._start, state["start"][0])
         self._exchange.group_state_keys = set(state["group_state_keys"])
-        self.check.resume({n: None if f != f else f for n, f in state["factors"].items()})
+        self.check.factors = {n: None if f != f else f for n, f in state["factors"].items()}
+        self.check.resume()
         self.draw = RowDraw(state["row_share"], self._seed)
         self._steps, self._rows = state["steps"], int(state["losses"][1])
         self._total.fill_(state["losses"][0])
@@ -1009,13 +993,6 @@ def release(closed: object) -> None:
 
 def _versions_of(module: nn.Module) -> list[tuple[int, int]]:
     return [(p.data_ptr(), version_of(p)) for p in module.parameters()]
-
-
-def has_evaluation_mode(optimizer: Optimizer) -> bool:
-    """Return whether an optimiser keeps other weights for evaluation (schedule-free ones do)."""
-    return callable(getattr(optimizer, "eval", None)) and callable(
-        getattr(optimizer, "train", None)
-    )
 
 
 def _add_gradients(loss: Tensor, trained: Sequence[nn.Parameter]) -> None:

@@ -22,11 +22,12 @@ from heldin._private_torch import versions_of
 from heldin.errors import HeldinError, more, way_out
 from heldin.loop.changes import checksums, marks_of
 from heldin.loop.events import ModelCall
+from heldin.loop.loaders import LoaderRecorder
 from heldin.loop.randomness import mixed_seed
 
-from .exchange import Exchange, Session, ShadowState, _local, group_settings
+from .exchange import Exchange, Session, ShadowState, group_settings, has_evaluation_mode, local
 
-__all__ = ["WAY_OUT", "StepCheck", "StepRecord"]
+__all__ = ["StepCheck", "StepRecord", "scaled"]
 
 WAY_OUT = (
     "pass the loop's own step, heldin.EarlyStopping(..., train_step=function), and call "
@@ -43,38 +44,20 @@ COARSE = 2e-2  # for gradients of lower precision
 
 @dataclass(eq=False)
 class StepRecord:
-    """What a step of the loop started from, and the gradient that it used.
+    """What a step of the loop started from, and the gradient that it used."""
 
-    Attributes:
-        state: weights, buffers and optimiser state before the first call of the model.
-        grads: copies of the gradients that the optimiser used.
-        with_closure: whether a closure computed them inside the step.
-    """
-
-    state: ShadowState
-    grads: list[Tensor | None]
-    with_closure: bool
+    state: ShadowState  # before the first call of the model
+    grads: list[Tensor | None]  # copies of those that the optimiser used
+    with_closure: bool  # whether a closure computed them inside the step
 
 
 class StepCheck:
     """Records the steps to be checked, and compares them with the plain step.
 
-    Args:
-        owner: the public name of the rule, for errors.
-        exchange: of the model and the optimiser.
-        device: of the model.
-        relaxed: whether the factor of a loss is known, as frameworks and ranks have their own.
-        watches_gradients: whether changes between the backward pass and the step are refused.
-        swaps_weights: whether the optimiser has an evaluation mode (schedule-free ones do).
-        is_new_kind: returns whether the coming step is on a new kind of batch, to be checked, too.
-        largest: returns the largest number of all ranks, as none may raise alone.
-        shares_storage: returns whether tensors of a call are those that the loader returned.
-        seed: of the random steps that are checked.
-
-    Attributes:
-        factors: by which the loop multiplies the loss of each micro-batch, by the number of
-            micro-batches in a step; None: it weights them by their rows.
-        differences: relative differences of gradients, by step.
+    relaxed: whether the factor of a loss is known, as frameworks and ranks have their own;
+    watches_gradients: whether changes between the backward pass and the step are refused; recorder:
+    of the loop's loader, whose new kinds of batches are checked, too; ranks: none may raise alone;
+    seed: of the random steps that are checked.
     """
 
     def __init__(
@@ -85,18 +68,20 @@ class StepCheck:
         *,
         relaxed: bool = False,
         watches_gradients: bool = False,
-        swaps_weights: bool = False,
-        is_new_kind: Callable[[], bool] = lambda: False,
-        largest: Callable[[float], float] = float,
-        shares_storage: Callable[[Sequence[Tensor]], bool] = lambda tensors: True,
+        recorder: LoaderRecorder | None = None,
+        ranks: Any = None,
         seed: int = 0,
     ) -> None:
         self._owner, self._exchange, self._device = owner, exchange, device
-        self.relaxed, self._watches_gradients = relaxed, watches_gradients
-        self._swaps_weights, self._is_new_kind, self.largest = swaps_weights, is_new_kind, largest
+        self._watches_gradients, self._ranks, self._seed = watches_gradients, ranks, seed
+        self._swaps_weights = has_evaluation_mode(exchange.optimizer)
+        self._recorder = None if ranks is not None else recorder
+        if recorder is not None:
+            recorder.record_random_state(lambda: self.due or recorder.has_new_size)
+        # by which the loop multiplies the loss of each micro-batch, by the number of micro-batches
+        # in a step; None: it weights them by their rows
         self.factors: dict[int, float | None] = {}
-        self.differences: dict[int, float] = {}
-        self._shares_storage, self._seed = shares_storage, seed
+        self.differences: dict[int, float] = {}  # relative ones of gradients, by step
         self._kinds: set[tuple[int, int, bool]] = set()  # of steps that were checked
         self._buffers: list[Tensor] | None = None  # before the first call of the step
         self._every_step = self._resumed = False
@@ -134,7 +119,7 @@ class StepCheck:
             if self._steps == 0:
                 self.check_weights()
             self._called = True
-            self._new_kind = self._is_new_kind()
+            self._new_kind = self._recorder is not None and self._recorder.take_new_size()
             exchange.note_attributes()
             if self._looks_back and not self.due:
                 buffers = (table[name] for table, name in exchange.buffer_places)
@@ -154,12 +139,9 @@ class StepCheck:
     ) -> None:
         """Record the gradient of a step to be checked.
 
-        Args:
-            with_closure: whether the step has a closure.
-            gradients_changed: whether the loop changed gradients after its backward pass. If that
-                has no effect at a step that is checked (clipping of a small norm), all steps are.
-            calls: of the model that are in the step.
-            passes: number of backward passes through these calls.
+        The calls of the model are those in the step, and `passes` go through them. Where the loop
+        changes gradients after its backward pass, and that has no effect at a step that is checked
+        (clipping of a small norm), all steps are checked.
         """
         self.check_weights()
         self.check_optimizer()
@@ -174,7 +156,9 @@ class StepCheck:
                     + f" {more('another-training-step')}"
                 )
             self._every_step = True
-        kind = (len(calls), passes, all(self._shares_storage(call.tensors) for call in calls))
+        recorder = self._recorder
+        from_loader = recorder is None or all(recorder.shares_storage(c.tensors) for c in calls)
+        kind = (len(calls), passes, from_loader)
         is_new = self._looks_back and kind not in self._kinds
         if not self.due and not (is_new and self._buffers is not None):
             return
@@ -229,7 +213,7 @@ class StepCheck:
     def _looked_at(self) -> list[Tensor]:
         """Return the weights whose contents are compared before the coming step."""
         if self._looks_at_all:
-            return [_local(p).detach() for p in self._trained]
+            return [local(p).detach() for p in self._trained]
         return [_sample(p) for p in self._trained] if self._samples else []
 
     def _values_of_state(self) -> list[Any]:
@@ -240,22 +224,16 @@ class StepCheck:
 
     def _sums_of_state(self) -> Tensor:
         values = [v for v in self._values_of_state() if isinstance(v, Tensor)]
-        return checksums([_local(v).detach() for v in values if v.is_floating_point()])
+        return checksums([local(v).detach() for v in values if v.is_floating_point()])
 
     def forget(self) -> None:
         """Accept whatever the next step finds: weights or a state were put in on purpose."""
         self._versions = self._sums = self._marks = None
         self._exchange.forget_buffers()
 
-    def resume(self, factors: Mapping[int, float | None] | None = None) -> None:
-        """Accept a state that an earlier part of the run has left.
-
-        Args:
-            factors: see `factors`; None: as they are.
-        """
+    def resume(self) -> None:
+        """Accept a state that an earlier part of the run has left."""
         self._resumed = True
-        if factors is not None:
-            self.factors = dict(factors)
         self.forget()
 
     def count_step(self) -> None:
@@ -264,11 +242,7 @@ class StepCheck:
         self.renew()
 
     def check_weights(self, contents: bool = True) -> None:
-        """Refuse weights that changed since the last step of the optimiser.
-
-        Args:
-            contents: whether to look for changes through `.data`, too.
-        """
+        """Refuse weights that changed since the last step; `contents`: also through `.data`."""
         if self._versions is None:
             return
         changed = not self._swaps_weights and self._versions != versions_of(self._trained)
@@ -329,44 +303,25 @@ class StepCheck:
         record: StepRecord,
         session: Session,
         settings: Sequence[Mapping[str, Any]],
-        gradients: Callable[[], tuple[list[Tensor | None], list[Tensor | None] | None]],
-        take_step: Callable[[], None],
-        micro_batches: int,
-        clip: Callable[[Sequence[Tensor | None]], list[Tensor | None]] | None = None,
-    ) -> None:
+        candidates: Callable[[], Mapping[Any, Sequence[Tensor | None]]],
+        take_step: Callable[[], Any],
+        known: Any = 1.0,
+    ) -> Any:
         """Compare a step of the loop with the plain step; raise HeldinError if they differ.
 
-        Args:
-            number: of the step.
-            record: of the step.
-            session: in which the user's state is kept aside.
-            settings: of the optimiser's groups before the step.
-            gradients: computes the plain gradient: the sum over micro-batches, and the sum weighted
-                by their rows, if there are several.
-            take_step: takes the plain step with a closure, which leaves its gradient in `.grad`.
-            micro_batches: number of batches in the step.
-            clip: clips a gradient as the loop does.
+        settings: of the optimiser's groups before the step; candidates: computes gradients of plain
+        steps, by the factor of the loss; take_step: takes a plain step with a closure, which leaves
+        its gradient in `.grad`. Returns the factor that agrees best, `known` if it is as good.
         """
         session.insert(record.state, settings)
-        if record.with_closure:
-            take_step()
-            self._compare(number, record.grads, {1.0: self._gradients()})
-            return
-        plain, by_rows = gradients()
-        candidates: dict[float | None, Sequence[Tensor | None]] = {1.0: plain}
-        if not self.relaxed:
-            if by_rows is not None:
-                candidates[1.0 / micro_batches] = _scaled(plain, 1.0 / micro_batches)
-                candidates[None] = by_rows
-            known = self.factor_for(micro_batches)
-            if known is not None and known != 1.0:
-                candidates[known] = _scaled(plain, known)
-        if clip is not None:
-            candidates = {key: clip(values) for key, values in candidates.items()}
-        known = self.factor_for(micro_batches)
-        factor = self._compare(number, record.grads, candidates, known)
-        if not self.relaxed:
-            self.factors[micro_batches] = factor
+        if not record.with_closure:
+            return self._compare(number, record.grads, candidates(), known)
+        take_step()
+        return self._compare(number, record.grads, {known: self._gradients()}, known)
+
+    def largest(self, error: float) -> float:
+        """Return the largest number of all ranks."""
+        return error if self._ranks is None else float(self._ranks.largest(error, self._device))
 
     def factor_for(self, micro_batches: int) -> float | None:
         """Return the factor of the loss of each of a number of micro-batches; None: by their rows.
@@ -395,7 +350,7 @@ class StepCheck:
         number: int,
         actual: Sequence[Tensor | None],
         candidates: Mapping[Any, Sequence[Tensor | None]],
-        known: float | None = 1.0,
+        known: Any,
     ) -> Any:
         """Return the candidate that agrees with the loop's gradient best."""
         errors = {
@@ -433,7 +388,7 @@ class StepCheck:
 
 
 def _copy_of_gradient(p: Tensor) -> Tensor | None:
-    return None if p.grad is None else _local(p.grad).detach().clone()
+    return None if p.grad is None else local(p.grad).detach().clone()
 
 
 def is_checked(number: int, seed: int) -> bool:
@@ -450,7 +405,7 @@ def is_checked(number: int, seed: int) -> bool:
 
 def _sample(p: Tensor) -> Tensor:
     """Return some elements of a tensor, in even and in odd places."""
-    flat = _local(p).detach()
+    flat = local(p).detach()
     flat = flat.view(-1) if flat.is_contiguous() else flat[0].reshape(-1)
     return flat[:: len(flat) // SAMPLE | 1]
 
@@ -461,7 +416,7 @@ def _has_stepped(optimizer: Optimizer, trained: Sequence[Tensor]) -> bool:
         if "step" in entries:
             if float(entries["step"]) > 0:
                 return True
-        elif any(isinstance(v, Tensor) and bool(_local(v).any()) for v in entries.values()):
+        elif any(isinstance(v, Tensor) and bool(local(v).any()) for v in entries.values()):
             return True
     return False
 
@@ -470,10 +425,11 @@ def _whole(tensor: Tensor | None) -> Tensor | None:
     """Return a gradient as a plain tensor: dense, or the part of this rank."""
     if tensor is None:
         return None
-    return tensor.to_dense() if tensor.is_sparse else _local(tensor)
+    return tensor.to_dense() if tensor.is_sparse else local(tensor)
 
 
-def _scaled(tensors: Sequence[Tensor | None], factor: float) -> list[Tensor | None]:
+def scaled(tensors: Sequence[Tensor | None], factor: float) -> list[Tensor | None]:
+    """Return gradients times a factor."""
     return [None if t is None else t * factor for t in tensors]
 
 
@@ -506,4 +462,4 @@ def _best_scale(actual: Sequence[Tensor | None], expected: Sequence[Tensor | Non
     if square == 0:
         return None
     scale = product / square
-    return scale if _difference(actual, _scaled(expected, scale)) < 1e-3 else None
+    return scale if _difference(actual, scaled(expected, scale)) < 1e-3 else None

@@ -86,19 +86,8 @@ class _Kept:
         elif isinstance(contents, int):
             while len(owner) > contents:
                 owner.pop()
-        elif _same_contents(owner, contents):
-            pass
-        elif isinstance(owner, Tensor):
-            with torch.no_grad():
-                owner.detach().copy_(contents)
-        elif _is_array(owner):
-            owner[...] = contents
         else:
-            owner.clear()
-            if isinstance(owner, (dict, set)):
-                owner.update(contents)
-            else:
-                owner.extend(contents)
+            refill(owner, contents)
 
     def is_same(self, other: Any) -> bool:
         """Return whether another one has the same owner and contents."""
@@ -453,6 +442,20 @@ class Variables:
             is_state = isinstance(here.contents, _State)
             values[name] = _Kept(here.owner, _State(value) if is_state else value)
         return values
+
+
+def refill(owner: Any, contents: Any) -> None:
+    """Give a container, a tensor or an array the contents of another one."""
+    if _same_contents(owner, contents):
+        return
+    if isinstance(owner, Tensor):
+        with torch.no_grad():
+            owner.detach().copy_(contents)
+    elif _is_array(owner):
+        owner[...] = contents
+    else:
+        owner.clear()
+        owner.update(contents) if isinstance(owner, (dict, set)) else owner.extend(contents)
 
 
 def _fingerprint(value: Any) -> Any:
