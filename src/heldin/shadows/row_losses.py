@@ -35,13 +35,6 @@ class RowLossRecorder(TorchFunctionMode):
 
     A loss of a batch that ends in one of them then comes with the losses of its rows. Others leave
     nothing behind, or something of another mean; the caller compares the means.
-
-    >>> import torch
-    >>> outputs, targets = torch.tensor([[1.0], [3.0]]), torch.zeros(2, 1)
-    >>> with RowLossRecorder() as rows:
-    ...     loss = F.mse_loss(outputs, targets)
-    >>> loss, rows.of(2)
-    (tensor(5.), tensor([1., 9.]))
     """
 
     def __init__(self) -> None:
