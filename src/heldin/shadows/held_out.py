@@ -84,26 +84,16 @@ class FrameworkLoss:
 class HeldOut:
     """Rows that shadows must not see, in batches of the loader's own kind.
 
-    Args:
-        view: the rows as they are evaluated.
-        labels: (n,) the shadow that must not see a row; -1: all may.
-        model: the user's model.
-        inserted: context in which the model is the shadow with a number, in evaluation mode.
-        loss: the loss that is trained.
-        eval_loss: the loss to estimate, if it is another.
-        device: of the model.
-        memory: bytes of batches that may be kept.
-        ranks: the processes, if there are several.
-        batch_size: of the loop, if it is known.
-        sharded: whether all ranks must take part in every call of the model.
-        frozen: outputs of frozen modules, which do not change from check to check.
-
-    Attributes:
-        kind: how the loss of a batch follows from its rows: "mean", "sum" or "neither" (class
-            weights, ratios, contrastive losses). "neither" is evaluated in batches of the loop's
-            size.
-        same_loss: whether the estimated loss is the one that is trained.
+    view: the rows as they are evaluated; labels: (n,) the shadow that must not see a row; -1: all
+    may; inserted: context in which the model is the shadow with a number, in evaluation mode;
+    memory: bytes of batches that may be kept; batch_size: of the loop, if it is known; sharded:
+    whether all ranks must take part in every call of the model.
     """
+
+    # How the loss of a batch follows from its rows: "mean", "sum" or "neither" (class weights,
+    # ratios, contrastive losses), which is evaluated in batches of the loop's size.
+    kind: str
+    same_loss: bool  # whether the estimated loss is the one that is trained
 
     def __init__(
         self,

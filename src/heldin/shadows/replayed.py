@@ -80,24 +80,12 @@ class _SingleRow(Exception):
 class ReplayedShadows:
     """K shadows, whose weights, buffers and optimiser states take turns in the user's objects.
 
-    Args:
-        owner: the public name of the rule, for errors.
-        model, optimizer: the user's.
-        source: the rows that are trained on.
-        view: the rows as they are evaluated.
-        labels: (n,) the shadow that is tested on a row; -1: none.
-        loss: the loss that is trained.
-        eval_loss: the loss to estimate, if it is another.
-        clip: how the loop clips gradients.
-        seed: of the shadows' random numbers.
-        memory: bytes of held-out batches that may be kept.
-        ranks: the processes that train the model jointly, if there are several.
-        train_step: the user's own step, in place of the plain one.
-        state: further objects that a step changes.
-        rows: share of the rows of each batch that a shadow is trained on.
-        in_time: whether shadows see the past only, see `visible`.
-        evaluated: a module in `state`, such as an average of the weights, that is evaluated in
-            place of the model.
+    source, view: the rows as they are trained on, and as they are evaluated; labels: (n,) the
+    shadow that is tested on a row; -1: none; memory: bytes of held-out batches that may be kept;
+    ranks: the processes that train the model jointly, if there are several; train_step: the user's
+    own step, in place of the plain one; state: further objects that a step changes; rows: share of
+    each batch that a shadow is trained on; in_time: see `visible`; evaluated: a module in `state`,
+    such as an average of the weights, that is evaluated in place of the model.
     """
 
     engine, takes_batches = "replay", True  # batches can be announced, not row numbers only
@@ -127,13 +115,14 @@ class ReplayedShadows:
         self._source, self._view, self._loss = source, view, loss
         self._clip, self._seed, self._ranks = clip, seed, ranks
         self._train_step = train_step
-        self._surroundings: Variables | None = None
         self._values_after: dict[str, Any] | None = None  # of the user's variables
         self._teachers: dict[str, tuple[nn.Module, list[tuple[int, int]]]] | None = None
         self.draw, self._in_time = RowDraw(rows, seed), in_time
         self.label, self.copies = labels.cpu(), int(labels.max()) + 1
         self._exchange = Exchange(model, optimizer, state, owner)
         self._device = next(iter(self._exchange.trained.values())).device
+        # around the user's function
+        self._variables = None if train_step is None else self._exchange.surroundings(train_step)
         self.shadows = [self._exchange.new_state() for _ in range(self.copies)]
         self._relaxed = isinstance(loss, FrameworkLoss) or ranks is not None
         self.check = StepCheck(
@@ -241,15 +230,15 @@ class ReplayedShadows:
         index: numbers of the rows, if they are given; number: of steps so far. Returns what the
         function returned for the model, and the number of rows.
         """
+        exchange, variables = self._exchange, self._variables
         assert self._train_step is not None
+        assert variables is not None
         self.check.check_weights()
         self.check.check_optimizer()
-        exchange = self._exchange
         (record,) = self._source.micro_batches([(batch, index)], ())
         exchange.note_attributes()
         settings = group_settings(exchange.optimizer)
         modes = [module.training for module in exchange.modules]
-        variables = self._variables()
         before = variables.read()
         self._refuse_iterators(variables)
         for shadow in self.shadows:
@@ -297,11 +286,12 @@ class ReplayedShadows:
 
     def _refuse_iterators(self, variables: Variables) -> None:
         """Refuse a function that can draw from an iterator: a call cannot be taken back."""
-        for name in variables.iterators:
+        if variables.iterators:
             raise HeldinError(
-                f"train_step: it can draw from {name!r}, an iterator, and what a shadow draws "
-                "cannot be put back, so that the model would miss it. Draw before the call, into "
-                "a variable that the function reads: extra = next(iterator); stopping.train(batch)"
+                f"train_step: it can draw from {variables.iterators[0]!r}, an iterator, and what a "
+                "shadow draws cannot be put back, so that the model would miss it. Draw before the "
+                "call, into a variable that the function reads: extra = next(iterator); "
+                "stopping.train(batch)"
             )
 
     def _repeat_call(
@@ -375,13 +365,6 @@ class ReplayedShadows:
                     "recurrent network?), and light shadows draw other rows at every step; use "
                     "rule='folds', or keep no tensor of a batch"
                 )
-
-    def _variables(self) -> Variables:
-        """Return the variables around the user's function."""
-        if self._surroundings is None:
-            assert self._train_step is not None
-            self._surroundings = self._exchange.surroundings(self._train_step)
-        return self._surroundings
 
     def _refuse_other_models(self) -> None:
         """Refuse a loss that calls another module whose weights change: a teacher that follows."""
@@ -903,7 +886,11 @@ class ReplayedShadows:
                 if isinstance(value, plain)
             },
             "objects": copy.deepcopy(shadow.objects),
-            "variables": self._variables().saved(shadow.variables) if shadow.variables else {},
+            "variables": (
+                self._variables.saved(shadow.variables)
+                if self._variables and shadow.variables
+                else {}
+            ),
             "nested": self._exchange.nested.saved(shadow.nested) if shadow.nested else {},
         }
 
@@ -931,16 +918,18 @@ class ReplayedShadows:
         if not torch.equal(state["label"], self.label):
             raise ValueError("the rows were divided in another way; use the same seed and groups")
         variables = [
-            self._variables().loaded(saved["variables"]) if saved["variables"] else {}
+            self._variables.loaded(saved["variables"])
+            if self._variables and saved["variables"]
+            else {}
             for saved in state["shadows"]
         ]
         nested = [
             self._exchange.nested.loaded(saved["nested"], partly=True) if saved["nested"] else {}
             for saved in state["shadows"]
         ]
-        for number, (shadow, saved) in enumerate(zip(self.shadows, state["shadows"], strict=True)):
+        for shadow, *own in zip(self.shadows, state["shadows"], variables, nested, strict=True):
+            saved, shadow.variables, shadow.nested = own
             _load_saved(shadow, saved)
-            shadow.variables, shadow.nested = variables[number], nested[number]
         if not state["start"]:
             self._start = None
         elif self._start is not None:
