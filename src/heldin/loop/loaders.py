@@ -24,6 +24,7 @@ from heldin.errors import HeldinError, way_out
 from .batches import (
     Layout,
     addresses,
+    bytes_in,
     find_layout,
     fingerprint,
     is_sliceable,
@@ -74,27 +75,20 @@ def is_followed(loader: DataLoader[Any]) -> bool:
     return ITERATOR_METHOD in vars(loader)
 
 
-@dataclass(eq=False)
 class _Delivery:
     """A batch that a loader returned, and what it is recognised by."""
 
-    batch: LoaderBatch
-    storages: set[int]
-    size: int
-    returned: Any = None  # the object that the loop has
-    prints: list[tuple[Any, ...]] | None = None
-
-    @classmethod
-    def from_batch(cls, batch: LoaderBatch, returned: Any) -> _Delivery:
+    def __init__(self, batch: LoaderBatch, returned: Any) -> None:
+        self.batch, self.returned = batch, returned  # the record, and the object that the loop has
         tensors = list(tensors_in(batch.batch))
-        storages = set[int]().union(*map(addresses, tensors))
-        size = sum(t.numel() * t.element_size() for t in tensors)
-        return cls(batch, storages, size, returned)
+        self.storages = set[int]().union(*map(addresses, tensors))
+        self.size = bytes_in(tensors)
+        self._prints: list[tuple[Any, ...]] | None = None
 
     def fingerprints(self) -> list[tuple[Any, ...]]:
-        if self.prints is None:
-            self.prints = [fingerprint(tensor) for tensor in tensors_in(self.batch.batch)]
-        return self.prints
+        if self._prints is None:
+            self._prints = [fingerprint(tensor) for tensor in tensors_in(self.batch.batch)]
+        return self._prints
 
     def release(self) -> None:
         """Free the batch; its fingerprints recognise it later."""
@@ -134,28 +128,14 @@ class _Delivery:
 class LoaderRecorder:
     """The rows, and where needed the items, of the batches that loaders return.
 
-    Args:
-        loader: the loop's.
-        rows_only: whether to record rows without items, for rules that have all rows in tensors.
-        owner: what errors begin with.
-
-    Attributes:
-        layout: where samples lie in a batch; None where slices of a batch are not established, and
-            smaller batches are collated from items.
-
-    >>> loader = DataLoader(TensorDataset(torch.arange(6)), batch_size=2, sampler=[5, 3, 1, 0])
-    >>> recorder = LoaderRecorder(loader)
-    >>> for batch in loader:
-    ...     print(recorder.find(batch).rows.tolist())
-    [5, 3]
-    [1, 0]
-    >>> recorder.close()
+    rows_only: whether to record rows without items, for rules that have all rows in tensors.
     """
 
     def __init__(self, loader: Any, rows_only: bool = False, owner: str = "step") -> None:
-        self._owner = owner
+        self._owner, self._rows_only = owner, rows_only
+        # where samples lie in a batch; None where slices of a batch are not established, and
+        # smaller batches are collated from items
         self.layout: Layout | None = None
-        self._rows_only = rows_only
         self.epochs = 0  # iterators that were made
         self._records_random_state: Callable[[], bool] = lambda: False
         self.has_new_size = False  # whether the latest batch has a number of rows not seen before
@@ -195,10 +175,8 @@ class LoaderRecorder:
     def _iterate(self, loader: DataLoader[Any], plain: Any) -> Any:
         """Return an iterator of the loader whose sampler, dataset and collation are recorded."""
         handed_out = deque[list[int]]()
-        batched = loader.batch_sampler is not None
-        name = "batch_sampler" if batched else "sampler"
-        sampler = getattr(loader, name)
-        changes: dict[str, Any] = {name: _RecordedSampler(sampler, handed_out, batched)}
+        sampler = _RecordedSampler(loader.batch_sampler, handed_out)
+        changes: dict[str, Any] = {"batch_sampler": sampler}
         if self._rows_only:
             pass
         elif self._plain:
@@ -245,7 +223,7 @@ class LoaderRecorder:
         state = RandomState.current(torch_only=not self._records_random_state())
         kept = repack(batch)  # the loop may take parts out of its batch
         record = LoaderBatch(torch.tensor(rows, dtype=torch.long), kept, items, state)
-        self._delivered.append(_Delivery.from_batch(record, batch))
+        self._delivered.append(_Delivery(record, batch))
         self.drawn.update(rows)
         held = 0
         for delivery in reversed(self._delivered):
@@ -274,10 +252,8 @@ class LoaderRecorder:
     def rows_of_call(self, tensors: Sequence[Tensor], certain: bool = True) -> Tensor | None:
         """Return the rows of the batch that the model was called with; None if that is not known.
 
-        Args:
-            tensors: of the call.
-            certain: whether the call must have the values of the batch. Else the only batch since
-                the last step will do, whose values the loop may have changed.
+        certain: whether the call must have the values of the batch. Else the only batch since the
+        last step will do, whose values the loop may have changed.
         """
         match = self._most_alike(tensors, 1) if certain else self._only_delivery()
         if match is None or len(match.batch.rows) != len(tensors[0]):
@@ -292,11 +268,7 @@ class LoaderRecorder:
         return rows
 
     def find_by_calls(self, calls: Sequence[Sequence[Tensor]]) -> list[LoaderBatch]:
-        """Return the batches that the model was called with since the last step.
-
-        Args:
-            calls: the tensors of each call of the model.
-        """
+        """Return the batches of the calls of the model (their tensors) since the last step."""
         matches: list[_Delivery] = []
         for call in calls:
             match = self._most_alike(call, 1)
@@ -396,16 +368,16 @@ class LoaderRecorder:
 
 
 class _RecordedSampler:
-    """A sampler that records the numbers that it yields."""
+    """A batch sampler that records the numbers that it yields."""
 
-    def __init__(self, inner: Any, handed_out: deque[list[int]], batched: bool) -> None:
-        self.inner, self.handed_out, self.batched = inner, handed_out, batched
+    def __init__(self, inner: Any, handed_out: deque[list[int]]) -> None:
+        self.inner, self.handed_out = inner, handed_out
 
     def __iter__(self) -> Iterator[Any]:
         self.handed_out.clear()
         for numbers in self.inner:
             try:
-                rows = [int(i) for i in (numbers if self.batched else [numbers])]
+                rows = [int(i) for i in numbers]
             except (TypeError, ValueError):
                 raise HeldinError(
                     f"data: the sampler of the DataLoader yields {numbers!r}, and rows are held "

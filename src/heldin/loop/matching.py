@@ -34,26 +34,17 @@ WAY_OUT = (
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """All training rows: what the model is called with, and the targets.
+    """All training rows: what the model is called with, and the targets."""
 
-    Attributes:
-        inputs: the model's arguments, each (n, ...).
-        targets: (n, ...).
-        loader: the loader the rows came from, if they did.
-    """
-
-    inputs: tuple[Tensor, ...]
-    targets: Tensor
-    loader: DataLoader[Any] | None = field(default=None)
+    inputs: tuple[Tensor, ...]  # each (n, ...)
+    targets: Tensor  # (n, ...)
+    loader: DataLoader[Any] | None = field(default=None)  # the rows came from, if they did
 
     @classmethod
     def of(cls, data: Any, device: torch.device, store: ItemStore | None = None) -> Rows:
         """Read the rows of tensors (..., y), of a map-style Dataset or of a DataLoader over one.
 
-        Args:
-            data: the rows.
-            device: on which they are put.
-            store: takes the items that are read.
+        store: takes the items that are read.
         """
         if isinstance(data, Rows):
             return data
@@ -153,13 +144,6 @@ def rows_with_copies(rows: Rows) -> int:
 
     Rows of a few categories are equal by chance, and are not counted. A column with many different
     values (a fifth of the rows, and at least 20) makes that unlikely.
-
-    >>> x, y = torch.arange(100.0).reshape(50, 2), torch.zeros(50)
-    >>> rows_with_copies(Rows((x,), y)), rows_with_copies(Rows((x.repeat(2, 1),), y.repeat(2)))
-    (0, 100)
-    >>> few = torch.randint(3, (50, 2), generator=torch.Generator().manual_seed(0))
-    >>> rows_with_copies(Rows((few,), y))
-    0
     """
     parts, n = (*rows.inputs, rows.targets), len(rows)
 

@@ -29,11 +29,8 @@ FEWEST = 8  # numbers in a sequence that may overlap with the next one
 def check_rows(owner: str, source: RowSource, grouped: bool, compares: bool = True) -> None:
     """Warn of rows that are copies of others, overlap with others, or are random.
 
-    Args:
-        owner: the public name of the rule.
-        source: of the rows.
-        grouped: whether the user has given groups, or the order of the rows.
-        compares: whether to compare the contents of rows, to find copies.
+    grouped: whether the user has given groups, or the order of the rows; compares: whether to
+    compare the contents of rows, to find copies.
     """
     if source.dataset is None:
         return

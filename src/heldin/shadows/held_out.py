@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from heldin.errors import HeldinError, HeldinWarning, more
-from heldin.loop.batches import equal, repack, tensors_in, to_device
+from heldin.loop.batches import bytes_in, equal, repack, tensors_in, to_device
 from heldin.loop.rows import RowSource
 
 from .frozen import FrozenOutputs
@@ -287,7 +287,7 @@ class HeldOut:
         batches = []
         for number, (_, block) in enumerate(self._own_blocks()):
             batches.append(self._read(block, number))
-            memory -= _bytes_in(batches[-1])
+            memory -= bytes_in(batches[-1])
             if memory < 0:
                 return None
         self._room = memory
@@ -460,7 +460,7 @@ class HeldOut:
             return self._training_batches[numbers]
         blocks = _split(rows, self._size, self.kind == "neither")
         batches = [(self._read(block), len(block)) for block in blocks]
-        size = sum(_bytes_in(batch) for batch, _ in batches)
+        size = sum(bytes_in(batch) for batch, _ in batches)
         if self._cached is not None and size <= self._room:
             self._room -= size
             self._training_batches[numbers] = batches
@@ -490,10 +490,6 @@ class HeldOut:
         if not bool(mean.isfinite()):
             return each  # one bad row does not spoil the others
         return each + (mean - each.mean())  # rows without a target do not count in the mean
-
-
-def _bytes_in(batch: Any) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors_in(batch))
 
 
 def _split(rows: Tensor, size: int, exact: bool) -> list[Tensor]:
