@@ -92,15 +92,7 @@ def generators_in(*owners: Any) -> list[Any]:
 
 @contextmanager
 def left_alone(generators: Sequence[Any]) -> Iterator[None]:
-    """Restore generators afterwards.
-
-    >>> generator = random.Random(0)
-    >>> first = random.Random(0).random()
-    >>> with left_alone(generators_in({"noise": [generator]})):
-    ...     _ = generator.random()
-    >>> generator.random() == first
-    True
-    """
+    """Restore generators afterwards."""
     before = [generator_state(generator) for generator in generators]
     try:
         yield
@@ -176,11 +168,7 @@ def cell_contents(cell: Any, default: Any = None) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def is_of_user(module: str | None) -> bool:
-    """Return whether a module, by its name, is the user's own: not a library's.
-
-    >>> is_of_user("__main__"), is_of_user("torch.nn"), is_of_user("collections")
-    (True, False, False)
-    """
+    """Return whether a module, by its name, is the user's own: not a library's."""
     if module is None:
         return True
     root = module.split(".")[0]

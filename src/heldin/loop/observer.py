@@ -22,6 +22,7 @@ from heldin._private_torch import (
     transform_stack,
     versions_of,
 )
+from heldin.capture.gradient_ledger import is_zeroed
 from heldin.errors import HeldinError, way_out
 from heldin.model_hook import ModelHook
 from heldin.pause import is_paused
@@ -29,7 +30,6 @@ from heldin.pause import is_paused
 from .batches import tensors_in
 from .changes import checksums, marks_of
 from .events import ModelCall, OptimizerStep
-from .gradients import were_thrown_away
 from .randomness import Autocast
 
 __all__ = ["LoopObserver"]
@@ -39,12 +39,7 @@ SMALL = 1_000_000  # weights of models on the CPU, the contents of whose gradien
 
 @dataclass(eq=False)
 class _ObservedCall:
-    """A call of the model, and the backward passes that have gone through it.
-
-    Attributes:
-        call: what is known of the call.
-        passes: numbers of the backward passes; None if they cannot be seen.
-    """
+    """A call of the model, and numbers of backward passes through it; None if these are unseen."""
 
     call: ModelCall
     passes: set[int] | None = None
@@ -58,16 +53,12 @@ class _ObservedCall:
 class LoopObserver:
     """Records what the user's loop does between two steps of its optimiser.
 
-    Args:
-        owner: the public name of the rule, for errors.
-        settings: returns copies of the settings of an optimiser's groups.
-        on_call: called before every call of the model with gradients; its result is kept in
-            `ModelCall.random_state`.
-        on_step: called before every step of the optimiser with whether it has a closure, whether
-            gradients were changed since the end of the backward pass, the calls of the model, and
-            the number of backward passes through them.
-        on_stepped: called after every step, with the settings before it.
-        refuse: called before every call of the model; raises to forbid it.
+    settings: returns copies of the settings of an optimiser's groups; on_call: called before every
+    call of the model with gradients; its result is kept in `ModelCall.random_state`; on_step:
+    called before every step of the optimiser with whether it has a closure, whether gradients were
+    changed since the end of the backward pass, the calls of the model, and the number of backward
+    passes through them; on_stepped: called after every step, with the settings before it; refuse:
+    called before every call of the model; raises to forbid it.
     """
 
     def __init__(
@@ -209,7 +200,7 @@ class LoopObserver:
         """Record a backward pass; the loop may have thrown the gradients of earlier ones away."""
         now = graph_task_id()
         earlier = [c for c in self._calls if c.passes and now not in c.passes]
-        if earlier and were_thrown_away(self._trained):
+        if earlier and self._gradients_are_zeroed():
             self._calls = [c for c in self._calls if c not in earlier]
         if observed.passes is not None:
             observed.passes.add(now)
@@ -218,6 +209,10 @@ class LoopObserver:
         if self._on_step is not None and self._queued != now:
             self._queued = now
             after_backward(self._note_gradients)
+
+    def _gradients_are_zeroed(self) -> bool:
+        """Return whether the loop has thrown the gradients of earlier passes away."""
+        return all(is_zeroed(p.grad) for p in self._trained)
 
     def _note_gradients(self) -> None:
         self._gradients = self._state_of_gradients()
@@ -234,7 +229,7 @@ class LoopObserver:
             return
         self.passes += 1
         self._reached = True
-        if self._in_grad and self.passes > 1 and were_thrown_away(self._trained):
+        if self._in_grad and self.passes > 1 and self._gradients_are_zeroed():
             self._fresh = self.passes
 
     def _steps_now(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
