@@ -32,7 +32,7 @@ def test_a_draw_from_any_generator_is_seen(draw: Callable[[], Any]) -> None:
 
 def test_a_stream_depends_on_its_numbers_and_leaves_the_loop_alone() -> None:
     device = torch.device("cpu")
-    expected = [
+    expected: Any = [
         torch.rand(2, generator=torch.Generator().manual_seed(0)),
         random.Random(0).random(),
     ]

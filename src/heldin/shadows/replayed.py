@@ -590,7 +590,7 @@ class ReplayedShadows:
                 _add_gradients(loss, trained)
             total += loss.detach()
         if self._sharded:
-            total = self._ranks.add_loss(total)
+            total = self._ranks.join(total, self._device)
         elif self._ranks is not None:
             total = self._ranks.add_gradients(trained, total)
         if clips:
