@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
 from heldin._private_torch import ITERATOR_METHOD, pin_memory
-from heldin.errors import HeldinError, way_out
+from heldin.errors import HeldinError, refusal
 
 from .batches import (
     Layout,
@@ -241,10 +241,11 @@ class LoaderRecorder:
             tensors = list(tensors_in(batch))
             match = self._most_alike(tensors, len(tensors))
         if match is None or match.batch.batch is None:
-            raise HeldinError(
-                f"{self._owner}: this batch is not one of those that the loader given as data has "
-                "just returned (was it changed on the way, or does it come from another loader?); "
-                + way_out(self._owner, "pass its row numbers: stopping.note_batch(batch, indices)")
+            raise refusal(
+                self._owner,
+                "this batch is not one of those that the loader given as data has just returned "
+                "(was it changed on the way, or does it come from another loader?);",
+                "pass its row numbers: stopping.note_batch(batch, indices)",
             )
         self._mark_used(match)
         return match.batch
@@ -275,27 +276,22 @@ class LoaderRecorder:
             if match is None or match.batch.batch is None:
                 match = self._only_delivery()
             if match is None and not self._delivered:
-                raise HeldinError(
-                    f"{self._owner}: the model was called with a batch that the loader given as "
-                    "data has not just returned. The loop iterates over another DataLoader than "
-                    "the one given as data (made anew in every epoch?), or keeps batches (a list, "
-                    "itertools.cycle); make one DataLoader, give it as data, and iterate over it "
-                    "in every epoch, or "
-                    + way_out(
-                        self._owner,
-                        "announce the batch and its row numbers before the step: "
-                        "stopping.note_batch(batch, indices)",
-                    )
+                raise refusal(
+                    self._owner,
+                    "the model was called with a batch that the loader given as data has not just "
+                    "returned. The loop iterates over another DataLoader than the one given as "
+                    "data (made anew in every epoch?), or keeps batches (a list, itertools.cycle); "
+                    "make one DataLoader, give it as data, and iterate over it in every epoch, or",
+                    "announce the batch and its row numbers before the step: "
+                    "stopping.note_batch(batch, indices)",
                 )
             if match is None:
-                raise HeldinError(
-                    f"{self._owner}: it is not certain which batch of the loader given as data the "
-                    "model was called with since the last step; "
-                    + way_out(
-                        self._owner,
-                        "announce it before the step: stopping.note_batch(batch), or pass "
-                        "train_step= and call stopping.train(batch)",
-                    )
+                raise refusal(
+                    self._owner,
+                    "it is not certain which batch of the loader given as data the model was "
+                    "called with since the last step;",
+                    "announce it before the step: stopping.note_batch(batch), or pass train_step= "
+                    "and call stopping.train(batch)",
                 )
             if match not in matches:
                 matches.append(match)
@@ -305,24 +301,20 @@ class LoaderRecorder:
                 matches = []
         for delivery in matches:
             if delivery.covers_part_only(calls):
-                raise HeldinError(
-                    f"{self._owner}: the model was called with a part of the batch only, and "
-                    "shadows would be trained on all of it; "
-                    + way_out(
-                        self._owner,
-                        "announce the part and its row numbers before the step: "
-                        "stopping.note_batch(part, indices)",
-                    )
+                raise refusal(
+                    self._owner,
+                    "the model was called with a part of the batch only, and shadows would be "
+                    "trained on all of it;",
+                    "announce the part and its row numbers before the step: "
+                    "stopping.note_batch(part, indices)",
                 )
             self._mark_used(delivery)
         if not matches:
-            raise HeldinError(
-                f"{self._owner}: the optimiser stepped, but the loader given as data has returned "
-                "no batch since the last step (are batches kept, or those of another loader?); "
-                + way_out(
-                    self._owner,
-                    "announce the batch before the step: stopping.note_batch(batch, indices)",
-                )
+            raise refusal(
+                self._owner,
+                "the optimiser stepped, but the loader given as data has returned no batch since "
+                "the last step (are batches kept, or those of another loader?);",
+                "announce the batch before the step: stopping.note_batch(batch, indices)",
             )
         return [delivery.batch for delivery in matches]
 

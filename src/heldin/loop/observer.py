@@ -23,7 +23,7 @@ from heldin._private_torch import (
     versions_of,
 )
 from heldin.capture.gradient_ledger import is_zeroed
-from heldin.errors import HeldinError, way_out
+from heldin.errors import HeldinError, refusal
 from heldin.model_hook import ModelHook
 from heldin.pause import is_paused
 
@@ -151,14 +151,12 @@ class LoopObserver:
         if getattr(other, "optimizer", None) is mine:  # a wrapper around it
             return
         if any(id(p) in addresses for group in other.param_groups for p in group["params"]):
-            raise HeldinError(
-                f"{self._owner}: another optimiser than the one given ({type(other).__name__}) "
-                "trains the model, and shadows would not follow it; "
-                + way_out(
-                    self._owner,
-                    "make the stopping object with the optimiser that trains the model, or pass "
-                    "the whole step: train_step=..., with every further optimiser in state=[...]",
-                )
+            raise refusal(
+                self._owner,
+                f"another optimiser than the one given ({type(other).__name__}) trains the model, "
+                "and shadows would not follow it;",
+                "make the stopping object with the optimiser that trains the model, or pass the "
+                "whole step: train_step=..., with every further optimiser in state=[...]",
             )
 
     def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

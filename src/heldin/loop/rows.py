@@ -22,7 +22,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from heldin.errors import HeldinError, way_out
+from heldin.errors import HeldinError, refusal
 
 from .batches import (
     Layout,
@@ -282,13 +282,11 @@ class RowSource:
                 batch = [*call.tensors, self._matcher.rows.targets[index]]
                 batches.append(LoaderBatch(index.cpu(), batch))
             return batches
-        raise HeldinError(
-            f"{self._owner}: the rows of the optimiser's step are unknown; "
-            + way_out(
-                self._owner,
-                "announce the batch and its row numbers before the step, "
-                "stopping.note_batch(batch, indices), or give the DataLoader as data",
-            )
+        raise refusal(
+            self._owner,
+            "the rows of the optimiser's step are unknown;",
+            "announce the batch and its row numbers before the step, "
+            "stopping.note_batch(batch, indices), or give the DataLoader as data",
         )
 
     def _as_called(self, index: Tensor, calls: Sequence[ModelCall]) -> list[LoaderBatch]:
@@ -328,12 +326,10 @@ class RowSource:
                 select(batch, layout, torch.zeros(1, dtype=torch.long))
             return LoaderBatch(index.cpu(), None, prepared=batch)
         if self.recorder is None:
-            raise HeldinError(
-                f"{self._owner}: the rows of this batch are unknown; "
-                + way_out(
-                    self._owner,
-                    "pass stopping.note_batch(batch, indices), or give the DataLoader as data",
-                )
+            raise refusal(
+                self._owner,
+                "the rows of this batch are unknown;",
+                "pass stopping.note_batch(batch, indices), or give the DataLoader as data",
             )
         return replace(self.recorder.find(batch), prepared=batch)
 

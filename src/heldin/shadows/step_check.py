@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from heldin._private_torch import versions_of
-from heldin.errors import HeldinError, more, way_out
+from heldin.errors import HeldinError, more, refusal
 from heldin.loop.changes import checksums, marks_of
 from heldin.loop.events import ModelCall
 from heldin.loop.loaders import LoaderRecorder
@@ -33,6 +33,7 @@ WAY_OUT = (
     "pass the loop's own step, heldin.EarlyStopping(..., train_step=function), and call "
     "stopping.train(batch) in its place"
 )
+MORE = "another-training-step"
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}  # relative, of all gradients jointly
 FIRST = 8  # steps at the beginning that are all checked
 ROUND = {10, 12, 20, 25, 50, 100, 200, 500, 1000}  # further ones: where loops do things at times
@@ -147,13 +148,14 @@ class StepCheck:
         self.check_optimizer()
         if self._watches_gradients and gradients_changed:
             if not self.due:
-                raise HeldinError(
-                    f"{self._owner}: at step {self._steps + 1} the loop changed gradients between "
-                    "backward() and optimizer.step(), and did not at the steps that were checked "
-                    "(does it clip or scale them?). Shadows would not do so, and estimate the loss "
-                    "of another training: "
-                    + way_out(self._owner, f"{WAY_OUT}; for clipping alone, clip=1.0")
-                    + f" {more('another-training-step')}"
+                raise refusal(
+                    self._owner,
+                    f"at step {self._steps + 1} the loop changed gradients between backward() and "
+                    "optimizer.step(), and did not at the steps that were checked (does it clip or "
+                    "scale them?). Shadows would not do so, and estimate the loss of another "
+                    "training:",
+                    f"{WAY_OUT}; for clipping alone, clip=1.0",
+                    MORE,
                 )
             self._every_step = True
         recorder = self._recorder
@@ -256,15 +258,15 @@ class StepCheck:
             raise HeldinError(
                 f"{self._owner}: the weights of the model were changed after the stopping object "
                 "was made and before the first step (initialised, or loaded), and shadows have "
-                "started from the former ones; make the stopping object after that "
-                + more("another-training-step")
+                "started from the former ones; make the stopping object after that " + more(MORE)
             )
         if changed:
-            raise HeldinError(
-                f"{self._owner}: the weights of the model were changed outside of "
-                f"optimizer.step() after step {self._steps} (perturbed, clamped, averaged), and "
-                f"shadows would not follow; {way_out(self._owner, WAY_OUT)} "
-                + more("another-training-step")
+            raise refusal(
+                self._owner,
+                "the weights of the model were changed outside of optimizer.step() after step "
+                f"{self._steps} (perturbed, clamped, averaged), and shadows would not follow;",
+                WAY_OUT,
+                MORE,
             )
 
     def check_optimizer(self) -> None:
@@ -283,10 +285,11 @@ class StepCheck:
         if kept and not changed and self._moments is not None:
             changed = not torch.equal(self._moments, self._sums_of_state())
         if changed:
-            raise HeldinError(
-                f"{self._owner}: the state of the optimiser was cleared, changed or loaded after "
-                f"step {self._steps}, and shadows would keep theirs; "
-                + way_out(self._owner, f"make the stopping object anew, or {WAY_OUT}")
+            raise refusal(
+                self._owner,
+                "the state of the optimiser was cleared, changed or loaded after step "
+                f"{self._steps}, and shadows would keep theirs;",
+                f"make the stopping object anew, or {WAY_OUT}",
             )
 
     # -- comparing
@@ -364,26 +367,24 @@ class StepCheck:
             return best
         scale = _best_scale(actual, candidates[best])
         if scale is not None:
-            raise HeldinError(
-                f"{self._owner}: at step {number} the optimiser used another gradient than that of "
-                f"the loss on the batch: it is {scale:.3g} times that, and shadows would not "
-                "follow; "
-                + way_out(
-                    self._owner,
-                    "if the loop clips gradients, pass the largest norm, clip=1.0. If it scales "
-                    f"its loss, pass the scaled one, batch_loss=lambda model, batch: {scale:.3g} * "
-                    f"..., and as eval_loss= the plain one, which is estimated. Or {WAY_OUT}",
-                )
-                + f" {more('another-training-step')}"
+            raise refusal(
+                self._owner,
+                f"at step {number} the optimiser used another gradient than that of the loss on "
+                f"the batch: it is {scale:.3g} times that, and shadows would not follow;",
+                "if the loop clips gradients, pass the largest norm, clip=1.0. If it scales its "
+                f"loss, pass the scaled one, batch_loss=lambda model, batch: {scale:.3g} * ..., "
+                f"and as eval_loss= the plain one, which is estimated. Or {WAY_OUT}",
+                MORE,
             )
-        raise HeldinError(
-            f"{self._owner}: at step {number} the optimiser used another gradient than that of "
-            f"the loss on the batch (relative difference {errors[best]:.2g}). Does the loop clip "
-            "gradients, add a penalty or a second loss, keep gradients of earlier steps, reshape "
-            "the outputs or change the batch on its way to the model? Shadows would not, and "
-            "estimate the loss of another training: "
-            + way_out(self._owner, f"{WAY_OUT}; for clipping alone, clip=1.0")
-            + f" {more('another-training-step')}"
+        raise refusal(
+            self._owner,
+            f"at step {number} the optimiser used another gradient than that of the loss on the "
+            f"batch (relative difference {errors[best]:.2g}). Does the loop clip gradients, add a "
+            "penalty or a second loss, keep gradients of earlier steps, reshape the outputs or "
+            "change the batch on its way to the model? Shadows would not, and estimate the loss of "
+            "another training:",
+            f"{WAY_OUT}; for clipping alone, clip=1.0",
+            MORE,
         )
 
 
