@@ -418,6 +418,29 @@ def test_dropout_draws_for_each_shadow(engine: str) -> None:
     assert (first - second).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("kind", [lambda: nn.Dropout(0.5), lambda: nn.BatchNorm1d(9)])
+def test_steps_that_wait_have_the_modes_of_the_loop(kind: Any) -> None:
+    """Loops evaluate the model after an epoch, before the shadows' steps are taken."""
+    weights = []
+    for evaluates in (False, True):
+        torch.manual_seed(5)
+        model = nn.Sequential(nn.Linear(D, 9), kind(), nn.Linear(9, 1)).double()
+        optimizer, (x, y) = OPTIMIZERS["sgd"](model.parameters()), data()
+        stopping = runs.FoldStopping(model, optimizer, F.mse_loss, (x, y), 3, patience=None)
+        for index in minibatches(8, 6):
+            model.train()
+            F.mse_loss(model(x[index]), y[index]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if evaluates:
+                model.eval()
+            stopping.step()
+        assert stopping.engine == "dense"
+        weights.append(stopping.backend.weights_of(1))
+    for name, weight in weights[0].items():
+        assert torch.equal(weight, weights[1][name])
+
+
 def test_dropout_of_a_dense_stack_repeats_itself_and_leaves_the_loop_alone() -> None:
     start = nn.Sequential(nn.Dropout(0.2), nn.Linear(D, 9), nn.Dropout(0.5), nn.Linear(9, 1))
     states, weights = [], []

@@ -30,10 +30,10 @@ class PlainStepCheck:
         self, owner: str, model: nn.Module, optimizer: Optimizer, clip: float | None = None
     ) -> None:
         self._model, self._clip = model, clip
-        self._exchange = Exchange(model, optimizer)
-        self._device = next(iter(self._exchange.trained.values())).device
+        self.exchange = Exchange(model, optimizer)
+        self._device = next(iter(self.exchange.trained.values())).device
         self.steps = StepCheck(
-            owner, self._exchange, self._device, relaxed=True, watches_gradients=clip is None
+            owner, self.exchange, self._device, relaxed=True, watches_gradients=clip is None
         )
         self.steps.renew()
 
@@ -47,7 +47,7 @@ class PlainStepCheck:
         record = self.steps.take(step.number)
         if record is None or not step.calls:
             return
-        trained = list(self._exchange.trained.values())
+        trained = list(self.exchange.trained.values())
 
         def compute() -> Tensor:
             for p in trained:
@@ -70,16 +70,16 @@ class PlainStepCheck:
             return {1.0: [p.grad for p in trained]}
 
         def take_step() -> None:
-            self._exchange.optimizer.step(compute)  # type: ignore[arg-type]
+            self.exchange.optimizer.step(compute)  # type: ignore[arg-type]
 
         with (
             torch.inference_mode(False),
             torch.enable_grad(),
             full_precision(self._device.type),
             separate_random_stream(self._device),
-            self._exchange.session() as session,
-            self._exchange.modes(step.calls[-1].modes or None),
-            restored_at_calls(self._exchange, self._model, step),
+            self.exchange.session() as session,
+            self.exchange.modes(step.calls[-1].modes or None),
+            restored_at_calls(self.exchange, self._model, step),
         ):
             self.steps.verify(step.number, record, session, step.settings, candidates, take_step)
         self.steps.renew()
@@ -96,7 +96,7 @@ class PlainStepCheck:
 
         weights: trained parameters, and buffers that differ from the model's, by name.
         """
-        exchange, stream = self._exchange, separate_random_stream(self._device)
+        exchange, stream = self.exchange, separate_random_stream(self._device)
         with torch.no_grad(), stream, exchange.session() as session:
             state = exchange.new_state()
             if weights is not None:

@@ -69,6 +69,7 @@ class StackedShadows:
         self.inside = False  # whether the model itself is trained in the stack, as one more copy
         self._stack = Stack(model, optimizer, self.copies, data.rows.inputs, engine)
         self._waiting: list[tuple[Sequence[Tensor], Tensor, Settings]] = []  # steps not yet taken
+        self._modes: Sequence[bool] = ()  # `training` of the modules in these steps
         self._start = self.stack.state_of(0) if rows < 1.0 else None
         self.engine = self.stack.engine  # how the shadows are run
         self._plain = PlainStepCheck(owner, model, optimizer, clip)
@@ -129,7 +130,11 @@ class StackedShadows:
         """
         steps, self._waiting = self._waiting, []
         if steps:
-            with torch.inference_mode(False), full_precision(self.label.device.type):
+            with (
+                torch.inference_mode(False),
+                full_precision(self.label.device.type),
+                self._plain.exchange.modes(self._modes),
+            ):
                 for inputs, index, settings in steps:
                     self.advance(inputs, index, settings)
         return self._stack
@@ -160,6 +165,11 @@ class StackedShadows:
                 f"{len(index)} row numbers are known for it; call step() after every optimiser step"
             )
         self._plain.follow(step, self.data.loss_of, index)
+        modes = step.calls[-1].modes if step.calls else ()
+        modes = modes or tuple([module.training for module in self._model.modules()])
+        if modes != self._modes:
+            _ = self.stack
+            self._modes = modes
         # the loop may use its tensors again
         self._waiting.append((tuple(x.clone() for x in inputs), index, step.settings))
         count = self._steps + len(self._waiting)
