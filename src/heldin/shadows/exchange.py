@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from heldin._private_torch import own_buffers, version_of
 from heldin.capture.sharding import fully_sharded
-from heldin.errors import HeldinError, way_out
+from heldin.errors import HeldinError, more, way_out
 from heldin.loop.generators import (
     generator_state,
     is_generator,
@@ -153,7 +153,12 @@ class Exchange:
         self.frozen = [p for p in model.parameters() if id(p) not in exchanged]
         roots = (model, *others)
         self.modules = list(dict.fromkeys(m for root in roots for m in root.modules()))
-        self.buffer_places = self._find_buffers()
+        buffers: dict[int, Place] = {}  # a buffer in two places is one
+        for module in self.modules:
+            for name, buffer in own_buffers(module).items():
+                if buffer is not None:
+                    buffers.setdefault(id(buffer), (own_buffers(module), name))
+        self.buffer_places = [*buffers.values()]
         self.attribute_places: list[Place] = []
         self._callable_places: list[Place] = []
         self._attribute_counts: list[int] = []
@@ -244,24 +249,24 @@ class Exchange:
         self._buffer_marks = self._nested_after = None
         self._moved_buffers.clear()
 
-    def take_over_nested(self, values: dict[str, Any]) -> None:
-        """Put what the loop changed inside of attributes before its step into a shadow's values."""
+    def follow_the_loop(self, shadows: Sequence[ShadowState]) -> None:
+        """Let shadows have what the loop has put into buffers and attributes between steps."""
+        buffers, self._new_buffers = self._new_buffers, {}
+        for number, value in buffers.items():
+            name = self.buffer_places[number][1]
+            if value.numel() and not bool((value == value.flatten()[0]).all()):
+                raise HeldinError(
+                    f"{self.owner}: the loop changed the buffer {name!r} of the model between two "
+                    "steps, to values that may depend on the rows (statistics computed anew, a "
+                    "mask from weights, a call in training mode under no_grad?), and shadows would "
+                    "keep theirs; do so inside of train_step, or in evaluation mode or on a copy "
+                    "of the model " + more("another-training-step")
+                )
+            for shadow in shadows:
+                shadow.buffers[number] = value.clone()
         if self.nested_before:
-            Variables.take_over(values, self._nested_former, self.nested_before)
-
-    def take_new_buffers(self) -> dict[int, Tensor]:
-        """Return what the loop has put into buffers before its step, by number."""
-        values, self._new_buffers = self._new_buffers, {}
-        return values
-
-    def _find_buffers(self) -> list[Place]:
-        places, seen = [], set[int]()  # a buffer in two places is one
-        for module in self.modules:
-            for name, buffer in own_buffers(module).items():
-                if buffer is not None and id(buffer) not in seen:
-                    seen.add(id(buffer))
-                    places.append((own_buffers(module), name))
-        return places
+            for shadow in shadows:
+                Variables.take_over(shadow.nested, self._nested_former, self.nested_before)
 
     def find_attributes(self) -> None:
         """Find the attributes that not every module has; again where modules got new ones."""
@@ -274,15 +279,14 @@ class Exchange:
         tables.append((vars(self.optimizer), OPTIMIZER_FIELDS))
         for table, standard in tables:
             for name, value in table.items():
-                if name in standard or (id(table), name) in known or isinstance(value, nn.Module):
+                if name in standard or (id(table), name) in known or "hook" in name:
                     continue
-                if "hook" in name:
+                if isinstance(value, nn.Module):
                     continue
-                if callable(value) and not is_generator(value):
-                    if is_object_of_user(value) and not isinstance(value, (type, FunctionType)):
-                        self._callable_places.append((table, name))
-                    continue
-                self.attribute_places.append((table, name))
+                if not callable(value) or is_generator(value):
+                    self.attribute_places.append((table, name))
+                elif is_object_of_user(value) and not isinstance(value, (type, FunctionType)):
+                    self._callable_places.append((table, name))
         self._attribute_counts = counts
 
     def generators(self) -> list[Any]:

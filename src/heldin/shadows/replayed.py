@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from heldin._private_torch import BatchNorm, version_of
 from heldin.capture.sharding import fully_sharded
 from heldin.crossval import OutOfFold
-from heldin.errors import HeldinError, more, way_out
+from heldin.errors import HeldinError, way_out
 from heldin.loop.batches import addresses, repack, tensors_in, to_device
 from heldin.loop.events import LoaderBatch, OptimizerStep
 from heldin.loop.hooks import scaled_gradients
@@ -203,7 +203,7 @@ class ReplayedShadows:
             )
         batches = self._source.micro_batches(announced, step.calls)
         self._refuse_changed(step, batches)
-        self._follow_the_loop()
+        self._exchange.follow_the_loop(self.shadows)
         self._refuse_other_models()
         self._steps += 1
         self._settings = step.settings
@@ -253,7 +253,7 @@ class ReplayedShadows:
         self._refuse_kept_rows(before, after, len(record.rows))
         exchange.note_group_state(settings, group_settings(exchange.optimizer))
         exchange.note_step()
-        self._follow_the_loop()
+        exchange.follow_the_loop(self.shadows)
         self._steps += 1
         self._settings = settings
         fingerprints = variables.fingerprints() if looks else {}
@@ -329,24 +329,6 @@ class ReplayedShadows:
                 "outside of train_step, into variables that it reads. Start the run again: the "
                 "calls for this check have changed it"
             )
-
-    def _follow_the_loop(self) -> None:
-        """Let shadows have what the loop has put into buffers and attributes between steps."""
-        exchange = self._exchange
-        for number, value in exchange.take_new_buffers().items():
-            name = exchange.buffer_places[number][1]
-            if value.numel() and not bool((value == value.flatten()[0]).all()):
-                raise HeldinError(
-                    f"{self._owner}: the loop changed the buffer {name!r} of the model between two "
-                    "steps, to values that may depend on the rows (statistics computed anew, a "
-                    "mask from weights, a call in training mode under no_grad?), and shadows would "
-                    "keep theirs; do so inside of train_step, or in evaluation mode or on a copy "
-                    "of the model " + more("another-training-step")
-                )
-            for shadow in self.shadows:
-                shadow.buffers[number] = value.clone()
-        for shadow in self.shadows:
-            exchange.take_over_nested(shadow.nested)
 
     def _refuse_kept_rows(
         self, before: Mapping[str, Any], after: Mapping[str, Any], rows: int

@@ -173,7 +173,8 @@ class StepCheck:
         self._pending = StepRecord(state, grads, with_closure)
 
     def _gradients(self) -> list[Tensor | None]:
-        return [_copy_of_gradient(p) for p in self._trained]
+        grads = (p.grad for p in self._trained)
+        return [None if grad is None else local(grad).detach().clone() for grad in grads]
 
     def on_stepped(self, before: Sequence[Mapping[str, Any]]) -> None:
         """Remember what the step left, and which group settings it changed."""
@@ -280,9 +281,10 @@ class StepCheck:
                 "run (stopping.load_state_dict), or, if the model was trained on other rows, make "
                 "a new optimiser"
             )
-        kept = self._marks is not None
-        changed = kept and self._marks != marks_of(self._values_of_state())
-        if kept and not changed and self._moments is not None:
+        if self._marks is None:
+            return
+        changed = self._marks != marks_of(self._values_of_state())
+        if not changed and self._moments is not None:
             changed = not torch.equal(self._moments, self._sums_of_state())
         if changed:
             raise refusal(
@@ -388,16 +390,8 @@ class StepCheck:
         )
 
 
-def _copy_of_gradient(p: Tensor) -> Tensor | None:
-    return None if p.grad is None else local(p.grad).detach().clone()
-
-
 def is_checked(number: int, seed: int) -> bool:
-    """Return whether a step is checked, whatever it does.
-
-    >>> [number for number in range(9, 99) if is_checked(number, seed=0)]
-    [9, 10, 12, 16, 20, 25, 30, 32, 50, 57, 62, 64, 95]
-    """
+    """Return whether a step is checked, whatever it does."""
     if number <= FIRST or number in ROUND or number & (number - 1) == 0:
         return True
     power = 1 << (number.bit_length() - 1)
@@ -429,6 +423,10 @@ def _whole(tensor: Tensor | None) -> Tensor | None:
     return tensor.to_dense() if tensor.is_sparse else local(tensor)
 
 
+def _square(tensor: Tensor | None) -> float:
+    return 0.0 if tensor is None else float(tensor.abs().double().square().sum())
+
+
 def scaled(tensors: Sequence[Tensor | None], factor: float) -> list[Tensor | None]:
     """Return gradients times a factor."""
     return [None if t is None else t * factor for t in tensors]
@@ -438,16 +436,9 @@ def _difference(actual: Sequence[Tensor | None], expected: Sequence[Tensor | Non
     """Return the norm of the difference of two gradients, relative to the larger norm."""
     off = mine = theirs = 0.0
     for a, b in zip(map(_whole, actual), map(_whole, expected), strict=True):
-        if a is not None:
-            mine += float(a.abs().double().square().sum())
-        if b is not None:
-            theirs += float(b.abs().double().square().sum())
-        if a is not None and b is not None:
-            off += float((a - b).abs().double().square().sum())
-        elif a is not None or b is not None:
-            one = a if a is not None else b
-            assert one is not None
-            off += float(one.abs().double().square().sum())
+        mine += _square(a)
+        theirs += _square(b)
+        off += _square(b if a is None else a if b is None else a - b)
     if off != off or mine != mine:  # a loop that trains on nan is repeated as it is
         return 0.0 if mine != mine and theirs != theirs else float("inf")
     return (off / max(mine, theirs)) ** 0.5 if max(mine, theirs) > 0 else 0.0
@@ -459,7 +450,7 @@ def _best_scale(actual: Sequence[Tensor | None], expected: Sequence[Tensor | Non
     for a, b in zip(map(_whole, actual), map(_whole, expected), strict=True):
         if a is not None and b is not None:
             product += float((a.double() * b.double()).real.sum())
-            square += float(b.abs().double().square().sum())
+            square += _square(b)
     if square == 0:
         return None
     scale = product / square
