@@ -359,7 +359,21 @@ class LoaderRecorder:
             self.close()
 
 
-class _RecordedSampler:
+class _Wrapper:
+    """Has the length and the attributes of another object."""
+
+    inner: Any
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+
+class _RecordedSampler(_Wrapper):
     """A batch sampler that records the numbers that it yields."""
 
     def __init__(self, inner: Any, handed_out: deque[list[int]]) -> None:
@@ -378,12 +392,6 @@ class _RecordedSampler:
                 ) from None
             self.handed_out.append(rows)
             yield numbers
-
-    def __len__(self) -> int:
-        return len(self.inner)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
 
 
 @dataclass(eq=False)
@@ -443,28 +451,20 @@ class _RecordedCollate:
         return _Collated(batch, copies if ships else None, self.layout, self.sliceable)
 
 
-class _RecordedIterator:
+class _RecordedIterator(_Wrapper):
     """A loader's iterator that reports the rows of each batch to the recorder."""
 
     def __init__(
         self, inner: Any, handed_out: deque[list[int]], recorder: weakref.ref[LoaderRecorder]
     ) -> None:
-        self._inner, self._handed_out, self._recorder = inner, handed_out, recorder
+        self.inner, self._handed_out, self._recorder = inner, handed_out, recorder
 
     def __iter__(self) -> _RecordedIterator:
         return self
 
     def __next__(self) -> Any:
-        batch = next(self._inner)
+        batch = next(self.inner)
         rows, recorder = self._handed_out.popleft(), self._recorder()
         if recorder is not None:
             return recorder.deliver(rows, batch)
         return batch.batch if isinstance(batch, _Collated) else batch
-
-    def __len__(self) -> int:
-        return len(self._inner)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_inner":
-            raise AttributeError(name)
-        return getattr(self._inner, name)

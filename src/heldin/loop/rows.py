@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 from zlib import crc32
@@ -111,7 +112,7 @@ class RowSource:
         if records and isinstance(inner, DataLoader):
             self.recorder = LoaderRecorder(inner)
         self._copy: Any = None
-        self._shared: list[Any] | None = None
+        self._shared: list[Any] = []
         self._streams: dict[int, list[Any]] = {}
         self._first_states = [generator_state(each) for each in generators_in(self._collate)]
 
@@ -132,13 +133,12 @@ class RowSource:
                 "the stopping object was made, so that new rows are in no fold; make it again when "
                 "the dataset has grown"
             )
-        self._copy = self._shared = None
+        self._copy, self._shared = None, []
 
     def items(self, index: Sequence[int], fresh: bool = False) -> list[Any]:
         """Return samples of the dataset, from the store (unless `fresh`), or read from a copy."""
         if fresh or not self.store.is_fixed:
-            with left_alone(self._generators()):
-                dataset = self._copied()[0]
+            with self._copied() as (dataset, _):
                 if callable(getattr(dataset, "__getitems__", None)):  # as torch reads rows
                     return single_items(dataset.__getitems__(list(index)))
                 return [dataset[i] for i in index]
@@ -149,20 +149,17 @@ class RowSource:
 
     def collate(self, items: Sequence[Any]) -> Any:
         """Return the batch that the user's function makes of items."""
-        with left_alone(self._generators()):
-            return self._copied()[1](joined(items))
+        with self._copied() as (_, collate):
+            return collate(joined(items))
 
-    def _generators(self) -> list[Any]:
-        """Return the user's random generators that a copy may share."""
-        if self._shared is None:
-            self._shared = generators_in(self.dataset, self._collate)
-        return self._shared
-
-    def _copied(self) -> Any:
-        """Return a copy of the dataset and of the collate function."""
+    @contextmanager
+    def _copied(self) -> Iterator[tuple[Any, Callable[[Any], Any]]]:
+        """Copy dataset and collate function, and restore generators that a copy may share."""
         if self._copy is None:
             self._copy = copy_sharing_data((self.dataset, self._collate))
-        return self._copy
+            self._shared = generators_in(self.dataset, self._collate)
+        with left_alone(self._shared):
+            yield self._copy
 
     def read(self, index: Tensor, stream: int = 0) -> Any:
         """Return a batch of these rows, collated and prepared as the loop's batches are.
@@ -337,7 +334,7 @@ class RowSource:
         """Leave the loader as it was, and release the dataset."""
         if self.recorder is not None:
             self.recorder.close()
-        self._copy = self._shared = None
+        self._copy, self._shared = None, []
 
 
 def _is_list_of_rows(data: Any) -> bool:
