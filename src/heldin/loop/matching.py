@@ -23,7 +23,7 @@ from .copying import copied
 from .items import ItemStore
 from .randomness import separate_random_stream
 
-__all__ = ["WAY_OUT", "RowMatcher", "Rows", "rows_with_copies", "warn_of_copies"]
+__all__ = ["WAY_OUT", "RowMatcher", "Rows", "are_columns", "rows_with_copies", "warn_of_copies"]
 
 CPU = torch.device("cpu")
 WAY_OUT = (
@@ -108,6 +108,15 @@ class Rows:
         return parts
 
 
+def are_columns(value: Any) -> bool:
+    """Return whether a value is tensors (inputs ..., targets) with one entry for each row."""
+    if not isinstance(value, (tuple, list)) or len(value) < 2:
+        return False
+    if not all(isinstance(t, Tensor) and not t.is_sparse for t in value):
+        return False
+    return len({len(t) if t.dim() else 0 for t in value}) == 1
+
+
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -169,11 +178,7 @@ def warn_of_copies(owner: str, data: Any) -> None:
     tensors = source.tensors if isinstance(source, TensorDataset) else source
     if isinstance(data, DataLoader) and tensors is source:
         return  # a list of rows, not of columns
-    if not isinstance(tensors, (tuple, list)) or len(tensors) < 2:
-        return
-    if not all(isinstance(t, Tensor) and not t.is_sparse for t in tensors):
-        return
-    if len({len(t) if t.dim() else 0 for t in tensors}) != 1:
+    if not are_columns(tensors):
         return
     rows = Rows(tuple(tensors[:-1]), tensors[-1])
     found = rows_with_copies(rows)

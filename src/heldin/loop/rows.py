@@ -39,7 +39,7 @@ from .events import LoaderBatch, ModelCall
 from .generators import generator_state, generators_in, left_alone, set_generator
 from .items import ItemStore, joined, single_items
 from .loaders import LoaderRecorder, inner_loader
-from .matching import RowMatcher, Rows
+from .matching import RowMatcher, Rows, are_columns
 from .randomness import separate_random_stream
 
 __all__ = ["RowSource", "TrainingRows", "has_same_rows", "repeated_rows", "undrawn_rows"]
@@ -117,9 +117,8 @@ class RowSource:
         self._first_states = [generator_state(each) for each in generators_in(self._collate)]
 
     def _make_matcher(self, tensors: Any) -> None:
-        if isinstance(tensors, (tuple, list)) and all(isinstance(t, Tensor) for t in tensors):
-            if len(tensors) > 1 and len({len(t) for t in tensors}) == 1:
-                self._matcher = RowMatcher(Rows(tuple(tensors[:-1]), tensors[-1]))
+        if are_columns(tensors):
+            self._matcher = RowMatcher(Rows(tuple(tensors[:-1]), tensors[-1]))
 
     # -- reading rows
 
