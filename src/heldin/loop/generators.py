@@ -48,7 +48,6 @@ def is_generator(value: Any) -> bool:
 
 
 def generator_state(generator: Any) -> Any:
-    """Return the state of a generator."""
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, random.Random):
@@ -59,7 +58,6 @@ def generator_state(generator: Any) -> Any:
 
 
 def set_generator(generator: Any, state: Any) -> None:
-    """Set a generator to what `generator_state` returned."""
     if isinstance(generator, random.Random):
         generator.setstate(state)
     elif isinstance(generator, torch.Generator) or not hasattr(generator, "bit_generator"):
@@ -69,7 +67,6 @@ def set_generator(generator: Any, state: Any) -> None:
 
 
 def same_generator_state(one: Any, other: Any) -> bool:
-    """Return whether two states of a generator are equal."""
     if isinstance(one, Tensor):
         return torch.equal(one, other)
     if isinstance(one, Mapping):

@@ -83,7 +83,6 @@ class ItemStore:
 
 
 def _size(item: Any) -> int:
-    """Return the bytes of an item, about."""
     parts = parts_of(item)
     if parts is not None:
         return sys.getsizeof(parts) + sum(map(_size, parts.values()))

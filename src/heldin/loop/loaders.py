@@ -71,7 +71,6 @@ def inner_loader(loader: Any) -> DataLoader[Any]:
 
 
 def is_followed(loader: DataLoader[Any]) -> bool:
-    """Return whether a recorder follows a loader."""
     return ITERATOR_METHOD in vars(loader)
 
 
@@ -342,7 +341,6 @@ class LoaderRecorder:
         self._used.append(used)
 
     def forget(self) -> None:
-        """Forget all batches that were returned so far."""
         self._delivered.clear()
         self._used.clear()
 

@@ -98,7 +98,6 @@ class Rows:
     def order(
         self, size: int | None, shuffle: bool, generator: torch.Generator | None
     ) -> Sequence[Tensor]:
-        """Return the row numbers of the batches of one epoch."""
         n = len(self)
         size = n if size is None else size
         if size < 1:

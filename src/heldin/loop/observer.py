@@ -96,7 +96,6 @@ class LoopObserver:
         self._in_grad = True
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Begin to observe."""
         self._device = next(model.parameters()).device.type
         self._modules = list(model.modules())
         self._optimizer = optimizer

@@ -146,7 +146,6 @@ class DenseNetwork:
 
     @property
     def has_dropout(self) -> bool:
-        """Whether a training pass draws random numbers."""
         return any(isinstance(layer, nn.Dropout) for layer in self.layers)
 
     def seed(self, seed: int, device: torch.device) -> None:
@@ -252,5 +251,4 @@ def plain_layers(
 
 
 def weights_of(module: nn.Module) -> list[str]:
-    """Return the names of the weights of a linear layer or a batch normalisation."""
     return [name for name in ("weight", "bias") if getattr(module, name) is not None]

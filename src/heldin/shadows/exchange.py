@@ -564,7 +564,6 @@ class Session:
                 state.attributes[number] = value
 
     def restore(self) -> None:
-        """Put the user's state back."""
         exchange, optimizer = self._exchange, self._exchange.optimizer
         self._put(self._user, self._user.grads, self._optimizer_state)
         for group, values in zip(optimizer.param_groups, self._groups, strict=True):

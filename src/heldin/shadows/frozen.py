@@ -120,7 +120,6 @@ class FrozenOutputs:
             yield
 
     def close(self) -> None:
-        """Remove all hooks and release the modules."""
         self._release()
         self._modules, self._calls, self._held, self._selections = [], {}, {}, []
 

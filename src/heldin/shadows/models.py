@@ -54,7 +54,6 @@ def module_of(owner: str, average: nn.Module, model: nn.Module) -> nn.Module:
 
 
 def note_trained(model: nn.Module) -> None:
-    """Remember that a model was trained under heldin."""
     _TRAINED[model] = _sums(model), _writes(model)
 
 

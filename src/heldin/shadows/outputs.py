@@ -144,11 +144,9 @@ class OutputCollector:
         )
 
     def outputs(self, order: Tensor) -> Tensor:
-        """Return the outputs of all rows."""
         return _joined("outputs", [o for o, _ in self.blocks], "predict=(model, batch)")[order]
 
     def targets(self, order: Tensor) -> Tensor:
-        """Return the targets of all rows."""
         targets = [t for _, t in self.blocks if t is not None]
         return _joined("targets", targets, "targets=(batch)")[order]
 

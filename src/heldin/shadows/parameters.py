@@ -80,5 +80,4 @@ class ParameterGuard:
 
 
 def _trained(optimizer: Optimizer) -> list[list[Tensor]]:
-    """Return the parameters of each group that are trained."""
     return [[p for p in group["params"] if p.requires_grad] for group in optimizer.param_groups]

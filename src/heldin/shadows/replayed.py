@@ -877,7 +877,6 @@ class ReplayedShadows:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state_dict` was taken."""
         check_schema(
             state,
             {

@@ -286,11 +286,9 @@ class Stack:
         return {name: block.detach() for name, block in (self.blocks | self.buffers).items()}
 
     def copy_of(self, number: int) -> dict[str, Tensor]:
-        """Return the weights and statistics of one copy, by name."""
         return {name: block[number] for name, block in self.tensors.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return weights, statistics and optimiser states."""
         return {
             "weights": {name: block.clone() for name, block in self.tensors.items()},
             "optimizers": [copy.deepcopy(o.state_dict()) for o in self.optimizers],
@@ -319,7 +317,6 @@ class Stack:
                         raise ValueError(f"{name!r} of an optimiser is {tuple(value.shape)}")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state_dict` was taken."""
         with torch.no_grad():
             for name, block in self.tensors.items():
                 block.copy_(state["weights"][name])

@@ -296,11 +296,9 @@ class StackedShadows:
                 self.stack.tensors[name][number].copy_(value)
 
     def weights_of_the_model(self) -> dict[str, Tensor]:
-        """Return the weights of the copy that is the model."""
         return self.stack.copy_of(self.copies)
 
     def restart(self) -> None:
-        """Let all shadows start again, on all rows that they may see."""
         assert self._start is not None
         for number in range(self.copies):
             self.stack.load_state_of(number, self._start)
@@ -328,17 +326,14 @@ class StackedShadows:
         return losses[self._looked_at]
 
     def row_weights(self, rows: Tensor) -> Tensor | None:
-        """Return the weights of rows in the loss; None: all are equal."""
         return self.data.weights_of(rows)
 
     def describe_rows(self) -> str:
-        """Say how batches are matched to rows."""
         return f"{len(self.data)} rows, found by their contents"
 
     # -- outputs
 
     def keep_outputs(self, recipe: OutputRecipe | None) -> None:
-        """Keep the outputs of held-out rows at every later check; None: no longer."""
         self._recipe, self._outputs = recipe, None
 
     def _keep(self, outputs: Tensor, rows: Tensor) -> None:
@@ -363,7 +358,6 @@ class StackedShadows:
                     self._keep(self._recipe.outputs_of(outputs, len(rows)), rows)
 
     def held_out_outputs(self) -> OutOfFold:
-        """Return the outputs of the rows at the last `held_out()`."""
         assert self._recipe is not None
         assert self._outputs is not None
         rows = self._looked_at
@@ -373,11 +367,9 @@ class StackedShadows:
         )
 
     def trial(self) -> AbstractContextManager[None]:
-        """Return a context in which calls of the model leave nothing behind."""
         return self._plain.trial()
 
     def example(self) -> tuple[Any, Callable[[nn.Module, Any], Tensor]]:
-        """Return a batch of a few rows, and the function that predicts them."""
         assert self._recipe is not None
         recipe = self._recipe
 
@@ -389,18 +381,15 @@ class StackedShadows:
         return self.data.batch(self._looked_at[:EXAMPLE]), predict
 
     def evaluated_weights(self) -> AbstractContextManager[None]:
-        """Return a context in which the model has the weights that it is evaluated with."""
         return nullcontext()
 
     def members(self) -> list[dict[str, Tensor]]:
-        """Return copies of the trained weights and the buffers of every shadow, by name."""
         return [
             {name: value.detach().to("cpu", copy=True) for name, value in copy.items()}
             for copy in map(self.stack.copy_of, range(self.copies))
         ]
 
     def levels(self) -> tuple[float, float]:
-        """Return the mean loss of light shadows on training rows, and the model's on the same."""
         rows, inside = self.data.rows, [self._level_rows[0]] * (self.stack.copies - self.copies)
         index = torch.stack([*self._level_rows, *inside]).to(self.label.device)
         outputs = self.stack.evaluate([x[index] for x in rows.inputs])
@@ -415,13 +404,11 @@ class StackedShadows:
         return self.data.training_loss(self._shown)
 
     def weights_of(self, number: int) -> dict[str, Tensor]:
-        """Return the trained weights of a shadow, by name."""
         return self.stack.copy_of(number)
 
     # -- saving and closing
 
     def close(self) -> None:
-        """Release the model, its optimiser and the copies."""
         if self.recorder is not None:
             self.recorder.close()
         release(self)
@@ -440,7 +427,6 @@ class StackedShadows:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state_dict` was taken."""
         form: dict[str, Any] = {
             "inside": bool,
             "row_share": float,

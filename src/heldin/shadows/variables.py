@@ -72,7 +72,6 @@ class _Kept:
     contents: Any
 
     def restore(self) -> None:
-        """Fill the owner with the contents."""
         owner, contents = self.owner, self.contents
         if isinstance(contents, _Entries):
             for key, value in contents.items():
@@ -87,7 +86,6 @@ class _Kept:
             refill(owner, contents)
 
     def is_same(self, other: Any) -> bool:
-        """Return whether another one has the same owner and contents."""
         if not isinstance(other, _Kept) or self.owner is not other.owner:
             return False
         one, two = self.contents, other.contents
