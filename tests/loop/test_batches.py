@@ -96,5 +96,10 @@ def test_structure_and_values_are_compared() -> None:
     assert equal({"x": torch.ones(2), "n": 3}, {"x": torch.ones(2), "n": 3})
     assert equal(torch.tensor([torch.nan]), torch.tensor([torch.nan]))
     assert not equal([torch.ones(2)], [torch.ones(3)])
+    assert equal(float("nan"), float("nan"))
+    assert not equal(float("nan"), 1.0)
+    other = object()
+    assert not equal([other], [other])
+    assert equal([other], [other], objects=True)
     parts = strided(torch.tensor([0.0, 2.0]).to_sparse())
     assert [part.tolist() for part in parts] == [[[1]], [2.0]]

@@ -209,31 +209,37 @@ def _other_structure(batch: Any, place: str) -> HeldinError:
 # --- contents --------------------------------------------------------------------------------
 
 
-def equal(one: Any, other: Any) -> bool:
-    """Return whether two batches have the same structure and values; nan equals nan."""
+def equal(one: Any, other: Any, objects: bool = False) -> bool:
+    """Return whether two batches have the same structure and values; nan equals nan.
+
+    objects: whether objects that are neither tensors nor containers equal themselves; they may have
+    changed.
+    """
     if type(one) is not type(other):
         return False
+    if _is_plain(one):
+        return bool(one == other or (one != one and other != other))
     if isinstance(one, Tensor):
         if one.dtype != other.dtype or one.layout != other.layout:
             return False
         if one.layout != torch.strided or one.is_nested:
             return equal(strided(one), strided(other))
-        if one.shape != other.shape:
-            return False
         one, other = _plain(one), _plain(other)
-        same = one == other
-        if one.is_floating_point() or one.is_complex():
-            same = same | (one.isnan() & other.isnan())
-        return bool(same.all())
+        if torch.equal(one, other):
+            return True
+        floats = one.is_floating_point() or one.is_complex()
+        return one.shape == other.shape and floats and _equal_but_nan(one, other)
     if _is_array(one):
-        return one.shape == other.shape and bool(
-            ((one == other) | ((one != one) & (other != other))).all()
-        )
-    parts = parts_of(one)
-    if parts is None:
-        return bool(_is_plain(one) and (one == other or one != one))
-    others = parts_of(other) or {}
-    return parts.keys() == others.keys() and all(equal(v, others[k]) for k, v in parts.items())
+        return one.shape == other.shape and _equal_but_nan(one, other)
+    parts, others = parts_of(one), parts_of(other)
+    if parts is None or others is None:
+        return objects and one is other
+    same_keys = parts.keys() == others.keys()
+    return same_keys and all(equal(part, others[key], objects) for key, part in parts.items())
+
+
+def _equal_but_nan(one: Any, other: Any) -> bool:
+    return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -24,7 +24,6 @@ __all__ = [
     "is_of_user",
     "left_alone",
     "names_in",
-    "same_generator_state",
     "set_generator",
 ]
 
@@ -64,16 +63,6 @@ def set_generator(generator: Any, state: Any) -> None:
         generator.set_state(state)
     else:
         generator.bit_generator.state = copy.deepcopy(state)
-
-
-def same_generator_state(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, Mapping):
-        return all(same_generator_state(one[key], other[key]) for key in one)
-    if isinstance(one, tuple):
-        return all(map(same_generator_state, one, other))
-    return bool((one == other).all()) if hasattr(one, "all") else bool(one == other)
 
 
 @functools.cache

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from heldin._private_torch import own_buffers, version_of
 from heldin.capture.sharding import fully_sharded
 from heldin.errors import HeldinError, more, way_out
+from heldin.loop.batches import equal
 from heldin.loop.generators import (
     generator_state,
     is_generator,
@@ -364,7 +365,7 @@ class Exchange:
         """Find the group settings that the user's step changed: they are state of the optimiser."""
         for old, new in zip(before, after, strict=True):
             for key, value in new.items():
-                if key not in old or not _same(old[key], value):
+                if key not in old or not equal(old[key], value, objects=True):
                     self.group_state_keys.add(key)
 
     def reshard(self) -> None:
@@ -714,12 +715,3 @@ def _exchanged(values: Sequence[Any]) -> dict[int, Any]:
         and not is_generator(value)
         and not (isinstance(value, Tensor) and value.grad_fn is not None)
     }
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.shape == other.shape and bool(torch.equal(one, other))
-    try:
-        return bool(one is other or one == other)
-    except (RuntimeError, ValueError):  # arrays
-        return False

@@ -10,7 +10,7 @@ is not reused any more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from heldin._private_torch import BatchNorm, Dropout, tree_map
+from heldin.loop.batches import bytes_in, equal, tensors_in
 from heldin.loop.hooks import record_calls, replaced_forwards
 
 __all__ = ["FrozenOutputs", "frozen_modules"]
@@ -108,10 +109,10 @@ class FrozenOutputs:
                 return tree_map(Tensor.clone, self._held[key][1])
             output = original(*args, **kwargs)
             if is_first and _is_deterministic(module):
-                self._memory += _size(self._held.pop(key, None))
+                self._memory += bytes_in(self._held.pop(key, None))
                 call = tree_map(Tensor.detach, ((args, dict(kwargs)), output))
-                if _size(call) <= self._memory:
-                    self._memory -= _size(call)
+                if bytes_in(call) <= self._memory:
+                    self._memory -= bytes_in(call)
                     self._held[key] = call
             seen.add(module)  # a second call of a block has other arguments
             return output
@@ -136,19 +137,9 @@ def _is_deterministic(module: nn.Module) -> bool:
     return True
 
 
-def _tensors(tree: Any) -> list[Tensor]:
-    tensors: list[Tensor] = []
-    tree_map(tensors.append, tree)
-    return tensors
-
-
-def _size(tree: Any) -> int:
-    return sum(t.numel() * t.element_size() for t in _tensors(tree))
-
-
 def _selected(tree: Any, index: Tensor, size: int) -> Any:
     """Return the rows of an output; None if a tensor has no row for each sample."""
-    if any(t.dim() == 0 or len(t) != size for t in _tensors(tree)):
+    if any(t.dim() == 0 or len(t) != size for t in tensors_in(tree)):
         return None
     return tree_map(lambda t: t.index_select(0, index.to(t.device)), tree)
 
@@ -164,26 +155,16 @@ def _is_selection(tree: Any, whole: Any, index: Tensor, size: int) -> bool:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Return whether two trees have the same form and the same values."""
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        if not (isinstance(one, Tensor) and isinstance(other, Tensor)) or one.requires_grad:
-            return False
-        return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, (tuple, list)):
-        return len(one) == len(other) and all(map(_is_same, one, other))
-    if isinstance(one, Mapping):
-        return one.keys() == other.keys() and all(_is_same(one[k], other[k]) for k in one)
-    return one is other or (isinstance(one, (bool, int, float, str)) and one == other)
+    """Return whether arguments that carry no gradient are the same."""
+    return equal(one, other, objects=True) and not any(t.requires_grad for t in tensors_in(one))
 
 
 def _is_close(one: Any, other: Any) -> bool:
     """Return whether outputs agree up to rounding."""
-    pairs = list(zip(_tensors(one), _tensors(other), strict=False))
-    for a, b in pairs:
+    computed, reused = list(tensors_in(one)), list(tensors_in(other))
+    for a, b in zip(computed, reused, strict=False):
         close = AGREEMENT.get(a.dtype, COARSE)
         scale = float(a.detach().abs().max()) if a.numel() else 0.0
         if a.shape != b.shape or not torch.allclose(a, b, rtol=close, atol=close * scale):
             return False
-    return len(pairs) == len(_tensors(one))
+    return len(computed) <= len(reused)

@@ -17,8 +17,8 @@ from heldin.loop.rows import RowSource
 
 from .frozen import FrozenOutputs
 from .labels import LOOKED_AT, subsample_held_out
+from .losses import RowLossRecorder
 from .outputs import OutputCollector, OutputRecipe, one_for_each_row
-from .row_losses import RowLossRecorder
 
 __all__ = ["BatchLoss", "FrameworkLoss", "HeldOut", "as_number", "loss_of_pairs"]
 

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from heldin._private_torch import version_of
 from heldin.errors import HeldinError
+from heldin.loop.batches import equal
 from heldin.loop.generators import (
     cell_contents,
     generator_state,
@@ -32,7 +33,6 @@ from heldin.loop.generators import (
     is_object_of_user,
     is_of_user,
     names_in,
-    same_generator_state,
     set_generator,
 )
 
@@ -77,7 +77,7 @@ class _Kept:
             for key, value in contents.items():
                 _set(owner, key, value)
         elif isinstance(contents, _State):
-            if not same_generator_state(generator_state(owner), contents.value):
+            if not equal(generator_state(owner), contents.value):
                 set_generator(owner, contents.value)
         elif isinstance(contents, int):
             while len(owner) > contents:
@@ -92,7 +92,7 @@ class _Kept:
         if type(one) is not type(two):
             return False
         if isinstance(one, _State):
-            return same_generator_state(one.value, two.value)
+            return equal(one.value, two.value)
         return one == two if isinstance(one, int) else _same_contents(one, two)
 
 
