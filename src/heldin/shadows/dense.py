@@ -6,12 +6,14 @@ For networks this small, recording a graph would cost as much as the arithmetic.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from heldin._private_torch import forward_hooks
+from heldin.loop.randomness import mixed_seed
 from heldin.shadows.bare_model import is_parametrization_hook
 
 __all__ = [
@@ -133,16 +135,33 @@ class BatchNorm:
 
 
 class DenseNetwork:
-    """Passes through K networks at once, with nothing recorded but the values between layers."""
+    """An engine that records nothing but the values between layers."""
 
     def __init__(self, layers: Sequence[Linear | BatchNorm | nn.Module]) -> None:
         self.layers = list(layers)
         kinds = (Linear, BatchNorm)
         self._first = next(i for i, layer in enumerate(layers) if isinstance(layer, kinds))
+        self._copies = next(len(each.weight) for each in layers if isinstance(each, Linear))
         self._norms: dict[int, tuple[Tensor, Tensor, Tensor | None]] = {}  # see `normalise`
         self._trace: list[Tensor] = []
         self._masks: dict[int, Tensor] = {}  # of dropout, by number of the layer
         self._generator: torch.Generator | None = None
+
+    def __call__(
+        self,
+        inputs: Sequence[Tensor],
+        keep: Tensor | None = None,
+        shared: bool = False,
+        train: bool = False,
+    ) -> Tensor:
+        (x,) = inputs
+        rows = x.flatten(1).expand(self._copies, -1, -1) if shared else x.flatten(2)
+        return self.forward(rows, train, keep)
+
+    def random_stream(self, device: torch.device, *numbers: int) -> AbstractContextManager[None]:
+        if self.has_dropout:  # nothing else draws, and that from its own generator
+            self.seed(mixed_seed(*numbers), device)
+        return nullcontext()
 
     @property
     def has_dropout(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Literal, Protocol, get_args
 
 import torch
@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from heldin._private_torch import BatchNorm, own_parameters
 from heldin.errors import HeldinError
-from heldin.loop.randomness import mixed_seed, separate_random_stream
+from heldin.loop.randomness import separate_random_stream
 from heldin.shadows.bare_model import copy_without_hooks
 from heldin.shadows.dense import ACTIVATIONS, DenseNetwork, Linear, plain_layers, weights_of
 from heldin.shadows.dense import BatchNorm as DenseNorm
 from heldin.shadows.outputs import one_for_each_row
 
-__all__ = ["CannotStack", "Engine", "Forward", "engine_for"]
+__all__ = ["CannotStack", "Engine", "engine_for"]
 
 Engine = Literal["auto", "dense", "vmap", "replay"]
 
@@ -35,56 +35,35 @@ class Copies(Protocol):
     buffers: dict[str, Tensor]  # statistics, where copies have their own
 
 
-class Forward(Protocol):
-    """How the stacked models are run."""
-
-    @property
-    def least_rows(self) -> int:
-        """The fewest rows on which a copy can take a training step."""
-
-    def random_stream(self, device: torch.device, *numbers: int) -> AbstractContextManager[None]:
-        """Return a context of training in which random numbers depend on `numbers` only."""
-
-    def __call__(
-        self,
-        inputs: Sequence[Tensor],
-        keep: Tensor | None = None,
-        shared: bool = False,
-        train: bool = False,
-    ) -> Tensor:
-        """(K, b, ...) outputs.
-
-        inputs: (K, b, ...), or (b, ...) if all copies share them; keep: (K, b), the rows that count
-        in training; train: a `backward` will follow.
-        """
-
-    def backward(self, gradient: Tensor) -> None:
-        """Write the weights' gradients, from (K, b, ...) by the outputs of the last call."""
-
-
 def engine_for(
     model: nn.Module, stack: Copies, inputs: Sequence[Tensor], engine: Engine
-) -> tuple[str, Forward]:
-    """Return the name and the engine asked for, or the first that can run the model."""
+) -> tuple[str, DenseNetwork | Vmap]:
+    """Return the name and the engine asked for, or the first that can run the model.
+
+    It takes inputs (K, b, ...), or (b, ...) if all copies share them, and returns (K, b, ...)
+    outputs. In training, `keep` (K, b) has the rows that count, and `backward` writes the weights'
+    gradients, from (K, b, ...) by the outputs of the last call. Copies need `least_rows` for a
+    step. In `random_stream`, random numbers in training depend on its numbers only.
+    """
     if engine not in get_args(Engine):
         raise HeldinError(f"engine: expected 'auto', 'dense', 'vmap' or 'replay', got {engine!r}")
     layers = plain_layers(model, stack.blocks, inputs) if engine in ("auto", "dense") else None
     if layers is not None:
-        return "dense", _Dense(stack, layers)
+        return "dense", DenseNetwork([_of_copies(stack, *layer) for layer in layers])
     if engine == "dense":
         names = ", ".join(sorted(kind.__name__ for kind in ACTIVATIONS))
         raise HeldinError(
             "engine='dense' is for nn.Linear, or nn.Sequential of nn.Linear, nn.Dropout and "
             f"activations ({names}) on rows that are vectors; use engine='auto'"
         )
-    mapped = _Vmap(stack, model, len(inputs))
+    mapped = Vmap(stack, model, len(inputs))
     problem = _why_not_mapped(model, mapped, inputs)
     if problem is None:
         return "vmap", mapped
     raise CannotStack(f"engine={engine!r}: {problem}; use engine='replay'")
 
 
-def _why_not_mapped(model: nn.Module, mapped: _Vmap, inputs: Sequence[Tensor]) -> str | None:
+def _why_not_mapped(model: nn.Module, mapped: Vmap, inputs: Sequence[Tensor]) -> str | None:
     if any(isinstance(module, BatchNorm) for module in model.modules()):
         return "the rows that a shadow must not see would enter its batch statistics"
     some = [x[:2] for x in inputs]
@@ -103,7 +82,7 @@ def _why_not_mapped(model: nn.Module, mapped: _Vmap, inputs: Sequence[Tensor]) -
     return None
 
 
-class _Vmap:
+class Vmap:
     """All copies in one call of `torch.func.vmap`; the rows that one must not see weigh nothing."""
 
     least_rows = 1
@@ -167,37 +146,6 @@ class _Vmap:
                 place.zero_()
             else:
                 place.copy_(value)
-
-
-class _Dense:
-    """Plain networks: batched matrix products forwards and backwards, without a graph."""
-
-    def __init__(self, stack: Copies, layers: Sequence[tuple[str, nn.Module]]) -> None:
-        self.copies = stack.copies
-        self.network = DenseNetwork([_of_copies(stack, *layer) for layer in layers])
-
-    @property
-    def least_rows(self) -> int:
-        return self.network.least_rows
-
-    def random_stream(self, device: torch.device, *numbers: int) -> AbstractContextManager[None]:
-        if self.network.has_dropout:  # nothing else draws, and that from its own generator
-            self.network.seed(mixed_seed(*numbers), device)
-        return nullcontext()
-
-    def __call__(
-        self,
-        inputs: Sequence[Tensor],
-        keep: Tensor | None = None,
-        shared: bool = False,
-        train: bool = False,
-    ) -> Tensor:
-        (x,) = inputs
-        rows = x.flatten(1).expand(self.copies, -1, -1) if shared else x.flatten(2)
-        return self.network.forward(rows, train, keep)
-
-    def backward(self, gradient: Tensor) -> None:
-        self.network.backward(gradient)
 
 
 def _of_copies(stack: Copies, start: str, module: nn.Module) -> Linear | DenseNorm | nn.Module:
