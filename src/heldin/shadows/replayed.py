@@ -14,11 +14,10 @@ from torch.optim import Optimizer
 from heldin._private_torch import BatchNorm, version_of
 from heldin.capture.sharding import fully_sharded
 from heldin.crossval import OutOfFold
-from heldin.errors import HeldinError, way_out
+from heldin.errors import HeldinError, refusal, way_out
 from heldin.loop.batches import addresses, repack, tensors_in, to_device
 from heldin.loop.events import LoaderBatch, OptimizerStep
 from heldin.loop.hooks import scaled_gradients
-from heldin.loop.loaders import LoaderRecorder
 from heldin.loop.randomness import (
     Autocast,
     RandomState,
@@ -113,6 +112,7 @@ class ReplayedShadows:
     ) -> None:
         self._owner, self._model, self._evaluated = owner, model, evaluated or model
         self._source, self._view, self._loss = source, view, loss
+        self.recorder = source.recorder  # of the loop's loader, if data is one
         self._clip, self._seed, self._ranks = clip, seed, ranks
         self._train_step = train_step
         self._values_after: dict[str, Any] | None = None  # of the user's variables
@@ -131,7 +131,7 @@ class ReplayedShadows:
             self._device,
             relaxed=self._relaxed,
             watches_gradients=not self._relaxed and clip is None,
-            recorder=source.recorder,
+            recorder=self.recorder,
             ranks=ranks,
             seed=seed,
         )
@@ -181,11 +181,6 @@ class ReplayedShadows:
 
     # -- training
 
-    @property
-    def recorder(self) -> LoaderRecorder | None:
-        """The rows that the loop's loader has drawn, if data is one."""
-        return self._source.recorder
-
     def follow(self, step: OptimizerStep, announced: Announced) -> int:
         """Repeat a step of the user's optimiser for every shadow; return its number of rows."""
         self.check.check_weights(contents=False)
@@ -193,13 +188,11 @@ class ReplayedShadows:
         if call is not None:
             self._autocast = call.autocast
         if self._autocast.enabled and self._autocast.dtype == torch.float16:
-            raise HeldinError(
-                f"{self._owner}: shadows do not scale their loss, as float16 needs; use bfloat16 "
-                "(torch.autocast(..., dtype=torch.bfloat16)), or "
-                + way_out(
-                    self._owner,
-                    "pass the loop's own step with its scaler: train_step=..., state=[scaler]",
-                )
+            raise refusal(
+                self._owner,
+                "shadows do not scale their loss, as float16 needs; use bfloat16 "
+                "(torch.autocast(..., dtype=torch.bfloat16)), or",
+                "pass the loop's own step with its scaler: train_step=..., state=[scaler]",
             )
         batches = self._source.micro_batches(announced, step.calls)
         self._refuse_changed(step, batches)
@@ -260,9 +253,7 @@ class ReplayedShadows:
         with torch.inference_mode(False), exchange.session() as session, exchange.modes(modes):
             try:
                 if start is not None:
-                    error = self._repeat_call(session, start, settings, before, kept)
-                    variables.refuse_changed(fingerprints)
-                    self._refuse_hidden_state(error)
+                    self._check_repeats(session, start, settings, before, kept, fingerprints)
                 for shadow_number, shadow in enumerate(self.shadows):
                     inserted = before | shadow.variables
                     variables.write(inserted)
@@ -294,19 +285,21 @@ class ReplayedShadows:
                 "stopping.train(batch)"
             )
 
-    def _repeat_call(
+    def _check_repeats(
         self,
         session: Session,
         start: tuple[ShadowState, RandomState],
         settings: Sequence[Mapping[str, Any]],
         before: Mapping[str, Any],
         batch: Any,
-    ) -> float:
-        """Call the function again from the state before; return how far it trains otherwise.
+        fingerprints: Mapping[str, Any],
+    ) -> None:
+        """Refuse a function that does something else when it is called again from one state.
 
         It is called before any shadow, several times at first: a counter may count to five.
         """
         assert self._train_step is not None
+        assert self._variables is not None
         error, calls = 0.0, REPEATS if self._steps == 1 else 1
         for _ in range(calls):
             Variables.write(before)
@@ -315,10 +308,8 @@ class ReplayedShadows:
                 start[1].restore()
                 self._train_step(repack(batch))
             error = max(error, session.difference(start[0]))
-        return self.check.largest(error)
-
-    def _refuse_hidden_state(self, error: float) -> None:
-        """Refuse a function that does something else when it is called again from one state."""
+        error = self.check.largest(error)
+        self._variables.refuse_changed(fingerprints)
         if error > self.check.tolerance(self._exchange.trained.values()):
             raise HeldinError(
                 f"train_step: called a second time from the same state, at call {self._steps}, it "
@@ -1001,13 +992,12 @@ def _load_saved(shadow: ShadowState, saved: Mapping[str, Any]) -> None:
         buffer.copy_(value)
     entries = copy.deepcopy(saved["optimizer"]["state"])
     shadow.optimizer = [
-        {k: _placed(v, w.device) for k, v in entries.get(i, {}).items()}
-        for i, w in enumerate(shadow.weights)
+        {
+            key: value.to(weight.device) if isinstance(value, Tensor) and value.dim() else value
+            for key, value in entries.get(number, {}).items()
+        }
+        for number, weight in enumerate(shadow.weights)
     ]
     shadow.group_state = copy.deepcopy(saved["group_state"])
     shadow.attributes = copy.deepcopy(saved["attributes"])
     shadow.objects = copy.deepcopy(saved["objects"])
-
-
-def _placed(value: Any, device: torch.device) -> Any:
-    return value.to(device) if isinstance(value, Tensor) and value.dim() else value
