@@ -120,7 +120,8 @@ class ReplayedShadows:
         self.draw, self._in_time = RowDraw(rows, seed), in_time
         self.label, self.copies = labels.cpu(), int(labels.max()) + 1
         self._exchange = Exchange(model, optimizer, state, owner)
-        self._device = next(iter(self._exchange.trained.values())).device
+        self._trained = list(self._exchange.trained.values())
+        self._device = self._trained[0].device
         # around the user's function
         self._variables = None if train_step is None else self._exchange.surroundings(train_step)
         self.shadows = [self._exchange.new_state() for _ in range(self.copies)]
@@ -310,7 +311,7 @@ class ReplayedShadows:
             error = max(error, session.difference(start[0]))
         error = self.check.largest(error)
         self._variables.refuse_changed(fingerprints)
-        if error > self.check.tolerance(self._exchange.trained.values()):
+        if error > self.check.tolerance(self._trained):
             raise HeldinError(
                 f"train_step: called a second time from the same state, at call {self._steps}, it "
                 f"trained otherwise (relative difference {error:.2g}): it changes something that "
@@ -393,7 +394,7 @@ class ReplayedShadows:
         with (
             self._refusing_single_rows(shadow, parts),
             torch.enable_grad(),
-            scaled_gradients(self._exchange.trained.values(), weight),
+            scaled_gradients(self._trained, weight),
             self.frozen.for_part(0),
         ):
             session.insert(shadow, settings, with_gradients=True)
@@ -531,7 +532,7 @@ class ReplayedShadows:
         if step.with_closure:
             return torch.as_tensor(optimizer.step(closure)).detach()  # type: ignore[arg-type]
         total = closure()
-        for p in self._exchange.trained.values():
+        for p in self._trained:
             if p.grad is not None:
                 shadow.reached.add(id(p))
             elif id(p) in shadow.reached & step.zeroed:
@@ -547,36 +548,34 @@ class ReplayedShadows:
         clips: bool = True,
     ) -> Tensor:
         """Write the gradient of the weighted losses into `.grad`; return their sum."""
-        trained = list(self._exchange.trained.values())
-        for p in trained:
+        for p in self._trained:
             p.grad = None
         total = torch.zeros_like(self._total)
         for number, ((batch, _), weight) in enumerate(zip(parts, weights, strict=True)):
             if not weight and not self._sharded:
                 continue
             before_part(number)
-            with self._precision(), self.frozen.for_part(number):
+            with self._autocast.context(), self.frozen.for_part(number):
                 loss = as_number(self._loss(self._model, repack(batch))) * weight
             if self._sharded:  # which sums the gradients up itself, and divides by the ranks
                 (loss * self._ranks.size).backward()
             else:
-                _add_gradients(loss, trained)
+                _add_gradients(loss, self._trained)
             total += loss.detach()
         if self._sharded:
             total = self._ranks.join(total, self._device)
         elif self._ranks is not None:
-            total = self._ranks.add_gradients(trained, total)
+            total = self._ranks.add_gradients(self._trained, total)
         if clips:
             self._clip_gradients()
         return total
 
     def _clip_gradients(self) -> None:
         """Clip the gradients as the loop does."""
-        trained = list(self._exchange.trained.values())
         if isinstance(self._clip, (int, float)):
-            nn.utils.clip_grad_norm_(trained, float(self._clip))
+            nn.utils.clip_grad_norm_(self._trained, float(self._clip))
         elif self._clip is not None:
-            self._clip(trained)
+            self._clip(list(self._trained))
 
     def restart(self) -> None:
         """Let all shadows start again, on all rows that they may see."""
@@ -595,7 +594,6 @@ class ReplayedShadows:
     ) -> None:
         """Compare the loop's step with that which is replayed."""
         self.frozen.select([], compares=False)
-        trained = list(self._exchange.trained.values())
         sizes = [len(batch.rows) for batch in batches]
         whole = [to_device(self._source.whole(batch), self._device) for batch in batches]
         parts = list(zip(whole, sizes, strict=True))
@@ -611,14 +609,14 @@ class ReplayedShadows:
             if self._relaxed:
                 weights, _, _ = self._weights(parts, sizes)
                 self._compute_gradients(parts, weights, before_part, clips=False)
-                grads[1.0] = [p.grad for p in trained]
+                grads[1.0] = [p.grad for p in self._trained]
             else:
-                plain: list[Tensor | None] = [None] * len(trained)
-                by_rows: list[Tensor | None] = [None] * len(trained)
+                plain: list[Tensor | None] = [None] * len(self._trained)
+                by_rows: list[Tensor | None] = [None] * len(self._trained)
                 for number, part in enumerate(parts):
                     before_part(number)
                     self._compute_gradients([part], [1.0], clips=False)
-                    for i, p in enumerate(trained):
+                    for i, p in enumerate(self._trained):
                         plain[i] = _sum(plain[i], p.grad, 1.0)
                         by_rows[i] = _sum(by_rows[i], p.grad, part[1] / sum(sizes))
                 grads[1.0] = plain
@@ -644,11 +642,10 @@ class ReplayedShadows:
         """Return gradients as the loop would clip them."""
         if self._clip is None:
             return grads
-        trained = list(self._exchange.trained.values())
-        for p, grad in zip(trained, grads, strict=True):
+        for p, grad in zip(self._trained, grads, strict=True):
             p.grad = None if grad is None else grad.clone()
         self._clip_gradients()
-        return [p.grad for p in trained]
+        return [p.grad for p in self._trained]
 
     # -- contexts
 
@@ -661,9 +658,6 @@ class ReplayedShadows:
             full_precision(self._device.type),
         ):
             yield
-
-    def _precision(self) -> Any:
-        return self._autocast.context()
 
     def _random_stream(self, step: int, number: int) -> Any:
         rank = 0 if self._ranks is None or step < 0 else self._ranks.rank
@@ -698,7 +692,7 @@ class ReplayedShadows:
         self._session.insert(state, self._settings)
         if evaluates:
             optimizer.eval()  # type: ignore[attr-defined]
-        with self._precision():
+        with self._autocast.context():
             yield
 
     @contextmanager
@@ -711,7 +705,7 @@ class ReplayedShadows:
             optimizer.eval()  # type: ignore[attr-defined]
         else:
             self._session.protect_buffers()
-        with self._precision():
+        with self._autocast.context():
             yield
 
     def _refuse_changed(self, step: OptimizerStep, batches: Sequence[LoaderBatch]) -> None:
