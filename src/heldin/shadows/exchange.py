@@ -34,18 +34,19 @@ from heldin.loop.generators import (
 from heldin.loop.randomness import RandomState
 from heldin.pause import paused
 
-from .variables import MODULE_FIELDS, Variables, refill
+from .variables import MODULE_FIELDS, PLAIN, Variables, is_equal, refill
 
 __all__ = ["Exchange", "Session", "ShadowState", "group_settings", "has_evaluation_mode", "local"]
 
 OPTIMIZER_FIELDS = {*vars(torch.optim.SGD([nn.Parameter(torch.zeros(()))], 0.0))}
 
-FLAT = (Tensor, bool, int, float, complex, str, bytes, type(None), nn.Module)
+FLAT = (*PLAIN, Tensor, nn.Module)
 
 COLLECTED = (
     "grads", "weights", "buffers", "optimizer", "group_state", "generators", "objects", "others"
 )  # fmt: skip
 
+Mark = tuple[Any, Any]  # a value, and its version, or its contents
 Place = tuple[dict[str, Any], str]  # attributes of an object, and the name of one
 _MISSING = object()
 
@@ -137,8 +138,9 @@ class Exchange:
         optimizer: Optimizer,
         state: Sequence[Any] = (),
         owner: str = "optimizer",
+        has_shadows: bool = False,
     ) -> None:
-        self.owner, self.optimizer = owner, optimizer
+        self.owner, self.optimizer, self._has_shadows = owner, optimizer, has_shadows
         others = [each for each in state if isinstance(each, nn.Module)]
         self.objects = [each for each in state if not isinstance(each, nn.Module)]
         self.trained = _trained_parameters(model, optimizer, others, owner)  # by name
@@ -170,6 +172,9 @@ class Exchange:
         self._shared = _shared_storages(self.tensors)
         self._sharded = fully_sharded(model)
         self.values_before: list[Any] | None = None  # of attributes, before the user's step
+        self._marks_before: list[Mark] = []  # of attributes, before and after it
+        self._marks_after: list[Mark] | None = None
+        self._moved_attributes: list[int] = []  # by the loop, since its last step
         owners = (*self.modules, *self.tensors, *self.frozen, *self.objects, optimizer)
         self._numbers = {id(owner) for owner in owners}
         self._largest = sum(p.numel() for p in self.tensors)
@@ -188,21 +193,24 @@ class Exchange:
 
     def note_attributes(self) -> None:
         """Remember attributes and buffers before a step of the user changes them."""
-        self.values_before = self._attribute_values()
+        self._marks_before = self._marks_of_attributes()
+        self.values_before = [_copy_of(*mark) for mark in self._marks_before]
+        if self._marks_after is not None:
+            self._moved_attributes = _changed(self._marks_after, self._marks_before)
         self.nested_before, self._nested_former = self.nested.read(), self._nested_after
         for number in self.find_moved_buffers():
             table, name = self.buffer_places[number]
             self._new_buffers[number] = table[name].detach().clone()
 
-    def _attribute_values(self) -> list[Any]:
+    def _marks_of_attributes(self) -> list[Mark]:
         self.find_attributes()
-        return [_copy_of(table.get(name, _MISSING)) for table, name in self.attribute_places]
+        return [_mark(table.get(name, _MISSING)) for table, name in self.attribute_places]
 
     def _nested_values(self) -> Iterator[tuple[str, Any]]:
         """Yield what attributes contain beyond the containers that are exchanged themselves."""
         for number, (table, name) in enumerate(self.attribute_places):
             value = table.get(name)
-            if isinstance(value, FLAT) or is_generator(value):
+            if type(value) in PLAIN or isinstance(value, FLAT) or is_generator(value):
                 continue
             if _contents(value) is None:
                 yield f"{number}.{name}", value
@@ -244,10 +252,12 @@ class Exchange:
         self.accept_buffers()
         self.nested.note_changes()
         self._nested_after = self.nested.read()
+        if self._has_shadows:
+            self._marks_after = self._marks_of_attributes()
 
     def forget_buffers(self) -> None:
         """Accept whatever buffers the next step finds: they are loaded on purpose."""
-        self._buffer_marks = self._nested_after = None
+        self._buffer_marks = self._nested_after = self._marks_after = None
         self._moved_buffers.clear()
 
     def follow_the_loop(self, shadows: Sequence[ShadowState]) -> None:
@@ -255,7 +265,7 @@ class Exchange:
         buffers, self._new_buffers = self._new_buffers, {}
         for number, value in buffers.items():
             name = self.buffer_places[number][1]
-            if value.numel() and not bool((value == value.flatten()[0]).all()):
+            if not _is_constant(value):
                 raise HeldinError(
                     f"{self.owner}: the loop changed the buffer {name!r} of the model between two "
                     "steps, to values that may depend on the rows (statistics computed anew, a "
@@ -265,9 +275,35 @@ class Exchange:
                 )
             for shadow in shadows:
                 shadow.buffers[number] = value.clone()
+        for number in self._moved_attributes:
+            value = self._marks_before[number][0]
+            owners = [shadow for shadow in shadows if number in shadow.attributes]
+            if owners and (not isinstance(value, Tensor) or _is_constant(value)):
+                for shadow in owners:
+                    del shadow.attributes[number]
         if self.nested_before:
             for shadow in shadows:
                 Variables.take_over(shadow.nested, self._nested_former, self.nested_before)
+
+    def keep_own(self, shadows: Sequence[ShadowState], certain: bool) -> None:
+        """Let shadows keep what the user's step has changed, and theirs has not.
+
+        certain: whether the loop changes nothing in its step beside what shadows repeat; else only
+        what the step of a shadow has changed is theirs.
+        """
+        before = dict(enumerate(self.values_before or ()))
+        for number in _changed(self._marks_before, self._marks_after or []):
+            value = before.get(number, _MISSING)
+            if value is not _MISSING and not _exchanged({number: value}):
+                continue
+            if certain or any(number in shadow.attributes for shadow in shadows):
+                for shadow in shadows:
+                    shadow.attributes.setdefault(number, _copy_of(value))
+        nested = Variables.own_values(self.nested_before or {}, self._nested_after or {})
+        for name, kept in nested.items():
+            if certain or any(name in shadow.nested for shadow in shadows):
+                for shadow in shadows:
+                    shadow.nested.setdefault(name, kept)
 
     def find_attributes(self) -> None:
         """Find the attributes that not every module has; again where modules got new ones."""
@@ -293,7 +329,8 @@ class Exchange:
     def generators(self) -> list[Any]:
         """Return the random generators among the modules' attributes."""
         values = (table.get(name) for table, name in self.attribute_places)
-        return [v for v in values if not isinstance(v, FLAT) and is_generator(v)]
+        values = (v for v in values if type(v) not in PLAIN and not isinstance(v, FLAT))
+        return [value for value in values if is_generator(value)]
 
     def present_state(self) -> ShadowState:
         """Return the user's present state without copies, and without attributes."""
@@ -321,7 +358,8 @@ class Exchange:
         state.group_state = [{} for _ in state.group_state]
         state.others = copy.deepcopy(state.others)
         if with_attributes:
-            state.attributes = _exchanged(self._attribute_values())
+            values = dict(enumerate(self._marks_of_attributes()))
+            state.attributes = _exchanged({n: _copy_of(*mark) for n, mark in values.items()})
             state.nested = self.nested.read()
         return state
 
@@ -332,7 +370,8 @@ class Exchange:
         """
         state = self.new_state()
         state.buffers, state.nested = buffers, dict(self.nested_before or {})
-        state.attributes = _exchanged([_copy_of(value) for value in self.values_before or ()])
+        values = dict(enumerate(self.values_before or ()))
+        state.attributes = {n: _copy_of(value) for n, value in _exchanged(values).items()}
         return state
 
     def _other_state(self) -> dict[Any, Any]:
@@ -507,24 +546,17 @@ class Session:
     def _insert_attributes(self, state: ShadowState) -> None:
         """Set attributes to the user's values, except for those that the shadow has changed."""
         for number, (table, name) in enumerate(self._exchange.attribute_places):
-            value, start = self._attributes[number], self._before[number]
-            if number in state.attributes:
-                own = state.attributes[number]
-                if self._contents[number] is not None and type(own) is type(value):
-                    refill(value, own)  # the user's container, with other contents
-                else:
-                    table[name] = own
-                    if isinstance(own, Tensor):
-                        self._clones[number] = (own, -1)
-            elif start is _MISSING:
+            value, contents = self._attributes[number], self._contents[number]
+            is_own = number in state.attributes
+            start = state.attributes[number] if is_own else self._before[number]
+            if start is _MISSING:
                 table.pop(name, None)
-            elif isinstance(start, Tensor) and start.grad_fn is None:
-                clone = start.detach().clone().requires_grad_(start.requires_grad)
-                self._clones[number] = (clone, version_of(clone))
-                table[name] = clone
-            elif self._contents[number] is not None and type(start) is type(value):
+            elif contents is not None and type(start) is type(value):
                 table[name] = value
-                refill(value, start)
+                refill(value, start)  # the user's container, with other contents
+            elif isinstance(start, Tensor) and (is_own or start.grad_fn is None):
+                table[name] = start if is_own else _copy_of(start)
+                self._clones[number] = table[name], -1 if is_own else version_of(table[name])
             elif table.get(name, _MISSING) is not start:
                 table[name] = start
 
@@ -687,13 +719,22 @@ def _contents(value: Any) -> Any:
     return copy.copy(value) if type(value) in (list, dict, set, deque) else None
 
 
-def _copy_of(value: Any) -> Any:
-    contents = _contents(value)
-    if contents is not None:
-        return contents
-    if isinstance(value, Tensor) and value.grad_fn is None:
-        return value.detach().clone().requires_grad_(value.requires_grad)
-    return value
+def _mark(value: Any) -> Mark:
+    if type(value) in PLAIN:
+        return value, None
+    return value, version_of(value) if isinstance(value, Tensor) else _contents(value)
+
+
+def _copy_of(value: Any, contents: Any = None) -> Any:
+    """Return a copy of a tensor without a graph, the contents of a container, or the value."""
+    if type(value) in PLAIN:
+        return value
+    if isinstance(value, Tensor):
+        if value.grad_fn is None:
+            return value.detach().clone().requires_grad_(value.requires_grad)
+        return value
+    contents = _contents(value) if contents is None else contents
+    return value if contents is None else contents
 
 
 def _same_contents(one: Any, other: Any) -> bool:
@@ -706,12 +747,35 @@ def _same_contents(one: Any, other: Any) -> bool:
     return all(a is b for a, b in zip(one, other, strict=True))
 
 
-def _exchanged(values: Sequence[Any]) -> dict[int, Any]:
+def _exchanged(values: Mapping[int, Any]) -> dict[int, Any]:
     """Return values of attributes by place, but not what other parts of a state hold."""
     return {
         number: value
-        for number, value in enumerate(values)
+        for number, value in values.items()
         if value is not _MISSING
         and not is_generator(value)
         and not (isinstance(value, Tensor) and value.grad_fn is not None)
     }
+
+
+def _changed(before: Sequence[Mark], after: Sequence[Mark]) -> list[int]:
+    """Return the numbers of the attributes whose value, version or contents changed."""
+    changed = []
+    for number, (value, mark) in enumerate(after):
+        former, former_mark = before[number] if number < len(before) else (_MISSING, None)
+        if mark is None and value is former:
+            continue
+        if mark is None or former_mark is None:
+            same = is_equal(value, former)
+        elif isinstance(mark, int):
+            same = value is former and mark == former_mark
+        else:
+            same = type(value) is type(former) and _same_contents(mark, former_mark)
+        if not same:
+            changed.append(number)
+    return changed
+
+
+def _is_constant(value: Tensor) -> bool:
+    """Return whether a tensor has one value, as one that the loop has reset."""
+    return not value.numel() or bool((value == value.flatten()[0]).all())

@@ -119,7 +119,7 @@ class ReplayedShadows:
         self._teachers: dict[str, tuple[nn.Module, list[tuple[int, int]]]] | None = None
         self.draw, self._in_time = RowDraw(rows, seed), in_time
         self.label, self.copies = labels.cpu(), int(labels.max()) + 1
-        self._exchange = Exchange(model, optimizer, state, owner)
+        self._exchange = Exchange(model, optimizer, state, owner, has_shadows=True)
         self._trained = list(self._exchange.trained.values())
         self._device = self._trained[0].device
         # around the user's function
@@ -213,6 +213,7 @@ class ReplayedShadows:
             for number, shadow in enumerate(self.shadows):
                 with self._random_stream(self._steps, number), suppress(_SingleRow):
                     self._replay(session, shadow, number, step, batches)
+        self._exchange.keep_own(self.shadows, certain=False)
         self.frozen.forget()
         self.check.renew_versions()
         rows = sum(len(batch.rows) for batch in batches)
@@ -248,6 +249,9 @@ class ReplayedShadows:
         exchange.note_group_state(settings, group_settings(exchange.optimizer))
         exchange.note_step()
         exchange.follow_the_loop(self.shadows)
+        for name, kept_value in variables.own_values(before, after).items():
+            for shadow in self.shadows:
+                shadow.variables.setdefault(name, kept_value)
         self._steps += 1
         self._settings = settings
         fingerprints = variables.fingerprints() if looks else {}
@@ -263,6 +267,7 @@ class ReplayedShadows:
                     shadow.variables |= variables.changes(inserted, variables.read())
             finally:
                 variables.write(after)
+        exchange.keep_own(self.shadows, certain=True)
         self._values_after = after
         variables.refuse_changed(fingerprints)
         self.frozen.forget()

@@ -36,7 +36,7 @@ from heldin.loop.generators import (
     set_generator,
 )
 
-__all__ = ["Variables"]
+__all__ = ["MODULE_FIELDS", "PLAIN", "Variables", "is_equal", "refill"]
 
 DEPTH = 12  # nested containers, objects and functions
 MOST = 20_000  # values that are read
@@ -330,10 +330,15 @@ class Variables:
             if isinstance(own, dict) and isinstance(old, dict) and isinstance(new, dict):
                 own = type(own)(own)
                 for key in {*old, *new}:
-                    if not _is_equal(new.get(key, _MISSING), old.get(key, _MISSING)):
+                    if not is_equal(new.get(key, _MISSING), old.get(key, _MISSING)):
                         own.pop(key, None)
                         own |= {key: new[key]} if key in new else {}
                 values[name] = _Kept(value.owner, own)
+
+    @staticmethod
+    def own_values(before: Mapping[str, _Kept], after: Mapping[str, _Kept]) -> Values:
+        """Return values before a call of the user that changed them: shadows keep these."""
+        return {n: before[n] for n in Variables.changes(before, after) if n in before}
 
     @staticmethod
     def new_values(
@@ -469,7 +474,7 @@ def _set(table: Any, key: Any, value: Any) -> None:
         table[key] = value
 
 
-def _is_equal(one: Any, other: Any) -> bool:
+def is_equal(one: Any, other: Any) -> bool:
     """Return whether two values are one, or equal numbers or texts."""
     return one is other or (type(one) in PLAIN and type(one) is type(other) and one == other)
 
@@ -482,7 +487,7 @@ def _same_contents(one: Any, other: Any) -> bool:
     if len(one) != len(other):
         return False
     if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_is_equal(one[key], other[key]) for key in one)
+        return one.keys() == other.keys() and all(is_equal(one[key], other[key]) for key in one)
     if isinstance(one, set):
         return bool(one == other)
-    return all(map(_is_equal, one, other))
+    return all(map(is_equal, one, other))
