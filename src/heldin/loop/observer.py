@@ -82,10 +82,10 @@ class LoopObserver:
         self._device = "cpu"
         self._modules: list[nn.Module] = []
         self._trained: list[Tensor] = []
+        self._numbers: set[int] = set()  # `id` of these
         self._optimizer: Optimizer | None = None
         self._handles: list[Any] = []
         self._count = 0  # steps so far
-        self._counts_passes = False
         self.passes = 0  # backward passes since the last step, where they are counted
         self._fresh = 1  # see `OptimizerStep`
         self._reached = False
@@ -100,24 +100,20 @@ class LoopObserver:
         self._modules = list(model.modules())
         self._optimizer = optimizer
         self._trained = [p for group in optimizer.param_groups for p in group["params"]]
-        addresses = {id(p) for p in self._trained}
+        self._numbers = {id(p) for p in self._trained}
         is_plain = all(p.device.type == "cpu" and type(p.data) is Tensor for p in self._trained)
         self._is_small = is_plain and sum(p.numel() for p in self._trained) <= SMALL
-
-        def other_steps(other: Optimizer, args: Any, kwargs: Any) -> None:
-            self._refuse_other(other, addresses)
-
         self._handles = [
             model.register_forward_pre_hook(ModelHook(self._called), with_kwargs=True),
             model.register_forward_hook(ModelHook(self._returned)),
             optimizer.register_step_pre_hook(self._steps_now),
             optimizer.register_step_post_hook(self._stepped),
-            register_optimizer_step_pre_hook(other_steps),
+            register_optimizer_step_pre_hook(self._refuse_other),
         ]
 
     def count_passes(self, in_grad: bool) -> None:
         """Begin to count backward passes; `in_grad`: the loop accumulates them in `.grad`."""
-        self._in_grad, self._counts_passes = in_grad, True
+        self._in_grad = in_grad
         trained = [p for p in self._trained if p.requires_grad]
         self._handles.append(register_multi_grad_hook(trained, self._arrives, mode="any"))
 
@@ -142,14 +138,14 @@ class LoopObserver:
 
     # -- hooks
 
-    def _refuse_other(self, other: Optimizer, addresses: set[int]) -> None:
+    def _refuse_other(self, other: Optimizer, args: Any, kwargs: Any) -> None:
         """Refuse the step of another optimiser that trains the same parameters."""
         mine = self._optimizer
         if is_paused() or mine is None or other is mine:
             return
         if getattr(other, "optimizer", None) is mine:  # a wrapper around it
             return
-        if any(id(p) in addresses for group in other.param_groups for p in group["params"]):
+        if any(id(p) in self._numbers for group in other.param_groups for p in group["params"]):
             raise refusal(
                 self._owner,
                 f"another optimiser than the one given ({type(other).__name__}) trains the model, "
