@@ -171,7 +171,7 @@ class Exchange:
         self.group_state_keys: set[str] = set()
         self._shared = _shared_storages(self.tensors)
         self._sharded = fully_sharded(model)
-        self.values_before: list[Any] | None = None  # of attributes, before the user's step
+        self.values_before: dict[int, Any] = {}  # of attributes, before the user's step
         self._marks_before: list[Mark] = []  # of attributes, before and after it
         self._marks_after: list[Mark] | None = None
         self._moved_attributes: list[int] = []  # by the loop, since its last step
@@ -194,7 +194,7 @@ class Exchange:
     def note_attributes(self) -> None:
         """Remember attributes and buffers before a step of the user changes them."""
         self._marks_before = self._marks_of_attributes()
-        self.values_before = [_copy_of(*mark) for mark in self._marks_before]
+        self.values_before = self._copies_of_attributes(self._marks_before)
         if self._marks_after is not None:
             self._moved_attributes = _changed(self._marks_after, self._marks_before)
         self.nested_before, self._nested_former = self.nested.read(), self._nested_after
@@ -205,6 +205,10 @@ class Exchange:
     def _marks_of_attributes(self) -> list[Mark]:
         self.find_attributes()
         return [_mark(table.get(name, _MISSING)) for table, name in self.attribute_places]
+
+    @staticmethod
+    def _copies_of_attributes(marks: Sequence[Mark]) -> dict[int, Any]:
+        return {number: _copy_of(*mark) for number, mark in enumerate(marks)}
 
     def _nested_values(self) -> Iterator[tuple[str, Any]]:
         """Yield what attributes contain beyond the containers that are exchanged themselves."""
@@ -291,10 +295,9 @@ class Exchange:
         certain: whether the loop changes nothing in its step beside what shadows repeat; else only
         what the step of a shadow has changed is theirs.
         """
-        before = dict(enumerate(self.values_before or ()))
         for number in _changed(self._marks_before, self._marks_after or []):
-            value = before.get(number, _MISSING)
-            if value is not _MISSING and not _exchanged({number: value}):
+            value = self.values_before.get(number, _MISSING)
+            if value is not _MISSING and not _is_exchanged(value):
                 continue
             if certain or any(number in shadow.attributes for shadow in shadows):
                 for shadow in shadows:
@@ -358,8 +361,8 @@ class Exchange:
         state.group_state = [{} for _ in state.group_state]
         state.others = copy.deepcopy(state.others)
         if with_attributes:
-            values = dict(enumerate(self._marks_of_attributes()))
-            state.attributes = _exchanged({n: _copy_of(*mark) for n, mark in values.items()})
+            copies = self._copies_of_attributes(self._marks_of_attributes())
+            state.attributes = {n: value for n, value in copies.items() if _is_exchanged(value)}
             state.nested = self.nested.read()
         return state
 
@@ -370,8 +373,8 @@ class Exchange:
         """
         state = self.new_state()
         state.buffers, state.nested = buffers, dict(self.nested_before or {})
-        values = dict(enumerate(self.values_before or ()))
-        state.attributes = {n: _copy_of(value) for n, value in _exchanged(values).items()}
+        before = self.values_before.items()
+        state.attributes = {n: _copy_of(value) for n, value in before if _is_exchanged(value)}
         return state
 
     def _other_state(self) -> dict[Any, Any]:
@@ -469,12 +472,8 @@ class Session:
             for group in optimizer.param_groups
         ]
         self._attributes = [table.get(name, _MISSING) for table, name in exchange.attribute_places]
-        before = exchange.values_before
-        if before is None:
-            self._before = list(self._attributes)
-        else:  # the user's step has made what is new
-            new = len(self._attributes) - len(before)
-            self._before = [*before, *([_MISSING] * new)]
+        # the user's step has made what is new
+        self._before = exchange.values_before or dict(enumerate(self._attributes))
         self._contents = [_contents(value) for value in self._attributes]
         self.nested = exchange.nested.read()
         self._nested_before = exchange.nested_before or self.nested
@@ -548,7 +547,7 @@ class Session:
         for number, (table, name) in enumerate(self._exchange.attribute_places):
             value, contents = self._attributes[number], self._contents[number]
             is_own = number in state.attributes
-            start = state.attributes[number] if is_own else self._before[number]
+            start = state.attributes[number] if is_own else self._before.get(number, _MISSING)
             if start is _MISSING:
                 table.pop(name, None)
             elif contents is not None and type(start) is type(value):
@@ -581,7 +580,7 @@ class Session:
 
     def _collect_attributes(self, state: ShadowState) -> None:
         for number, (table, name) in enumerate(self._exchange.attribute_places):
-            before, value = self._before[number], table.get(name, _MISSING)
+            before, value = self._before.get(number, _MISSING), table.get(name, _MISSING)
             if number in self._clones:
                 clone, version = self._clones.pop(number)
                 if value is not clone or version_of(clone) != version:
@@ -747,15 +746,11 @@ def _same_contents(one: Any, other: Any) -> bool:
     return all(a is b for a, b in zip(one, other, strict=True))
 
 
-def _exchanged(values: Mapping[int, Any]) -> dict[int, Any]:
-    """Return values of attributes by place, but not what other parts of a state hold."""
-    return {
-        number: value
-        for number, value in values.items()
-        if value is not _MISSING
-        and not is_generator(value)
-        and not (isinstance(value, Tensor) and value.grad_fn is not None)
-    }
+def _is_exchanged(value: Any) -> bool:
+    """Return whether the value of an attribute is there, and no other part of a state holds it."""
+    if isinstance(value, Tensor):
+        return value.grad_fn is None
+    return value is not _MISSING and not is_generator(value)
 
 
 def _changed(before: Sequence[Mark], after: Sequence[Mark]) -> list[int]:
