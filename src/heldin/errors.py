@@ -1,5 +1,7 @@
 """The errors and warnings of heldin."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 from difflib import get_close_matches
 from inspect import signature
@@ -34,6 +36,12 @@ def way_out(owner: str, otherwise: str) -> str:
         "leave out the callback, hook or option that does so, or use rule='evidence'; or train in "
         "a loop of your own, where heldin.EarlyStopping takes train_step="
     )
+
+
+def refusal(owner: str, cause: str, otherwise: str, anchor: str = "") -> HeldinError:
+    """Return an error with the name of a rule, a cause, `way_out`, and a link if there is one."""
+    end = f" {more(anchor)}" if anchor else ""
+    return HeldinError(f"{owner}: {cause} {way_out(owner, otherwise)}{end}")
 
 
 def did_you_mean(word: str, words: Iterable[str]) -> str:

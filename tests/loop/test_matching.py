@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from heldin.loop.matching import Rows
+from heldin.loop.matching import Rows, rows_with_copies
 
 
 class Noisy(Dataset[tuple[Tensor, int]]):
@@ -35,3 +35,11 @@ def test_reading_all_rows_leaves_random_numbers_alone() -> None:
             assert rows.targets.tolist() == [0, 1] * 5
         drawn.append([inputs for inputs, _ in loader])
     assert all(torch.equal(one, other) for one, other in zip(*drawn, strict=True))
+
+
+def test_copies_are_counted_unless_they_are_equal_by_chance() -> None:
+    x, y = torch.arange(100.0).reshape(50, 2), torch.zeros(50)
+    assert rows_with_copies(Rows((x,), y)) == 0
+    assert rows_with_copies(Rows((x.repeat(2, 1),), y.repeat(2))) == 100
+    few = torch.randint(3, (50, 2), generator=torch.Generator().manual_seed(0))
+    assert rows_with_copies(Rows((few,), y)) == 0

@@ -13,15 +13,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     DataLoader,
     Dataset,
     DistributedSampler,
     RandomSampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
     WeightedRandomSampler,
     default_collate,
 )
 
 import heldin
+from heldin.loop.items import ItemStore, joined, single_items
+from heldin.loop.rows import RowSource, has_same_rows, repeated_rows, undrawn_rows
 from heldin.shadows.replayed import ReplayedShadows
 from tests.support import runs
 from tests.support.shadow_runs import Augmented, D, N, Numbers, mse
@@ -395,3 +401,28 @@ def test_sums_are_divided_by_their_samples() -> None:
     assert found[0] == pytest.approx(found[1])
     with torch.no_grad():
         assert found[1] == pytest.approx(float(F.mse_loss(model(x), x[:, :1])))
+
+
+def test_rows_are_read_by_their_numbers() -> None:
+    source = RowSource({"x": torch.arange(4.0), "y": torch.arange(4)}, seed=0)
+    batch = source.read(torch.tensor([3, 1]))
+    assert {name: part.tolist() for name, part in batch.items()} == {"x": [3.0, 1.0], "y": [3, 1]}
+    columns = single_items({"x": torch.arange(2)})
+    assert [joined([row]) for row in columns] == [{"x": torch.tensor([i])} for i in range(2)]
+    assert joined(columns)["x"].tolist() == [0, 1]
+    assert joined(["a", "b"]) == ["a", "b"]
+    store = ItemStore()
+    store.add({3: "three", 5: "five"})
+    assert store[5] == "five"
+    assert 4 not in store
+
+
+def test_rows_of_nested_datasets_and_samplers() -> None:
+    loaders: list[Any] = [DataLoader(range(n)) for n in (9, 9, 8)]  # type: ignore[arg-type]
+    assert has_same_rows(loaders[0], loaders[1])
+    assert not has_same_rows(loaders[0], loaders[2])
+    dataset = TensorDataset(torch.arange(4))
+    assert repeated_rows(Subset(dataset, [0, 0, 1])) == 2
+    assert repeated_rows(ConcatDataset([dataset, dataset])) == 8
+    loader = DataLoader(dataset, sampler=SubsetRandomSampler([0, 2]))
+    assert undrawn_rows(loader, 4).tolist() == [False, True, False, True]

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import heldin
 from heldin._private_torch import forward_hooks
+from heldin.shadows.frozen import frozen_modules
 from tests.support import runs
 
 ROWS, WIDTH = 30, 6
@@ -37,6 +38,11 @@ def probe(last: nn.Module | None = None) -> nn.Sequential:
     model = nn.Sequential(Counted(last), nn.Linear(WIDTH, 1)).double()
     model[0].requires_grad_(False)
     return model
+
+
+def test_the_largest_modules_without_a_trained_parameter() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Linear(2, 1))
+    assert frozen_modules(model, {id(p) for p in model[1].parameters()}) == [model[0]]
 
 
 def rows() -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import heldin
+from heldin.shadows import labels as of
 from tests.support.reading import step_of
 
 
@@ -91,3 +92,32 @@ def test_fit_calls_after_every_epoch_with_the_weights_of_that_moment() -> None:
     ordered = [run(torch.arange(24) % 3, fit={"shuffle": False}) for _ in range(2)]
     assert ordered[0].history.columns() == ordered[1].history.columns()
     assert ordered[0].history.columns() != run(torch.arange(24) % 3).history.columns()
+
+
+def test_folds_keep_groups_and_classes() -> None:
+    assert of.fold_labels(6, 3, seed=0).bincount().tolist() == [2, 2, 2]
+    groups = torch.tensor([7, 7, 7, 7, 1, 2])
+    assert of.fold_labels(6, 2, seed=0, groups=groups).tolist() == [0, 0, 0, 0, 1, 1]
+    classes = torch.tensor([0, 0, 0, 0, 1, 1])
+    assert of.fold_labels(6, 2, seed=0, stratify=classes)[4:].sort().values.tolist() == [0, 1]
+
+
+def test_labels_in_time() -> None:
+    times = torch.tensor([8, 5, 1, 2, 3, 5, 9])
+    assert of.time_labels("rule", times, 3, 3).tolist() == [1, 0, -1, -1, -1, 0, 2]
+    assert of.time_labels("rule", times, 3, 2).tolist() == [0, -1, -1, -1, -1, -1, 1]
+    assert of.stretches(torch.tensor([5, 0, 1, 2, 2, 4, 6, 3])).tolist() == [3, 0, 0, 1, 1, 2, 3, 2]
+    labels = torch.tensor([-1, 0, 1, 2])
+    assert of.visible(labels, 1, in_time=False).tolist() == [True, True, False, True]
+    assert of.visible(labels, 1, in_time=True).tolist() == [True, True, False, False]
+
+
+def test_labels_of_pairs_and_of_some_folds() -> None:
+    labels, sees = of.split_labels("rule", [([0, 1], [2]), ([0, 1, 2], [3])], 4)
+    assert labels.tolist() == [-1, -1, 0, 1]
+    assert sees.int().tolist() == [[1, 1, 0, 0], [1, 1, 1, 0]]
+    assert of.keep_first_folds(torch.tensor([0, 1, 2, 1]), 2).tolist() == [0, 1, -1, 1]
+    rows = of.subsample_held_out(torch.tensor([0, 1, 0, -1, 1, 0, 0]), 4)
+    assert [each.tolist() for each in rows] == [[0, 5], [1]]
+    numbers: Any = of.numbered("rule", "time", [20, 7, 20], 3, in_order=True)
+    assert numbers.tolist() == [1, 0, 1]

@@ -94,6 +94,152 @@ def test_a_step_with_memory_and_two_optimisers() -> None:
             torch.testing.assert_close(weight, twin.model.state_dict()[name], rtol=1e-12, atol=0)
 
 
+class Fading(nn.Module):
+    """Changes a tensor in place that is no buffer, and depends on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.linear, self.level = nn.Linear(4, 1).double(), torch.ones((), dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.level.mul_(0.9)
+        return self.linear(x) * self.level
+
+
+@pytest.mark.parametrize("with_function", [False, True])
+def test_a_module_that_changes_a_tensor_in_place(with_function: bool) -> None:
+    x, y = rows()
+    model, loader = Fading(), DataLoader(TensorDataset(x, y), batch_sampler=lists())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step(batch: Any, model: nn.Module = model, optimizer: Any = optimizer) -> None:
+        optimizer.zero_grad()
+        mse(model, batch).backward()
+        optimizer.step()
+
+    options: Any = {"data": loader, "batch_loss": mse, "patience": None}
+    if with_function:
+        options["train_step"] = step
+    stopping = heldin.EarlyStopping(model, optimizer, rule=rules.Folds(folds=FOLDS), **options)
+    for batch in loader:
+        stopping.train(batch) if with_function else step(batch)
+    assert float(model.level) == pytest.approx(0.9 ** len(lists()))
+    inner: Any = stopping.following
+    for number in range(FOLDS):
+        twin = Fading()
+        optimizer = torch.optim.SGD(twin.parameters(), 0.1)
+        for index in lists():
+            visible = [i for i in index if inner.fold_of_row[i] != number]
+            step((x[visible], y[visible]), twin, optimizer)
+        found = inner.backend.weights_of(number)["linear.weight"]
+        torch.testing.assert_close(found, twin.linear.weight.detach(), rtol=1e-12, atol=0)
+
+
+class Counting(nn.Module):
+    """Counts calls, sums inputs and notes one row, in attributes; all of it scales the outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.linear = nn.Linear(4, 1).double()
+        self.calls, self.state, self.log, self.rare = 0, torch.zeros(()).double(), [0], 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+            self.log[0] += 1
+            self.state = self.state + x.detach().mean()
+            if bool((x == rows()[0][0]).all(1).any()):
+                self.rare += 1
+                self.noted = 2.0
+        scale = self.calls + self.state + self.log[0] + 5 * self.rare + getattr(self, "noted", 0.0)
+        return self.linear(x) * (1 + scale / 20)
+
+
+RESETS: dict[str, Callable[[Any], Any]] = {
+    "nothing": lambda model: None,
+    "a number": lambda model: setattr(model, "calls", 0),
+    "a tensor": lambda model: setattr(model, "state", torch.zeros(()).double()),
+    "a tensor in place": lambda model: model.state.zero_(),
+    "a list": lambda model: setattr(model, "log", [0]),
+    "a list in place": lambda model: model.log.__setitem__(0, 0),
+}
+
+
+@pytest.mark.parametrize("name", RESETS)
+def test_attributes_that_the_loop_resets_or_one_row_changes(name: str) -> None:
+    """A shadow without the row must not get what the model has noted of it."""
+    x, y = rows()
+    batches = [part.tolist() for part in torch.arange(N).split(8)]
+
+    def train(model: nn.Module, batch_of: Callable[[list[int]], list[int]]) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        for _ in range(3):
+            RESETS[name](model)
+            for index in filter(len, map(batch_of, batches)):
+                optimizer.zero_grad()
+                mse(model, (x[index], y[index])).backward()
+                optimizer.step()
+
+    model = Counting()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    loader = DataLoader(TensorDataset(x, y), batch_sampler=batches)
+    stopping = heldin.EarlyStopping(
+        model, optimizer, data=loader, batch_loss=mse, rule=rules.Folds(folds=FOLDS), patience=None
+    )
+    for _ in range(3):
+        RESETS[name](model)
+        for batch in loader:
+            optimizer.zero_grad()
+            mse(model, batch).backward()
+            optimizer.step()
+    inner: Any = stopping.following
+    for number in range(FOLDS):
+        twin = Counting()
+        train(twin, lambda index: [i for i in index if inner.fold_of_row[i] != number])
+        found = inner.backend.weights_of(number)["linear.weight"]
+        torch.testing.assert_close(found, twin.linear.weight.detach(), rtol=1e-12, atol=0)
+
+
+def test_a_variable_that_one_row_changes() -> None:
+    x, y = rows()
+
+    class Step:
+        def __init__(self) -> None:
+            torch.manual_seed(1)
+            self.model, self.seen = nn.Linear(4, 1).double(), 0
+            self.optimizer = torch.optim.SGD(self.model.parameters(), 0.02)
+
+        def __call__(self, batch: Any) -> None:
+            self.seen += int((batch[0] == x[0]).all(1).any())
+            self.optimizer.zero_grad()
+            (mse(self.model, batch) * (1 + self.seen)).backward()
+            self.optimizer.step()
+
+    step, loader = Step(), DataLoader(TensorDataset(x, y), batch_sampler=lists())
+    stopping = heldin.EarlyStopping(
+        step.model,
+        step.optimizer,
+        data=loader,
+        batch_loss=mse,
+        rule=rules.Folds(folds=FOLDS),
+        patience=None,
+        train_step=step,
+    )
+    for batch in loader:
+        stopping.train(batch)
+    inner: Any = stopping.following
+    for number in range(FOLDS):
+        twin = Step()
+        for index in lists():
+            visible = [i for i in index if inner.fold_of_row[i] != number]
+            twin((x[visible], y[visible]))
+        found = inner.backend.weights_of(number)["weight"]
+        torch.testing.assert_close(found, twin.model.weight.detach(), rtol=1e-12, atol=0)
+
+
 def test_a_large_tensor_changed_in_place_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(variables, "LARGE", 1000)
     run, large = Trained(), torch.zeros(5000)

@@ -110,6 +110,23 @@ def test_a_loop_that_writes_every_batch_into_one_tensor(engine: str) -> None:
     check_shadows(stopping, start, make, F.mse_loss, (x, y), batches)
 
 
+def test_an_activation_in_two_places() -> None:
+    torch.manual_seed(1)
+    act = nn.Tanh()
+    start = nn.Sequential(nn.Linear(D, 5), act, nn.Linear(5, 4), act, nn.Linear(4, 1)).double()
+    rows, batches, make = data(), minibatches(7, 12), OPTIMIZERS["adam"]
+    stopping = run(copy.deepcopy(start), make, nn.MSELoss(), rows, batches, folds=4)
+    assert stopping.backend.engine == "dense"
+    check_shadows(stopping, start, make, nn.MSELoss(), rows, batches)
+    twice = nn.Linear(D, D).double()
+    optimizer = make(twice.parameters())
+    model = nn.Sequential(twice, act, twice)
+    assert (
+        runs.FoldStopping(model, optimizer, F.mse_loss, (rows[0], rows[0])).backend.engine
+        != "dense"
+    )
+
+
 def test_statistics_that_the_loop_has_frozen() -> None:
     torch.manual_seed(1)
     start = MODELS["batchnorms"]().double()
@@ -424,6 +441,29 @@ def test_dropout_draws_for_each_shadow(engine: str) -> None:
     other = run(model, OPTIMIZERS["sgd"], F.mse_loss, data(), whole, folds=label, engine=engine)
     first, second = (other.backend.weights_of(k)["0.weight"] for k in (0, 1))
     assert (first - second).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("kind", [lambda: nn.Dropout(0.5), lambda: nn.BatchNorm1d(9)])
+def test_steps_that_wait_have_the_modes_of_the_loop(kind: Any) -> None:
+    """Loops evaluate the model after an epoch, before the shadows' steps are taken."""
+    weights = []
+    for evaluates in (False, True):
+        torch.manual_seed(5)
+        model = nn.Sequential(nn.Linear(D, 9), kind(), nn.Linear(9, 1)).double()
+        optimizer, (x, y) = OPTIMIZERS["sgd"](model.parameters()), data()
+        stopping = runs.FoldStopping(model, optimizer, F.mse_loss, (x, y), 3, patience=None)
+        for index in minibatches(8, 6):
+            model.train()
+            F.mse_loss(model(x[index]), y[index]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if evaluates:
+                model.eval()
+            stopping.step()
+        assert stopping.backend.engine == "dense"
+        weights.append(stopping.backend.weights_of(1))
+    for name, weight in weights[0].items():
+        assert torch.equal(weight, weights[1][name])
 
 
 def test_dropout_of_a_dense_stack_repeats_itself_and_leaves_the_loop_alone() -> None:

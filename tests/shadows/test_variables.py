@@ -121,10 +121,22 @@ def namespace() -> Callable[[], Any]:
     return count
 
 
+def closure() -> Callable[[], Any]:
+    calls = 0
+
+    def count() -> int:
+        nonlocal calls
+        calls += 1
+        return calls
+
+    return count
+
+
 KEPT: dict[str, Callable[[], Callable[[], Any]]] = {
     "slots": Slotted,
     "object and class": lambda: Meter().add,
     "criterion": lambda: in_place(Counting(), lambda criterion: criterion()),
+    "closure": closure,
     "global": lambda: count_globally,
     "default": lambda: with_default,
     "attribute of the function": lambda: with_attribute,

@@ -19,10 +19,8 @@ CLOSE = 1e-5  # relative, between the same weights on different machines
 def compare(group: Any, facts: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> None:
     """Raise an error on every rank of a group if a rank differs from the first.
 
-    Args:
-        group: the process group.
-        facts: values that must be the same on all ranks, by name.
-        parameters: parameters of the model by name; their sums and norms are compared.
+    facts: values that must be the same on all ranks, by name; of parameters, sums and norms are
+    compared.
     """
     facts_by_rank: list[Any] = [None] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(facts_by_rank, (dict(facts), _weights(parameters)), group)

@@ -20,21 +20,15 @@ from torch import Tensor, nn
 
 from heldin._private_torch import is_joining
 from heldin.capture.collector import Collector
+from heldin.capture.graph import Backward
 from heldin.capture.moments import Moments, upcast
 from heldin.capture.sampling import Block
 from heldin.capture.sharding import fully_sharded
 from heldin.distributed.agreement import compare
-from heldin.distributed.weighting import LossWeight
+from heldin.distributed.weighting import MEAN, SUM, root_factor
 from heldin.errors import HeldinError, HeldinWarning, more
 
-__all__ = [
-    "Joinable",
-    "Pooled",
-    "ProcessGroup",
-    "Ranks",
-    "groups_of",
-    "ranks_of",
-]
+__all__ = ["Joinable", "Pooled", "ProcessGroup", "Ranks", "groups_of", "ranks_of"]
 
 ProcessGroup = Any  # torch.distributed.ProcessGroup, a DeviceMesh, None or "auto"
 
@@ -113,18 +107,18 @@ class Ranks:
 
     In the first step, and whenever a parameter appears for the first time, the ranks first exchange
     which parameters they have and then the sums; in all other steps a single all-reduce does both.
-
-    Attributes:
-        bytes: bytes that this rank has put into all-reduces in the last step.
     """
 
     def __init__(self, model: nn.Module, groups: list[Any], seen: Collector, mean: bool) -> None:
-        self.groups, self.bytes = groups, 0
-        self._seen = seen
+        self.groups, self._seen = groups, seen
+        self.bytes = 0  # that this rank has put into all-reduces in the last step
         self._by_size = mean and seen.estimator != "microbatch"
         self._model = weakref.ref(model)
         self._comparisons = 0
-        self._loss_weight, self._warned = LossWeight(seen), False
+        # the factor of the loss in the first backward pass of a step, and its reduction
+        self._factor: tuple[float, int] | None = None
+        seen.before_backward.append(self._note_factor)
+        self._warned = False
         self._agreed: set[str] = set()  # parameters that all ranks send
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._dtypes: dict[str, torch.dtype] = {}
@@ -133,6 +127,11 @@ class Ranks:
         if seen.sampler is not None:
             seen.sampler.shared_by_ranks = True
 
+    def _note_factor(self, backward: Backward) -> None:
+        if not self._seen.passes:
+            plain = len(backward.roots) == 1 and backward.seeds is None
+            self._factor = root_factor(backward.roots[0]) if plain else None
+
     # -- agreeing
 
     def forget(self) -> None:
@@ -140,21 +139,14 @@ class Ranks:
         self._comparisons, self._agreed = 0, set()
 
     def should_compare_ranks(self, due: bool) -> bool:
-        """Return whether the ranks have to be compared now.
-
-        Args:
-            due: whether this step is observed; the first comparison does not depend on it.
-        """
+        """Return whether the ranks have to be compared now: the first time, due or not."""
         return self._comparisons == 0 or (due and self._comparisons == 1)
 
     def check_agreement(self, facts: Mapping[str, Any]) -> None:
         """Raise an error unless all ranks train the same model in the same way.
 
         Settings are compared once, weights also in the next step: by then, models that started
-        equal and are trained independently differ.
-
-        Args:
-            facts: values that must be the same on all ranks, by name.
+        equal and are trained independently differ. `facts` must be the same on all ranks.
         """
         self._comparisons += 1
         named = self._seen.parameters()
@@ -203,13 +195,10 @@ class Ranks:
     # -- pooling
 
     def pool(self, scale: float) -> Pooled:
-        """Sum the observations of all ranks since the last clear.
+        """Sum the observations of all ranks since the last clear; scale: of this rank's loss.
 
         Each rank's loss is a mean (or a sum) over its samples; the contributions are rescaled to
         those of the loss of the concatenated batch.
-
-        Args:
-            scale: factor of this rank's loss.
         """
         seen = self._seen
         moments = {name: seen.moments(name) for name in seen.sums}
@@ -221,7 +210,10 @@ class Ranks:
                     "EvidenceStopping after adding parameters to a model"
                 )
         weight = float(seen.first_count if self._by_size else bool(seen.count))
-        factor = self._loss_weight.of_mean(seen.first_count) if seen.count else 0.0
+        factor = 0.0
+        if seen.count:
+            factor, reduction = self._factor or (math.nan, MEAN)
+            factor *= seen.first_count if reduction == SUM else 1
         scale_given = scale != 1.0 or not self._by_size
         factors = [bool(seen.count), math.nan if scale_given else factor, factor**2]
         head = [seen.count, weight, weight * scale, *factors, *self._table(local)]
@@ -269,9 +261,8 @@ class Ranks:
             if stored is None:
                 rows += [0.0] * len(COLUMNS)
                 continue
-            reads, spread = (
-                (0, True) if sampler is None else sampler.step_costs.get(name, (0, True))
-            )
+            costs = {} if sampler is None else sampler.step_costs
+            reads, spread = costs.get(name, (0, True))
             whole = sampler is not None and name in sampler.whole
             rows += [1.0, reads, not spread, whole, stored[0].shape != shape]
         return rows

@@ -60,12 +60,7 @@ def _refuse_pieces(owner: str, model: nn.Module) -> None:
 
 
 def refuse_unpooled_ddp(owner: str, size: int | None = None) -> None:
-    """Refuse a model that DistributedDataParallel trains while its processes do not pool.
-
-    Args:
-        owner: of the message.
-        size: number of processes, if known.
-    """
+    """Refuse a model that DistributedDataParallel trains while its processes do not pool."""
     if size is None:
         size = dist.get_world_size() if is_called_by_ddp() else 1
     if size > 1:
@@ -76,12 +71,7 @@ def refuse_unpooled_ddp(owner: str, size: int | None = None) -> None:
 
 
 class ShadowProcessGroup:
-    """Sums over the processes of a group.
-
-    Attributes:
-        size: number of processes.
-        rank: of this one.
-    """
+    """Sums over the processes of a group."""
 
     def __init__(self, owner: str, group: Any, model: nn.Module) -> None:
         self._owner, self._group = owner, group
@@ -154,14 +144,8 @@ class ShadowProcessGroup:
         dist.all_reduce(flat, dist.ReduceOp.MAX, group=self._group)
         return float(flat)
 
-    def add_loss(self, loss: Tensor) -> Tensor:
-        """Return a loss, summed over the processes."""
-        total = loss.clone()
-        dist.all_reduce(total, group=self._group)
-        return total
-
     def join(self, losses: Tensor, device: torch.device) -> Tensor:
-        """Losses of which each process knows some; the others are zero."""
+        """Sum losses, of which each process may know some; the others are zero."""
         flat = losses.to(device)
         dist.all_reduce(flat, group=self._group)
         return flat.to(losses.device)

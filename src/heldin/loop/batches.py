@@ -28,6 +28,7 @@ __all__ = [
     "Listed",
     "Shared",
     "addresses",
+    "bytes_in",
     "equal",
     "find_layout",
     "fingerprint",
@@ -77,12 +78,6 @@ def find_layout(collate: Collate, sample: Any) -> Layout | None:
 
     The function collates one sample two and three times: whatever grows from 2 to 3 belongs to the
     samples, and padding does not change.
-
-    >>> from torch.utils.data import default_collate
-    >>> find_layout(default_collate, {"x": torch.ones(4), "name": "a", "y": 1.0})
-    {'x': Along(dim=0), 'name': Listed(), 'y': Along(dim=0)}
-    >>> find_layout(torch.cat, torch.ones(4)) is None       # samples of four numbers in one row
-    True
     """
     try:
         two, three = (collate([copy.copy(sample) for _ in range(n)]) for n in (2, 3))
@@ -114,21 +109,18 @@ def _compare(two: Any, three: Any) -> Layout:
 
 
 def _growing_dimension(two: tuple[int, ...], three: tuple[int, ...]) -> Layout:
-    if len(two) == len(three):
-        changed = [d for d, (a, b) in enumerate(zip(two, three, strict=True)) if a != b]
-        if not changed:
-            return Shared()
-        if len(changed) == 1 and (two[changed[0]], three[changed[0]]) == (2, 3):
-            return Along(changed[0])
+    if two == three:
+        return Shared()
+    changed = [d for d, (a, b) in enumerate(zip(two, three, strict=False)) if a != b]
+    if len(two) == len(three) and len(changed) == 1:
+        (dim,) = changed
+        if (two[dim], three[dim]) == (2, 3):
+            return Along(dim)
     raise _Unclear
 
 
 def layout_of_tensors(data: Any, rows: int) -> Layout:
-    """Return the layout of a structure of tensors with `rows` rows each.
-
-    >>> layout_of_tensors((torch.ones(3, 2), torch.ones(5, 5)), 3)
-    {0: Along(dim=0), 1: Shared()}
-    """
+    """Return the layout of a structure of tensors with `rows` rows each."""
     if _is_array(data):
         return Along(0) if data.ndim and len(data) == rows else Shared()
     if isinstance(data, list) and len(data) == rows and not any(map(_is_array, data)):
@@ -148,23 +140,7 @@ def is_sliceable(collate: Collate, items: Sequence[Any], batch: Any, layout: Lay
     """Return whether collating some of the items gives the same rows as the whole batch.
 
     The function collates the items in another order, without one of them, and each half, with the
-    random numbers that the batch was made with.
-
-    Args:
-        collate: the user's collate function.
-        items: the samples of a batch.
-        batch: what the function made of them, from the present random state.
-        layout: of the batches.
-
-    >>> from torch.utils.data import default_collate
-    >>> items = [(torch.ones(2) * i, i) for i in range(4)]
-    >>> layout = find_layout(default_collate, items[0])
-    >>> is_sliceable(default_collate, items, default_collate(items), layout)
-    True
-    >>> def sort(items):
-    ...     return default_collate(sorted(items, key=lambda item: -item[1]))
-    >>> is_sliceable(sort, items, sort(items), layout)
-    False
+    random numbers that the batch was made with: those of the present random state.
     """
     if layout is None or rows_in(batch, layout) not in (None, len(items)):
         return False
@@ -186,11 +162,7 @@ def is_sliceable(collate: Collate, items: Sequence[Any], batch: Any, layout: Lay
 
 
 def rows_in(batch: Any, layout: Layout) -> int | None:
-    """Return the number of samples in a batch; None if nothing in it shows it.
-
-    >>> rows_in((torch.ones(7, 4),), {0: Along(1)})
-    4
-    """
+    """Return the number of samples in a batch; None if nothing in it shows it."""
     if isinstance(layout, Along):
         return int(batch.shape[layout.dim]) if _is_array(batch) else None
     if isinstance(layout, Listed):
@@ -205,12 +177,7 @@ def rows_in(batch: Any, layout: Layout) -> int | None:
 
 
 def select(batch: Any, layout: Layout, index: Tensor, place: str = "batch") -> Any:
-    """Return some samples of a batch, in a new batch of the same kind.
-
-    >>> batch = {"ids": torch.arange(6).view(3, 2), "mask": torch.ones(2, 2)}
-    >>> select(batch, {"ids": Along(0), "mask": Shared()}, torch.tensor([2]))["ids"]
-    tensor([[4, 5]])
-    """
+    """Return some samples of a batch, in a new batch of the same kind."""
     if isinstance(layout, Shared):
         return batch
     if isinstance(layout, Along):
@@ -242,46 +209,47 @@ def _other_structure(batch: Any, place: str) -> HeldinError:
 # --- contents --------------------------------------------------------------------------------
 
 
-def equal(one: Any, other: Any) -> bool:
+def equal(one: Any, other: Any, objects: bool = False) -> bool:
     """Return whether two batches have the same structure and values; nan equals nan.
 
-    >>> equal({"x": torch.ones(2), "n": 3}, {"x": torch.ones(2), "n": 3})
-    True
-    >>> equal([torch.ones(2)], [torch.ones(3)])
-    False
+    objects: whether objects that are neither tensors nor containers equal themselves; they may have
+    changed.
     """
     if type(one) is not type(other):
         return False
+    if _is_plain(one):
+        return bool(one == other or (one != one and other != other))
     if isinstance(one, Tensor):
         if one.dtype != other.dtype or one.layout != other.layout:
             return False
         if one.layout != torch.strided or one.is_nested:
             return equal(strided(one), strided(other))
-        if one.shape != other.shape:
-            return False
         one, other = _plain(one), _plain(other)
-        same = one == other
-        if one.is_floating_point() or one.is_complex():
-            same = same | (one.isnan() & other.isnan())
-        return bool(same.all())
+        if torch.equal(one, other):
+            return True
+        floats = one.is_floating_point() or one.is_complex()
+        return one.shape == other.shape and floats and _equal_but_nan(one, other)
     if _is_array(one):
-        return one.shape == other.shape and bool(
-            ((one == other) | ((one != one) & (other != other))).all()
-        )
-    parts = parts_of(one)
-    if parts is None:
-        return bool(_is_plain(one) and (one == other or one != one))
-    others = parts_of(other) or {}
-    return parts.keys() == others.keys() and all(equal(v, others[k]) for k, v in parts.items())
+        return one.shape == other.shape and _equal_but_nan(one, other)
+    parts, others = parts_of(one), parts_of(other)
+    if parts is None or others is None:
+        return objects and one is other
+    same_keys = parts.keys() == others.keys()
+    return same_keys and all(equal(part, others[key], objects) for key, part in parts.items())
+
+
+def _equal_but_nan(one: Any, other: Any) -> bool:
+    return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield all tensors of a batch: in containers, and in the attributes of other objects.
-
-    >>> [t.shape for t in tensors_in({"x": torch.ones(2), "rest": (torch.ones(3), "name")})]
-    [torch.Size([2]), torch.Size([3])]
-    """
+    """Yield all tensors of a batch: in containers, and in the attributes of other objects."""
     yield from _tensors_in(value, DEPTH, set())
+
+
+def bytes_in(value: Any) -> int:
+    """Return the size of all tensors of a batch."""
+    return sum(t.numel() * t.element_size() for t in tensors_in(value))
 
 
 def _tensors_in(value: Any, depth: int, seen: set[int]) -> Iterator[Tensor]:
@@ -301,11 +269,7 @@ def _tensors_in(value: Any, depth: int, seen: set[int]) -> Iterator[Tensor]:
 
 
 def strided(tensor: Tensor) -> list[Tensor]:
-    """Return the tensors that hold the contents of a sparse or nested one; else itself.
-
-    >>> [part.tolist() for part in strided(torch.tensor([0.0, 2.0]).to_sparse())]
-    [[[1]], [2.0]]
-    """
+    """Return the tensors that hold the contents of a sparse or nested one; else itself."""
     if tensor.layout == torch.strided:
         return list(tensor.unbind()) if tensor.is_nested else [tensor]
     if tensor.layout == torch.sparse_coo:

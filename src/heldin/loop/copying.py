@@ -21,15 +21,6 @@ def copy_sharing_data(value: T) -> T:
     """Return a deep copy that shares tensors, arrays, frames and modules with the original.
 
     What cannot be copied (an open file, say) is shared, too.
-
-    >>> import random, torch
-    >>> class Noisy:
-    ...     def __init__(self):
-    ...         self.x, self.generator = torch.ones(3), random.Random(0)
-    >>> original = Noisy()
-    >>> duplicate = copy_sharing_data(original)
-    >>> duplicate.x is original.x, duplicate.generator is original.generator
-    (True, False)
     """
     memo: dict[int, Any] = {id(data): data for data in _data_in(value, DEPTH, set())}
     duplicate: T = _copy(value, memo)

@@ -24,7 +24,6 @@ __all__ = [
     "is_of_user",
     "left_alone",
     "names_in",
-    "same_generator_state",
     "set_generator",
 ]
 
@@ -48,7 +47,6 @@ def is_generator(value: Any) -> bool:
 
 
 def generator_state(generator: Any) -> Any:
-    """Return the state of a generator."""
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, random.Random):
@@ -59,24 +57,12 @@ def generator_state(generator: Any) -> Any:
 
 
 def set_generator(generator: Any, state: Any) -> None:
-    """Set a generator to what `generator_state` returned."""
     if isinstance(generator, random.Random):
         generator.setstate(state)
     elif isinstance(generator, torch.Generator) or not hasattr(generator, "bit_generator"):
         generator.set_state(state)
     else:
         generator.bit_generator.state = copy.deepcopy(state)
-
-
-def same_generator_state(one: Any, other: Any) -> bool:
-    """Return whether two states of a generator are equal."""
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, Mapping):
-        return all(same_generator_state(one[key], other[key]) for key in one)
-    if isinstance(one, tuple):
-        return all(map(same_generator_state, one, other))
-    return bool((one == other).all()) if hasattr(one, "all") else bool(one == other)
 
 
 @functools.cache
@@ -92,15 +78,7 @@ def generators_in(*owners: Any) -> list[Any]:
 
 @contextmanager
 def left_alone(generators: Sequence[Any]) -> Iterator[None]:
-    """Restore generators afterwards.
-
-    >>> generator = random.Random(0)
-    >>> first = random.Random(0).random()
-    >>> with left_alone(generators_in({"noise": [generator]})):
-    ...     _ = generator.random()
-    >>> generator.random() == first
-    True
-    """
+    """Restore generators afterwards."""
     before = [generator_state(generator) for generator in generators]
     try:
         yield
@@ -176,11 +154,7 @@ def cell_contents(cell: Any, default: Any = None) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def is_of_user(module: str | None) -> bool:
-    """Return whether a module, by its name, is the user's own: not a library's.
-
-    >>> is_of_user("__main__"), is_of_user("torch.nn"), is_of_user("collections")
-    (True, False, False)
-    """
+    """Return whether a module, by its name, is the user's own: not a library's."""
     if module is None:
         return True
     root = module.split(".")[0]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import MethodType
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils.hooks import RemovableHandle
 
 from heldin.model_hook import ModelHook
 from heldin.pause import is_paused
@@ -42,15 +43,8 @@ def call_at_steps(
 ) -> Callable[[], Any]:
     """Call a bound method before or after steps of an optimiser, but not at those that heldin runs.
 
-    The hook does not keep the object of the method alive.
-
-    Args:
-        method: takes the optimiser, and the arguments and keyword arguments of its step.
-        optimizer: None for all optimisers.
-        after: call the method after the step, not before it.
-
-    Returns:
-        A function that removes the hook, which is also removed with the object of the method.
+    Without an optimiser: of every one. The hook does not keep the object of the method alive.
+    Returns a function that removes the hook, which is also removed with that object.
     """
     assert isinstance(method, MethodType)
     reference = weakref.WeakMethod(method)
@@ -60,33 +54,22 @@ def call_at_steps(
         if living is not None and not is_paused():
             living(optimizer, args, kwargs)
 
+    register: Any
     if optimizer is None:
         register = register_optimizer_step_post_hook if after else register_optimizer_step_pre_hook
-        handle = register(respond)
-    elif after:
-        handle = optimizer.register_step_post_hook(respond)
     else:
-        handle = optimizer.register_step_pre_hook(respond)
-    return weakref.finalize(method.__self__, handle.remove)
+        register = optimizer.register_step_post_hook if after else optimizer.register_step_pre_hook
+    return weakref.finalize(method.__self__, register(respond).remove)
 
 
 def after_every_step(optimizer: Optimizer, function: Callable[[], None]) -> Callable[[], None]:
-    """Call a function after the steps of an optimiser, those of shadows included.
-
-    Returns:
-        A function that removes the hook.
-    """
+    """Call a function after every step of an optimiser, those of shadows, too; return its end."""
     return optimizer.register_step_post_hook(lambda *_: function()).remove
 
 
-@contextmanager
-def before_calls(module: nn.Module, function: Callable[[], None]) -> Iterator[None]:
-    """Call a function before the other hooks of each call of a module."""
-    handle = module.register_forward_pre_hook(lambda module, args: function(), prepend=True)
-    try:
-        yield
-    finally:
-        handle.remove()
+def before_calls(module: nn.Module, function: Callable[[], None]) -> RemovableHandle:
+    """Call a function before the other hooks of each call of a module, while the context lasts."""
+    return module.register_forward_pre_hook(lambda module, args: function(), prepend=True)
 
 
 @contextmanager
@@ -94,29 +77,20 @@ def after_calls(
     modules: Iterable[nn.Module], function: Callable[[nn.Module, Any], None]
 ) -> Iterator[None]:
     """Call a function after each call of a module, with the module and its output."""
-
-    def respond(module: nn.Module, args: Any, output: Any) -> None:
-        function(module, output)
-
-    handles = [module.register_forward_hook(respond) for module in modules]
-    try:
+    with ExitStack() as handles:
+        for module in modules:
+            handle = module.register_forward_hook(lambda module, args, out: function(module, out))
+            handles.enter_context(handle)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def record_calls(
     modules: Iterable[nn.Module], function: Callable[[nn.Module, Any, Any, Any], None]
 ) -> Callable[[], None]:
-    """Call a function after each call of a module in training, but not in those that heldin makes.
+    """Call a bound method after each call of a module in training, but not in those of heldin.
 
-    Args:
-        modules: the user's.
-        function: takes the module, its arguments, its keyword arguments and its output.
-
-    Returns:
-        A function that removes the hooks.
+    It takes the module, its arguments, its keyword arguments and its output. Returns a function
+    that removes the hooks.
     """
     assert isinstance(function, MethodType)
     reference = weakref.WeakMethod(function)
@@ -126,14 +100,10 @@ def record_calls(
         if living is not None and torch.is_grad_enabled() and not is_paused():
             living(module, args, kwargs, output)
 
-    hook = ModelHook(respond)
-    handles = [module.register_forward_hook(hook, with_kwargs=True) for module in modules]
-
-    def remove() -> None:
-        for handle in handles:
-            handle.remove()
-
-    return weakref.finalize(function.__self__, remove)
+    hook, handles = ModelHook(respond), ExitStack()
+    for module in modules:
+        handles.enter_context(module.register_forward_hook(hook, with_kwargs=True))
+    return weakref.finalize(function.__self__, handles.close)
 
 
 @contextmanager
@@ -141,11 +111,9 @@ def replaced_forwards(
     modules: Iterable[nn.Module],
     function: Callable[[Callable[..., Any], nn.Module, Any, Any], Any],
 ) -> Iterator[None]:
-    """Let a function take the place of modules' `forward`.
+    """Let a function take the place of modules' `forward`, unless that is an attribute of theirs.
 
-    Args:
-        modules: the user's; those whose `forward` is an attribute of the object are left alone.
-        function: takes the module's own `forward`, the module, arguments and keyword arguments.
+    It takes the module's own `forward`, the module, arguments and keyword arguments.
     """
     replaced = [module for module in modules if "forward" not in vars(module)]
 
@@ -169,12 +137,10 @@ def scaled_gradients(parameters: Iterable[Tensor], factor: float) -> Iterator[No
     def scale(gradient: Tensor) -> Tensor:
         return gradient * factor if factor else torch.zeros_like(gradient)
 
-    handles = [] if factor == 1.0 else [p.register_hook(scale) for p in parameters]
-    try:
+    with ExitStack() as handles:
+        for p in parameters if factor != 1.0 else ():
+            handles.enter_context(p.register_hook(scale))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def add_to_state(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .batches import layout_of_tensors, parts_of, select, tensors_in
+from .batches import bytes_in, layout_of_tensors, parts_of, select, tensors_in
 
 __all__ = ["ItemStore", "joined", "shallow", "single_items"]
 
@@ -31,11 +31,7 @@ class _Row:
 
 
 def single_items(items: Any) -> list[Any]:
-    """Return what a dataset has read as a list with one item for each row.
-
-    >>> [joined([row]) for row in single_items({"x": torch.arange(2)})]
-    [{'x': tensor([0])}, {'x': tensor([1])}]
-    """
+    """Return what a dataset has read as a list with one item for each row."""
     if isinstance(items, (list, tuple)):
         return list(items)
     count = len(next(tensors_in(items)))
@@ -44,11 +40,7 @@ def single_items(items: Any) -> list[Any]:
 
 
 def joined(items: Sequence[Any]) -> Any:
-    """Return the argument of the collate function: a list of items, or columns.
-
-    >>> joined(["a", "b"]), joined(single_items({"x": torch.arange(2)}))
-    (['a', 'b'], {'x': tensor([0, 1])})
-    """
+    """Return the argument of the collate function: a list of items, or columns."""
     if not items or not isinstance(items[0], _Row):
         return [shallow(item) for item in items]
     return _concatenated([row.columns for row in items])
@@ -64,21 +56,10 @@ def _concatenated(parts: list[Any]) -> Any:
 
 
 class ItemStore:
-    """Items by the number of the row, within a memory.
-
-    Args:
-        memory: bytes that may be kept.
-
-    Attributes:
-        is_fixed: whether rows are the same whenever they are read; only then are they looked up.
-
-    >>> store = ItemStore()
-    >>> store.add({3: "three", 5: "five"})
-    >>> store[5], 4 in store
-    ('five', False)
-    """
+    """Items by the number of the row, within a memory in bytes."""
 
     def __init__(self, memory: int = MEMORY) -> None:
+        # whether rows are the same whenever they are read; only then are they looked up
         self.is_fixed = False
         self._items: dict[int, Any] = {}
         self._memory = memory
@@ -102,10 +83,7 @@ class ItemStore:
 
 
 def _size(item: Any) -> int:
-    """Return the bytes of an item, about."""
     parts = parts_of(item)
     if parts is not None:
         return sys.getsizeof(parts) + sum(map(_size, parts.values()))
-    tensors = list(tensors_in(item))
-    bytes_of_tensors = sum(t.numel() * t.element_size() for t in tensors)
-    return sys.getsizeof(item) + bytes_of_tensors + int(getattr(item, "nbytes", 0))
+    return sys.getsizeof(item) + bytes_in(item) + int(getattr(item, "nbytes", 0))

@@ -19,11 +19,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
 from heldin._private_torch import ITERATOR_METHOD, pin_memory
-from heldin.errors import HeldinError, way_out
+from heldin.errors import HeldinError, refusal
 
 from .batches import (
     Layout,
     addresses,
+    bytes_in,
     find_layout,
     fingerprint,
     is_sliceable,
@@ -70,31 +71,23 @@ def inner_loader(loader: Any) -> DataLoader[Any]:
 
 
 def is_followed(loader: DataLoader[Any]) -> bool:
-    """Return whether a recorder follows a loader."""
     return ITERATOR_METHOD in vars(loader)
 
 
-@dataclass(eq=False)
 class _Delivery:
     """A batch that a loader returned, and what it is recognised by."""
 
-    batch: LoaderBatch
-    storages: set[int]
-    size: int
-    returned: Any = None  # the object that the loop has
-    prints: list[tuple[Any, ...]] | None = None
-
-    @classmethod
-    def from_batch(cls, batch: LoaderBatch, returned: Any) -> _Delivery:
+    def __init__(self, batch: LoaderBatch, returned: Any) -> None:
+        self.batch, self.returned = batch, returned  # the record, and the object that the loop has
         tensors = list(tensors_in(batch.batch))
-        storages = set[int]().union(*map(addresses, tensors))
-        size = sum(t.numel() * t.element_size() for t in tensors)
-        return cls(batch, storages, size, returned)
+        self.storages = set[int]().union(*map(addresses, tensors))
+        self.size = bytes_in(tensors)
+        self._prints: list[tuple[Any, ...]] | None = None
 
     def fingerprints(self) -> list[tuple[Any, ...]]:
-        if self.prints is None:
-            self.prints = [fingerprint(tensor) for tensor in tensors_in(self.batch.batch)]
-        return self.prints
+        if self._prints is None:
+            self._prints = [fingerprint(tensor) for tensor in tensors_in(self.batch.batch)]
+        return self._prints
 
     def release(self) -> None:
         """Free the batch; its fingerprints recognise it later."""
@@ -134,28 +127,14 @@ class _Delivery:
 class LoaderRecorder:
     """The rows, and where needed the items, of the batches that loaders return.
 
-    Args:
-        loader: the loop's.
-        rows_only: whether to record rows without items, for rules that have all rows in tensors.
-        owner: what errors begin with.
-
-    Attributes:
-        layout: where samples lie in a batch; None where slices of a batch are not established, and
-            smaller batches are collated from items.
-
-    >>> loader = DataLoader(TensorDataset(torch.arange(6)), batch_size=2, sampler=[5, 3, 1, 0])
-    >>> recorder = LoaderRecorder(loader)
-    >>> for batch in loader:
-    ...     print(recorder.find(batch).rows.tolist())
-    [5, 3]
-    [1, 0]
-    >>> recorder.close()
+    rows_only: whether to record rows without items, for rules that have all rows in tensors.
     """
 
     def __init__(self, loader: Any, rows_only: bool = False, owner: str = "step") -> None:
-        self._owner = owner
+        self._owner, self._rows_only = owner, rows_only
+        # where samples lie in a batch; None where slices of a batch are not established, and
+        # smaller batches are collated from items
         self.layout: Layout | None = None
-        self._rows_only = rows_only
         self.epochs = 0  # iterators that were made
         self._records_random_state: Callable[[], bool] = lambda: False
         self.has_new_size = False  # whether the latest batch has a number of rows not seen before
@@ -195,10 +174,8 @@ class LoaderRecorder:
     def _iterate(self, loader: DataLoader[Any], plain: Any) -> Any:
         """Return an iterator of the loader whose sampler, dataset and collation are recorded."""
         handed_out = deque[list[int]]()
-        batched = loader.batch_sampler is not None
-        name = "batch_sampler" if batched else "sampler"
-        sampler = getattr(loader, name)
-        changes: dict[str, Any] = {name: _RecordedSampler(sampler, handed_out, batched)}
+        sampler = _RecordedSampler(loader.batch_sampler, handed_out)
+        changes: dict[str, Any] = {"batch_sampler": sampler}
         if self._rows_only:
             pass
         elif self._plain:
@@ -245,7 +222,7 @@ class LoaderRecorder:
         state = RandomState.current(torch_only=not self._records_random_state())
         kept = repack(batch)  # the loop may take parts out of its batch
         record = LoaderBatch(torch.tensor(rows, dtype=torch.long), kept, items, state)
-        self._delivered.append(_Delivery.from_batch(record, batch))
+        self._delivered.append(_Delivery(record, batch))
         self.drawn.update(rows)
         held = 0
         for delivery in reversed(self._delivered):
@@ -263,10 +240,11 @@ class LoaderRecorder:
             tensors = list(tensors_in(batch))
             match = self._most_alike(tensors, len(tensors))
         if match is None or match.batch.batch is None:
-            raise HeldinError(
-                f"{self._owner}: this batch is not one of those that the loader given as data has "
-                "just returned (was it changed on the way, or does it come from another loader?); "
-                + way_out(self._owner, "pass its row numbers: stopping.note_batch(batch, indices)")
+            raise refusal(
+                self._owner,
+                "this batch is not one of those that the loader given as data has just returned "
+                "(was it changed on the way, or does it come from another loader?);",
+                "pass its row numbers: stopping.note_batch(batch, indices)",
             )
         self._mark_used(match)
         return match.batch
@@ -274,10 +252,8 @@ class LoaderRecorder:
     def rows_of_call(self, tensors: Sequence[Tensor], certain: bool = True) -> Tensor | None:
         """Return the rows of the batch that the model was called with; None if that is not known.
 
-        Args:
-            tensors: of the call.
-            certain: whether the call must have the values of the batch. Else the only batch since
-                the last step will do, whose values the loop may have changed.
+        certain: whether the call must have the values of the batch. Else the only batch since the
+        last step will do, whose values the loop may have changed.
         """
         match = self._most_alike(tensors, 1) if certain else self._only_delivery()
         if match is None or len(match.batch.rows) != len(tensors[0]):
@@ -292,38 +268,29 @@ class LoaderRecorder:
         return rows
 
     def find_by_calls(self, calls: Sequence[Sequence[Tensor]]) -> list[LoaderBatch]:
-        """Return the batches that the model was called with since the last step.
-
-        Args:
-            calls: the tensors of each call of the model.
-        """
+        """Return the batches of the calls of the model (their tensors) since the last step."""
         matches: list[_Delivery] = []
         for call in calls:
             match = self._most_alike(call, 1)
             if match is None or match.batch.batch is None:
                 match = self._only_delivery()
             if match is None and not self._delivered:
-                raise HeldinError(
-                    f"{self._owner}: the model was called with a batch that the loader given as "
-                    "data has not just returned. The loop iterates over another DataLoader than "
-                    "the one given as data (made anew in every epoch?), or keeps batches (a list, "
-                    "itertools.cycle); make one DataLoader, give it as data, and iterate over it "
-                    "in every epoch, or "
-                    + way_out(
-                        self._owner,
-                        "announce the batch and its row numbers before the step: "
-                        "stopping.note_batch(batch, indices)",
-                    )
+                raise refusal(
+                    self._owner,
+                    "the model was called with a batch that the loader given as data has not just "
+                    "returned. The loop iterates over another DataLoader than the one given as "
+                    "data (made anew in every epoch?), or keeps batches (a list, itertools.cycle); "
+                    "make one DataLoader, give it as data, and iterate over it in every epoch, or",
+                    "announce the batch and its row numbers before the step: "
+                    "stopping.note_batch(batch, indices)",
                 )
             if match is None:
-                raise HeldinError(
-                    f"{self._owner}: it is not certain which batch of the loader given as data the "
-                    "model was called with since the last step; "
-                    + way_out(
-                        self._owner,
-                        "announce it before the step: stopping.note_batch(batch), or pass "
-                        "train_step= and call stopping.train(batch)",
-                    )
+                raise refusal(
+                    self._owner,
+                    "it is not certain which batch of the loader given as data the model was "
+                    "called with since the last step;",
+                    "announce it before the step: stopping.note_batch(batch), or pass train_step= "
+                    "and call stopping.train(batch)",
                 )
             if match not in matches:
                 matches.append(match)
@@ -333,24 +300,20 @@ class LoaderRecorder:
                 matches = []
         for delivery in matches:
             if delivery.covers_part_only(calls):
-                raise HeldinError(
-                    f"{self._owner}: the model was called with a part of the batch only, and "
-                    "shadows would be trained on all of it; "
-                    + way_out(
-                        self._owner,
-                        "announce the part and its row numbers before the step: "
-                        "stopping.note_batch(part, indices)",
-                    )
+                raise refusal(
+                    self._owner,
+                    "the model was called with a part of the batch only, and shadows would be "
+                    "trained on all of it;",
+                    "announce the part and its row numbers before the step: "
+                    "stopping.note_batch(part, indices)",
                 )
             self._mark_used(delivery)
         if not matches:
-            raise HeldinError(
-                f"{self._owner}: the optimiser stepped, but the loader given as data has returned "
-                "no batch since the last step (are batches kept, or those of another loader?); "
-                + way_out(
-                    self._owner,
-                    "announce the batch before the step: stopping.note_batch(batch, indices)",
-                )
+            raise refusal(
+                self._owner,
+                "the optimiser stepped, but the loader given as data has returned no batch since "
+                "the last step (are batches kept, or those of another loader?);",
+                "announce the batch before the step: stopping.note_batch(batch, indices)",
             )
         return [delivery.batch for delivery in matches]
 
@@ -378,7 +341,6 @@ class LoaderRecorder:
         self._used.append(used)
 
     def forget(self) -> None:
-        """Forget all batches that were returned so far."""
         self._delivered.clear()
         self._used.clear()
 
@@ -395,17 +357,31 @@ class LoaderRecorder:
             self.close()
 
 
-class _RecordedSampler:
-    """A sampler that records the numbers that it yields."""
+class _Wrapper:
+    """Has the length and the attributes of another object."""
 
-    def __init__(self, inner: Any, handed_out: deque[list[int]], batched: bool) -> None:
-        self.inner, self.handed_out, self.batched = inner, handed_out, batched
+    inner: Any
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+
+class _RecordedSampler(_Wrapper):
+    """A batch sampler that records the numbers that it yields."""
+
+    def __init__(self, inner: Any, handed_out: deque[list[int]]) -> None:
+        self.inner, self.handed_out = inner, handed_out
 
     def __iter__(self) -> Iterator[Any]:
         self.handed_out.clear()
         for numbers in self.inner:
             try:
-                rows = [int(i) for i in (numbers if self.batched else [numbers])]
+                rows = [int(i) for i in numbers]
             except (TypeError, ValueError):
                 raise HeldinError(
                     f"data: the sampler of the DataLoader yields {numbers!r}, and rows are held "
@@ -414,12 +390,6 @@ class _RecordedSampler:
                 ) from None
             self.handed_out.append(rows)
             yield numbers
-
-    def __len__(self) -> int:
-        return len(self.inner)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
 
 
 @dataclass(eq=False)
@@ -479,28 +449,20 @@ class _RecordedCollate:
         return _Collated(batch, copies if ships else None, self.layout, self.sliceable)
 
 
-class _RecordedIterator:
+class _RecordedIterator(_Wrapper):
     """A loader's iterator that reports the rows of each batch to the recorder."""
 
     def __init__(
         self, inner: Any, handed_out: deque[list[int]], recorder: weakref.ref[LoaderRecorder]
     ) -> None:
-        self._inner, self._handed_out, self._recorder = inner, handed_out, recorder
+        self.inner, self._handed_out, self._recorder = inner, handed_out, recorder
 
     def __iter__(self) -> _RecordedIterator:
         return self
 
     def __next__(self) -> Any:
-        batch = next(self._inner)
+        batch = next(self.inner)
         rows, recorder = self._handed_out.popleft(), self._recorder()
         if recorder is not None:
             return recorder.deliver(rows, batch)
         return batch.batch if isinstance(batch, _Collated) else batch
-
-    def __len__(self) -> int:
-        return len(self._inner)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_inner":
-            raise AttributeError(name)
-        return getattr(self._inner, name)

@@ -23,7 +23,7 @@ from .copying import copied
 from .items import ItemStore
 from .randomness import separate_random_stream
 
-__all__ = ["WAY_OUT", "RowMatcher", "Rows", "rows_with_copies", "warn_of_copies"]
+__all__ = ["WAY_OUT", "RowMatcher", "Rows", "are_columns", "rows_with_copies", "warn_of_copies"]
 
 CPU = torch.device("cpu")
 WAY_OUT = (
@@ -34,26 +34,17 @@ WAY_OUT = (
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """All training rows: what the model is called with, and the targets.
+    """All training rows: what the model is called with, and the targets."""
 
-    Attributes:
-        inputs: the model's arguments, each (n, ...).
-        targets: (n, ...).
-        loader: the loader the rows came from, if they did.
-    """
-
-    inputs: tuple[Tensor, ...]
-    targets: Tensor
-    loader: DataLoader[Any] | None = field(default=None)
+    inputs: tuple[Tensor, ...]  # each (n, ...)
+    targets: Tensor  # (n, ...)
+    loader: DataLoader[Any] | None = field(default=None)  # the rows came from, if they did
 
     @classmethod
     def of(cls, data: Any, device: torch.device, store: ItemStore | None = None) -> Rows:
         """Read the rows of tensors (..., y), of a map-style Dataset or of a DataLoader over one.
 
-        Args:
-            data: the rows.
-            device: on which they are put.
-            store: takes the items that are read.
+        store: takes the items that are read.
         """
         if isinstance(data, Rows):
             return data
@@ -107,7 +98,6 @@ class Rows:
     def order(
         self, size: int | None, shuffle: bool, generator: torch.Generator | None
     ) -> Sequence[Tensor]:
-        """Return the row numbers of the batches of one epoch."""
         n = len(self)
         size = n if size is None else size
         if size < 1:
@@ -115,6 +105,15 @@ class Rows:
         order = torch.randperm(n, generator=generator) if shuffle else torch.arange(n)
         parts: Sequence[Tensor] = order.to(self.targets.device).split(size)
         return parts
+
+
+def are_columns(value: Any) -> bool:
+    """Return whether a value is tensors (inputs ..., targets) with one entry for each row."""
+    if not isinstance(value, (tuple, list)) or len(value) < 2:
+        return False
+    if not all(isinstance(t, Tensor) and not t.is_sparse for t in value):
+        return False
+    return len({len(t) if t.dim() else 0 for t in value}) == 1
 
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -153,13 +152,6 @@ def rows_with_copies(rows: Rows) -> int:
 
     Rows of a few categories are equal by chance, and are not counted. A column with many different
     values (a fifth of the rows, and at least 20) makes that unlikely.
-
-    >>> x, y = torch.arange(100.0).reshape(50, 2), torch.zeros(50)
-    >>> rows_with_copies(Rows((x,), y)), rows_with_copies(Rows((x.repeat(2, 1),), y.repeat(2)))
-    (0, 100)
-    >>> few = torch.randint(3, (50, 2), generator=torch.Generator().manual_seed(0))
-    >>> rows_with_copies(Rows((few,), y))
-    0
     """
     parts, n = (*rows.inputs, rows.targets), len(rows)
 
@@ -185,11 +177,7 @@ def warn_of_copies(owner: str, data: Any) -> None:
     tensors = source.tensors if isinstance(source, TensorDataset) else source
     if isinstance(data, DataLoader) and tensors is source:
         return  # a list of rows, not of columns
-    if not isinstance(tensors, (tuple, list)) or len(tensors) < 2:
-        return
-    if not all(isinstance(t, Tensor) and not t.is_sparse for t in tensors):
-        return
-    if len({len(t) if t.dim() else 0 for t in tensors}) != 1:
+    if not are_columns(tensors):
         return
     rows = Rows(tuple(tensors[:-1]), tensors[-1])
     found = rows_with_copies(rows)

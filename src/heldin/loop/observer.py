@@ -22,14 +22,14 @@ from heldin._private_torch import (
     transform_stack,
     versions_of,
 )
-from heldin.errors import HeldinError, way_out
+from heldin.capture.gradient_ledger import is_zeroed
+from heldin.errors import HeldinError, refusal
 from heldin.model_hook import ModelHook
 from heldin.pause import is_paused
 
 from .batches import tensors_in
 from .changes import checksums, marks_of
 from .events import ModelCall, OptimizerStep
-from .gradients import were_thrown_away
 from .randomness import Autocast
 
 __all__ = ["LoopObserver"]
@@ -39,12 +39,7 @@ SMALL = 1_000_000  # weights of models on the CPU, the contents of whose gradien
 
 @dataclass(eq=False)
 class _ObservedCall:
-    """A call of the model, and the backward passes that have gone through it.
-
-    Attributes:
-        call: what is known of the call.
-        passes: numbers of the backward passes; None if they cannot be seen.
-    """
+    """A call of the model, and numbers of backward passes through it; None if these are unseen."""
 
     call: ModelCall
     passes: set[int] | None = None
@@ -58,16 +53,12 @@ class _ObservedCall:
 class LoopObserver:
     """Records what the user's loop does between two steps of its optimiser.
 
-    Args:
-        owner: the public name of the rule, for errors.
-        settings: returns copies of the settings of an optimiser's groups.
-        on_call: called before every call of the model with gradients; its result is kept in
-            `ModelCall.random_state`.
-        on_step: called before every step of the optimiser with whether it has a closure, whether
-            gradients were changed since the end of the backward pass, the calls of the model, and
-            the number of backward passes through them.
-        on_stepped: called after every step, with the settings before it.
-        refuse: called before every call of the model; raises to forbid it.
+    settings: returns copies of the settings of an optimiser's groups; on_call: called before every
+    call of the model with gradients; its result is kept in `ModelCall.random_state`; on_step:
+    called before every step of the optimiser with whether it has a closure, whether gradients were
+    changed since the end of the backward pass, the calls of the model, and the number of backward
+    passes through them; on_stepped: called after every step, with the settings before it; refuse:
+    called before every call of the model; raises to forbid it.
     """
 
     def __init__(
@@ -91,10 +82,10 @@ class LoopObserver:
         self._device = "cpu"
         self._modules: list[nn.Module] = []
         self._trained: list[Tensor] = []
+        self._numbers: set[int] = set()  # `id` of these
         self._optimizer: Optimizer | None = None
         self._handles: list[Any] = []
         self._count = 0  # steps so far
-        self._counts_passes = False
         self.passes = 0  # backward passes since the last step, where they are counted
         self._fresh = 1  # see `OptimizerStep`
         self._reached = False
@@ -105,29 +96,24 @@ class LoopObserver:
         self._in_grad = True
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Begin to observe."""
         self._device = next(model.parameters()).device.type
         self._modules = list(model.modules())
         self._optimizer = optimizer
         self._trained = [p for group in optimizer.param_groups for p in group["params"]]
-        addresses = {id(p) for p in self._trained}
+        self._numbers = {id(p) for p in self._trained}
         is_plain = all(p.device.type == "cpu" and type(p.data) is Tensor for p in self._trained)
         self._is_small = is_plain and sum(p.numel() for p in self._trained) <= SMALL
-
-        def other_steps(other: Optimizer, args: Any, kwargs: Any) -> None:
-            self._refuse_other(other, addresses)
-
         self._handles = [
             model.register_forward_pre_hook(ModelHook(self._called), with_kwargs=True),
             model.register_forward_hook(ModelHook(self._returned)),
             optimizer.register_step_pre_hook(self._steps_now),
             optimizer.register_step_post_hook(self._stepped),
-            register_optimizer_step_pre_hook(other_steps),
+            register_optimizer_step_pre_hook(self._refuse_other),
         ]
 
     def count_passes(self, in_grad: bool) -> None:
         """Begin to count backward passes; `in_grad`: the loop accumulates them in `.grad`."""
-        self._in_grad, self._counts_passes = in_grad, True
+        self._in_grad = in_grad
         trained = [p for p in self._trained if p.requires_grad]
         self._handles.append(register_multi_grad_hook(trained, self._arrives, mode="any"))
 
@@ -152,22 +138,20 @@ class LoopObserver:
 
     # -- hooks
 
-    def _refuse_other(self, other: Optimizer, addresses: set[int]) -> None:
+    def _refuse_other(self, other: Optimizer, args: Any, kwargs: Any) -> None:
         """Refuse the step of another optimiser that trains the same parameters."""
         mine = self._optimizer
         if is_paused() or mine is None or other is mine:
             return
         if getattr(other, "optimizer", None) is mine:  # a wrapper around it
             return
-        if any(id(p) in addresses for group in other.param_groups for p in group["params"]):
-            raise HeldinError(
-                f"{self._owner}: another optimiser than the one given ({type(other).__name__}) "
-                "trains the model, and shadows would not follow it; "
-                + way_out(
-                    self._owner,
-                    "make the stopping object with the optimiser that trains the model, or pass "
-                    "the whole step: train_step=..., with every further optimiser in state=[...]",
-                )
+        if any(id(p) in self._numbers for group in other.param_groups for p in group["params"]):
+            raise refusal(
+                self._owner,
+                f"another optimiser than the one given ({type(other).__name__}) trains the model, "
+                "and shadows would not follow it;",
+                "make the stopping object with the optimiser that trains the model, or pass the "
+                "whole step: train_step=..., with every further optimiser in state=[...]",
             )
 
     def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -209,7 +193,7 @@ class LoopObserver:
         """Record a backward pass; the loop may have thrown the gradients of earlier ones away."""
         now = graph_task_id()
         earlier = [c for c in self._calls if c.passes and now not in c.passes]
-        if earlier and were_thrown_away(self._trained):
+        if earlier and self._gradients_are_zeroed():
             self._calls = [c for c in self._calls if c not in earlier]
         if observed.passes is not None:
             observed.passes.add(now)
@@ -218,6 +202,10 @@ class LoopObserver:
         if self._on_step is not None and self._queued != now:
             self._queued = now
             after_backward(self._note_gradients)
+
+    def _gradients_are_zeroed(self) -> bool:
+        """Return whether the loop has thrown the gradients of earlier passes away."""
+        return all(is_zeroed(p.grad) for p in self._trained)
 
     def _note_gradients(self) -> None:
         self._gradients = self._state_of_gradients()
@@ -234,7 +222,7 @@ class LoopObserver:
             return
         self.passes += 1
         self._reached = True
-        if self._in_grad and self.passes > 1 and were_thrown_away(self._trained):
+        if self._in_grad and self.passes > 1 and self._gradients_are_zeroed():
             self._fresh = self.passes
 
     def _steps_now(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -18,14 +18,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class RandomState:
-    """The states of all global random generators: torch, the device's, Python's and NumPy's.
-
-    >>> state = RandomState.current()
-    >>> first = torch.rand(2)
-    >>> state.restore()
-    >>> torch.equal(torch.rand(2), first)
-    True
-    """
+    """The states of all global random generators: torch, the device's, Python's and NumPy's."""
 
     device: torch.device
     torch_state: torch.Tensor
@@ -37,9 +30,7 @@ class RandomState:
     def current(cls, device: torch.device = CPU, torch_only: bool = False) -> RandomState:
         """Return the states as they are now.
 
-        Args:
-            device: the device whose generator is read, beside that of the CPU.
-            torch_only: leave Python and NumPy out, which take a hundred times as long.
+        torch_only: leave Python and NumPy out, which take a hundred times as long.
         """
         numpy: Any = None if torch_only else sys.modules.get("numpy")
         backend = _backend(device)
@@ -78,11 +69,7 @@ def _backend(device: torch.device) -> Any:
 
 
 def mixed_seed(*numbers: int) -> int:
-    """Return a seed that depends on all of several whole numbers.
-
-    >>> mixed_seed(0, 1) == mixed_seed(1, 0)
-    False
-    """
+    """Return a seed that depends on all of several whole numbers."""
     mixed = 1
     for number in numbers:
         mixed = (mixed * 0xBF58476D1CE4E5B9 + (number + 2**40) * 0x9E3779B97F4A7C15) % 2**63
@@ -90,42 +77,24 @@ def mixed_seed(*numbers: int) -> int:
     return mixed
 
 
-def seed_generators(device: torch.device, *numbers: int) -> None:
-    """Seed all generators with a mixture of whole numbers."""
-    mixed = mixed_seed(*numbers)
-    torch.default_generator.manual_seed(mixed)
-    backend = _backend(device)
-    if backend is not None:
-        backend.manual_seed(mixed)
-    random.seed(mixed)
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(mixed % 2**32)
-
-
 @contextmanager
 def separate_random_stream(device: torch.device, *numbers: int) -> Iterator[None]:
-    """Draw random numbers that depend on `numbers` only.
+    """Draw random numbers that depend on `numbers` only, if there are any (seed, step and so on).
 
-    Afterwards torch, `random` and NumPy continue as if nothing had been drawn.
-
-    Args:
-        device: the device whose generator is seeded, beside that of the CPU.
-        numbers: seed, step, shadow and so on. No state has to be saved.
-
-    >>> _ = torch.manual_seed(0)
-    >>> with separate_random_stream(CPU, 1, 2):
-    ...     first = torch.rand(1)
-    >>> after = torch.rand(1)
-    >>> with separate_random_stream(CPU, 1, 2):
-    ...     assert torch.equal(torch.rand(1), first)
-    >>> _ = torch.manual_seed(0)
-    >>> torch.equal(torch.rand(1), after)
-    True
+    Afterwards torch, `random` and NumPy continue as if nothing had been drawn. No state has to be
+    saved.
     """
     state = RandomState.current(device)
     try:
-        seed_generators(device, *numbers)
+        if numbers:
+            mixed = mixed_seed(*numbers)
+            torch.default_generator.manual_seed(mixed)
+            backend = _backend(device)
+            if backend is not None:
+                backend.manual_seed(mixed)
+            random.seed(mixed)
+            if "numpy" in sys.modules:
+                sys.modules["numpy"].random.seed(mixed % 2**32)
         yield
     finally:
         state.restore()
@@ -146,14 +115,7 @@ def full_precision(device_type: str) -> AbstractContextManager[Any]:
 
 @dataclass(frozen=True)
 class Autocast:
-    """The mixed-precision setting of a device type.
-
-    >>> with torch.autocast("cpu", torch.bfloat16):
-    ...     setting = Autocast.current("cpu")
-    >>> with setting.context():
-    ...     (torch.ones(1, 1) @ torch.ones(1, 1)).dtype
-    torch.bfloat16
-    """
+    """The mixed-precision setting of a device type."""
 
     device_type: str
     enabled: bool

@@ -24,16 +24,18 @@ LOOKED_AT = 12  # pairs of neighbouring rows
 DRAWN = 64  # rows that are read twice, if they are random
 COMPARED = 256  # rows that are compared with each other
 FEWEST = 8  # numbers in a sequence that may overlap with the next one
+STILL_SEEN = (
+    "still seen in the rows of others, and the estimate is too low; draw such partners in the "
+    "collate function, or from the rows of the same group and give groups= "
+    + more("rows-that-draw-rows")
+)
 
 
 def check_rows(owner: str, source: RowSource, grouped: bool, compares: bool = True) -> None:
     """Warn of rows that are copies of others, overlap with others, or are random.
 
-    Args:
-        owner: the public name of the rule.
-        source: of the rows.
-        grouped: whether the user has given groups, or the order of the rows.
-        compares: whether to compare the contents of rows, to find copies.
+    grouped: whether the user has given groups, or the order of the rows; compares: whether to
+    compare the contents of rows, to find copies.
     """
     if source.dataset is None:
         return
@@ -48,17 +50,13 @@ def check_rows(owner: str, source: RowSource, grouped: bool, compares: bool = Tr
     if not grouped and not is_fixed and _show_other_rows(source):
         _warn(
             f"{owner}: rows of the dataset contain inputs of other rows, drawn at random (pairs, "
-            "triplets). A row that is held out is then still seen in the rows of others, and the "
-            "estimate is too low; draw such partners in the collate function, or from the rows of "
-            "the same group and give groups= " + more("rows-that-draw-rows")
+            f"triplets). A row that is held out is then {STILL_SEEN}"
         )
     elif _drawn_anew(pairs, again):
         _warn(
             f"{owner}: a row of the dataset has nothing in common with itself when it is read "
             "again, not even its target. Do rows draw other rows (pairs, triplets, mixtures)? "
-            "Then a row that is held out is still seen in the rows of others, and the estimate is "
-            "too low; draw such partners in the collate function, or from the rows of the same "
-            "group and give groups= " + more("rows-that-draw-rows")
+            f"Then a row that is held out is {STILL_SEEN}"
         )
     elif not grouped and _overlap(pairs):
         _warn(
@@ -111,13 +109,11 @@ def _warn_of_copies(owner: str, source: RowSource) -> None:
         return
     order = torch.randperm(source.count, generator=torch.Generator().manual_seed(0))
     items = _read(source, order[:COMPARED].tolist(), stream=1)
-    prints = [tuple(fingerprint(t) for t in tensors_in(item)) for item in items]
-    places: dict[Any, list[int]] = {}
-    for place, parts in enumerate(prints):
-        if parts:
-            places.setdefault(parts, []).append(place)
-    same = [group for group in places.values() if len(group) > 1]
-    pairs = sum(equal(items[group[0]], items[other]) for group in same for other in group[1:])
+    groups: dict[Any, list[Any]] = {}
+    for item in items:
+        if parts := tuple(fingerprint(tensor) for tensor in tensors_in(item)):
+            groups.setdefault(parts, []).append(item)
+    pairs = sum(equal(first, other) for first, *others in groups.values() for other in others)
     # Of two copies, only a share of COMPARED / count is among the rows that are compared.
     if pairs > 1 and pairs * source.count > MANY_COPIES * len(items) ** 2 / 2:
         _warn(
@@ -248,17 +244,12 @@ def _parts(item: Any) -> list[Any]:
 def _overlap(pairs: list[list[Any]]) -> bool:
     """Return whether most rows are the row before, moved by less than half of its length."""
     overlapping = 0
-    for first, second in pairs:
-        overlapping += any(
-            _moved(a, b) for a, b in zip(_sequences(first), _sequences(second), strict=False)
+    for items in pairs:
+        first, second = (
+            [t for t in tensors_in(item) if t.dim() and len(t) >= FEWEST] for item in items
         )
+        overlapping += any(map(_moved, first, second))
     return len(pairs) > 2 and overlapping > len(pairs) / 2
-
-
-def _sequences(item: Any) -> Iterator[Tensor]:
-    for tensor in tensors_in(item):
-        if tensor.dim() and len(tensor) >= FEWEST:
-            yield tensor
 
 
 def _moved(one: Tensor, other: Tensor) -> bool:

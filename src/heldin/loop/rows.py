@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 from zlib import crc32
@@ -21,7 +23,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from heldin.errors import HeldinError, way_out
+from heldin.errors import HeldinError, refusal
 
 from .batches import (
     Layout,
@@ -37,7 +39,7 @@ from .events import LoaderBatch, ModelCall
 from .generators import generator_state, generators_in, left_alone, set_generator
 from .items import ItemStore, joined, single_items
 from .loaders import LoaderRecorder, inner_loader
-from .matching import RowMatcher, Rows
+from .matching import RowMatcher, Rows, are_columns
 from .randomness import separate_random_stream
 
 __all__ = ["RowSource", "TrainingRows", "has_same_rows", "repeated_rows", "undrawn_rows"]
@@ -48,19 +50,12 @@ Prepare = Callable[[Any], Any]
 
 @dataclass(frozen=True, eq=False)
 class TrainingRows:
-    """The rows of a framework's run.
+    """The rows of a framework's run."""
 
-    Attributes:
-        loader: knows the dataset and the collate function; it is not iterated over.
-        recorder: of the loaders that the framework iterates over; None: rows are announced.
-        prepare: what the framework does with a batch between its loader and the model.
-        owner: the name of its class, for errors.
-    """
-
-    loader: DataLoader[Any]
-    recorder: LoaderRecorder | None
-    prepare: Prepare | None
-    owner: str = "step"
+    loader: DataLoader[Any]  # knows the dataset and the collate function; not iterated over
+    recorder: LoaderRecorder | None  # of the framework's loaders; None: rows are announced
+    prepare: Prepare | None  # what the framework does with a batch before the model sees it
+    owner: str = "step"  # the name of its class, for errors
 
 
 class RowSource:
@@ -69,19 +64,9 @@ class RowSource:
     The user's dataset object is never read: heldin reads a copy that shares its data, so that a
     random generator of the dataset continues as without heldin.
 
-    Args:
-        data: the rows.
-        seed: of the random numbers that reading rows draws.
-        records: whether to record the batches of a loader.
-        store: items that were read before, and takes those that are read; None: nothing is kept.
-
-    Attributes:
-        count: number of rows.
-        recorder: of the loader, if data is one.
-
-    >>> source = RowSource({"x": torch.arange(4.0), "y": torch.arange(4)}, seed=0)
-    >>> source.read(torch.tensor([3, 1]))
-    {'x': tensor([3., 1.]), 'y': tensor([3, 1])}
+    seed: of the random numbers that reading rows draws; records: whether to record the batches of a
+    loader; store: items that were read before, and takes those that are read; None: nothing is
+    kept.
     """
 
     def __init__(
@@ -95,7 +80,7 @@ class RowSource:
         self.store = ItemStore(memory=0) if store is None else store
         self._tensors: Any = None
         self._matcher: RowMatcher | None = None
-        self._dataset: Any = None
+        self.dataset: Any = None  # the user's; None for tensors
         self._collate: Callable[[list[Any]], Any] = default_collate
         self._layout: Layout | None = None
         if isinstance(data, TrainingRows):
@@ -105,66 +90,54 @@ class RowSource:
         inner = getattr(data, "base_dataloader", data)
         if isinstance(inner, DataLoader):
             inner = inner_loader(inner)
-            self._dataset, self._collate = inner.dataset, inner.collate_fn
+            self.dataset, self._collate = inner.dataset, inner.collate_fn
             self.batch_size = getattr(inner.batch_sampler, "batch_size", None)
         elif isinstance(data, IterableDataset):
             inner_loader(DataLoader(data, batch_size=2))
         elif isinstance(data, Dataset) or _is_list_of_rows(data):
-            self._dataset = data
+            self.dataset = data
         else:
             self._tensors = data
             self.count = _count_rows(data)
             self._layout = layout_of_tensors(data, self.count)
             self._make_matcher(data)
             return
-        if not hasattr(self._dataset, "__getitem__"):
+        if not hasattr(self.dataset, "__getitem__"):
             raise HeldinError("data: the dataset has no row numbers (__getitem__)")
-        self.count = len(self._dataset)
+        self.count = len(self.dataset)
         if self.count < 2:
             raise HeldinError(f"data: at least 2 rows are needed, there are {self.count}")
-        if isinstance(self._dataset, TensorDataset):
-            self._make_matcher(self._dataset.tensors)
+        if isinstance(self.dataset, TensorDataset):
+            self._make_matcher(self.dataset.tensors)
         if records and isinstance(inner, DataLoader):
             self.recorder = LoaderRecorder(inner)
         self._copy: Any = None
-        self._shared: list[Any] | None = None
+        self._shared: list[Any] = []
         self._streams: dict[int, list[Any]] = {}
         self._first_states = [generator_state(each) for each in generators_in(self._collate)]
 
     def _make_matcher(self, tensors: Any) -> None:
-        if isinstance(tensors, (tuple, list)) and all(isinstance(t, Tensor) for t in tensors):
-            if len(tensors) > 1 and len({len(t) for t in tensors}) == 1:
-                self._matcher = RowMatcher(Rows(tuple(tensors[:-1]), tensors[-1]))
+        if are_columns(tensors):
+            self._matcher = RowMatcher(Rows(tuple(tensors[:-1]), tensors[-1]))
 
     # -- reading rows
 
-    @property
-    def dataset(self) -> Any:
-        """The user's dataset; None for tensors."""
-        return self._dataset
-
     def refresh(self) -> None:
         """Copy the dataset again before rows are read: it may change from epoch to epoch."""
-        if self._dataset is None:
+        if self.dataset is None:
             return
-        if len(self._dataset) != self.count:
+        if len(self.dataset) != self.count:
             raise HeldinError(
-                f"data: the dataset has {len(self._dataset)} rows now and had {self.count} when "
+                f"data: the dataset has {len(self.dataset)} rows now and had {self.count} when "
                 "the stopping object was made, so that new rows are in no fold; make it again when "
                 "the dataset has grown"
             )
-        self._copy = self._shared = None
+        self._copy, self._shared = None, []
 
     def items(self, index: Sequence[int], fresh: bool = False) -> list[Any]:
-        """Return samples of the dataset, from the store or read from a copy of the dataset.
-
-        Args:
-            index: row numbers.
-            fresh: whether to read them in any case.
-        """
+        """Return samples of the dataset, from the store (unless `fresh`), or read from a copy."""
         if fresh or not self.store.is_fixed:
-            with left_alone(self._generators()):
-                dataset = self._copied()[0]
+            with self._copied() as (dataset, _):
                 if callable(getattr(dataset, "__getitems__", None)):  # as torch reads rows
                     return single_items(dataset.__getitems__(list(index)))
                 return [dataset[i] for i in index]
@@ -175,46 +148,34 @@ class RowSource:
 
     def collate(self, items: Sequence[Any]) -> Any:
         """Return the batch that the user's function makes of items."""
-        with left_alone(self._generators()):
-            return self._copied()[1](joined(items))
+        with self._copied() as (_, collate):
+            return collate(joined(items))
 
-    def _generators(self) -> list[Any]:
-        """Return the user's random generators that a copy may share."""
-        if self._shared is None:
-            self._shared = generators_in(self._dataset, self._collate)
-        return self._shared
-
-    def _copied(self) -> Any:
-        """Return a copy of the dataset and of the collate function."""
+    @contextmanager
+    def _copied(self) -> Iterator[tuple[Any, Callable[[Any], Any]]]:
+        """Copy dataset and collate function, and restore generators that a copy may share."""
         if self._copy is None:
-            self._copy = copy_sharing_data((self._dataset, self._collate))
-        return self._copy
+            self._copy = copy_sharing_data((self.dataset, self._collate))
+            self._shared = generators_in(self.dataset, self._collate)
+        with left_alone(self._shared):
+            yield self._copy
 
     def read(self, index: Tensor, stream: int = 0) -> Any:
         """Return a batch of these rows, collated and prepared as the loop's batches are.
 
-        Args:
-            index: row numbers.
-            stream: number of the random stream that reading draws from.
+        stream: number of the random stream that reading draws from.
         """
-        if self._dataset is None:
+        (batch,) = self.read_parts(index, [slice(None)], stream)
+        return batch
+
+    def read_parts(self, index: Tensor, parts: Sequence[slice], stream: int = 0) -> list[Any]:
+        """Return batches of some of the rows, at places in index; the rows are read once."""
+        if self.dataset is None:
             assert self._layout is not None
-            return self._prepared(select(self._tensors, self._layout, index))
+            rows = (index[part] for part in parts)
+            return [self._prepared(select(self._tensors, self._layout, each)) for each in rows]
         numbers = index.tolist()
         with separate_random_stream(CPU, self._seed, stream, 1 + numbers[0]):
-            return self._prepared(self.collate(self.items(numbers)))
-
-    def read_parts(self, index: Tensor, parts: Sequence[slice]) -> list[Any]:
-        """Return batches of some of the rows, which are read once.
-
-        Args:
-            index: row numbers.
-            parts: places in index, one slice per batch.
-        """
-        if self._dataset is None:
-            return [self.read(index[part]) for part in parts]
-        numbers = index.tolist()
-        with separate_random_stream(CPU, self._seed, 0, 1 + numbers[0]):
             items = self.items(numbers)
             return [self._prepared(self.collate(items[part])) for part in parts]
 
@@ -237,13 +198,10 @@ class RowSource:
         return self._layout
 
     def part(self, batch: LoaderBatch, positions: Tensor, stream: int = 0) -> Any:
-        """Return the batch that the user's loader would make of some rows of a batch.
+        """Return the batch that the user's loader would make of the rows at some positions.
 
-        Args:
-            batch: of the loop.
-            positions: of the rows to keep, within the batch.
-            stream: number of the shadow, which has its own states of the generators that the
-                collate function keeps.
+        stream: number of the shadow, which has its own states of the generators that the collate
+        function keeps.
         """
         if batch.items is not None and not self._is_whole(batch):
             items = joined([batch.items[i] for i in positions.tolist()])
@@ -284,7 +242,7 @@ class RowSource:
 
     def _find_layout(self, prepared: bool) -> Layout | None:
         """Find the layout of batches that no recorder knows, here as the model sees them."""
-        if self._layout is None and self._dataset is not None:
+        if self._layout is None and self.dataset is not None:
             with separate_random_stream(CPU, self._seed, 0):
                 (item,) = self.items([0])
                 self._layout = find_layout(
@@ -302,9 +260,8 @@ class RowSource:
     ) -> list[LoaderBatch]:
         """Return the batches of an optimiser step with the numbers of their rows.
 
-        Args:
-            announced: batches and row numbers that the user or a framework has passed.
-            calls: the calls of the model since the last step.
+        announced: batches and row numbers that the user or a framework has passed; calls: of the
+        model since the last step.
         """
         if announced:
             if len(announced) == 1 and announced[0][0] is None and announced[0][1] is not None:
@@ -321,13 +278,11 @@ class RowSource:
                 batch = [*call.tensors, self._matcher.rows.targets[index]]
                 batches.append(LoaderBatch(index.cpu(), batch))
             return batches
-        raise HeldinError(
-            f"{self._owner}: the rows of the optimiser's step are unknown; "
-            + way_out(
-                self._owner,
-                "announce the batch and its row numbers before the step, "
-                "stopping.note_batch(batch, indices), or give the DataLoader as data",
-            )
+        raise refusal(
+            self._owner,
+            "the rows of the optimiser's step are unknown;",
+            "announce the batch and its row numbers before the step, "
+            "stopping.note_batch(batch, indices), or give the DataLoader as data",
         )
 
     def _as_called(self, index: Tensor, calls: Sequence[ModelCall]) -> list[LoaderBatch]:
@@ -353,7 +308,7 @@ class RowSource:
         if isinstance(batch, LoaderBatch):
             return batch
         if batch is None and index is not None:
-            if self._dataset is not None:
+            if self.dataset is not None:
                 raise HeldinError(
                     "step: data is a Dataset, whose batches cannot be made again from their row "
                     "numbers (they may be augmented); pass the batch too: "
@@ -367,12 +322,10 @@ class RowSource:
                 select(batch, layout, torch.zeros(1, dtype=torch.long))
             return LoaderBatch(index.cpu(), None, prepared=batch)
         if self.recorder is None:
-            raise HeldinError(
-                f"{self._owner}: the rows of this batch are unknown; "
-                + way_out(
-                    self._owner,
-                    "pass stopping.note_batch(batch, indices), or give the DataLoader as data",
-                )
+            raise refusal(
+                self._owner,
+                "the rows of this batch are unknown;",
+                "pass stopping.note_batch(batch, indices), or give the DataLoader as data",
             )
         return replace(self.recorder.find(batch), prepared=batch)
 
@@ -380,7 +333,7 @@ class RowSource:
         """Leave the loader as it was, and release the dataset."""
         if self.recorder is not None:
             self.recorder.close()
-        self._copy = self._shared = None
+        self._copy, self._shared = None, []
 
 
 def _is_list_of_rows(data: Any) -> bool:
@@ -393,12 +346,7 @@ def _is_list_of_rows(data: Any) -> bool:
 
 
 def has_same_rows(one: DataLoader[Any], other: DataLoader[Any]) -> bool:
-    """Return whether two loaders draw from the same rows, as far as the first ones show.
-
-    >>> loaders = [DataLoader(range(n)) for n in (9, 9, 8)]
-    >>> has_same_rows(loaders[0], loaders[1]), has_same_rows(loaders[0], loaders[2])
-    (True, False)
-    """
+    """Return whether two loaders draw from the same rows, as far as the first ones show."""
     mine, theirs = one.dataset, other.dataset
     if mine is theirs or type(mine).__getitem__ is Dataset.__getitem__:  # whole batches only
         return True
@@ -409,19 +357,10 @@ def has_same_rows(one: DataLoader[Any], other: DataLoader[Any]) -> bool:
 
 
 def repeated_rows(dataset: Any) -> int:
-    """Return how many rows of nested Subsets and ConcatDatasets point to the same source row.
-
-    >>> dataset = TensorDataset(torch.arange(4))
-    >>> repeated_rows(Subset(dataset, [0, 0, 1])), repeated_rows(ConcatDataset([dataset, dataset]))
-    (2, 8)
-    """
+    """Return how many rows of nested Subsets and ConcatDatasets point to the same source row."""
     if not isinstance(dataset, (Subset, ConcatDataset)):
         return 0
-    sources = _source_rows(dataset)
-    counts: dict[Any, int] = {}
-    for source in sources:
-        counts[source] = counts.get(source, 0) + 1
-    return sum(count for count in counts.values() if count > 1)
+    return sum(count for count in Counter(_source_rows(dataset)).values() if count > 1)
 
 
 def _source_rows(dataset: Any) -> list[tuple[int, int]]:
@@ -435,12 +374,7 @@ def _source_rows(dataset: Any) -> list[tuple[int, int]]:
 
 
 def undrawn_rows(data: Any, count: int) -> Tensor:
-    """Return a mask of the rows that the sampler of a loader never draws, as far as it shows.
-
-    >>> loader = DataLoader(range(4), sampler=SubsetRandomSampler([0, 2]))
-    >>> undrawn_rows(loader, 4)
-    tensor([False,  True, False,  True])
-    """
+    """Return a mask of the rows that the sampler of a loader never draws, as far as it shows."""
     mask = torch.zeros(count, dtype=torch.bool)
     loader = getattr(data, "base_dataloader", data)
     sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)

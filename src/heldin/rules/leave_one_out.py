@@ -39,7 +39,6 @@ from heldin.rules.inputs import RunInputs
 from heldin.rules.jacobians import chosen
 from heldin.rules.options import LeaveOneOut
 from heldin.rules.path import PathStopping
-from heldin.shadows.backend import release
 from heldin.shadows.held_out import EXAMPLE
 from heldin.shadows.outputs import OutputRecipe
 from heldin.shadows.plain_step import PlainStepCheck
@@ -366,7 +365,8 @@ class Displacements:
 
     def close(self) -> None:
         """Release the model."""
-        release(self, ("count", "held", "batch", "outputs", "outputs_only"))
+        for name in vars(self).keys() - {"count", "held", "batch", "outputs", "outputs_only"}:
+            delattr(self, name)
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that a resumed run needs."""

@@ -6,24 +6,24 @@ For networks this small, recording a graph would cost as much as the arithmetic.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from heldin._private_torch import forward_hooks
+from heldin.loop.randomness import mixed_seed
 from heldin.shadows.bare_model import is_parametrization_hook
 
 __all__ = [
     "ACTIVATIONS",
     "BatchNorm",
     "DenseNetwork",
-    "LayerNames",
     "Linear",
-    "NormNames",
     "is_plain",
     "plain_layers",
+    "weights_of",
 ]
 
 Slope = Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]  # module, gradient, input, output
@@ -39,58 +39,41 @@ ACTIVATIONS: dict[type[nn.Module], Slope] = {
     nn.LeakyReLU: lambda m, g, z, a: _aten.leaky_relu_backward(g, z, m.negative_slope, False),
     nn.Identity: lambda _, g, z, a: g,
 }
+WITH_WEIGHTS = (nn.Linear, nn.BatchNorm1d)
+LAYERS = {*WITH_WEIGHTS, nn.Dropout, *ACTIVATIONS}
 
 
 @dataclass(frozen=True, eq=False)
 class Linear:
-    """A linear layer: of one network, or with a first dimension of K networks at once.
+    """A linear layer of K networks at once."""
 
-    Attributes:
-        weight, weight_grad: ([K,] outputs, inputs).
-        bias, bias_grad: ([K,] outputs), or None.
-    """
-
-    weight: Tensor
+    weight: Tensor  # (K, outputs, inputs)
     weight_grad: Tensor
-    bias: Tensor | None = None
+    bias: Tensor | None = None  # (K, outputs)
     bias_grad: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """([K,] b, outputs)."""
-        turned = self.weight.mT
-        if x.dim() == 2:
-            return x.mm(turned) if self.bias is None else torch.addmm(self.bias, x, turned)
+        """(K, b, outputs)."""
         if self.bias is None:
-            return x.bmm(turned)
-        return torch.baddbmm(self.bias.unsqueeze(1), x, turned)
+            return x.bmm(self.weight.mT)
+        return torch.baddbmm(self.bias.unsqueeze(1), x, self.weight.mT)
 
     def write_gradient(self, x: Tensor, gradient: Tensor) -> None:
         """From the inputs and the gradient by the outputs."""
-        product = torch.mm if x.dim() == 2 else torch.bmm
-        product(gradient.mT, x, out=self.weight_grad)
+        torch.bmm(gradient.mT, x, out=self.weight_grad)
         if self.bias_grad is not None:
-            torch.sum(gradient, -2, out=self.bias_grad)
-
-    def pull_back(self, gradient: Tensor) -> Tensor:
-        """Return the gradient with respect to the inputs."""
-        return gradient.mm(self.weight) if gradient.dim() == 2 else gradient.bmm(self.weight)
+            torch.sum(gradient, 1, out=self.bias_grad)
 
 
 @dataclass(frozen=True, eq=False)
 class BatchNorm:
-    """A batch normalisation of K networks at once, each on the rows that it keeps.
+    """A batch normalisation of K networks at once, each on the rows that it keeps."""
 
-    Attributes:
-        module: the user's, for its settings and its mode.
-        mean, variance, count: running statistics (K, features), and (K,) batches behind them.
-        weight, weight_grad, bias, bias_grad: (K, features), or None.
-    """
-
-    module: nn.BatchNorm1d
-    mean: Tensor
+    module: nn.BatchNorm1d  # the user's, for its settings and its mode
+    mean: Tensor  # (K, features) running statistics
     variance: Tensor
-    count: Tensor
-    weight: Tensor | None = None
+    count: Tensor  # (K,) batches behind them
+    weight: Tensor | None = None  # (K, features)
     weight_grad: Tensor | None = None
     bias: Tensor | None = None
     bias_grad: Tensor | None = None
@@ -98,11 +81,8 @@ class BatchNorm:
     def normalise(self, x: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return normalised inputs, their scale, and each row's share in the statistics.
 
-        Copies that keep fewer than two rows take no step: their statistics stay as they are.
-
-        Args:
-            x: (K, b, features).
-            keep: (K, b), true for the rows that a copy keeps; None: by the running statistics.
+        x: (K, b, features); keep: (K, b), the rows that a copy keeps; None: by the running
+        statistics. Copies with fewer than two rows take no step: their statistics stay as they are.
         """
         if keep is None:
             scale = (self.variance + self.module.eps).rsqrt().unsqueeze(1)
@@ -155,30 +135,36 @@ class BatchNorm:
 
 
 class DenseNetwork:
-    """Forward and backward passes, with nothing recorded but the values between layers.
-
-    >>> weight, grad = torch.ones(1, 2), torch.zeros(1, 2)
-    >>> network = DenseNetwork([Linear(weight, grad), nn.ReLU()])
-    >>> network.forward(torch.tensor([[1.0, 2.0], [-3.0, 1.0]]))
-    tensor([[3.],
-            [0.]])
-    >>> network.backward(torch.ones(2, 1))
-    >>> grad
-    tensor([[1., 2.]])
-    """
+    """An engine that records nothing but the values between layers."""
 
     def __init__(self, layers: Sequence[Linear | BatchNorm | nn.Module]) -> None:
         self.layers = list(layers)
         kinds = (Linear, BatchNorm)
         self._first = next(i for i, layer in enumerate(layers) if isinstance(layer, kinds))
+        self._copies = next(len(each.weight) for each in layers if isinstance(each, Linear))
         self._norms: dict[int, tuple[Tensor, Tensor, Tensor | None]] = {}  # see `normalise`
         self._trace: list[Tensor] = []
         self._masks: dict[int, Tensor] = {}  # of dropout, by number of the layer
         self._generator: torch.Generator | None = None
 
+    def __call__(
+        self,
+        inputs: Sequence[Tensor],
+        keep: Tensor | None = None,
+        shared: bool = False,
+        train: bool = False,
+    ) -> Tensor:
+        (x,) = inputs
+        rows = x.flatten(1).expand(self._copies, -1, -1) if shared else x.flatten(2)
+        return self.forward(rows, train, keep)
+
+    def random_stream(self, device: torch.device, *numbers: int) -> AbstractContextManager[None]:
+        if self.has_dropout:  # nothing else draws, and that from its own generator
+            self.seed(mixed_seed(*numbers), device)
+        return nullcontext()
+
     @property
     def has_dropout(self) -> bool:
-        """Whether a training pass draws random numbers."""
         return any(isinstance(layer, nn.Dropout) for layer in self.layers)
 
     def seed(self, seed: int, device: torch.device) -> None:
@@ -195,12 +181,10 @@ class DenseNetwork:
 
     @torch.no_grad()
     def forward(self, x: Tensor, train: bool = True, keep: Tensor | None = None) -> Tensor:
-        """([K,] b, outputs).
+        """(K, b, outputs).
 
-        Args:
-            x: ([K,] b, inputs).
-            train: a `backward` will follow.
-            keep: (K, b), the rows that count in the statistics of a batch normalisation.
+        train: a `backward` will follow; keep: (K, b), the rows that count in the statistics of a
+        batch normalisation.
         """
         trace, self._masks, self._norms = [x], {}, {}
         for number, layer in enumerate(self.layers):
@@ -210,8 +194,10 @@ class DenseNetwork:
                 by_batch = train and layer.module.training
                 self._norms[number] = layer.normalise(x, keep if by_batch else None)
                 x = layer(self._norms[number][0])
-            else:
-                x = layer(x) if isinstance(layer, Linear) else _activate(layer, x)
+            elif isinstance(layer, Linear):
+                x = layer(x)
+            else:  # what works in place gets a copy, as backward needs its inputs
+                x = layer.forward(x.clone() if getattr(layer, "inplace", False) else x)
             trace.append(x)
         self._trace = trace if train else []
         return x
@@ -224,64 +210,26 @@ class DenseNetwork:
         return x * mask
 
     @torch.no_grad()
-    def backward(
-        self, gradient: Tensor, visit: Callable[[Linear, Tensor, Tensor], None] | None = None
-    ) -> None:
-        """Write the weights' gradients, from ([K,] b, outputs) by the outputs of the last call.
-
-        Args:
-            gradient: by the outputs.
-            visit: takes each linear layer, its inputs and the gradient by its outputs.
-        """
+    def backward(self, gradient: Tensor) -> None:
+        """Write the weights' gradients, from (K, b, outputs) by the outputs of the last call."""
         trace, self._trace = self._trace, []
         for i in range(len(self.layers) - 1, self._first - 1, -1):
             layer, before = self.layers[i], trace[i]
             if isinstance(layer, nn.Dropout):
                 gradient = gradient * self._masks[i] if i in self._masks else gradient
-                continue
-            if isinstance(layer, BatchNorm):
+            elif isinstance(layer, BatchNorm):
                 normed, scale, share = self._norms.pop(i)
                 layer.write_gradient(normed, gradient)
                 gradient = layer.pull_back(gradient, normed, scale, share)
-                continue
-            if not isinstance(layer, Linear):
+            elif isinstance(layer, Linear):
+                layer.write_gradient(before, gradient)
+                if i > self._first:
+                    gradient = gradient.bmm(layer.weight)
+            else:
                 gradient = ACTIVATIONS[type(layer)](layer, gradient, before, trace[i + 1])
-                continue
-            layer.write_gradient(before, gradient)
-            if visit is not None:
-                visit(layer, before, gradient)
-            if i > self._first:
-                gradient = layer.pull_back(gradient)
-
-
-def _activate(module: nn.Module, h: Tensor) -> Tensor:
-    """Apply a module to a copy, so that `inplace=True` keeps what backward needs."""
-    if getattr(module, "inplace", False):
-        h = h.clone()
-    result: Tensor = module.forward(h)
-    return result
 
 
 # -- which models are such networks
-
-
-class Names(NamedTuple):
-    """Of the parameters of a linear layer."""
-
-    weight: str
-    bias: str | None
-
-
-class NormNames(NamedTuple):
-    """Of the parameters and buffers of a batch normalisation, and the module itself."""
-
-    weight: str | None
-    bias: str | None
-    buffers: tuple[str, ...]
-    module: nn.BatchNorm1d
-
-
-LayerNames = Names | NormNames | nn.Module  # or an activation, or dropout
 
 
 def is_plain(model: nn.Module, inputs: Sequence[Tensor]) -> bool:
@@ -292,48 +240,34 @@ def is_plain(model: nn.Module, inputs: Sequence[Tensor]) -> bool:
 
 def plain_layers(
     model: nn.Module, trained: Collection[str], inputs: Sequence[Tensor]
-) -> list[LayerNames] | None:
-    """Return the layers of a plain network, or None for any other model."""
-    found: list[LayerNames] = []
-    seen: set[int] = set()
+) -> list[tuple[str, nn.Module]] | None:
+    """Return the layers of a plain network with the start of their parameters' names.
+
+    None for any other model.
+    """
+    layers: list[tuple[str, nn.Module]] = []
     flattens = False
-
-    def walk(module: nn.Module, prefix: str) -> bool:
-        nonlocal flattens
-        hooks = forward_hooks(module)
-        if any(is_parametrization_hook(hook) for hook in hooks):
-            return False
-        if type(module) is nn.Sequential:
-            return all(walk(child, f"{prefix}{name}.") for name, child in module.named_children())
-        if type(module) is nn.Linear:
-            weight, bias = f"{prefix}weight", f"{prefix}bias" if module.bias is not None else None
-            known = weight in trained and (bias is None or bias in trained)
-            if id(module) in seen or not known:
-                return False
-            seen.add(id(module))
-            found.append(Names(weight, bias))
-            return True
-        if type(module) is nn.BatchNorm1d and module.track_running_stats:
-            own = {name for name, _ in module.named_parameters()}
-            names = [f"{prefix}{name}" if name in own else None for name in ("weight", "bias")]
-            if id(module) in seen or not all(name in trained for name in names if name):
-                return False
-            seen.add(id(module))
-            buffers = tuple(f"{prefix}{name}" for name, _ in module.named_buffers())
-            found.append(NormNames(names[0], names[1], buffers, module))
-            return True
-        if type(module) in ACTIVATIONS or type(module) is nn.Dropout:
-            found.append(module)
-            return True
-        if type(module) is nn.Flatten and module.start_dim == 1 and module.end_dim == -1:
-            flattens = not found
-            return flattens
-        return False
-
-    if not walk(model, "") or not any(isinstance(layer, Names) for layer in found):
+    for name, module in model.named_modules(remove_duplicate=False):
+        kind = type(module)
+        if any(map(is_parametrization_hook, forward_hooks(module))):
+            return None
+        if kind is nn.Flatten and not layers and (module.start_dim, module.end_dim) == (1, -1):
+            flattens = True
+        elif kind in LAYERS:
+            layers.append((f"{name}." if name else "", module))
+        elif kind is not nn.Sequential:
+            return None
+    layers_with_weights = [layer for layer in layers if isinstance(layer[1], WITH_WEIGHTS)]
+    modules = [module for _, module in layers_with_weights]
+    if len({*modules}) < len(modules) or not any(isinstance(m, nn.Linear) for m in modules):
+        return None
+    if not all(m.track_running_stats for m in modules if isinstance(m, nn.BatchNorm1d)):
         return None
     if len(inputs) != 1 or not (flattens or inputs[0].dim() == 2):
         return None
-    named = [layer for layer in found if not isinstance(layer, nn.Module)]
-    used = {name for layer in named for name in (layer.weight, layer.bias) if name}
-    return found if used == set(trained) else None
+    names = {start + name for start, module in layers_with_weights for name in weights_of(module)}
+    return layers if names == {*trained} else None
+
+
+def weights_of(module: nn.Module) -> list[str]:
+    return [name for name in ("weight", "bias") if getattr(module, name) is not None]

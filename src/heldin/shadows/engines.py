@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, Literal, Protocol, get_args
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Literal, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
 
 from heldin._private_torch import BatchNorm, own_parameters
 from heldin.errors import HeldinError
+from heldin.loop.randomness import separate_random_stream
 from heldin.shadows.bare_model import copy_without_hooks
-from heldin.shadows.dense import (
-    ACTIVATIONS,
-    DenseNetwork,
-    LayerNames,
-    Linear,
-    Names,
-    plain_layers,
-)
+from heldin.shadows.dense import ACTIVATIONS, DenseNetwork, Linear, plain_layers, weights_of
 from heldin.shadows.dense import BatchNorm as DenseNorm
 from heldin.shadows.outputs import one_for_each_row
 
-__all__ = ["CannotStack", "Engine", "Forward", "check_engine", "engine_for"]
+__all__ = ["CannotStack", "Engine", "engine_for"]
 
 Engine = Literal["auto", "dense", "vmap", "replay"]
 
@@ -31,79 +26,55 @@ class CannotStack(Exception):
     """Raised for a model whose copies cannot be run in one stack."""
 
 
-def check_engine(engine: Any) -> None:
-    """Refuse what is not the name of an engine."""
-    if engine not in get_args(Engine):
-        raise HeldinError(f"engine: expected 'auto', 'dense', 'vmap' or 'replay', got {engine!r}")
-
-
 class Copies(Protocol):
-    """Weights of K copies of a model, as an engine reads them, and places for the gradients.
-
-    Attributes:
-        copies: K.
-        blocks, grads: (K, ...) tensors by the name of the parameter.
-        buffers: (K, ...) statistics by the name of the buffer, where copies have their own.
-    """
+    """Weights of K copies of a model, as an engine reads them, and places for the gradients."""
 
     copies: int
-    blocks: dict[str, Tensor]
+    blocks: dict[str, Tensor]  # (K, ...) by the name of the parameter
     grads: dict[str, Tensor]
-    buffers: dict[str, Tensor]
-
-
-class Forward(Protocol):
-    """How the stacked models are run."""
-
-    def __call__(
-        self, inputs: Sequence[Tensor], keep: Tensor | None, shared: bool, train: bool
-    ) -> Tensor:
-        """(K, b, ...) outputs.
-
-        Args:
-            inputs: (b, ...), the same for all, or (K, b, ...).
-            keep: (K, b), the rows that count in training.
-            shared: whether all copies have the same inputs.
-            train: whether a `backward` will follow.
-        """
-
-    def backward(self, gradient: Tensor) -> None:
-        """Write the weights' gradients, from (K, b, ...) by the outputs of the last call."""
+    buffers: dict[str, Tensor]  # statistics, where copies have their own
 
 
 def engine_for(
     model: nn.Module, stack: Copies, inputs: Sequence[Tensor], engine: Engine
-) -> tuple[str, Forward]:
-    """Return the name and the engine asked for, or the first that can run the model."""
-    check_engine(engine)
+) -> tuple[str, DenseNetwork | Vmap]:
+    """Return the name and the engine asked for, or the first that can run the model.
+
+    It takes inputs (K, b, ...), or (b, ...) if all copies share them, and returns (K, b, ...)
+    outputs. In training, `keep` (K, b) has the rows that count, and `backward` writes the weights'
+    gradients, from (K, b, ...) by the outputs of the last call. Copies need `least_rows` for a
+    step. In `random_stream`, random numbers in training depend on its numbers only.
+    """
+    if engine not in get_args(Engine):
+        raise HeldinError(f"engine: expected 'auto', 'dense', 'vmap' or 'replay', got {engine!r}")
     layers = plain_layers(model, stack.blocks, inputs) if engine in ("auto", "dense") else None
     if layers is not None:
-        return "dense", _Dense(stack, layers)
+        return "dense", DenseNetwork([_of_copies(stack, *layer) for layer in layers])
     if engine == "dense":
         names = ", ".join(sorted(kind.__name__ for kind in ACTIVATIONS))
         raise HeldinError(
             "engine='dense' is for nn.Linear, or nn.Sequential of nn.Linear, nn.Dropout and "
             f"activations ({names}) on rows that are vectors; use engine='auto'"
         )
-    mapped = _Vmap(stack, model, len(inputs))
+    mapped = Vmap(stack, model, len(inputs))
     problem = _why_not_mapped(model, mapped, inputs)
     if problem is None:
         return "vmap", mapped
     raise CannotStack(f"engine={engine!r}: {problem}; use engine='replay'")
 
 
-def _why_not_mapped(model: nn.Module, mapped: _Vmap, inputs: Sequence[Tensor]) -> str | None:
+def _why_not_mapped(model: nn.Module, mapped: Vmap, inputs: Sequence[Tensor]) -> str | None:
     if any(isinstance(module, BatchNorm) for module in model.modules()):
         return "the rows that a shadow must not see would enter its batch statistics"
     some = [x[:2] for x in inputs]
     try:
         with torch.random.fork_rng():
-            mapped(some, None, shared=True, train=True)
+            mapped(some, shared=True, train=True)
             mapped.outputs = None
             # At checks each copy has other rows: a model that branches on its data (on a mask
             # without padding, say) can be mapped over weights alone, but not over these.
             copies = mapped.stack.copies
-            mapped([x.expand(copies, *x.shape) for x in some], None, shared=False, train=False)
+            mapped([x.expand(copies, *x.shape) for x in some])
     except HeldinError:
         raise
     except Exception as error:
@@ -111,29 +82,19 @@ def _why_not_mapped(model: nn.Module, mapped: _Vmap, inputs: Sequence[Tensor]) -
     return None
 
 
-class _Modes:
-    """Keeps a copy of a model in its mode: evaluation, or in training whatever each module has."""
-
-    def __init__(self, original: nn.Module, copied: nn.Module) -> None:
-        self.pairs = list(zip(original.modules(), copied.modules(), strict=True))
-
-    def follow(self, train: bool) -> None:
-        for theirs, mine in self.pairs:
-            mode = train and theirs.training
-            if mine.training != mode:
-                mine.training = mode
-
-
-class _Vmap:
+class Vmap:
     """All copies in one call of `torch.func.vmap`; the rows that one must not see weigh nothing."""
+
+    least_rows = 1
 
     def __init__(self, stack: Copies, model: nn.Module, arguments: int) -> None:
         self.stack, self.model = stack, copy_without_hooks(model)
-        self.modes = _Modes(model, self.model)
+        self.pairs = list(zip(model.modules(), self.model.modules(), strict=True))
         self.outputs: Tensor | None = None
         # `functional_call` would look these places up in every step, at the price of a small
         # network's forward pass. The copy is ours, so nothing has to be put back either.
-        numbers = {id(p): i for i, p in enumerate(_named(model, stack.blocks))}
+        parameters = dict(model.named_parameters())
+        numbers = {id(parameters[name]): number for number, name in enumerate(stack.blocks)}
         self.places = [
             (own_parameters(module), name, numbers[id(p)])
             for module in self.model.modules()
@@ -148,74 +109,58 @@ class _Vmap:
             for rows in (None, 0)
         )
 
+    def random_stream(self, device: torch.device, *numbers: int) -> AbstractContextManager[None]:
+        return separate_random_stream(device, *numbers)
+
     def _one(self, *tensors: Tensor) -> Tensor:
         for table, name, number in self.places:
             table[name] = tensors[number]  # type: ignore[assignment]
         return one_for_each_row("step", self.model(*tensors[len(self.stack.blocks) :]))
 
     def __call__(
-        self, inputs: Sequence[Tensor], keep: Tensor | None, shared: bool, train: bool
+        self,
+        inputs: Sequence[Tensor],
+        keep: Tensor | None = None,
+        shared: bool = False,
+        train: bool = False,
     ) -> Tensor:
-        self.modes.follow(train)
-        blocks = self.stack.blocks.values()
+        for theirs, mine in self.pairs:
+            mode = train and theirs.training
+            if mine.training != mode:
+                mine.training = mode
         mapped = self.on_shared_rows if shared else self.on_own_rows
         with torch.set_grad_enabled(train):
-            outputs: Tensor = mapped(*blocks, *inputs)
+            outputs: Tensor = mapped(*self.stack.blocks.values(), *inputs)
         self.outputs = outputs if train else None
         return outputs.detach()
 
     def backward(self, gradient: Tensor) -> None:
-        assert self.outputs is not None
-        _write(self.stack, self.outputs, gradient)
-        self.outputs = None
+        outputs, self.outputs = self.outputs, None
+        assert outputs is not None
+        blocks = list(self.stack.blocks.values())
+        found: Sequence[Tensor | None] = [None] * len(blocks)
+        if outputs.requires_grad:
+            found = torch.autograd.grad(outputs, blocks, gradient, allow_unused=True)
+        for place, value in zip(self.stack.grads.values(), found, strict=True):
+            if value is None:
+                place.zero_()
+            else:
+                place.copy_(value)
 
 
-def _named(model: nn.Module, names: Iterable[str]) -> list[nn.Parameter]:
-    known = dict(model.named_parameters())
-    return [known[name] for name in names]
-
-
-def _write(stack: Copies, outputs: Tensor, gradient: Tensor) -> None:
-    """Put the gradients into their places in the flat vectors."""
-    blocks = list(stack.blocks.values())
-    found: Sequence[Tensor | None] = [None] * len(blocks)
-    if outputs.requires_grad:
-        found = torch.autograd.grad(outputs, blocks, gradient, allow_unused=True)
-    for place, value in zip(stack.grads.values(), found, strict=True):
-        if value is None:
-            place.zero_()
-        else:
-            place.copy_(value)
-
-
-class _Dense:
-    """Plain networks: batched matrix products forwards and backwards, without a graph."""
-
-    def __init__(self, stack: Copies, layers: list[LayerNames]) -> None:
-        self.copies = stack.copies
-        self.network = DenseNetwork([_of_stack(stack, layer) for layer in layers])
-
-    def __call__(
-        self, inputs: Sequence[Tensor], keep: Tensor | None, shared: bool, train: bool
-    ) -> Tensor:
-        (x,) = inputs
-        rows = x.flatten(1).expand(self.copies, -1, -1) if shared else x.flatten(2)
-        return self.network.forward(rows, train, keep)
-
-    def backward(self, gradient: Tensor) -> None:
-        self.network.backward(gradient)
-
-
-def _of_stack(stack: Copies, layer: LayerNames) -> Linear | DenseNorm | nn.Module:
-    """Return a layer of all copies."""
-    if isinstance(layer, nn.Module):
-        return layer
-    own: list[Tensor | None] = []
-    for name in (layer.weight, layer.bias):
-        own += [None, None] if name is None else [stack.blocks[name].detach(), stack.grads[name]]
-    if isinstance(layer, Names):
-        return Linear(*own)  # type: ignore[arg-type]
-    buffers = dict(zip(layer.buffers, layer.module.buffers(), strict=True))
-    for name, value in buffers.items():
-        stack.buffers[name] = value.detach().expand(stack.copies, *value.shape).clone()
-    return DenseNorm(layer.module, *map(stack.buffers.get, buffers), *own)  # type: ignore[arg-type]
+def _of_copies(stack: Copies, start: str, module: nn.Module) -> Linear | DenseNorm | nn.Module:
+    """Return a layer of all copies; the names of its parameters begin with `start`."""
+    if not isinstance(module, (nn.Linear, nn.BatchNorm1d)):
+        return module
+    own: dict[str, Tensor] = {}
+    for name in weights_of(module):
+        own[name] = stack.blocks[start + name].detach()
+        own[f"{name}_grad"] = stack.grads[start + name]
+    if isinstance(module, nn.Linear):
+        return Linear(**own)
+    statistics = []
+    for name in ("running_mean", "running_var", "num_batches_tracked"):
+        value = getattr(module, name).detach()
+        statistics.append(value.expand(stack.copies, *value.shape).clone())
+        stack.buffers[start + name] = statistics[-1]
+    return DenseNorm(module, *statistics, **own)

@@ -23,7 +23,8 @@ from torch.optim import Optimizer
 
 from heldin._private_torch import own_buffers, version_of
 from heldin.capture.sharding import fully_sharded
-from heldin.errors import HeldinError, way_out
+from heldin.errors import HeldinError, more, way_out
+from heldin.loop.batches import equal
 from heldin.loop.generators import (
     generator_state,
     is_generator,
@@ -33,73 +34,53 @@ from heldin.loop.generators import (
 from heldin.loop.randomness import RandomState
 from heldin.pause import paused
 
-from .variables import Variables
+from .variables import MODULE_FIELDS, PLAIN, Variables, is_equal, refill
 
-__all__ = ["Exchange", "Session", "ShadowState", "group_settings", "trained_parameters"]
+__all__ = ["Exchange", "Session", "ShadowState", "group_settings", "has_evaluation_mode", "local"]
 
-MODULE_FIELDS = {*vars(nn.Module())} | {"training"}
 OPTIMIZER_FIELDS = {*vars(torch.optim.SGD([nn.Parameter(torch.zeros(()))], 0.0))}
 
-FLAT = (Tensor, bool, int, float, complex, str, bytes, type(None), nn.Module)
+FLAT = (*PLAIN, Tensor, nn.Module)
 
+COLLECTED = (
+    "grads", "weights", "buffers", "optimizer", "group_state", "generators", "objects", "others"
+)  # fmt: skip
+
+Mark = tuple[Any, Any]  # a value, and its version, or its contents
 Place = tuple[dict[str, Any], str]  # attributes of an object, and the name of one
 _MISSING = object()
 
 
 @dataclass(eq=False)
 class ShadowState:
-    """Everything that the training of one shadow changes.
+    """Everything that the training of one shadow changes."""
 
-    Attributes:
-        weights: data of the exchanged parameters (local shards of sharded ones).
-        buffers: data of the modules' buffers.
-        optimizer: state of the optimiser, one mapping per exchanged parameter.
-        group_state: settings of parameter groups that a step changes, by group.
-        attributes: values of modules' attributes that a step changed, by number of the place.
-        generators: states of random generators that modules keep.
-        grads: gradients that the user's function left for its next call.
-        objects: state dictionaries of the objects given as `state`.
-        variables: values of variables around the user's function that its calls changed.
-        nested: values inside of attributes (of a list in a dictionary, say) that a step changed.
-        others: state of the optimiser that belongs to no exchanged parameter, by key.
-        reached: numbers (`id`) of parameters that have had a gradient.
-    """
-
-    weights: list[Tensor]
+    weights: list[Tensor]  # data of the exchanged parameters (local shards of sharded ones)
     buffers: list[Tensor]
-    optimizer: list[dict[str, Any]]
-    group_state: list[dict[str, Any]]
-    attributes: dict[int, Any] = field(default_factory=dict)
-    generators: list[Any] = field(default_factory=list)
-    grads: list[Tensor | None] = field(default_factory=list)
-    objects: list[Any] = field(default_factory=list)
-    variables: dict[str, Any] = field(default_factory=dict)
-    nested: dict[str, Any] = field(default_factory=dict)
-    others: dict[Any, Any] = field(default_factory=dict)
-    reached: set[int] = field(default_factory=set)
+    optimizer: list[dict[str, Any]]  # state of the optimiser, by exchanged parameter
+    group_state: list[dict[str, Any]]  # settings of parameter groups that a step changes, by group
+    attributes: dict[int, Any] = field(default_factory=dict)  # that a step changed, by place
+    generators: list[Any] = field(default_factory=list)  # states of those that modules keep
+    grads: list[Tensor | None] = field(default_factory=list)  # left by the user's function
+    objects: list[Any] = field(default_factory=list)  # state dictionaries of those in `state`
+    variables: dict[str, Any] = field(default_factory=dict)  # around the user's function
+    nested: dict[str, Any] = field(default_factory=dict)  # inside of attributes
+    others: dict[Any, Any] = field(default_factory=dict)  # the rest of the optimiser's state
+    reached: set[int] = field(default_factory=set)  # numbers (`id`) of parameters with a gradient
 
     def copy(self) -> ShadowState:
         """Return a state that a step may change in place."""
         copied = copy.copy(self)
         for name in ("weights", "buffers", "optimizer", "grads", "objects", "others"):
             setattr(copied, name, copy.deepcopy(getattr(self, name)))
+        copied.attributes = {n: _copy_of(value) for n, value in self.attributes.items()}
         return copied
 
 
-def trained_parameters(
-    model: nn.Module,
-    optimizer: Optimizer,
-    others: Sequence[nn.Module] = (),
-    owner: str = "optimizer",
+def _trained_parameters(
+    model: nn.Module, optimizer: Optimizer, others: Sequence[nn.Module], owner: str
 ) -> dict[str, nn.Parameter]:
-    """Return the parameters that the optimiser trains, by name; refuse those of other modules.
-
-    Args:
-        model: the user's model.
-        optimizer: the user's optimiser.
-        others: further modules whose parameters it may train.
-        owner: what the error begins with.
-    """
+    """Return the parameters that the optimiser trains, by name; refuse those of other modules."""
     names = {
         id(p): f"state.{number}.{name}"
         for number, module in enumerate(others)
@@ -139,20 +120,16 @@ def group_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
     ]
 
 
+def has_evaluation_mode(optimizer: Optimizer) -> bool:
+    """Return whether an optimiser keeps other weights for evaluation (schedule-free ones do)."""
+    return all(callable(getattr(optimizer, name, None)) for name in ("eval", "train"))
+
+
 class Exchange:
     """Exchanges the states of shadows with that of the user's model and optimiser.
 
-    Args:
-        model: the user's model.
-        optimizer: the user's optimiser.
-        state: further objects that a step changes: modules, or anything with `state_dict` and
-            `load_state_dict`.
-
-    Attributes:
-        trained: the parameters that the optimiser trains, by name.
-        tensors: all exchanged parameters, the trained ones first; `names` are theirs.
-        group_state_keys: names of group settings that a step of the optimiser changes; these are
-            state, and every shadow has its own. All others follow the user's optimiser.
+    `state` are further objects that a step changes: modules, or anything with `state_dict` and
+    `load_state_dict`.
     """
 
     def __init__(
@@ -161,39 +138,49 @@ class Exchange:
         optimizer: Optimizer,
         state: Sequence[Any] = (),
         owner: str = "optimizer",
+        has_shadows: bool = False,
     ) -> None:
-        self.owner = owner
+        self.owner, self.optimizer, self._has_shadows = owner, optimizer, has_shadows
         others = [each for each in state if isinstance(each, nn.Module)]
-        roots = [model, *others]
-        self.optimizer = optimizer
         self.objects = [each for each in state if not isinstance(each, nn.Module)]
-        self.trained = trained_parameters(model, optimizer, others, owner)
+        self.trained = _trained_parameters(model, optimizer, others, owner)  # by name
         exchanged = {id(p): p for p in self.trained.values()}
         for other in others:
             exchanged |= {id(p): p for p in other.parameters()}
         for each in self.objects:
             if isinstance(each, Optimizer):
                 exchanged |= {id(p): p for group in each.param_groups for p in group["params"]}
-        self.tensors = [*exchanged.values()]
+        self.tensors = [*exchanged.values()]  # all exchanged parameters, the trained ones first
         extra = range(len(self.tensors) - len(self.trained))
         self.names = [*self.trained, *(f"state.{number}" for number in extra)]
         self.frozen = [p for p in model.parameters() if id(p) not in exchanged]
+        roots = (model, *others)
         self.modules = list(dict.fromkeys(m for root in roots for m in root.modules()))
-        self.buffer_places = self._find_buffers()
+        buffers: dict[int, Place] = {}  # a buffer in two places is one
+        for module in self.modules:
+            for name, buffer in own_buffers(module).items():
+                if buffer is not None:
+                    buffers.setdefault(id(buffer), (own_buffers(module), name))
+        self.buffer_places = [*buffers.values()]
         self.attribute_places: list[Place] = []
         self._callable_places: list[Place] = []
         self._attribute_counts: list[int] = []
         self.find_attributes()
+        # Group settings that a step changes are state, of which every shadow has its own. All
+        # others follow the user's optimiser.
         self.group_state_keys: set[str] = set()
         self._shared = _shared_storages(self.tensors)
         self._sharded = fully_sharded(model)
-        self.values_before: list[Any] | None = None  # of attributes, before the user's step
+        self.values_before: dict[int, Any] = {}  # of attributes, before the user's step
+        self._marks_before: list[Mark] = []  # of attributes, before and after it
+        self._marks_after: list[Mark] | None = None
+        self._moved_attributes: list[int] = []  # by the loop, since its last step
         owners = (*self.modules, *self.tensors, *self.frozen, *self.objects, optimizer)
         self._numbers = {id(owner) for owner in owners}
         self._largest = sum(p.numel() for p in self.tensors)
         self.nested = Variables(self._nested_values, self._numbers, self._largest)
         self.nested_before: dict[str, Any] | None = None  # the user's step
-        self.nested_after: dict[str, Any] | None = None
+        self._nested_after: dict[str, Any] | None = None
         self._nested_former: dict[str, Any] | None = None  # after the step before
         self._buffer_marks: list[tuple[int, int]] | None = self._marks_of_buffers()
         self._moved_buffers: set[int] = set()  # by the loop, since its last step
@@ -206,20 +193,28 @@ class Exchange:
 
     def note_attributes(self) -> None:
         """Remember attributes and buffers before a step of the user changes them."""
-        self.find_attributes()
-        self.values_before = [
-            _copy_of(table.get(n, _MISSING)) for table, n in self.attribute_places
-        ]
-        self.nested_before, self._nested_former = self.nested.read(), self.nested_after
+        self._marks_before = self._marks_of_attributes()
+        self.values_before = self._copies_of_attributes(self._marks_before)
+        if self._marks_after is not None:
+            self._moved_attributes = _changed(self._marks_after, self._marks_before)
+        self.nested_before, self._nested_former = self.nested.read(), self._nested_after
         for number in self.find_moved_buffers():
             table, name = self.buffer_places[number]
             self._new_buffers[number] = table[name].detach().clone()
+
+    def _marks_of_attributes(self) -> list[Mark]:
+        self.find_attributes()
+        return [_mark(table.get(name, _MISSING)) for table, name in self.attribute_places]
+
+    @staticmethod
+    def _copies_of_attributes(marks: Sequence[Mark]) -> dict[int, Any]:
+        return {number: _copy_of(*mark) for number, mark in enumerate(marks)}
 
     def _nested_values(self) -> Iterator[tuple[str, Any]]:
         """Yield what attributes contain beyond the containers that are exchanged themselves."""
         for number, (table, name) in enumerate(self.attribute_places):
             value = table.get(name)
-            if isinstance(value, FLAT) or is_generator(value):
+            if type(value) in PLAIN or isinstance(value, FLAT) or is_generator(value):
                 continue
             if _contents(value) is None:
                 yield f"{number}.{name}", value
@@ -251,46 +246,67 @@ class Exchange:
         self._buffer_marks = marks
         return self._moved_buffers
 
-    def accept_buffers(self, of_step: bool = True) -> None:
-        """Accept the present buffers.
-
-        Args:
-            of_step: whether a step of the user has changed them; else a session of shadows has.
-        """
-        if of_step or self._buffer_marks is not None:
-            self._buffer_marks = self._marks_of_buffers()
-        if of_step:
-            self._moved_buffers.clear()
+    def accept_buffers(self) -> None:
+        """Accept the present buffers: a step of the user has changed them."""
+        self._buffer_marks = self._marks_of_buffers()
+        self._moved_buffers.clear()
 
     def note_step(self) -> None:
         """Take notice of what a step of the user has changed inside of attributes."""
         self.accept_buffers()
         self.nested.note_changes()
-        self.nested_after = self.nested.read()
+        self._nested_after = self.nested.read()
+        if self._has_shadows:
+            self._marks_after = self._marks_of_attributes()
 
     def forget_buffers(self) -> None:
         """Accept whatever buffers the next step finds: they are loaded on purpose."""
-        self._buffer_marks = self.nested_after = None
+        self._buffer_marks = self._nested_after = self._marks_after = None
         self._moved_buffers.clear()
 
-    def take_over_nested(self, values: dict[str, Any]) -> None:
-        """Put what the loop changed inside of attributes before its step into a shadow's values."""
+    def follow_the_loop(self, shadows: Sequence[ShadowState]) -> None:
+        """Let shadows have what the loop has put into buffers and attributes between steps."""
+        buffers, self._new_buffers = self._new_buffers, {}
+        for number, value in buffers.items():
+            name = self.buffer_places[number][1]
+            if not _is_constant(value):
+                raise HeldinError(
+                    f"{self.owner}: the loop changed the buffer {name!r} of the model between two "
+                    "steps, to values that may depend on the rows (statistics computed anew, a "
+                    "mask from weights, a call in training mode under no_grad?), and shadows would "
+                    "keep theirs; do so inside of train_step, or in evaluation mode or on a copy "
+                    "of the model " + more("another-training-step")
+                )
+            for shadow in shadows:
+                shadow.buffers[number] = value.clone()
+        for number in self._moved_attributes:
+            value = self._marks_before[number][0]
+            owners = [shadow for shadow in shadows if number in shadow.attributes]
+            if owners and (not isinstance(value, Tensor) or _is_constant(value)):
+                for shadow in owners:
+                    del shadow.attributes[number]
         if self.nested_before:
-            Variables.take_over(values, self._nested_former, self.nested_before)
+            for shadow in shadows:
+                Variables.take_over(shadow.nested, self._nested_former, self.nested_before)
 
-    def take_new_buffers(self) -> dict[int, Tensor]:
-        """Return what the loop has put into buffers before its step, by number."""
-        values, self._new_buffers = self._new_buffers, {}
-        return values
+    def keep_own(self, shadows: Sequence[ShadowState], certain: bool) -> None:
+        """Let shadows keep what the user's step has changed, and theirs has not.
 
-    def _find_buffers(self) -> list[Place]:
-        places, seen = [], set[int]()  # a buffer in two places is one
-        for module in self.modules:
-            for name, buffer in own_buffers(module).items():
-                if buffer is not None and id(buffer) not in seen:
-                    seen.add(id(buffer))
-                    places.append((own_buffers(module), name))
-        return places
+        certain: whether the loop changes nothing in its step beside what shadows repeat; else only
+        what the step of a shadow has changed is theirs.
+        """
+        for number in _changed(self._marks_before, self._marks_after or []):
+            value = self.values_before.get(number, _MISSING)
+            if value is not _MISSING and not _is_exchanged(value):
+                continue
+            if certain or any(number in shadow.attributes for shadow in shadows):
+                for shadow in shadows:
+                    shadow.attributes.setdefault(number, _copy_of(value))
+        nested = Variables.own_values(self.nested_before or {}, self._nested_after or {})
+        for name, kept in nested.items():
+            if certain or any(name in shadow.nested for shadow in shadows):
+                for shadow in shadows:
+                    shadow.nested.setdefault(name, kept)
 
     def find_attributes(self) -> None:
         """Find the attributes that not every module has; again where modules got new ones."""
@@ -303,51 +319,65 @@ class Exchange:
         tables.append((vars(self.optimizer), OPTIMIZER_FIELDS))
         for table, standard in tables:
             for name, value in table.items():
-                if name in standard or (id(table), name) in known or isinstance(value, nn.Module):
+                if name in standard or (id(table), name) in known or "hook" in name:
                     continue
-                if "hook" in name:
+                if isinstance(value, nn.Module):
                     continue
-                if callable(value) and not is_generator(value):
-                    if is_object_of_user(value) and not isinstance(value, (type, FunctionType)):
-                        self._callable_places.append((table, name))
-                    continue
-                self.attribute_places.append((table, name))
+                if not callable(value) or is_generator(value):
+                    self.attribute_places.append((table, name))
+                elif is_object_of_user(value) and not isinstance(value, (type, FunctionType)):
+                    self._callable_places.append((table, name))
         self._attribute_counts = counts
 
     def generators(self) -> list[Any]:
         """Return the random generators among the modules' attributes."""
         values = (table.get(name) for table, name in self.attribute_places)
-        return [v for v in values if not isinstance(v, FLAT) and is_generator(v)]
+        values = (v for v in values if type(v) not in PLAIN and not isinstance(v, FLAT))
+        return [value for value in values if is_generator(value)]
+
+    def present_state(self) -> ShadowState:
+        """Return the user's present state without copies, and without attributes."""
+        optimizer = self.optimizer
+        return ShadowState(
+            [_read(p) for p in self.tensors],
+            [table[name].data for table, name in self.buffer_places],
+            [dict(optimizer.state.get(p, {})) for p in self.tensors],
+            [
+                {key: group[key] for key in self.group_state_keys if key in group}
+                for group in optimizer.param_groups
+            ],
+            generators=[generator_state(generator) for generator in self.generators()],
+            grads=[p.grad for p in self.tensors],
+            objects=[copy.deepcopy(each.state_dict()) for each in self.objects],
+            others=self._other_state(),
+        )
 
     def new_state(self, with_attributes: bool = False) -> ShadowState:
-        """Return a copy of the user's present state.
-
-        Args:
-            with_attributes: whether attributes of modules keep their present values, too.
-        """
-        state = ShadowState(
-            self._clone_weights(),
-            [table[name].detach().clone() for table, name in self.buffer_places],
-            [_copy_of_entry(self.optimizer.state.get(p, {})) for p in self.tensors],
-            [{} for _ in self.optimizer.param_groups],
-            generators=[generator_state(generator) for generator in self.generators()],
-            objects=[copy.deepcopy(each.state_dict()) for each in self.objects],
-            others=copy.deepcopy(self.other_state()),
-        )
+        """Return a copy of the user's present state; without attributes, these follow the user."""
+        state = self.present_state()
+        state.weights, state.grads = self._clone_weights(), []
+        state.buffers = [buffer.clone() for buffer in state.buffers]
+        state.optimizer = [_copy_of_entry(entry) for entry in state.optimizer]
+        state.group_state = [{} for _ in state.group_state]
+        state.others = copy.deepcopy(state.others)
         if with_attributes:
-            self.find_attributes()
+            copies = self._copies_of_attributes(self._marks_of_attributes())
+            state.attributes = {n: value for n, value in copies.items() if _is_exchanged(value)}
             state.nested = self.nested.read()
-            for number, (table, name) in enumerate(self.attribute_places):
-                value = table.get(name)
-                if isinstance(value, Tensor):
-                    if value.grad_fn is None:
-                        state.attributes[number] = value.detach().clone()
-                elif not is_generator(value):
-                    contents = _contents(value)
-                    state.attributes[number] = value if contents is None else contents
         return state
 
-    def other_state(self) -> dict[Any, Any]:
+    def state_before(self, buffers: list[Tensor]) -> ShadowState:
+        """Return the state before a step whose forward passes are over, but not the step itself.
+
+        buffers: copies from before the first forward pass.
+        """
+        state = self.new_state()
+        state.buffers, state.nested = buffers, dict(self.nested_before or {})
+        before = self.values_before.items()
+        state.attributes = {n: _copy_of(value) for n, value in before if _is_exchanged(value)}
+        return state
+
+    def _other_state(self) -> dict[Any, Any]:
         """Return the optimiser's state that belongs to no exchanged parameter."""
         state = self.optimizer.state
         if len(state) <= len(self.tensors) and all(isinstance(key, Tensor) for key in state):
@@ -362,7 +392,7 @@ class Exchange:
         for p in self.tensors:
             address = self._shared.get(id(p))
             if address is None:
-                weights.append(_local(p).detach().clone())
+                weights.append(local(p).detach().clone())
                 continue
             if address not in clones:
                 flat = torch.empty(0, dtype=p.dtype, device=p.device)
@@ -377,7 +407,7 @@ class Exchange:
         """Find the group settings that the user's step changed: they are state of the optimiser."""
         for old, new in zip(before, after, strict=True):
             for key, value in new.items():
-                if key not in old or not _same(old[key], value):
+                if key not in old or not equal(old[key], value, objects=True):
                     self.group_state_keys.add(key)
 
     def reshard(self) -> None:
@@ -396,7 +426,8 @@ class Exchange:
                 yield session
             finally:
                 session.restore()
-                self.accept_buffers(of_step=False)
+                if self._buffer_marks is not None:
+                    self._buffer_marks = self._marks_of_buffers()
 
     @contextmanager
     def modes(self, training: Sequence[bool] | None) -> Iterator[None]:
@@ -420,21 +451,6 @@ class Exchange:
         own = [generator_state(generator) for generator in self.generators()]
         return RandomState.current(device, torch_only), own
 
-    def state_before(self, buffers: list[Tensor]) -> ShadowState:
-        """Return the state before a step whose forward passes are over, but not the step itself.
-
-        Args:
-            buffers: copies from before the first forward pass.
-        """
-        state = self.new_state()
-        state.buffers = buffers
-        state.nested = dict(self.nested_before or {})
-        for number, value in enumerate(self.values_before or ()):
-            if value is not _MISSING and not is_generator(value):
-                if not isinstance(value, Tensor) or value.grad_fn is None:
-                    state.attributes[number] = value
-        return state
-
     def restore_random_state(self, state: tuple[RandomState, list[Any]]) -> None:
         """Set the generators to the states that `random_state` returned."""
         state[0].restore()
@@ -446,33 +462,24 @@ class Session:
     """The user's own state, kept aside while the states of shadows are in its place."""
 
     def __init__(self, exchange: Exchange) -> None:
-        self._exchange = exchange
+        self._exchange, optimizer = exchange, exchange.optimizer
         exchange.reshard()
-        optimizer = exchange.optimizer
-        self._data = [_read(p) for p in exchange.tensors]
-        self._grads = [p.grad for p in exchange.tensors]
+        self._user = exchange.present_state()
         self._buffers = [table[name] for table, name in exchange.buffer_places]
-        self._buffer_data = [buffer.data for buffer in self._buffers]
         self._optimizer_state = dict(optimizer.state)
         self._groups = [
             {key: value for key, value in group.items() if key != "params"}
             for group in optimizer.param_groups
         ]
         self._attributes = [table.get(name, _MISSING) for table, name in exchange.attribute_places]
-        before = exchange.values_before
-        if before is None:
-            self._before = list(self._attributes)
-        else:  # the user's step has made what is new
-            new = len(self._attributes) - len(before)
-            self._before = [*before, *([_MISSING] * new)]
+        # the user's step has made what is new
+        self._before = exchange.values_before or dict(enumerate(self._attributes))
         self._contents = [_contents(value) for value in self._attributes]
         self.nested = exchange.nested.read()
         self._nested_before = exchange.nested_before or self.nested
         self._nested_inserted = self._nested_before
         self._owners = [*exchange.modules, optimizer]
         self._counts = [len(vars(owner)) for owner in self._owners]
-        self._generators = [generator_state(g) for g in exchange.generators()]
-        self._objects = [copy.deepcopy(each.state_dict()) for each in exchange.objects]
         self._frozen = [(p.data_ptr(), version_of(p)) for p in exchange.frozen]
         self._clones: dict[int, tuple[Tensor, int]] = {}  # of tensors among the attributes
 
@@ -484,92 +491,84 @@ class Session:
     ) -> None:
         """Put the state of a shadow into the user's objects.
 
-        Args:
-            state: the shadow's.
-            settings: of the optimiser's groups during the user's step (rates, for instance).
-            with_gradients: whether the shadow has gradients of an earlier call.
+        settings: of the optimiser's groups during the user's step (rates, for instance);
+        with_gradients: whether the shadow has gradients of an earlier call.
         """
-        exchange, optimizer = self._exchange, self._exchange.optimizer
-        exchange.reshard()
+        exchange = self._exchange
         self._remove_new_attributes()
+        entries = zip(exchange.tensors, state.optimizer, strict=True)
         grads = state.grads if with_gradients and state.grads else [None] * len(exchange.tensors)
-        for p, data, grad in zip(exchange.tensors, state.weights, grads, strict=True):
-            p.grad = None
-            _write(p, data)
-            p.grad = grad
-        for buffer, (table, name), data in zip(
-            self._buffers, exchange.buffer_places, state.buffers, strict=True
-        ):
-            table[name] = buffer
-            buffer.data = data
-        optimizer.state.clear()
-        for p, entries in zip(exchange.tensors, state.optimizer, strict=True):
-            if entries:
-                optimizer.state[p] = entries
-        optimizer.state.update(state.others)
+        self._put(state, grads, {p: entry for p, entry in entries if entry} | state.others)
         if settings is not None:
-            for group, setting, own in zip(
-                optimizer.param_groups, settings, state.group_state, strict=True
-            ):
+            groups = exchange.optimizer.param_groups
+            for group, setting, own in zip(groups, settings, state.group_state, strict=True):
                 group.update(setting)
                 group.update(own)
         self._insert_attributes(state)
         if self.nested or state.nested:
             self._nested_inserted = self._nested_before | state.nested
             exchange.nested.write(self._nested_inserted)
-        for generator, own in zip(exchange.generators(), state.generators, strict=False):
+        self._put_generators(state)
+
+    def _put(
+        self,
+        state: ShadowState,
+        grads: Sequence[Tensor | None],
+        optimizer_state: Mapping[Any, dict[str, Any]],
+    ) -> None:
+        """Write weights, gradients, buffers and the optimiser's state."""
+        exchange = self._exchange
+        exchange.reshard()
+        for p, data, grad in zip(exchange.tensors, state.weights, grads, strict=True):
+            p.grad = None
+            _write(p, data)
+            p.grad = grad
+        places = zip(exchange.buffer_places, self._buffers, state.buffers, strict=True)
+        for (table, name), buffer, data in places:
+            table[name] = buffer
+            buffer.data = data
+        exchange.optimizer.state.clear()
+        exchange.optimizer.state.update(optimizer_state)
+
+    def _put_generators(self, state: ShadowState) -> None:
+        """Write the states of generators and of further objects, once attributes are in place."""
+        for generator, own in zip(self._exchange.generators(), state.generators, strict=False):
             set_generator(generator, own)
-        for each, own in zip(exchange.objects, state.objects, strict=True):
+        for each, own in zip(self._exchange.objects, state.objects, strict=True):
             each.load_state_dict(own)
 
     def protect_buffers(self) -> None:
         """Give the user's model copies of its buffers until the end of the session."""
-        for buffer, data in zip(self._buffers, self._buffer_data, strict=True):
+        for buffer, data in zip(self._buffers, self._user.buffers, strict=True):
             buffer.data = data.clone()
 
     def _insert_attributes(self, state: ShadowState) -> None:
         """Set attributes to the user's values, except for those that the shadow has changed."""
         for number, (table, name) in enumerate(self._exchange.attribute_places):
-            value, start = self._attributes[number], self._before[number]
-            if number in state.attributes:
-                own = state.attributes[number]
-                if self._contents[number] is not None and type(own) is type(value):
-                    _restore_contents(value, own)  # the user's container, with other contents
-                else:
-                    table[name] = own
-                    if isinstance(own, Tensor):
-                        self._clones[number] = (own, -1)
-            elif start is _MISSING:
+            value, contents = self._attributes[number], self._contents[number]
+            is_own = number in state.attributes
+            start = state.attributes[number] if is_own else self._before.get(number, _MISSING)
+            if start is _MISSING:
                 table.pop(name, None)
-            elif isinstance(start, Tensor) and start.grad_fn is None:
-                clone = start.detach().clone().requires_grad_(start.requires_grad)
-                self._clones[number] = (clone, version_of(clone))
-                table[name] = clone
-            elif self._contents[number] is not None and type(start) is type(value):
+            elif contents is not None and type(start) is type(value):
                 table[name] = value
-                _restore_contents(value, start)
+                refill(value, start)  # the user's container, with other contents
+            elif isinstance(start, Tensor) and (is_own or start.grad_fn is None):
+                table[name] = start if is_own else _copy_of(start)
+                self._clones[number] = table[name], -1 if is_own else version_of(table[name])
             elif table.get(name, _MISSING) is not start:
                 table[name] = start
 
     def collect(self, state: ShadowState, with_gradients: bool = False) -> None:
         """Read the state of a shadow back after its step."""
-        exchange, optimizer = self._exchange, self._exchange.optimizer
+        exchange = self._exchange
         exchange.reshard()
-        state.weights = [_read(p) if isinstance(p, DTensor) else p.data for p in exchange.tensors]
-        state.buffers = [table[name].data for table, name in exchange.buffer_places]
-        state.optimizer = [dict(optimizer.state.get(p, {})) for p in exchange.tensors]
-        state.group_state = [
-            {key: group[key] for key in exchange.group_state_keys if key in group}
-            for group in optimizer.param_groups
-        ]
-        if with_gradients:
-            state.grads = [p.grad for p in exchange.tensors]
         self._collect_attributes(state)
-        state.others = exchange.other_state()
         if self.nested:
             state.nested |= exchange.nested.changes(self._nested_inserted, exchange.nested.read())
-        state.generators = [generator_state(g) for g in exchange.generators()]
-        state.objects = [copy.deepcopy(each.state_dict()) for each in exchange.objects]
+        present = exchange.present_state()
+        for name in COLLECTED if with_gradients else COLLECTED[1:]:
+            setattr(state, name, getattr(present, name))
         for p, (pointer, version) in zip(exchange.frozen, self._frozen, strict=True):
             if p.data_ptr() != pointer or version_of(p) != version:
                 raise HeldinError(
@@ -581,7 +580,7 @@ class Session:
 
     def _collect_attributes(self, state: ShadowState) -> None:
         for number, (table, name) in enumerate(self._exchange.attribute_places):
-            before, value = self._before[number], table.get(name, _MISSING)
+            before, value = self._before.get(number, _MISSING), table.get(name, _MISSING)
             if number in self._clones:
                 clone, version = self._clones.pop(number)
                 if value is not clone or version_of(clone) != version:
@@ -597,63 +596,43 @@ class Session:
                 state.attributes[number] = value
 
     def restore(self) -> None:
-        """Put the user's state back."""
         exchange, optimizer = self._exchange, self._exchange.optimizer
-        exchange.reshard()
-        for p, data, grad in zip(exchange.tensors, self._data, self._grads, strict=True):
-            p.grad = None
-            _write(p, data)
-            p.grad = grad
-        for (table, name), buffer, data in zip(
-            exchange.buffer_places, self._buffers, self._buffer_data, strict=True
-        ):
-            table[name] = buffer
-            buffer.data = data
-        optimizer.state.clear()
-        optimizer.state.update(self._optimizer_state)
+        self._put(self._user, self._user.grads, self._optimizer_state)
         for group, values in zip(optimizer.param_groups, self._groups, strict=True):
             for key in [key for key in group if key != "params" and key not in values]:
                 del group[key]
             group.update(values)
-        for (table, name), value, contents in zip(
-            exchange.attribute_places, self._attributes, self._contents, strict=True
-        ):
+        places = zip(exchange.attribute_places, self._attributes, self._contents, strict=True)
+        for (table, name), value, contents in places:
             if value is _MISSING:
                 table.pop(name, None)
                 continue
             table[name] = value
             if contents is not None:
-                _restore_contents(value, contents)
+                refill(value, contents)
         self._remove_new_attributes()
         if self.nested:
             exchange.nested.write(self.nested)
             exchange.nested.read()  # the versions of its tensors
-        for generator, own in zip(exchange.generators(), self._generators, strict=True):
-            set_generator(generator, own)
-        for each, own in zip(exchange.objects, self._objects, strict=True):
-            each.load_state_dict(own)
+        self._put_generators(self._user)
 
     def difference(self, before: ShadowState) -> float:
         """Return how far the present state is from that which the user's step has left.
 
         Weights are compared relative to what the step changed, gradients and the optimiser's state
         relative to themselves. Differences of a few units in the last place do not count.
-
-        Args:
-            before: the state before the step.
         """
-        exchange, optimizer = self._exchange, self._exchange.optimizer
-        moved = _norm([a - b for a, b in zip(self._data, before.weights, strict=True)])
-        weights = [_read(p) for p in exchange.tensors]
+        exchange, user = self._exchange, self._user
+        moved = _norm([a - b for a, b in zip(user.weights, before.weights, strict=True)])
         pairs: list[tuple[list[Tensor], list[Tensor], float | None]]
-        pairs = [(weights, self._data, moved)]
-        grads = [(p.grad, g) for p, g in zip(exchange.tensors, self._grads, strict=True)]
+        pairs = [([_read(p) for p in exchange.tensors], user.weights, moved)]
+        grads = [(p.grad, g) for p, g in zip(exchange.tensors, user.grads, strict=True)]
         both = [(a, b) for a, b in grads if a is not None and b is not None]
         pairs.append(([a for a, _ in both], [b for _, b in both], None))
-        for p in exchange.tensors:
-            mine, user = optimizer.state.get(p) or {}, self._optimizer_state.get(p) or {}
-            names = [n for n, v in mine.items() if _is_number(v) and _is_number(user.get(n))]
-            pairs.append(([mine[n] for n in names], [user[n] for n in names], None))
+        for p, theirs in zip(exchange.tensors, user.optimizer, strict=True):
+            mine = exchange.optimizer.state.get(p) or {}
+            names = [n for n, v in mine.items() if _is_number(v) and _is_number(theirs.get(n))]
+            pairs.append(([mine[n] for n in names], [theirs[n] for n in names], None))
         worst = 0.0
         for one, other, size in pairs:
             alike = [(a.shape == b.shape) for a, b in zip(one, other, strict=True)]
@@ -689,14 +668,14 @@ def _copy_of_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _local(p: Tensor) -> Tensor:
+def local(p: Tensor) -> Tensor:
     """Return the shard of a sharded parameter that this rank has; any other as it is."""
     return p._local_tensor if isinstance(p, DTensor) else p
 
 
 def _read(p: Tensor) -> Tensor:
     """Return what `_write` puts back: the data, or a copy of a shard's contents."""
-    return _local(p).detach().clone() if isinstance(p, DTensor) else p.data
+    return local(p).detach().clone() if isinstance(p, DTensor) else p.data
 
 
 def _write(p: Tensor, data: Tensor) -> None:
@@ -706,7 +685,7 @@ def _write(p: Tensor, data: Tensor) -> None:
     """
     if isinstance(p, DTensor):
         with torch.no_grad():
-            _local(p).copy_(data)
+            local(p).copy_(data)
     else:
         p.data = data
 
@@ -722,7 +701,7 @@ def _shared_storages(tensors: Sequence[Tensor]) -> dict[int, int]:
 
 def _norm(tensors: Sequence[Tensor]) -> float:
     """Return the norm of tensors jointly; nan counts as nothing."""
-    dense = (t.to_dense() if t.is_sparse else _local(t).detach() for t in tensors)
+    dense = (t.to_dense() if t.is_sparse else local(t).detach() for t in tensors)
     total = sum(float(t.abs().double().nan_to_num().square().sum()) for t in dense)
     return float(total**0.5)
 
@@ -739,13 +718,22 @@ def _contents(value: Any) -> Any:
     return copy.copy(value) if type(value) in (list, dict, set, deque) else None
 
 
-def _copy_of(value: Any) -> Any:
-    contents = _contents(value)
-    if contents is not None:
-        return contents
-    if isinstance(value, Tensor) and value.grad_fn is None:
-        return value.detach().clone().requires_grad_(value.requires_grad)
-    return value
+def _mark(value: Any) -> Mark:
+    if type(value) in PLAIN:
+        return value, None
+    return value, version_of(value) if isinstance(value, Tensor) else _contents(value)
+
+
+def _copy_of(value: Any, contents: Any = None) -> Any:
+    """Return a copy of a tensor without a graph, the contents of a container, or the value."""
+    if type(value) in PLAIN:
+        return value
+    if isinstance(value, Tensor):
+        if value.grad_fn is None:
+            return value.detach().clone().requires_grad_(value.requires_grad)
+        return value
+    contents = _contents(value) if contents is None else contents
+    return value if contents is None else contents
 
 
 def _same_contents(one: Any, other: Any) -> bool:
@@ -758,20 +746,31 @@ def _same_contents(one: Any, other: Any) -> bool:
     return all(a is b for a, b in zip(one, other, strict=True))
 
 
-def _restore_contents(value: Any, contents: Any) -> None:
-    if _same_contents(value, contents):
-        return
-    value.clear()
-    if isinstance(value, (dict, set)):
-        value.update(contents)
-    else:
-        value.extend(contents)
+def _is_exchanged(value: Any) -> bool:
+    """Return whether the value of an attribute is there, and no other part of a state holds it."""
+    if isinstance(value, Tensor):
+        return value.grad_fn is None
+    return value is not _MISSING and not is_generator(value)
 
 
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.shape == other.shape and bool(torch.equal(one, other))
-    try:
-        return bool(one is other or one == other)
-    except (RuntimeError, ValueError):  # arrays
-        return False
+def _changed(before: Sequence[Mark], after: Sequence[Mark]) -> list[int]:
+    """Return the numbers of the attributes whose value, version or contents changed."""
+    changed = []
+    for number, (value, mark) in enumerate(after):
+        former, former_mark = before[number] if number < len(before) else (_MISSING, None)
+        if mark is None and value is former:
+            continue
+        if mark is None or former_mark is None:
+            same = is_equal(value, former)
+        elif isinstance(mark, int):
+            same = value is former and mark == former_mark
+        else:
+            same = type(value) is type(former) and _same_contents(mark, former_mark)
+        if not same:
+            changed.append(number)
+    return changed
+
+
+def _is_constant(value: Tensor) -> bool:
+    """Return whether a tensor has one value, as one that the loop has reset."""
+    return not value.numel() or bool((value == value.flatten()[0]).all())

@@ -10,7 +10,7 @@ is not reused any more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from heldin._private_torch import BatchNorm, Dropout, tree_map
+from heldin.loop.batches import bytes_in, equal, tensors_in
 from heldin.loop.hooks import record_calls, replaced_forwards
 
 __all__ = ["FrozenOutputs", "frozen_modules"]
@@ -26,20 +27,11 @@ DROPOUTS = (Dropout, nn.RNNBase, nn.MultiheadAttention)
 AGREEMENT = {torch.float64: 1e-9, torch.float32: 1e-4}  # relative, of outputs of other batches
 COARSE = 2e-2  # for lower precision
 
-Call = tuple[tuple[Any, ...], Mapping[str, Any], Any]  # arguments, keyword arguments, output
+Call = tuple[tuple[Any, dict[str, Any]], Any]  # arguments and keyword arguments; the output
 
 
 def frozen_modules(model: nn.Module, trained: set[int]) -> list[nn.Module]:
-    """Return the largest modules that have parameters, none of which is trained.
-
-    Args:
-        model: the model.
-        trained: addresses (`id`) of the parameters that training changes.
-
-    >>> model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Linear(2, 1))
-    >>> [type(m).__name__ for m in frozen_modules(model, {id(p) for p in model[1].parameters()})]
-    ['Sequential']
-    """
+    """Return the largest modules that have parameters, none of which is trained (by `id`)."""
     parameters = list(model.parameters())
     if not any(id(p) in trained for p in parameters):
         return [model] if parameters else []
@@ -49,10 +41,8 @@ def frozen_modules(model: nn.Module, trained: set[int]) -> list[nn.Module]:
 class FrozenOutputs:
     """Outputs of frozen modules in the calls of the loop's step and of the checks.
 
-    Args:
-        model: the user's model.
-        trained: addresses (`id`) of the parameters that training changes.
-        memory: bytes of outputs of held-out rows that may be kept.
+    trained: numbers (`id`) of the parameters that training changes; memory: bytes of outputs of
+    held-out rows that may be kept.
     """
 
     def __init__(self, model: nn.Module, trained: set[int], memory: int) -> None:
@@ -67,14 +57,13 @@ class FrozenOutputs:
 
     def _record(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if _is_deterministic(module):
-            self._calls.setdefault(module, []).append((args, kwargs, output))
+            self._calls.setdefault(module, []).append(((args, kwargs), output))
 
     def select(self, parts: Sequence[tuple[int, Tensor, int]], compares: bool) -> None:
         """Say which rows of the loop's batches the parts of a shadow's batches are.
 
-        Args:
-            parts: number of the batch, places of the rows in it, and its number of rows.
-            compares: whether to compute the outputs again and compare them.
+        parts: number of the batch, places of the rows in it, and its number of rows; compares:
+        whether to compute the outputs again and compare them.
         """
         self._selections, self._compares = list(parts), compares
 
@@ -90,76 +79,48 @@ class FrozenOutputs:
             return
         place, rows, size = self._selections[number]
 
-        def look_up(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            calls = self._calls.get(module, ())
-            if place >= len(calls):
-                return None
-            known_args, known_kwargs, output = calls[place]
-            index = rows.to(_device_of(output))
-            same = _is_selection(args, known_args, index, size) and _is_selection(
-                kwargs, known_kwargs, index, size
-            )
-            return _selected(output, index, size) if same else None
+        def forward(original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+            calls, output = self._calls.get(module, ()), None
+            if place < len(calls):
+                arguments, whole = calls[place]
+                if _is_selection((args, kwargs), arguments, rows, size):
+                    output = _selected(whole, rows, size)
+            if output is not None and not self._compares:
+                self.reused += 1
+                return output
+            computed = original(*args, **kwargs)
+            if output is not None and not _is_close(computed, output):
+                self._modules = [each for each in self._modules if each is not module]
+                self._calls.pop(module, None)
+            return computed
 
-        with self._replaced(look_up):
+        with replaced_forwards(self._modules, forward):
             yield
 
     @contextmanager
     def for_block(self, number: int) -> Iterator[None]:
         """Reuse outputs of earlier checks in the calls for a block of held-out rows."""
-        if not self._modules:
-            yield
-            return
         seen: set[nn.Module] = set()
 
-        def look_up(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            call = self._held.get((module, number))
-            if module in seen or call is None:
-                return None
-            if not _is_same(args, call[0]) or not _is_same(kwargs, call[1]):
-                return None
-            return tree_map(Tensor.clone, call[2])
-
-        def store(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            key = (module, number)
-            if module not in seen and _is_deterministic(module):
-                self._memory += _size(self._held.pop(key, None))
-                call = tree_map(Tensor.detach, (args, dict(kwargs), output))
-                if _size(call) <= self._memory:
-                    self._memory -= _size(call)
+        def forward(original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+            key, is_first = (module, number), module not in seen
+            if is_first and key in self._held and _is_same((args, kwargs), self._held[key][0]):
+                self.reused += 1
+                return tree_map(Tensor.clone, self._held[key][1])
+            output = original(*args, **kwargs)
+            if is_first and _is_deterministic(module):
+                self._memory += bytes_in(self._held.pop(key, None))
+                call = tree_map(Tensor.detach, ((args, dict(kwargs)), output))
+                if bytes_in(call) <= self._memory:
+                    self._memory -= bytes_in(call)
                     self._held[key] = call
             seen.add(module)  # a second call of a block has other arguments
-
-        with self._replaced(look_up, store):
-            yield
-
-    @contextmanager
-    def _replaced(
-        self,
-        look_up: Callable[[nn.Module, Any, Any], Any],
-        store: Callable[[nn.Module, Any, Any, Any], None] | None = None,
-    ) -> Iterator[None]:
-        def forward(original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-            output = look_up(module, args, kwargs)
-            if output is not None and self._compares and store is None:
-                computed = original(*args, **kwargs)
-                if not _is_close(computed, output):
-                    self._modules = [each for each in self._modules if each is not module]
-                    self._calls.pop(module, None)
-                return computed
-            if output is not None:
-                self.reused += 1
-                return output
-            output = original(*args, **kwargs)
-            if store is not None:
-                store(module, args, kwargs, output)
             return output
 
         with replaced_forwards(self._modules, forward):
             yield
 
     def close(self) -> None:
-        """Remove all hooks and release the modules."""
         self._release()
         self._modules, self._calls, self._held, self._selections = [], {}, {}, []
 
@@ -176,25 +137,11 @@ def _is_deterministic(module: nn.Module) -> bool:
     return True
 
 
-def _tensors(tree: Any) -> list[Tensor]:
-    tensors: list[Tensor] = []
-    tree_map(tensors.append, tree)
-    return tensors
-
-
-def _device_of(tree: Any) -> torch.device:
-    return next((t.device for t in _tensors(tree)), torch.device("cpu"))
-
-
-def _size(tree: Any) -> int:
-    return sum(t.numel() * t.element_size() for t in _tensors(tree))
-
-
 def _selected(tree: Any, index: Tensor, size: int) -> Any:
     """Return the rows of an output; None if a tensor has no row for each sample."""
-    if any(t.dim() == 0 or len(t) != size for t in _tensors(tree)):
+    if any(t.dim() == 0 or len(t) != size for t in tensors_in(tree)):
         return None
-    return tree_map(lambda t: t.index_select(0, index), tree)
+    return tree_map(lambda t: t.index_select(0, index.to(t.device)), tree)
 
 
 def _is_selection(tree: Any, whole: Any, index: Tensor, size: int) -> bool:
@@ -208,26 +155,16 @@ def _is_selection(tree: Any, whole: Any, index: Tensor, size: int) -> bool:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Return whether two trees have the same form and the same values."""
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        if not (isinstance(one, Tensor) and isinstance(other, Tensor)) or one.requires_grad:
-            return False
-        return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, (tuple, list)):
-        return len(one) == len(other) and all(map(_is_same, one, other))
-    if isinstance(one, Mapping):
-        return one.keys() == other.keys() and all(_is_same(one[k], other[k]) for k in one)
-    return one is other or (isinstance(one, (bool, int, float, str)) and one == other)
+    """Return whether arguments that carry no gradient are the same."""
+    return equal(one, other, objects=True) and not any(t.requires_grad for t in tensors_in(one))
 
 
 def _is_close(one: Any, other: Any) -> bool:
     """Return whether outputs agree up to rounding."""
-    pairs = list(zip(_tensors(one), _tensors(other), strict=False))
-    for a, b in pairs:
+    computed, reused = list(tensors_in(one)), list(tensors_in(other))
+    for a, b in zip(computed, reused, strict=False):
         close = AGREEMENT.get(a.dtype, COARSE)
         scale = float(a.detach().abs().max()) if a.numel() else 0.0
         if a.shape != b.shape or not torch.allclose(a, b, rtol=close, atol=close * scale):
             return False
-    return len(pairs) == len(_tensors(one))
+    return len(computed) <= len(reused)

@@ -5,19 +5,20 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from heldin.errors import HeldinError, HeldinWarning, more
-from heldin.loop.batches import equal, repack, tensors_in, to_device
+from heldin.loop.batches import bytes_in, equal, repack, tensors_in, to_device
 from heldin.loop.rows import RowSource
 
 from .frozen import FrozenOutputs
 from .labels import LOOKED_AT, subsample_held_out
+from .losses import RowLossRecorder
 from .outputs import OutputCollector, OutputRecipe, one_for_each_row
-from .row_losses import RowLossRecorder
 
 __all__ = ["BatchLoss", "FrameworkLoss", "HeldOut", "as_number", "loss_of_pairs"]
 
@@ -83,30 +84,16 @@ class FrameworkLoss:
 class HeldOut:
     """Rows that shadows must not see, in batches of the loader's own kind.
 
-    Args:
-        view: the rows as they are evaluated.
-        labels: (n,) the shadow that must not see a row; -1: all may.
-        model: the user's model.
-        inserted: context in which the model is the shadow with a number, in evaluation mode.
-        loss: the loss that is trained.
-        eval_loss: the loss to estimate, if it is another.
-        device: of the model.
-        memory: bytes of batches that may be kept.
-        ranks: the processes, if there are several.
-        batch_size: of the loop, if it is known.
-        sharded: whether all ranks must take part in every call of the model.
-        frozen: outputs of frozen modules, which do not change from check to check.
-
-    Attributes:
-        held: number of rows evaluated at a check.
-        rows: (held,) their numbers, in order.
-        kind: how the loss of a batch follows from its rows: "mean", "sum" or "neither" (class
-            weights, ratios, contrastive losses). "neither" is evaluated in batches of the loop's
-            size.
-        same_loss: whether the estimated loss is the one that is trained.
-        bad_rows: rows whose loss was not a number before training; they are left out.
-        outputs, targets: (held, ...) at the last evaluation, in the order of `rows`.
+    view: the rows as they are evaluated; labels: (n,) the shadow that must not see a row; -1: all
+    may; inserted: context in which the model is the shadow with a number, in evaluation mode;
+    memory: bytes of batches that may be kept; batch_size: of the loop, if it is known; sharded:
+    whether all ranks must take part in every call of the model.
     """
+
+    # How the loss of a batch follows from its rows: "mean", "sum" or "neither" (class weights,
+    # ratios, contrastive losses), which is evaluated in batches of the loop's size.
+    kind: str
+    same_loss: bool  # whether the estimated loss is the one that is trained
 
     def __init__(
         self,
@@ -118,43 +105,38 @@ class HeldOut:
         eval_loss: BatchLoss | None,
         device: torch.device,
         memory: int,
-        ranks: Any = None,
-        batch_size: int | None = None,
-        sharded: bool = False,
-        frozen: FrozenOutputs | None = None,
+        ranks: Any,
+        batch_size: int | None,
+        sharded: bool,
+        frozen: FrozenOutputs,
     ) -> None:
-        self._frozen = frozen
-        self._view, self._model, self._inserted = view, model, inserted
+        self._view, self._model, self._inserted, self._frozen = view, model, inserted, frozen
         self._loss, self._eval_loss, self._device = loss, eval_loss or loss, device
-        self._ranks, self._sharded = ranks, sharded
+        self._ranks, self._divided = ranks, ranks is not None and not sharded
         self._recipe: OutputRecipe | None = None
+        # (held, ...) at the last evaluation, in the order of `rows`
         self.outputs: Tensor | None = None
         self.targets: Tensor | None = None
-        self.bad_rows: list[int] = []
+        self.bad_rows: list[int] = []  # whose loss was not a number before training: left out
         rows = subsample_held_out(labels, LOOKED_AT)
         most = self._most_collated(batch_size)
         with self._inserted(0):
             self._decide_kind(min(view.count, most))
         self._size = EVALUATED
-        held = sum(len(each) for each in rows)
         if most < max(TRIED):
-            self._size, self.kind, self._has_row_losses, self._records_row_losses = (
-                most,
-                "neither",
-                False,
-                False,
-            )
+            self._size, self.kind = most, "neither"
+            self._has_row_losses = self._records_row_losses = False
         elif self.kind == "neither":
             self._size = max(1, batch_size or 32)
         elif not self._has_row_losses:
-            self._size = max(1, held // BLOCKS)
+            self._size = max(1, sum(map(len, rows)) // BLOCKS)
         self._make_blocks(rows)
         self._room = 0  # bytes that are left of the memory
         self._training_batches: dict[tuple[int, ...], list[tuple[Any, int]]] = {}
         self._cached, self._looks = self._read_within(memory), 0
         self._leave_bad_rows_out(rows, memory)
         self.rows = torch.cat([block for _, block in self._blocks]).cpu()
-        self.rows, self._order = self.rows.sort()
+        self.rows, self._order = self.rows.sort()  # numbers of the rows, in order
         self.held = len(self.rows)
 
     def _make_blocks(self, rows: list[Tensor]) -> None:
@@ -171,7 +153,7 @@ class HeldOut:
 
     def _most_collated(self, batch_size: int | None) -> int:
         """Return how many rows can be collated at once: rows of different sizes only one by one."""
-        order = torch.randperm(self._view.count, generator=torch.Generator().manual_seed(0))
+        order = self._random_order()
         sizes = [min(self._view.count, max(TRIED)), batch_size or 1, 1]
         for size in sizes:
             try:
@@ -182,9 +164,12 @@ class HeldOut:
                     raise
         raise AssertionError
 
+    def _random_order(self) -> Tensor:
+        return torch.randperm(self._view.count, generator=torch.Generator().manual_seed(0))
+
     def _decide_kind(self, rows: int) -> None:
         """Decide on several batches of two sizes how the loss of a batch follows from its rows."""
-        order = torch.randperm(self._view.count, generator=torch.Generator().manual_seed(0))
+        order = self._random_order()
         votes: set[str | None] = set()
         first: tuple[Tensor | None, float] = (None, 0.0)
         self._records_row_losses = self._has_row_losses = False
@@ -259,10 +244,7 @@ class HeldOut:
     def _vote_on_means(self, batches: list[Any], cut: int, rows: int) -> str:
         """Decide on means over several evaluations, for a loss that draws random numbers (a VAE).
 
-        Args:
-            batches: a batch and its two parts.
-            cut: number of rows of the first part.
-            rows: number of rows of the batch.
+        batches: one of `rows` rows, and its two parts, the first with `cut` rows.
         """
         each = [
             [float(self._evaluate(b, self._eval_loss)) for _ in range(REPEATS)] for b in batches
@@ -297,15 +279,17 @@ class HeldOut:
 
     # -- rows
 
+    def _read(self, rows: Tensor, stream: int = 0) -> Any:
+        return to_device(self._view.read(rows, stream), self._device)
+
     def _read_within(self, memory: int) -> list[Any] | None:
         """Return the batches of this process, if there is room for all of them."""
         batches = []
         for number, (_, block) in enumerate(self._own_blocks()):
-            batch = self._view.read(block, number)
-            memory -= _bytes_in(batch)
+            batches.append(self._read(block, number))
+            memory -= bytes_in(batches[-1])
             if memory < 0:
                 return None
-            batches.append(to_device(batch, self._device))
         self._room = memory
         return batches
 
@@ -359,7 +343,7 @@ class HeldOut:
         """Return whether the loss of a batch of rows is a number, for the inserted weights."""
         if not rows:
             return False
-        batch = to_device(self._view.read(torch.tensor(rows)), self._device)
+        batch = self._read(torch.tensor(rows))
         return bool(self._losses_of_block(batch, len(rows)).isfinite().all())
 
     def _own_blocks(self) -> list[tuple[int, Tensor]]:
@@ -369,19 +353,12 @@ class HeldOut:
 
     def _groups(self) -> Iterator[tuple[int, Iterator[tuple[Tensor, Any]]]]:
         """Yield the blocks of each shadow with their batches."""
-        blocks = self._own_blocks()
-        for number in sorted({number for number, _ in blocks}):
-            places = [i for i, (owner, _) in enumerate(blocks) if owner == number]
+        for number, group in groupby(enumerate(self._own_blocks()), key=lambda each: each[1][0]):
             yield (
                 number,
                 (
-                    (
-                        blocks[i][1],
-                        self._cached[i]
-                        if self._cached is not None
-                        else to_device(self._view.read(blocks[i][1], i), self._device),
-                    )
-                    for i in places
+                    (block, self._read(block, i) if self._cached is None else self._cached[i])
+                    for i, (_, block) in group
                 ),
             )
 
@@ -391,7 +368,7 @@ class HeldOut:
         if self._cached:
             number = self._looks % len(self._cached)
             self._looks += 1
-            again = to_device(self._view.read(self._own_blocks()[number][1], number), self._device)
+            again = self._read(self._own_blocks()[number][1], number)
             pairs = zip(tensors_in(self._cached[number]), tensors_in(again), strict=True)
             if not all(equal(before, now) for before, now in pairs):
                 self._cached, self._training_batches = None, {}
@@ -415,15 +392,24 @@ class HeldOut:
         """Return the losses of the held-out rows, or means over blocks, weighted by their sizes."""
         self._drop_stale_cache()
         results: list[Tensor] = []
-        failure = ""
-        collector = self._collector()
+        failure, collector = "", None
+        if self._recipe is not None:
+            with_targets = self.targets is None
+            collector = OutputCollector(self._recipe, self._model, self.held, with_targets)
         for number, group in self._groups():
             with self._inserted(number):
                 for block, batch in group:
-                    with self._reusing(len(results)), self._recording(collector):
+                    recording = nullcontext() if collector is None else collector.recording()
+                    with self._frozen.for_block(len(results)), recording:
                         results.append(self._losses_of_block(batch, len(block)))
-                    if collector is not None and not failure:
-                        failure = self._collect(collector, batch, len(block))
+                    if collector is None or failure:
+                        continue
+                    try:
+                        collector.add(batch, len(block))
+                    except HeldinError as error:
+                        if not self._divided:
+                            raise
+                        failure = str(error)  # which is an error in all ranks, or in none
         if collector is not None:
             self._join_outputs(collector, failure)
             self.outputs = collector.outputs(self._order)
@@ -439,29 +425,6 @@ class HeldOut:
         joined: Tensor = self._ranks.join(torch.cat(each), self._device)
         return joined[self._order] if self._has_row_losses else joined
 
-    def _reusing(self, block: int) -> AbstractContextManager[None]:
-        """Return a context in which frozen modules are not computed again for a block."""
-        return nullcontext() if self._frozen is None else self._frozen.for_block(block)
-
-    @staticmethod
-    def _recording(collector: OutputCollector | None) -> AbstractContextManager[None]:
-        return nullcontext() if collector is None else collector.recording()
-
-    @property
-    def _divided(self) -> bool:
-        """Whether each rank evaluates blocks of its own."""
-        return self._ranks is not None and not self._sharded
-
-    def _collect(self, collector: OutputCollector, batch: Any, rows: int) -> str:
-        """Collect the outputs of a batch; return why not, if other ranks must be told first."""
-        try:
-            collector.add(batch, rows)
-        except HeldinError as error:
-            if not self._divided:
-                raise
-            return str(error)
-        return ""
-
     def _join_outputs(self, collector: OutputCollector, failure: str) -> None:
         """Gather the outputs of all ranks; a failure of one is an error in all of them."""
         if not self._divided:
@@ -475,14 +438,9 @@ class HeldOut:
             blocks[rank :: self._ranks.size] = part
         collector.blocks = blocks
 
-    def _collector(self) -> OutputCollector | None:
-        if self._recipe is None:
-            return None
-        return OutputCollector(self._recipe, self._model, self.held, self.targets is None)
-
     def example(self) -> Any:
         """Return a batch of a few held-out rows."""
-        return to_device(self._view.read(self._blocks[0][1][:EXAMPLE]), self._device)
+        return self._read(self._blocks[0][1][:EXAMPLE])
 
     def predict(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the outputs of the model for the batch of `example`, as they are collected."""
@@ -501,8 +459,8 @@ class HeldOut:
         if numbers in self._training_batches:
             return self._training_batches[numbers]
         blocks = _split(rows, self._size, self.kind == "neither")
-        batches = [(to_device(self._view.read(b), self._device), len(b)) for b in blocks]
-        size = sum(_bytes_in(batch) for batch, _ in batches)
+        batches = [(self._read(block), len(block)) for block in blocks]
+        size = sum(bytes_in(batch) for batch, _ in batches)
         if self._cached is not None and size <= self._room:
             self._room -= size
             self._training_batches[numbers] = batches
@@ -532,10 +490,6 @@ class HeldOut:
         if not bool(mean.isfinite()):
             return each  # one bad row does not spoil the others
         return each + (mean - each.mean())  # rows without a target do not count in the mean
-
-
-def _bytes_in(batch: Any) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors_in(batch))
 
 
 def _split(rows: Tensor, size: int, exact: bool) -> list[Tensor]:

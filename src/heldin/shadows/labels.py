@@ -31,19 +31,8 @@ def fold_labels(
 ) -> Tensor:
     """(n,) fold numbers at random, of sizes as equal as can be.
 
-    Args:
-        n: number of rows.
-        folds: number of folds.
-        seed: of the order.
-        groups: (n,) whole numbers; rows with the same one get the same fold.
-        stratify: (n,) classes; each fold gets its share of every class.
-
-    >>> fold_labels(6, 3, seed=0).bincount()
-    tensor([2, 2, 2])
-    >>> fold_labels(6, 2, seed=0, groups=torch.tensor([7, 7, 7, 7, 1, 2]))
-    tensor([0, 0, 0, 0, 1, 1])
-    >>> fold_labels(6, 2, seed=0, stratify=torch.tensor([0, 0, 0, 0, 1, 1]))[4:].sort().values
-    tensor([0, 1])
+    groups: (n,) whole numbers; rows with the same one get the same fold; stratify: (n,) classes;
+    each fold gets its share of every class.
     """
     generator = torch.Generator().manual_seed(seed)
     if groups is not None:
@@ -75,19 +64,8 @@ def _grouped(groups: Tensor, folds: int, generator: torch.Generator) -> Tensor:
 def time_labels(owner: str, times: Tensor, folds: int, shadows: int) -> Tensor:
     """(n,) labels of rows in time: each shadow is tested on the block after those it sees.
 
-    As scikit-learn's TimeSeriesSplit(folds), except that rows of the same time share a block. With
-    fewer shadows than folds, the last ones, which see most.
-
-    Args:
-        owner: the public name of the rule.
-        times: (n,) numbers.
-        folds: number of blocks after the first one, which is never tested.
-        shadows: how many of these are tested.
-
-    >>> time_labels("rule", torch.tensor([8, 5, 1, 2, 3, 5, 9]), folds=3, shadows=3)
-    tensor([ 1,  0, -1, -1, -1,  0,  2])
-    >>> time_labels("rule", torch.tensor([8, 5, 1, 2, 3, 5, 9]), folds=3, shadows=2)
-    tensor([ 0, -1, -1, -1, -1, -1,  1])
+    As scikit-learn's TimeSeriesSplit(folds), except that rows of the same time share a block. The
+    first block is never tested. With fewer shadows than folds, the last ones, which see most.
     """
     size = len(times) // (folds + 1)
     first = len(times) - folds * size  # row in time of the first that is tested
@@ -105,9 +83,6 @@ def stretches(times: Tensor) -> Tensor:
     """(m,) numbers of stretches of time whose losses are dependent, for a bootstrap over them.
 
     A stretch has about m^(1/3) rows, the usual length for a bootstrap over blocks.
-
-    >>> stretches(torch.tensor([5, 0, 1, 2, 2, 4, 6, 3]))
-    tensor([3, 0, 0, 1, 1, 2, 3, 2])
     """
     length = max(1, round(len(times) ** (1 / 3)))
     numbers: Tensor = torch.searchsorted(times.sort().values, times) // length
@@ -115,18 +90,10 @@ def stretches(times: Tensor) -> Tensor:
 
 
 def visible(labels: Tensor, shadow: int | Tensor, in_time: bool) -> Tensor:
-    """Return which rows a shadow may see, as booleans.
+    """Return which rows a shadow may see, as booleans; labels: which is tested on each, or -1.
 
-    Args:
-        labels: of rows: the shadow that is tested on each; -1: none.
-        shadow: number of the shadow.
-        in_time: whether the shadows are tested one after the other, so that each may see the rows
-            before those it is tested on, and not the rows after them.
-
-    >>> visible(torch.tensor([-1, 0, 1, 2]), 1, in_time=False)
-    tensor([ True,  True, False,  True])
-    >>> visible(torch.tensor([-1, 0, 1, 2]), 1, in_time=True)
-    tensor([ True,  True, False, False])
+    in_time: the shadows are tested one after the other, so that each may see the rows before those
+    it is tested on, and not the rows after them.
     """
     return labels < shadow if in_time else labels != shadow
 
@@ -147,20 +114,8 @@ def given_folds(owner: str, folds: Tensor | Sequence[int], n: int) -> Tensor:
 def split_labels(owner: str, splits: Sequence[Any], n: int) -> tuple[Tensor, Tensor]:
     """Return which split tests each row, and which rows are trained on in each split.
 
-    Args:
-        owner: the public name of the rule.
-        splits: pairs of row numbers (train, test), as scikit-learn's splitters yield them.
-        n: number of rows.
-
-    Returns:
-        (n,) numbers of splits, -1 for rows that none tests; and (splits, n) booleans.
-
-    >>> labels, sees = split_labels("rule", [([0, 1], [2]), ([0, 1, 2], [3])], 4)
-    >>> labels
-    tensor([-1, -1,  0,  1])
-    >>> sees.int()
-    tensor([[1, 1, 0, 0],
-            [1, 1, 1, 0]], dtype=torch.int32)
+    splits: pairs of row numbers (train, test), as scikit-learn's splitters yield them. Returns (n,)
+    numbers of splits, -1 for rows that none tests; and (splits, n) booleans.
     """
     labels = torch.full((n,), -1)
     sees = torch.zeros(len(splits), n, dtype=torch.bool)
@@ -183,20 +138,12 @@ def split_labels(owner: str, splits: Sequence[Any], n: int) -> tuple[Tensor, Ten
 
 
 def keep_first_folds(labels: Tensor, shadows: int) -> Tensor:
-    """Return the labels of the first folds, and -1 (seen by all) for the rest.
-
-    >>> keep_first_folds(torch.tensor([0, 1, 2, 1]), 2)
-    tensor([ 0,  1, -1,  1])
-    """
+    """Return the labels of the first folds, and -1 (seen by all) for the rest."""
     return torch.where(labels < shadows, labels, -1)
 
 
 def subsample_held_out(labels: Tensor, most: int) -> list[Tensor]:
-    """Return held-out rows of every shadow, evenly spread and not more than `most` in all.
-
-    >>> subsample_held_out(torch.tensor([0, 1, 0, -1, 1, 0, 0]), 4)
-    [tensor([0, 5]), tensor([1])]
-    """
+    """Return held-out rows of every shadow, evenly spread and not more than `most` in all."""
     shadows = int(labels.max()) + 1
     total = int((labels >= 0).sum())
     stride = max(1, -(-total // most))
@@ -206,18 +153,7 @@ def subsample_held_out(labels: Tensor, most: int) -> list[Tensor]:
 def numbered(
     name: str, argument: str, values: Any, n: int, in_order: bool = False
 ) -> Tensor | None:
-    """(n,) whole numbers in place of values of whatever kind.
-
-    Args:
-        name: the public name of the rule.
-        argument: name of the argument.
-        values: of the user; None: there are none.
-        n: number of rows.
-        in_order: whether the numbers are in the order of the values.
-
-    >>> numbered("rule", "time", [20, 7, 20], 3, in_order=True)
-    tensor([1, 0, 1])
-    """
+    """(n,) whole numbers in place of values of whatever kind; in_order: in that of the values."""
     if values is None:
         return None
     given = values.tolist() if hasattr(values, "tolist") else values

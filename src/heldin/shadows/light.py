@@ -23,32 +23,15 @@ class RowDraw:
 
     The draw depends on the seed, the step, the shadow, the batch of the step (gradients may be
     accumulated over several) and the rank, so no state has to be saved.
-
-    Args:
-        share: of the rows of a batch; 1.0: all rows, and nothing is drawn.
-        seed: of the draws.
-
-    >>> draw = RowDraw(0.25, seed=0)
-    >>> visible = torch.tensor([True] * 12 + [False] * 4)
-    >>> draw(visible, step=1, shadow=0).nonzero().flatten()
-    tensor([ 2,  3, 10, 11])
     """
 
     def __init__(self, share: float, seed: int) -> None:
-        self.share, self._seed = share, seed
+        self.share, self._seed = share, seed  # of the rows of a batch; 1.0: nothing is drawn
 
     def __call__(
         self, visible: Tensor, step: int, shadow: int, batch: int = 0, rank: int = 0
     ) -> Tensor:
-        """Return which of the visible rows are drawn, (b,) booleans.
-
-        Args:
-            visible: (b,) the rows of the batch that the shadow may see.
-            step: number of the step.
-            shadow: number of the shadow.
-            batch: number of the batch in the step.
-            rank: of the process.
-        """
+        """Return which of the visible rows (b,) of a batch are drawn, as booleans."""
         if self.share >= 1.0:
             return visible
         wanted = max(2, round(self.share * len(visible)))
@@ -65,15 +48,7 @@ def level_rows(labels: Tensor, bad_rows: Sequence[int] = (), in_time: bool = Fal
     """Return some training rows of every shadow, evenly spread, as many for each.
 
     The same ones for all shadows if enough rows are seen by all, so that the model is evaluated on
-    them once.
-
-    Args:
-        labels: (n,) the shadow that is tested on a row; -1: none.
-        bad_rows: rows without a finite loss.
-        in_time: see `visible`.
-
-    >>> level_rows(torch.tensor([0, 1, -1, 0, 1]))
-    [tensor([1, 2, 4]), tensor([0, 2, 3])]
+    them once. Rows in `bad_rows` have no finite loss.
     """
     labels = labels.cpu()
     usable = torch.ones(len(labels), dtype=torch.bool)

@@ -4,41 +4,59 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from heldin._private_torch import version_of
 from heldin.errors import HeldinError
 
-__all__ = ["LossFunction", "PerRowLoss", "criterion_state"]
+__all__ = ["LossFunction", "PerRowLoss", "RowLossRecorder", "criterion_state"]
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
+
+FUNCTIONS: dict[type, LossFunction] = {
+    nn.MSELoss: F.mse_loss,
+    nn.BCEWithLogitsLoss: F.binary_cross_entropy_with_logits,
+    nn.CrossEntropyLoss: F.cross_entropy,
+}
+
+
+LOSSES: dict[Callable[..., Any], inspect.Signature] = {
+    function: inspect.signature(function)
+    for function in (
+        F.binary_cross_entropy,
+        F.binary_cross_entropy_with_logits,
+        F.cross_entropy,
+        F.gaussian_nll_loss,
+        F.huber_loss,
+        F.kl_div,
+        F.l1_loss,
+        F.mse_loss,
+        F.nll_loss,
+        F.poisson_nll_loss,
+        F.smooth_l1_loss,
+    )
+}
 
 
 @dataclass(frozen=True, eq=False)
 class PerRowLoss:
-    """A loss function, row by row.
+    """A loss function, row by row."""
 
-    Attributes:
-        loss_fn: the user's function: (b, ...) outputs, (b, ...) targets -> one number.
-        per_row: the same for each row -> (b,).
-        kind: how `loss_fn` follows from the rows: their "mean", their "sum", or "other" (class
-            weights, for instance, make a mean with its own denominator).
-        row_gradient: derivative of `per_row` by the outputs in closed form, where there is one.
-        in_one_call: whether `per_row` is one call, not one for each row.
-        prepare: brings targets into the form that `gradient` takes; to be done once for all rows.
-    """
-
-    loss_fn: LossFunction
-    per_row: LossFunction
+    loss_fn: LossFunction  # the user's: (b, ...) outputs, (b, ...) targets -> one number
+    per_row: LossFunction  # the same for each row -> (b,)
+    # how `loss_fn` follows from the rows; "other": class weights, for instance, make a mean with
+    # its own denominator
     kind: Literal["mean", "sum", "other"]
-    row_gradient: LossFunction | None
-    in_one_call: bool
+    row_gradient: LossFunction | None  # of `per_row` by the outputs in closed form, if there is one
+    in_one_call: bool  # whether `per_row` is one call, not one for each row
+    # brings targets into the form that `gradient` takes; to be done once for all rows
     prepare: Callable[[Tensor], Tensor]
 
     @classmethod
@@ -61,14 +79,11 @@ class PerRowLoss:
         separate = _separate(loss_fn, outputs, targets)
         found = separate or _one_by_one(loss_fn, outputs, targets)
         raw = found(outputs, targets)
-        mean, full = raw.mean(), raw.sum()
-        kind: Literal["mean", "sum", "other"]
-        if torch.allclose(total, mean, rtol=1e-4, atol=1e-7):
+        kind: Literal["mean", "sum", "other"] = "other"
+        if torch.allclose(total, raw.mean(), rtol=1e-4, atol=1e-7):
             kind = "mean"
-        elif torch.allclose(total, full, rtol=1e-4, atol=1e-7):
+        elif torch.allclose(total, raw.sum(), rtol=1e-4, atol=1e-7):
             kind = "sum"
-        else:
-            kind = "other"
 
         def per_row(o: Tensor, t: Tensor) -> Tensor:
             rows = found(o, t)
@@ -99,15 +114,14 @@ class PerRowLoss:
     ) -> Tensor:
         """(K, b, ...): by the outputs, of every model's loss on the rows that it keeps.
 
-        Args:
-            outputs: (K, b, ...) of the stacked models.
-            targets: (b, ...), or with own_rows: (K, b, ...); prepared by `prepare`.
-            keep: (K, b), true for the rows that a model may see. One that sees none has gradient 0.
-            weights: (b,) of the rows; a model's loss is then the mean (or sum) of weight x loss.
-            own_rows: whether the models have rows of their own.
+        outputs: (K, b, ...) of the stacked models; targets: (b, ...), prepared by `prepare`, or
+        (K, b, ...) where the models have rows of their own; keep: (K, b), the rows that a model may
+        see: one that sees none has gradient 0; weights: (b,) of the rows, whose loss is then the
+        mean (or sum) of weight x loss.
         """
         if self.kind == "other" or (weights is None and not self.in_one_call):
-            return self._whole_gradient(outputs, targets, keep, weights, own_rows)
+            assert weights is None
+            return self._whole_gradient(outputs, targets, keep, own_rows)
         share = keep.to(outputs.dtype)
         if self.kind == "mean":
             share = share / share.sum(1, keepdim=True).clamp_(min=1)
@@ -123,22 +137,15 @@ class PerRowLoss:
         return gradient
 
     def _whole_gradient(
-        self, outputs: Tensor, targets: Tensor, keep: Tensor, weights: Tensor | None, own_rows: bool
+        self, outputs: Tensor, targets: Tensor, keep: Tensor, own_rows: bool
     ) -> Tensor:
-        if weights is not None:
-            raise HeldinError(
-                "sample_weight: this loss_fn is neither the mean nor the sum of its rows' losses, "
-                "so weights cannot be put in; let loss_fn do it (the target may carry the weight)"
-            )
+        """Call the user's function for each model."""
         with torch.enable_grad():
             free = outputs.detach().requires_grad_()
-            total = free.new_zeros(())
             targets = targets if own_rows else targets.expand(len(free), *targets.shape)
-            for model in range(len(free)):
-                if bool(keep[model].any()):
-                    total = total + self.loss_fn(
-                        free[model][keep[model]], targets[model][keep[model]]
-                    )
+            models = zip(free, targets, keep, strict=True)
+            losses = [self.loss_fn(o[kept], t[kept]) for o, t, kept in models if bool(kept.any())]
+            total = sum(losses, free.new_zeros(()))
             if not total.requires_grad:
                 return torch.zeros_like(outputs)
             (gradient,) = torch.autograd.grad(total, free)
@@ -146,14 +153,7 @@ class PerRowLoss:
 
 
 def criterion_state(loss_fn: LossFunction) -> tuple[Any, ...]:
-    """Return what changes if the settings or the tensors of a loss that is a module change.
-
-    >>> criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
-    >>> before = criterion_state(criterion)
-    >>> criterion.label_smoothing = 0.2
-    >>> criterion_state(criterion) == before
-    False
-    """
+    """Return what changes if the settings or the tensors of a loss that is a module change."""
     if not isinstance(loss_fn, nn.Module):
         return ()
     settings = {k: v for k, v in vars(loss_fn).items() if isinstance(v, (int, float, str))}
@@ -206,26 +206,56 @@ def _slope(
 ) -> LossFunction | None:
     """Return the slope of a usual loss in closed form: (stacked outputs, targets) -> slope."""
     share = 1.0 / max(1, outputs[0].numel()) if kind == "mean" else 1.0
-    if loss_fn is F.mse_loss or type(loss_fn) is nn.MSELoss:
-        if outputs.shape == targets.shape:
-            return lambda o, t: (o - t).mul_(2 * share)
-    if loss_fn is F.binary_cross_entropy_with_logits or (
-        type(loss_fn) is nn.BCEWithLogitsLoss
-        and loss_fn.weight is None
-        and loss_fn.pos_weight is None
-    ):
-        if outputs.shape == targets.shape:
-            return lambda o, t: (o.sigmoid() - t).mul_(share)
-    if loss_fn is F.cross_entropy or (
-        type(loss_fn) is nn.CrossEntropyLoss
-        and loss_fn.weight is None
-        and loss_fn.label_smoothing == 0
-    ):
-        if outputs.dim() == 2 and targets.dim() == 1 and not targets.is_floating_point():
-            if int(targets.min()) >= 0:
-                return _softmax_slope
+    is_plain = all(getattr(loss_fn, name, None) is None for name in ("weight", "pos_weight"))
+    if not is_plain or getattr(loss_fn, "label_smoothing", 0) != 0:
+        return None
+    same_shape, function = outputs.shape == targets.shape, FUNCTIONS.get(type(loss_fn), loss_fn)
+    if function is F.mse_loss and same_shape:
+        return lambda o, t: (o - t).mul_(2 * share)
+    if function is F.binary_cross_entropy_with_logits and same_shape:
+        return lambda o, t: (o.sigmoid() - t).mul_(share)
+    if function is F.cross_entropy and outputs.dim() == 2 and targets.dim() == 1:
+        if not targets.is_floating_point() and int(targets.min()) >= 0:
+            return _softmax_slope
     return None
 
 
 def _softmax_slope(outputs: Tensor, one_hot: Tensor) -> Tensor:
     return outputs.softmax(-1).sub_(one_hot)
+
+
+class RowLossRecorder(TorchFunctionMode):
+    """While it is on, loss functions are called again, with reduction="none".
+
+    A loss of a batch that ends in one of them then comes with the losses of its rows. Others leave
+    nothing behind, or something of another mean; the caller compares the means.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._found: list[tuple[Tensor, str]] = []
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in LOSSES and isinstance(result, Tensor) and result.dim() == 0:
+            given = LOSSES[func].bind(*args, **(kwargs or {}))
+            how = given.arguments.get("reduction", "mean")
+            given.arguments["reduction"] = "none"
+            self._found.append((func(*given.args, **given.kwargs).detach(), how))
+        return result
+
+    def of(self, rows: int) -> Tensor | None:
+        """(rows,) if exactly one loss was taken, over this number of rows; else None."""
+        if len(self._found) != 1:
+            return None
+        losses, how = self._found[0]
+        if losses.dim() == 0 or len(losses) != rows:
+            return None
+        each = losses.reshape(rows, -1)
+        return each.sum(1) if how == "sum" else each.mean(1)

@@ -5,16 +5,18 @@ from __future__ import annotations
 import warnings
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 
 from heldin._private_torch import version_of
 from heldin.errors import HeldinError, HeldinWarning, more
+from heldin.loop.changes import checksums
 
 __all__ = ["check_trainable", "module_of", "note_trained", "warn_of_training"]
 
 WRITES = 20  # to a parameter, beyond which more than its initialisation was written
 # Models that were trained under heldin: sums of their weights, and how often these were written.
-_TRAINED: WeakKeyDictionary[nn.Module, tuple[list[Tensor], int]] = WeakKeyDictionary()
+_TRAINED: WeakKeyDictionary[nn.Module, tuple[Tensor, int]] = WeakKeyDictionary()
 
 # Moving averages of weights, by the names that torch, timm and other packages give them.
 AVERAGES = {"AveragedModel", "ModelEma", "ModelEmaV2", "ModelEmaV3", "EMA", "EMAModel"}
@@ -54,14 +56,13 @@ def module_of(owner: str, average: nn.Module, model: nn.Module) -> nn.Module:
 
 
 def note_trained(model: nn.Module) -> None:
-    """Remember that a model was trained under heldin."""
     _TRAINED[model] = _sums(model), _writes(model)
 
 
 def warn_of_training(owner: str, model: nn.Module) -> None:
     """Warn of a model that was trained before; optimisers without a state do not show it."""
-    sums, writes = _TRAINED.get(model, ([], 0))
-    if sums and all(map(Tensor.equal, sums, _sums(model))):
+    sums, writes = _TRAINED.get(model, (None, 0))
+    if sums is not None and torch.equal(sums, _sums(model)):
         sign = "the model was trained with another stopping object"
     elif any(p.grad is not None and bool((p.grad != 0).any()) for p in model.parameters()):
         sign = "the parameters have gradients"
@@ -79,9 +80,9 @@ def warn_of_training(owner: str, model: nn.Module) -> None:
     )
 
 
-def _sums(model: nn.Module) -> list[Tensor]:
+def _sums(model: nn.Module) -> Tensor:
     local = (getattr(p, "to_local", p.detach)() for p in model.parameters() if p.requires_grad)
-    return [p.detach().double().abs().sum() for p in local]  # of this process
+    return checksums([p.detach() for p in local])  # of this process
 
 
 def _writes(model: nn.Module) -> int:

@@ -21,25 +21,15 @@ TARGETS = ("labels", "label", "targets", "target", "y")  # keys of a batch that 
 
 @dataclass(frozen=True, eq=False)
 class OutputRecipe:
-    """How outputs and targets follow from a model and a batch.
+    """How outputs and targets follow from a model and a batch."""
 
-    Attributes:
-        memory: bytes that the outputs of a check may take.
-        predict: (model, batch) -> outputs; None: what the loss's own call of the model returned,
-            or, if it calls a single child of the model instead, what that one returned.
-        targets: (batch) -> targets; None: the last element of a batch, or its "labels".
-        fallback: (model, batch) -> outputs, where the loss calls neither of them once.
-
-    >>> recipe = OutputRecipe(memory=1000)
-    >>> recipe.targets_of((torch.zeros(2, 3), torch.tensor([0, 1])), rows=2)
-    tensor([0, 1])
-    >>> recipe.targets_of({"x": torch.zeros(2, 3), "labels": torch.tensor([0, 1])}, rows=2)
-    tensor([0, 1])
-    """
-
-    memory: int
+    memory: int  # bytes that the outputs of a check may take
+    # (model, batch) -> outputs; None: what the loss's own call of the model returned, or, if it
+    # calls a single child of the model instead, what that one returned
     predict: Callable[[nn.Module, Any], Any] | None = None
+    # (batch) -> targets; None: the last element of a batch, or its "labels"
     targets: Callable[[Any], Any] | None = None
+    # (model, batch) -> outputs, where the loss calls neither of them once
     fallback: Callable[[nn.Module, Any], Any] | None = None
 
     def targets_of(self, batch: Any, rows: int) -> Tensor:
@@ -105,17 +95,7 @@ def _one_for_each_row(what: str, value: Any, rows: int, way_out: str) -> Tensor:
 
 
 class OutputCollector:
-    """Outputs and targets of one pass over the held-out rows.
-
-    Args:
-        recipe: how they follow from a model and a batch.
-        model: the model that the loss calls.
-        rows: number of rows of all batches.
-        with_targets: whether to collect the targets, too.
-
-    Attributes:
-        blocks: outputs and, where they are collected, targets of each batch.
-    """
+    """Outputs and targets of one pass over the held-out `rows`, batch by batch in `blocks`."""
 
     def __init__(
         self, recipe: OutputRecipe, model: nn.Module, rows: int, with_targets: bool
@@ -164,11 +144,9 @@ class OutputCollector:
         )
 
     def outputs(self, order: Tensor) -> Tensor:
-        """Return the outputs of all rows."""
         return _joined("outputs", [o for o, _ in self.blocks], "predict=(model, batch)")[order]
 
     def targets(self, order: Tensor) -> Tensor:
-        """Return the targets of all rows."""
         targets = [t for _, t in self.blocks if t is not None]
         return _joined("targets", targets, "targets=(batch)")[order]
 

@@ -21,17 +21,6 @@ class ParameterGuard:
 
     All others are shared with the model: were they trained, by another optimiser for instance,
     shadows would get to know rows that they must not see.
-
-    >>> import torch
-    >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-    >>> same = ParameterGuard(model, torch.optim.SGD(model[1].parameters(), lr=0.1))
-    >>> same.check()
-    >>> _ = nn.init.zeros_(model[0].bias)
-    >>> try:
-    ...     same.check()
-    ... except HeldinError as error:
-    ...     print(str(error)[:60])
-    step: parameter '0.bias' was changed, but not by the optimis
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, state: Sequence[Any] = ()) -> None:
@@ -91,5 +80,4 @@ class ParameterGuard:
 
 
 def _trained(optimizer: Optimizer) -> list[list[Tensor]]:
-    """Return the parameters of each group that are trained."""
     return [[p for p in group["params"] if p.requires_grad] for group in optimizer.param_groups]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +11,7 @@ from torch.optim import Optimizer
 
 from heldin.loop.events import OptimizerStep
 from heldin.loop.hooks import before_calls
-from heldin.loop.randomness import RandomState, full_precision
+from heldin.loop.randomness import full_precision, separate_random_stream
 
 from .exchange import Exchange
 from .outputs import one_for_each_row
@@ -20,27 +19,21 @@ from .step_check import StepCheck
 
 __all__ = ["PlainStepCheck", "restored_at_calls"]
 
-BatchGradient = Callable[[int], Tensor]
-
 
 class PlainStepCheck:
     """Compares the gradient of a step with that of the loss on the rows of its calls.
 
-    Args:
-        owner: the public name of the rule, for errors.
-        model: the user's model.
-        optimizer: the user's optimiser.
-        clip: largest norm of the gradient, if the loop clips it.
+    clip: largest norm of the gradient, if the loop clips it.
     """
 
     def __init__(
         self, owner: str, model: nn.Module, optimizer: Optimizer, clip: float | None = None
     ) -> None:
         self._model, self._clip = model, clip
-        self._exchange = Exchange(model, optimizer)
-        self._device = next(iter(self._exchange.trained.values())).device
+        self.exchange = Exchange(model, optimizer)
+        self._device = next(iter(self.exchange.trained.values())).device
         self.steps = StepCheck(
-            owner, self._exchange, self._device, relaxed=True, watches_gradients=clip is None
+            owner, self.exchange, self._device, relaxed=True, watches_gradients=clip is None
         )
         self.steps.renew()
 
@@ -49,15 +42,12 @@ class PlainStepCheck:
     ) -> None:
         """Check a step, if it is due.
 
-        Args:
-            step: of the loop.
-            loss: (outputs of all rows, their numbers) -> the loss of the step.
-            index: numbers of the rows of all calls.
+        loss: (outputs of all rows, their numbers) -> the loss of the step; index: these numbers.
         """
         record = self.steps.take(step.number)
         if record is None or not step.calls:
             return
-        trained = list(self._exchange.trained.values())
+        trained = list(self.exchange.trained.values())
 
         def compute() -> Tensor:
             for p in trained:
@@ -75,75 +65,54 @@ class PlainStepCheck:
                 nn.utils.clip_grad_norm_(trained, self._clip)
             return total.detach()
 
-        def gradients() -> tuple[list[Tensor | None], None]:
+        def candidates() -> dict[float, list[Tensor | None]]:
             compute()
-            return [p.grad for p in trained], None
+            return {1.0: [p.grad for p in trained]}
 
-        optimizer = self._exchange.optimizer
+        def take_step() -> None:
+            self.exchange.optimizer.step(compute)  # type: ignore[arg-type]
+
         with (
             torch.inference_mode(False),
             torch.enable_grad(),
             full_precision(self._device.type),
-            _undisturbed(self._device),
-            self._exchange.session() as session,
-            self._exchange.modes(step.calls[-1].modes or None),
-            restored_at_calls(self._exchange, self._model, step),
+            separate_random_stream(self._device),
+            self.exchange.session() as session,
+            self.exchange.modes(step.calls[-1].modes or None),
+            restored_at_calls(self.exchange, self._model, step),
         ):
-            self.steps.verify(
-                step.number,
-                record,
-                session,
-                step.settings,
-                gradients,
-                lambda: optimizer.step(compute) and None,  # type: ignore[arg-type]
-                1,
-            )
+            self.steps.verify(step.number, record, session, step.settings, candidates, take_step)
         self.steps.renew()
 
     def evaluate(self, weights: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> Tensor:
-        """Return the model's outputs with other weights, in evaluation mode.
-
-        Args:
-            weights: trained parameters, and buffers that differ from the model's, by name.
-            inputs: arguments of the model.
-        """
-        exchange = self._exchange
-        with torch.no_grad(), _undisturbed(self._device), exchange.session() as session:
-            state = exchange.new_state()
-            state.weights = [weights[name].detach().clone() for name in exchange.trained]
-            names = {id(buffer): name for name, buffer in self._model.named_buffers()}
-            own = [table[name] for table, name in exchange.buffer_places]
-            state.buffers = [weights.get(names.get(id(b), ""), b).clone() for b in own]
-            session.insert(state)
-            with exchange.modes(None):
-                outputs: Tensor = self._model(*inputs)
+        """Return the model's outputs with other weights, in evaluation mode."""
+        with self.trial(weights):
+            outputs: Tensor = self._model(*inputs)
         return outputs
 
     @contextmanager
-    def trial(self) -> Iterator[None]:
-        """Let calls of the model leave nothing behind: it has a copy of its state meanwhile."""
-        exchange = self._exchange
-        with torch.no_grad(), _undisturbed(self._device), exchange.session() as session:
-            session.insert(exchange.new_state())
+    def trial(self, weights: Mapping[str, Tensor] | None = None) -> Iterator[None]:
+        """Let calls of the model leave nothing behind: it has a copy of its state meanwhile.
+
+        weights: trained parameters, and buffers that differ from the model's, by name.
+        """
+        exchange, stream = self.exchange, separate_random_stream(self._device)
+        with torch.no_grad(), stream, exchange.session() as session:
+            state = exchange.new_state()
+            if weights is not None:
+                state.weights = [weights[name].detach().clone() for name in exchange.trained]
+                names = {id(buffer): name for name, buffer in self._model.named_buffers()}
+                own = [table[name] for table, name in exchange.buffer_places]
+                state.buffers = [weights.get(names.get(id(b), ""), b).clone() for b in own]
+            session.insert(state)
             with exchange.modes(None):
                 yield
 
 
 @contextmanager
-def _undisturbed(device: torch.device) -> Iterator[None]:
-    """Leave the global random generators as they were."""
-    state = RandomState.current(device)
-    try:
-        yield
-    finally:
-        state.restore()
-
-
-@contextmanager
 def restored_at_calls(exchange: Exchange, model: nn.Module, step: OptimizerStep) -> Iterator[None]:
     """Let each call of the model begin with the random state of the user's call."""
-    waiting: Sequence[Any] = [call.random_state for call in step.calls if call.random_state]
-    remaining = list(waiting)
+    remaining = [call.random_state for call in step.calls if call.random_state]
 
     def restore() -> None:
         if remaining:

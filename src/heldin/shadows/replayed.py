@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -14,11 +14,10 @@ from torch.optim import Optimizer
 from heldin._private_torch import BatchNorm, version_of
 from heldin.capture.sharding import fully_sharded
 from heldin.crossval import OutOfFold
-from heldin.errors import HeldinError, more, way_out
+from heldin.errors import HeldinError, refusal, way_out
 from heldin.loop.batches import addresses, repack, tensors_in, to_device
 from heldin.loop.events import LoaderBatch, OptimizerStep
 from heldin.loop.hooks import scaled_gradients
-from heldin.loop.loaders import LoaderRecorder
 from heldin.loop.randomness import (
     Autocast,
     RandomState,
@@ -28,19 +27,28 @@ from heldin.loop.randomness import (
 from heldin.loop.rows import RowSource
 from heldin.state.schema import check_schema
 
-from .backend import Announced, release
-from .exchange import Exchange, Session, ShadowState, group_settings
+from .exchange import Exchange, Session, ShadowState, group_settings, has_evaluation_mode
 from .frozen import FrozenOutputs
 from .held_out import BatchLoss, FrameworkLoss, HeldOut, as_number
 from .labels import visible
 from .light import RowDraw, level_rows
 from .outputs import OutputRecipe
 from .plain_step import restored_at_calls
-from .step_check import StepCheck
+from .step_check import StepCheck, StepRecord, scaled
 from .variables import Variables
 
-__all__ = ["CHANGED", "LIGHT_SUM", "Clip", "LossIsSum", "ReplayedShadows"]
+__all__ = [
+    "CHANGED",
+    "LIGHT_SUM",
+    "Announced",
+    "Clip",
+    "LossIsSum",
+    "ReplayedShadows",
+    "has_evaluation_mode",
+    "release",
+]
 
+Announced = Sequence[tuple[Any, Tensor | None]]  # batches and row numbers; either may be None
 Clip = float | Callable[[list[nn.Parameter]], Any]
 
 CHANGED = (
@@ -57,46 +65,30 @@ class LossIsSum(HeldinError):
     """Raised for light shadows with a loss that is a sum over the batch."""
 
 
+RESULTS = {
+    "engine", "copies", "held", "same_loss", "inside", "level_count", "draw", "label", "_steps",
+}  # fmt: skip
 REPEATS = 6  # calls of the user's function that are compared with its first one
 EVALUATION = -3  # number of the random stream of evaluations
+
+
+class _SingleRow(Exception):
+    """Raised where a batch normalisation cannot be trained on a single row."""
 
 
 class ReplayedShadows:
     """K shadows, whose weights, buffers and optimiser states take turns in the user's objects.
 
-    Args:
-        owner: the public name of the rule, for errors.
-        model: the user's model.
-        optimizer: the user's optimiser.
-        source: the rows that are trained on.
-        view: the rows as they are evaluated.
-        labels: (n,) the shadow that is tested on a row; -1: none.
-        loss: the loss that is trained.
-        eval_loss: the loss to estimate, if it is another.
-        clip: how the loop clips gradients.
-        seed: of the shadows' random numbers.
-        memory: bytes of held-out batches that may be kept.
-        ranks: the processes that train the model jointly, if there are several.
-        train_step: the user's own step, in place of the plain one.
-        state: further objects that a step changes.
-        rows: share of the rows of each batch that a shadow is trained on.
-        in_time: whether shadows see the past only, see `visible`.
-        evaluated: a module in `state`, such as an average of the weights, that is evaluated in
-            place of the model.
-
-    Attributes:
-        engine: "replay".
-        copies: number of shadows.
-        held: number of rows evaluated at a check.
-        same_loss: see `HeldOut`.
-        inside: false; the model is never one of the shadows.
-        check: compares the loop's steps with those that are replayed.
-        draw: draws the rows of light shadows.
-        frozen: outputs of frozen modules, which are computed once for all shadows.
-        level_count: number of rows that `levels` evaluates.
+    source, view: the rows as they are trained on, and as they are evaluated; labels: (n,) the
+    shadow that is tested on a row; -1: none; memory: bytes of held-out batches that may be kept;
+    ranks: the processes that train the model jointly, if there are several; train_step: the user's
+    own step, in place of the plain one; state: further objects that a step changes; rows: share of
+    each batch that a shadow is trained on; in_time: see `visible`; evaluated: a module in `state`,
+    such as an average of the weights, that is evaluated in place of the model.
     """
 
-    engine, inside, takes_batches = "replay", False, True
+    engine, takes_batches = "replay", True  # batches can be announced, not row numbers only
+    inside = False  # whether the model is one of the shadows
 
     def __init__(
         self,
@@ -120,17 +112,30 @@ class ReplayedShadows:
     ) -> None:
         self._owner, self._model, self._evaluated = owner, model, evaluated or model
         self._source, self._view, self._loss = source, view, loss
+        self.recorder = source.recorder  # of the loop's loader, if data is one
         self._clip, self._seed, self._ranks = clip, seed, ranks
         self._train_step = train_step
-        self._surroundings: Variables | None = None
         self._values_after: dict[str, Any] | None = None  # of the user's variables
         self._teachers: dict[str, tuple[nn.Module, list[tuple[int, int]]]] | None = None
         self.draw, self._in_time = RowDraw(rows, seed), in_time
         self.label, self.copies = labels.cpu(), int(labels.max()) + 1
-        self._exchange = Exchange(model, optimizer, state, owner)
-        self._device = next(iter(self._exchange.trained.values())).device
+        self._exchange = Exchange(model, optimizer, state, owner, has_shadows=True)
+        self._trained = list(self._exchange.trained.values())
+        self._device = self._trained[0].device
+        # around the user's function
+        self._variables = None if train_step is None else self._exchange.surroundings(train_step)
         self.shadows = [self._exchange.new_state() for _ in range(self.copies)]
-        self.check = self._make_check()
+        self._relaxed = isinstance(loss, FrameworkLoss) or ranks is not None
+        self.check = StepCheck(
+            owner,
+            self._exchange,
+            self._device,
+            relaxed=self._relaxed,
+            watches_gradients=not self._relaxed and clip is None,
+            recorder=self.recorder,
+            ranks=ranks,
+            seed=seed,
+        )
         self._normalises = any(isinstance(m, BatchNorm) for m in model.modules())
         self._least = 2 if self._normalises and ranks is not None else 1
         self._sharded = bool(fully_sharded(model))
@@ -145,6 +150,7 @@ class ReplayedShadows:
         self._total = torch.zeros((), dtype=torch.float64, device=self._device)
         self._session: Session | None = None
         exchanged = {id(p) for p in self._exchange.tensors}
+        # outputs of frozen modules, which are computed once for all shadows
         self.frozen = FrozenOutputs(model, exchanged, memory if ranks is None else 0)
         with self._evaluations():
             self._held_out = HeldOut(
@@ -172,38 +178,9 @@ class ReplayedShadows:
                 view.close()
                 raise LossIsSum(LIGHT_SUM)
             self._level_rows = level_rows(self.label, self._held_out.bad_rows, in_time)
-        self.level_count = sum(len(each) for each in self._level_rows)
-
-    def _make_check(self) -> StepCheck:
-        """Return what compares the loop's steps with those that are replayed."""
-        recorder, ranks, device = self._source.recorder, self._ranks, self._device
-        relaxed = isinstance(self._loss, FrameworkLoss) or ranks is not None
-        options: dict[str, Any] = {}
-        if recorder is not None and ranks is None:
-            options["is_new_kind"] = recorder.take_new_size
-            options["shares_storage"] = recorder.shares_storage
-        if ranks is not None:
-            options["largest"] = lambda error: float(ranks.largest(error, device))
-        check = StepCheck(
-            self._owner,
-            self._exchange,
-            device,
-            relaxed=relaxed,
-            watches_gradients=not relaxed and self._clip is None,
-            swaps_weights=has_evaluation_mode(self._exchange.optimizer),
-            seed=self._seed,
-            **options,
-        )
-        if recorder is not None:
-            recorder.record_random_state(lambda: check.due or recorder.has_new_size)
-        return check
+        self.level_count = sum(len(each) for each in self._level_rows)  # rows in `levels`
 
     # -- training
-
-    @property
-    def recorder(self) -> LoaderRecorder | None:
-        """The rows that the loop's loader has drawn, if data is one."""
-        return self._source.recorder
 
     def follow(self, step: OptimizerStep, announced: Announced) -> int:
         """Repeat a step of the user's optimiser for every shadow; return its number of rows."""
@@ -212,17 +189,15 @@ class ReplayedShadows:
         if call is not None:
             self._autocast = call.autocast
         if self._autocast.enabled and self._autocast.dtype == torch.float16:
-            raise HeldinError(
-                f"{self._owner}: shadows do not scale their loss, as float16 needs; use bfloat16 "
-                "(torch.autocast(..., dtype=torch.bfloat16)), or "
-                + way_out(
-                    self._owner,
-                    "pass the loop's own step with its scaler: train_step=..., state=[scaler]",
-                )
+            raise refusal(
+                self._owner,
+                "shadows do not scale their loss, as float16 needs; use bfloat16 "
+                "(torch.autocast(..., dtype=torch.bfloat16)), or",
+                "pass the loop's own step with its scaler: train_step=..., state=[scaler]",
             )
         batches = self._source.micro_batches(announced, step.calls)
         self._refuse_changed(step, batches)
-        self._follow_the_loop()
+        self._exchange.follow_the_loop(self.shadows)
         self._refuse_other_models()
         self._steps += 1
         self._settings = step.settings
@@ -236,8 +211,9 @@ class ReplayedShadows:
             if record is not None:
                 self._verify(step, record, session, batches)
             for number, shadow in enumerate(self.shadows):
-                with self._random_stream(self._steps, number):
+                with self._random_stream(self._steps, number), suppress(_SingleRow):
                     self._replay(session, shadow, number, step, batches)
+        self._exchange.keep_own(self.shadows, certain=False)
         self.frozen.forget()
         self.check.renew_versions()
         rows = sum(len(batch.rows) for batch in batches)
@@ -246,23 +222,18 @@ class ReplayedShadows:
     def train_on(self, batch: Any, index: Tensor | None, number: int) -> tuple[Any, int]:
         """Call the user's function for the model and for every shadow.
 
-        Args:
-            batch: of the loop.
-            index: numbers of its rows, if they are given.
-            number: of steps so far.
-
-        Returns:
-            What the function returned for the model, and the number of rows.
+        index: numbers of the rows, if they are given; number: of steps so far. Returns what the
+        function returned for the model, and the number of rows.
         """
+        exchange, variables = self._exchange, self._variables
         assert self._train_step is not None
+        assert variables is not None
         self.check.check_weights()
         self.check.check_optimizer()
-        exchange = self._exchange
         (record,) = self._source.micro_batches([(batch, index)], ())
         exchange.note_attributes()
         settings = group_settings(exchange.optimizer)
         modes = [module.training for module in exchange.modules]
-        variables = self._variables()
         before = variables.read()
         self._refuse_iterators(variables)
         for shadow in self.shadows:
@@ -277,24 +248,26 @@ class ReplayedShadows:
         self._refuse_kept_rows(before, after, len(record.rows))
         exchange.note_group_state(settings, group_settings(exchange.optimizer))
         exchange.note_step()
-        self._follow_the_loop()
+        exchange.follow_the_loop(self.shadows)
+        for name, kept_value in variables.own_values(before, after).items():
+            for shadow in self.shadows:
+                shadow.variables.setdefault(name, kept_value)
         self._steps += 1
         self._settings = settings
         fingerprints = variables.fingerprints() if looks else {}
         with torch.inference_mode(False), exchange.session() as session, exchange.modes(modes):
             try:
                 if start is not None:
-                    error = self._repeat_call(session, start, settings, before, kept)
-                    variables.refuse_changed(fingerprints)
-                    self._refuse_hidden_state(error)
+                    self._check_repeats(session, start, settings, before, kept, fingerprints)
                 for shadow_number, shadow in enumerate(self.shadows):
                     inserted = before | shadow.variables
                     variables.write(inserted)
-                    with self._random_stream(self._steps, shadow_number):
+                    with self._random_stream(self._steps, shadow_number), suppress(_SingleRow):
                         self._replay_function(session, shadow, shadow_number, record, settings)
                     shadow.variables |= variables.changes(inserted, variables.read())
             finally:
                 variables.write(after)
+        exchange.keep_own(self.shadows, certain=True)
         self._values_after = after
         variables.refuse_changed(fingerprints)
         self.frozen.forget()
@@ -310,26 +283,29 @@ class ReplayedShadows:
 
     def _refuse_iterators(self, variables: Variables) -> None:
         """Refuse a function that can draw from an iterator: a call cannot be taken back."""
-        for name in variables.iterators:
+        if variables.iterators:
             raise HeldinError(
-                f"train_step: it can draw from {name!r}, an iterator, and what a shadow draws "
-                "cannot be put back, so that the model would miss it. Draw before the call, into "
-                "a variable that the function reads: extra = next(iterator); stopping.train(batch)"
+                f"train_step: it can draw from {variables.iterators[0]!r}, an iterator, and what a "
+                "shadow draws cannot be put back, so that the model would miss it. Draw before the "
+                "call, into a variable that the function reads: extra = next(iterator); "
+                "stopping.train(batch)"
             )
 
-    def _repeat_call(
+    def _check_repeats(
         self,
         session: Session,
         start: tuple[ShadowState, RandomState],
         settings: Sequence[Mapping[str, Any]],
         before: Mapping[str, Any],
         batch: Any,
-    ) -> float:
-        """Call the function again from the state before; return how far it trains otherwise.
+        fingerprints: Mapping[str, Any],
+    ) -> None:
+        """Refuse a function that does something else when it is called again from one state.
 
         It is called before any shadow, several times at first: a counter may count to five.
         """
         assert self._train_step is not None
+        assert self._variables is not None
         error, calls = 0.0, REPEATS if self._steps == 1 else 1
         for _ in range(calls):
             Variables.write(before)
@@ -338,11 +314,9 @@ class ReplayedShadows:
                 start[1].restore()
                 self._train_step(repack(batch))
             error = max(error, session.difference(start[0]))
-        return self.check.largest(error)
-
-    def _refuse_hidden_state(self, error: float) -> None:
-        """Refuse a function that does something else when it is called again from one state."""
-        if error > self.check.tolerance(self._exchange.trained.values()):
+        error = self.check.largest(error)
+        self._variables.refuse_changed(fingerprints)
+        if error > self.check.tolerance(self._trained):
             raise HeldinError(
                 f"train_step: called a second time from the same state, at call {self._steps}, it "
                 f"trained otherwise (relative difference {error:.2g}): it changes something that "
@@ -352,24 +326,6 @@ class ReplayedShadows:
                 "outside of train_step, into variables that it reads. Start the run again: the "
                 "calls for this check have changed it"
             )
-
-    def _follow_the_loop(self) -> None:
-        """Let shadows have what the loop has put into buffers and attributes between steps."""
-        exchange = self._exchange
-        for number, value in exchange.take_new_buffers().items():
-            name = exchange.buffer_places[number][1]
-            if value.numel() and not bool((value == value.flatten()[0]).all()):
-                raise HeldinError(
-                    f"{self._owner}: the loop changed the buffer {name!r} of the model between two "
-                    "steps, to values that may depend on the rows (statistics computed anew, a "
-                    "mask from weights, a call in training mode under no_grad?), and shadows would "
-                    "keep theirs; do so inside of train_step, or in evaluation mode or on a copy "
-                    "of the model " + more("another-training-step")
-                )
-            for shadow in self.shadows:
-                shadow.buffers[number] = value.clone()
-        for shadow in self.shadows:
-            exchange.take_over_nested(shadow.nested)
 
     def _refuse_kept_rows(
         self, before: Mapping[str, Any], after: Mapping[str, Any], rows: int
@@ -388,13 +344,6 @@ class ReplayedShadows:
                     "recurrent network?), and light shadows draw other rows at every step; use "
                     "rule='folds', or keep no tensor of a batch"
                 )
-
-    def _variables(self) -> Variables:
-        """Return the variables around the user's function."""
-        if self._surroundings is None:
-            assert self._train_step is not None
-            self._surroundings = self._exchange.surroundings(self._train_step)
-        return self._surroundings
 
     def _refuse_other_models(self) -> None:
         """Refuse a loss that calls another module whose weights change: a teacher that follows."""
@@ -443,32 +392,42 @@ class ReplayedShadows:
             weight = rows * self._ranks.size / all_rows  # DistributedDataParallel takes the mean
             if not parts:  # all ranks take part in every pass
                 parts = [(to_device(self._source.whole(batch), self._device), 0)]
-        trained = list(self._exchange.trained.values())
-        for place, (part, rows) in enumerate(parts):
-            alone = self._normalises and rows == 1
-            before = [buffer.clone() for buffer in shadow.buffers] if alone or not rows else []
+        if not parts:
+            return
+        ((part, rows),) = parts
+        before = [] if rows else [buffer.clone() for buffer in shadow.buffers]
+        with (
+            self._refusing_single_rows(shadow, parts),
+            torch.enable_grad(),
+            scaled_gradients(self._trained, weight),
+            self.frozen.for_part(0),
+        ):
             session.insert(shadow, settings, with_gradients=True)
-            try:
-                with (
-                    torch.enable_grad(),
-                    scaled_gradients(trained, weight),
-                    self.frozen.for_part(place),
-                ):
-                    loss = self._train_step(part)
-            except ValueError as error:
-                if not alone or "more than 1 value per channel" not in str(error):
-                    raise
-                shadow.buffers = before
-                return
-            session.collect(shadow, with_gradients=True)
-            if not rows:
-                shadow.buffers = before
-            if self._ranks is not None:
-                shadow.grads = [None if g is None else g.clone() for g in shadow.grads]
-                self._ranks.copy_first(shadow.buffers)
-            if rows and isinstance(loss, (Tensor, float)) and torch.as_tensor(loss).numel() == 1:
-                self._total += torch.as_tensor(loss).detach().double().to(self._device) * rows
-                self._rows += rows
+            loss = self._train_step(part)
+        session.collect(shadow, with_gradients=True)
+        if not rows:
+            shadow.buffers = before
+        if self._ranks is not None:
+            shadow.grads = [None if g is None else g.clone() for g in shadow.grads]
+            self._ranks.copy_first(shadow.buffers)
+        if rows and isinstance(loss, (Tensor, float)) and torch.as_tensor(loss).numel() == 1:
+            self._total += torch.as_tensor(loss).detach().double().to(self._device) * rows
+            self._rows += rows
+
+    @contextmanager
+    def _refusing_single_rows(
+        self, shadow: ShadowState, parts: Sequence[tuple[Any, int]]
+    ) -> Iterator[None]:
+        """Leave a shadow as it was if a batch normalisation refuses to train on one row."""
+        alone = self._normalises and any(count == 1 for _, count in parts)
+        before = [buffer.clone() for buffer in shadow.buffers] if alone else []
+        try:
+            yield
+        except ValueError as error:
+            if not alone or "more than 1 value per channel" not in str(error):
+                raise
+            shadow.buffers = before
+            raise _SingleRow from error
 
     def _replay(
         self,
@@ -489,16 +448,9 @@ class ReplayedShadows:
             parts = [(to_device(batch, self._device), 0) for batch in whole]
             weights = [0.0 for _ in parts]
             own_buffers = [buffer.clone() for buffer in shadow.buffers]
-        alone = self._normalises and any(count == 1 for _, count in parts)
-        before = [buffer.clone() for buffer in shadow.buffers] if alone else []
-        session.insert(shadow, step.settings)
-        try:
-            total = self._take_step(step.with_closure, parts, weights, shadow=shadow, step=step)
-        except ValueError as error:
-            if not alone or "more than 1 value per channel" not in str(error):
-                raise
-            shadow.buffers = before  # a batch normalisation cannot be trained on one row
-            return
+        with self._refusing_single_rows(shadow, parts):
+            session.insert(shadow, step.settings)
+            total = self._take_step(shadow, step, parts, weights)
         session.collect(shadow)
         if idle:
             shadow.buffers = own_buffers
@@ -545,7 +497,7 @@ class ReplayedShadows:
         sums = self._held_out.kind == "sum"
         loss = self._loss if isinstance(self._loss, FrameworkLoss) else FrameworkLoss()
         shares = loss.shares(batches) if batches else None
-        known = None if self.check.relaxed else self.check.factor_for(len(sizes))
+        known = None if self._relaxed else self.check.factor_for(len(sizes))
         if shares is not None:
             weights = [float(share) for share in shares]
         elif known is None:
@@ -566,14 +518,13 @@ class ReplayedShadows:
 
     def _take_step(
         self,
-        with_closure: bool,
+        shadow: ShadowState,
+        step: OptimizerStep,
         parts: Sequence[tuple[Any, int]],
         weights: Sequence[float],
         before_part: Callable[[int], None] = lambda number: None,
-        shadow: ShadowState | None = None,
-        step: OptimizerStep | None = None,
     ) -> Tensor:
-        """Take the plain step with whatever state is in the user's objects; return the loss.
+        """Take the plain step of a shadow whose state is in the user's objects; return the loss.
 
         Where the loop sets gradients to zero, parameters that the batch does not reach have zeros,
         once they were reached.
@@ -583,15 +534,14 @@ class ReplayedShadows:
         def closure() -> Tensor:
             return self._compute_gradients(parts, weights, before_part)
 
-        if with_closure:
+        if step.with_closure:
             return torch.as_tensor(optimizer.step(closure)).detach()  # type: ignore[arg-type]
         total = closure()
-        if shadow is not None and step is not None:
-            for p in self._exchange.trained.values():
-                if p.grad is not None:
-                    shadow.reached.add(id(p))
-                elif id(p) in shadow.reached & step.zeroed:
-                    p.grad = torch.zeros_like(p)
+        for p in self._trained:
+            if p.grad is not None:
+                shadow.reached.add(id(p))
+            elif id(p) in shadow.reached & step.zeroed:
+                p.grad = torch.zeros_like(p)
         optimizer.step()
         return total
 
@@ -603,36 +553,34 @@ class ReplayedShadows:
         clips: bool = True,
     ) -> Tensor:
         """Write the gradient of the weighted losses into `.grad`; return their sum."""
-        trained = list(self._exchange.trained.values())
-        for p in trained:
+        for p in self._trained:
             p.grad = None
         total = torch.zeros_like(self._total)
         for number, ((batch, _), weight) in enumerate(zip(parts, weights, strict=True)):
             if not weight and not self._sharded:
                 continue
             before_part(number)
-            with self._precision(), self.frozen.for_part(number):
+            with self._autocast.context(), self.frozen.for_part(number):
                 loss = as_number(self._loss(self._model, repack(batch))) * weight
             if self._sharded:  # which sums the gradients up itself, and divides by the ranks
                 (loss * self._ranks.size).backward()
             else:
-                _add_gradients(loss, trained)
+                _add_gradients(loss, self._trained)
             total += loss.detach()
         if self._sharded:
-            total = self._ranks.add_loss(total)
+            total = self._ranks.join(total, self._device)
         elif self._ranks is not None:
-            total = self._ranks.add_gradients(trained, total)
+            total = self._ranks.add_gradients(self._trained, total)
         if clips:
             self._clip_gradients()
         return total
 
     def _clip_gradients(self) -> None:
         """Clip the gradients as the loop does."""
-        trained = list(self._exchange.trained.values())
         if isinstance(self._clip, (int, float)):
-            nn.utils.clip_grad_norm_(trained, float(self._clip))
+            nn.utils.clip_grad_norm_(self._trained, float(self._clip))
         elif self._clip is not None:
-            self._clip(trained)
+            self._clip(list(self._trained))
 
     def restart(self) -> None:
         """Let all shadows start again, on all rows that they may see."""
@@ -643,60 +591,66 @@ class ReplayedShadows:
     # -- the check of the loop's step
 
     def _verify(
-        self, step: OptimizerStep, record: Any, session: Session, batches: Sequence[LoaderBatch]
+        self,
+        step: OptimizerStep,
+        record: StepRecord,
+        session: Session,
+        batches: Sequence[LoaderBatch],
     ) -> None:
+        """Compare the loop's step with that which is replayed."""
         self.frozen.select([], compares=False)
-        parts = [
-            (to_device(self._source.whole(batch), self._device), len(batch.rows))
-            for batch in batches
-        ]
-        rows = sum(count for _, count in parts)
+        sizes = [len(batch.rows) for batch in batches]
+        whole = [to_device(self._source.whole(batch), self._device) for batch in batches]
+        parts = list(zip(whole, sizes, strict=True))
+        known = self.check.factor_for(len(parts))
 
         def before_part(number: int) -> None:
             state = batches[number].random_state
             if state is not None:
                 state.restore()
 
-        def gradients() -> tuple[list[Tensor | None], list[Tensor | None] | None]:
-            trained = list(self._exchange.trained.values())
-            if self.check.relaxed:
-                weights, _, _ = self._weights(parts, [len(batch.rows) for batch in batches])
+        def candidates() -> dict[float | None, list[Tensor | None]]:
+            grads: dict[float | None, list[Tensor | None]] = {}
+            if self._relaxed:
+                weights, _, _ = self._weights(parts, sizes)
                 self._compute_gradients(parts, weights, before_part, clips=False)
-                return [p.grad for p in trained], None
-            plain: list[Tensor | None] = [None] * len(trained)
-            by_rows: list[Tensor | None] = [None] * len(trained)
-            for number, part in enumerate(parts):
-                before_part(number)
-                self._compute_gradients([part], [1.0], clips=False)
-                for i, p in enumerate(trained):
-                    plain[i] = _sum(plain[i], p.grad, 1.0)
-                    by_rows[i] = _sum(by_rows[i], p.grad, part[1] / rows)
-            return plain, by_rows if len(parts) > 1 else None
-
-        def clip(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-            trained = list(self._exchange.trained.values())
-            for p, grad in zip(trained, grads, strict=True):
-                p.grad = None if grad is None else grad.clone()
-            self._clip_gradients()
-            return [p.grad for p in trained]
+                grads[1.0] = [p.grad for p in self._trained]
+            else:
+                plain: list[Tensor | None] = [None] * len(self._trained)
+                by_rows: list[Tensor | None] = [None] * len(self._trained)
+                for number, part in enumerate(parts):
+                    before_part(number)
+                    self._compute_gradients([part], [1.0], clips=False)
+                    for i, p in enumerate(self._trained):
+                        plain[i] = _sum(plain[i], p.grad, 1.0)
+                        by_rows[i] = _sum(by_rows[i], p.grad, part[1] / sum(sizes))
+                grads[1.0] = plain
+                if len(parts) > 1:
+                    grads[1.0 / len(parts)] = scaled(plain, 1.0 / len(parts))
+                    grads[None] = by_rows
+                if known is not None and known != 1.0:
+                    grads[known] = scaled(plain, known)
+            return {key: self._clipped(values) for key, values in grads.items()}
 
         def take_step() -> None:
-            weights = [1.0 for _ in parts]
-            if self.check.relaxed:
-                weights, _, _ = self._weights(parts, [len(batch.rows) for batch in batches])
-            self._take_step(True, parts, weights, before_part)
+            weights = self._weights(parts, sizes)[0] if self._relaxed else [1.0 for _ in parts]
+            self._take_step(record.state, step, parts, weights, before_part)
 
         with self._random_stream(-1, 0), restored_at_calls(self._exchange, self._model, step):
-            self.check.verify(
-                step.number,
-                record,
-                session,
-                step.settings,
-                gradients,
-                take_step,
-                len(parts),
-                None if self._clip is None else clip,
+            factor = self.check.verify(
+                step.number, record, session, step.settings, candidates, take_step, known
             )
+        if not self._relaxed and not record.with_closure:
+            self.check.factors[len(parts)] = factor
+
+    def _clipped(self, grads: list[Tensor | None]) -> list[Tensor | None]:
+        """Return gradients as the loop would clip them."""
+        if self._clip is None:
+            return grads
+        for p, grad in zip(self._trained, grads, strict=True):
+            p.grad = None if grad is None else grad.clone()
+        self._clip_gradients()
+        return [p.grad for p in self._trained]
 
     # -- contexts
 
@@ -709,9 +663,6 @@ class ReplayedShadows:
             full_precision(self._device.type),
         ):
             yield
-
-    def _precision(self) -> Any:
-        return self._autocast.context()
 
     def _random_stream(self, step: int, number: int) -> Any:
         rank = 0 if self._ranks is None or step < 0 else self._ranks.rank
@@ -746,7 +697,7 @@ class ReplayedShadows:
         self._session.insert(state, self._settings)
         if evaluates:
             optimizer.eval()  # type: ignore[attr-defined]
-        with self._precision():
+        with self._autocast.context():
             yield
 
     @contextmanager
@@ -759,7 +710,7 @@ class ReplayedShadows:
             optimizer.eval()  # type: ignore[attr-defined]
         else:
             self._session.protect_buffers()
-        with self._precision():
+        with self._autocast.context():
             yield
 
     def _refuse_changed(self, step: OptimizerStep, batches: Sequence[LoaderBatch]) -> None:
@@ -808,19 +759,18 @@ class ReplayedShadows:
 
     def members(self) -> list[dict[str, Tensor]]:
         """Return copies of the trained weights and the buffers of every shadow, by name."""
+        trained = {name for name, p in self._model.named_parameters() if p.requires_grad}
         states = []
         with self._evaluations():
             for number in range(self.copies):
                 with self._inserted(number):
-                    states.append(self._trained_state())
+                    weights = self._evaluated.named_parameters()
+                    values = {name: p for name, p in weights if name in trained}
+                    values |= dict(self._evaluated.named_buffers())  # type: ignore[arg-type]
+                    states.append(
+                        {n: value.detach().to("cpu", copy=True) for n, value in values.items()}
+                    )
         return states
-
-    def _trained_state(self) -> dict[str, Tensor]:
-        """Return copies of the evaluated weights that are trained, and of the buffers."""
-        names = {name for name, p in self._model.named_parameters() if p.requires_grad}
-        state = {name: p for name, p in self._evaluated.named_parameters() if name in names}
-        values = {**state, **dict(self._evaluated.named_buffers())}
-        return {name: value.detach().to("cpu", copy=True) for name, value in values.items()}
 
     @contextmanager
     def evaluated_weights(self) -> Iterator[None]:
@@ -908,12 +858,15 @@ class ReplayedShadows:
                 if isinstance(value, plain)
             },
             "objects": copy.deepcopy(shadow.objects),
-            "variables": self._variables().saved(shadow.variables) if shadow.variables else {},
+            "variables": (
+                self._variables.saved(shadow.variables)
+                if self._variables and shadow.variables
+                else {}
+            ),
             "nested": self._exchange.nested.saved(shadow.nested) if shadow.nested else {},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state_dict` was taken."""
         check_schema(
             state,
             {
@@ -936,22 +889,25 @@ class ReplayedShadows:
         if not torch.equal(state["label"], self.label):
             raise ValueError("the rows were divided in another way; use the same seed and groups")
         variables = [
-            self._variables().loaded(saved["variables"]) if saved["variables"] else {}
+            self._variables.loaded(saved["variables"])
+            if self._variables and saved["variables"]
+            else {}
             for saved in state["shadows"]
         ]
         nested = [
             self._exchange.nested.loaded(saved["nested"], partly=True) if saved["nested"] else {}
             for saved in state["shadows"]
         ]
-        for number, (shadow, saved) in enumerate(zip(self.shadows, state["shadows"], strict=True)):
+        for shadow, *own in zip(self.shadows, state["shadows"], variables, nested, strict=True):
+            saved, shadow.variables, shadow.nested = own
             _load_saved(shadow, saved)
-            shadow.variables, shadow.nested = variables[number], nested[number]
         if not state["start"]:
             self._start = None
         elif self._start is not None:
             _load_saved(self._start, state["start"][0])
         self._exchange.group_state_keys = set(state["group_state_keys"])
-        self.check.resume({n: None if f != f else f for n, f in state["factors"].items()})
+        self.check.factors = {n: None if f != f else f for n, f in state["factors"].items()}
+        self.check.resume()
         self.draw = RowDraw(state["row_share"], self._seed)
         self._steps, self._rows = state["steps"], int(state["losses"][1])
         self._total.fill_(state["losses"][0])
@@ -989,15 +945,14 @@ class ReplayedShadows:
         release(self)
 
 
+def release(closed: object) -> None:
+    """Drop all attributes of closed shadows but those that results are computed from."""
+    for name in vars(closed).keys() - RESULTS:
+        del vars(closed)[name]
+
+
 def _versions_of(module: nn.Module) -> list[tuple[int, int]]:
     return [(p.data_ptr(), version_of(p)) for p in module.parameters()]
-
-
-def has_evaluation_mode(optimizer: Optimizer) -> bool:
-    """Return whether an optimiser keeps other weights for evaluation (schedule-free ones do)."""
-    return callable(getattr(optimizer, "eval", None)) and callable(
-        getattr(optimizer, "train", None)
-    )
 
 
 def _add_gradients(loss: Tensor, trained: Sequence[nn.Parameter]) -> None:
@@ -1036,13 +991,12 @@ def _load_saved(shadow: ShadowState, saved: Mapping[str, Any]) -> None:
         buffer.copy_(value)
     entries = copy.deepcopy(saved["optimizer"]["state"])
     shadow.optimizer = [
-        {k: _placed(v, w.device) for k, v in entries.get(i, {}).items()}
-        for i, w in enumerate(shadow.weights)
+        {
+            key: value.to(weight.device) if isinstance(value, Tensor) and value.dim() else value
+            for key, value in entries.get(number, {}).items()
+        }
+        for number, weight in enumerate(shadow.weights)
     ]
     shadow.group_state = copy.deepcopy(saved["group_state"])
     shadow.attributes = copy.deepcopy(saved["attributes"])
     shadow.objects = copy.deepcopy(saved["objects"])
-
-
-def _placed(value: Any, device: torch.device) -> Any:
-    return value.to(device) if isinstance(value, Tensor) and value.dim() else value

@@ -60,30 +60,45 @@ class Stack:
         inputs: Sequence[Tensor],
         engine: Engine = "auto",
     ) -> None:
-        names = {id(p): n for n, p in model.named_parameters() if p.requires_grad}
         self.copies = copies
         self.blocks: dict[str, Tensor] = {}  # (K, ...) leaves that share the flat vectors' memory
         self.grads: dict[str, Tensor] = {}
         self.buffers: dict[str, Tensor] = {}  # (K, ...) statistics, where copies have their own
-        self.members: list[list[nn.Parameter]] = []  # the flat vectors of each group
-        self._spans: list[list[tuple[nn.Parameter, str, slice]]] = []  # of each tensor, by group
-        self._gather(optimizer, names)
+        # of each group, by flat vector: the tensors in it
+        self._spans: list[dict[nn.Parameter, list[tuple[str, slice]]]] = []
+        parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self._gather(optimizer, {id(p): n for n, p in parameters.items()})
         if not self.blocks:
             raise HeldinError(
                 "optimizer: none of its parameters is a trainable parameter of the model; give the "
                 "optimiser that trains this model"
             )
         self.size = sum(block[0].numel() for block in self.blocks.values())
-        self.elementwise = type(optimizer) in ELEMENTWISE
-        self.optimizers = self._optimizers(optimizer, names)
+        settings = group_settings(optimizer)
+        if type(optimizer) in ELEMENTWISE:
+            groups = [
+                {"params": [*spans], **setting}
+                for spans, setting in zip(self._spans, settings, strict=True)
+            ]
+            self.optimizers = [like_optimizer(optimizer, groups)]
+            if any(optimizer.state.values()):
+                self._copy_joint_state(optimizer, parameters)
+        else:
+            self.optimizers = []
+            for number in range(copies):
+                single, places = self._single(optimizer, settings, number)
+                for weight, name, _, _ in places:
+                    if state := optimizer.state.get(parameters[name]):
+                        single.state[weight] = copy.deepcopy(state)
+                self.optimizers.append(single)
         self.engine, self.forward = engine_for(model, self, inputs, engine)
         if self.buffers and isinstance(optimizer, torch.optim.LBFGS):
             raise CannotStack("each line search would change the statistics of all copies")
 
     def _gather(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
+        """Put copies of all trained parameters into flat vectors."""
         for group in optimizer.param_groups:
-            self.members.append([])
-            self._spans.append([])
+            self._spans.append({})
             alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
             for p in group["params"]:
                 if id(p) in names:
@@ -93,70 +108,50 @@ class Stack:
                     torch.cat([p.detach().expand(self.copies, *p.shape).flatten() for p in params])
                 )
                 flat.grad = torch.zeros_like(flat)
-                start = 0
+                spans, start = self._spans[-1].setdefault(flat, []), 0
                 for p in params:
-                    end = start + self.copies * p.numel()
-                    shape = (self.copies, *p.shape)
-                    block = flat.detach()[start:end].view(shape)
-                    self.blocks[names[id(p)]] = block.requires_grad_()
-                    self.grads[names[id(p)]] = flat.grad[start:end].view(shape)
-                    self._spans[-1].append((flat, names[id(p)], slice(start, end)))
-                    start = end
-                self.members[-1].append(flat)
+                    span = slice(start, start + self.copies * p.numel())
+                    name, shape, start = names[id(p)], (self.copies, *p.shape), span.stop
+                    self.blocks[name] = flat.detach()[span].view(shape).requires_grad_()
+                    self.grads[name] = flat.grad[span].view(shape)
+                    spans.append((name, span))
 
-    def _optimizers(self, optimizer: Optimizer, names: Mapping[int, str]) -> list[Optimizer]:
-        settings = group_settings(optimizer)
-        if self.elementwise:
-            groups = [
-                {"params": flats, **setting}
-                for flats, setting in zip(self.members, settings, strict=True)
-            ]
-            made = [like_optimizer(optimizer, groups)]
-        else:
-            made = []
-            for copy_number in range(self.copies):
-                groups = []
-                for group, setting in zip(optimizer.param_groups, settings, strict=True):
-                    params = []
-                    for p in group["params"]:
-                        if id(p) in names:
-                            own = nn.Parameter(self.blocks[names[id(p)]].detach()[copy_number])
-                            own.grad = self.grads[names[id(p)]][copy_number]
-                            params.append(own)
-                    groups.append({"params": params, **setting})
-                made.append(like_optimizer(optimizer, groups))
-        if any(optimizer.state.values()):
-            self._copy_state(optimizer, made, names)
-        return made
+    def _single(
+        self, optimizer: Optimizer, settings: Sequence[Mapping[str, Any]], number: int
+    ) -> tuple[Optimizer, list[tuple[nn.Parameter, str, nn.Parameter, slice]]]:
+        """Return an optimiser of one copy, and for each of its weights the name and the span."""
+        groups, places = [], []
+        for flats, setting in zip(self._spans, settings, strict=True):
+            params = []
+            for flat, spans in flats.items():
+                for name, span in spans:
+                    weight = nn.Parameter(self.blocks[name].detach()[number])
+                    weight.grad = self.grads[name][number]
+                    params.append(weight)
+                    places.append((weight, name, flat, span))
+            groups.append({"params": params, **setting})
+        return like_optimizer(optimizer, groups), places
 
-    def _copy_state(
-        self, optimizer: Optimizer, made: Sequence[Optimizer], names: Mapping[int, str]
-    ) -> None:
+    def _copy_joint_state(self, optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> None:
         """Copy the state of an optimiser that has already stepped."""
-        for source_group, *new_groups in zip(
-            optimizer.param_groups, *(o.param_groups for o in made), strict=True
+        for flat, spans in (
+            (flat, spans) for group in self._spans for flat, spans in group.items()
         ):
-            known = [p for p in source_group["params"] if id(p) in names]
-            if not self.elementwise:
-                for new, group in zip(made, new_groups, strict=True):
-                    for p, own in zip(known, group["params"], strict=True):
-                        new.state[own] = copy.deepcopy(optimizer.state[p])
-                continue
-            for flat in new_groups[0]["params"]:
-                mine = [p for p in known if (p.dtype, p.device) == (flat.dtype, flat.device)]
-                states = [(p, optimizer.state.get(p, {})) for p in mine]
-                for key in {key for _, state in states for key in state}:
-                    given = [(p, state[key]) for p, state in states if key in state]
-                    one_each = isinstance(given[0][1], Tensor) and all(
-                        value.shape == p.shape for p, value in given
+            params = [parameters[name] for name, _ in spans]
+            states = [(p, optimizer.state.get(p, {})) for p in params]
+            for key in {key for _, state in states for key in state}:
+                values = [(p, state[key]) for p, state in states if key in state]
+                one_each = isinstance(values[0][1], Tensor) and all(
+                    value.shape == p.shape for p, value in values
+                )
+                state = self.optimizers[0].state[flat]
+                if one_each and key not in ("step", "eta", "mu", "mu_product"):
+                    parts = [state.get(key, torch.zeros_like(p)) for p, state in states]
+                    state[key] = torch.cat(
+                        [v.expand(self.copies, *v.shape).flatten() for v in parts]
                     )
-                    if one_each and key not in ("step", "eta", "mu", "mu_product"):
-                        parts = [state.get(key, torch.zeros_like(p)) for p, state in states]
-                        made[0].state[flat][key] = torch.cat(
-                            [v.expand(self.copies, *v.shape).flatten() for v in parts]
-                        )
-                    else:
-                        made[0].state[flat][key] = copy.deepcopy(given[0][1])
+                else:
+                    state[key] = copy.deepcopy(values[0][1])
 
     def advance(
         self,
@@ -171,14 +166,9 @@ class Stack:
     ) -> None:
         """One optimiser step of every copy on the rows of the minibatch that it keeps.
 
-        Args:
-            inputs, targets: of the minibatch.
-            keep: (K, b), true for the rows that a copy keeps.
-            loss: row by row.
-            settings: of the optimiser's groups.
-            weights: (b,) of the rows.
-            clip: largest norm of the gradient of a copy.
-            own_rows: whether to run every copy on the rows that it keeps only; worth it for few.
+        keep: (K, b), the rows that a copy keeps; weights: (b,) of the rows; clip: largest norm of
+        the gradient of a copy; own_rows: whether to run every copy on the rows that it keeps only,
+        which is worth it for few.
         """
         searches = isinstance(self.optimizers[0], torch.optim.LBFGS)
         own_rows |= self.copies == 1 and self.size * keep.numel() > WORTHWHILE
@@ -217,7 +207,7 @@ class Stack:
         optimiser for all copies has one step count, so each gets its own from then on. A batch
         normalisation in training needs two rows.
         """
-        stepping = (keep.sum(1) >= self.least_rows).tolist()
+        stepping = (keep.sum(1) >= self.forward.least_rows).tolist()
         if len(stepping) == 1 and self.copies > 1:
             stepping = stepping * self.copies
         if all(stepping):
@@ -225,31 +215,16 @@ class Stack:
         self._split()
         return stepping
 
-    @property
-    def least_rows(self) -> int:
-        """The fewest rows on which a copy takes a step."""
-        network = getattr(self.forward, "network", None)
-        return 1 if network is None else int(network.least_rows)
-
     def _split(self) -> None:
         """Give every copy a separate optimiser, with its part of the state, if it has none."""
         if len(self.optimizers) == self.copies:
             return
         (joint,) = self.optimizers
-        split = []
+        settings = group_settings(joint)
+        self.optimizers = []
         for number in range(self.copies):
-            groups, states = [], []
-            for group, spans in zip(joint.param_groups, self._spans, strict=True):
-                params = []
-                for flat, name, span in spans:
-                    weight = nn.Parameter(self.blocks[name].detach()[number])
-                    weight.grad = self.grads[name][number]
-                    params.append(weight)
-                    states.append((weight, flat, span))
-                setting = {key: value for key, value in group.items() if key != "params"}
-                groups.append({"params": params, **setting})
-            single = like_optimizer(joint, groups)
-            for weight, flat, span in states:
+            single, places = self._single(joint, settings, number)
+            for weight, _, flat, span in places:
                 for key, value in joint.state.get(flat, {}).items():
                     whole = isinstance(value, Tensor) and value.shape == flat.shape
                     if whole and flat.dim():
@@ -257,8 +232,7 @@ class Stack:
                     else:
                         part = copy.deepcopy(value)
                     single.state[weight][key] = part
-            split.append(single)
-        self.optimizers = split
+            self.optimizers.append(single)
 
     def state_of(self, number: int) -> dict[str, Any]:
         """Return copies of the weights and of the optimiser's state of one copy."""
@@ -301,16 +275,10 @@ class Stack:
 
             made.step(closure)  # type: ignore[arg-type]
 
-    def seed_dropout(self, seed: int, device: torch.device) -> None:
-        """Set the random numbers of dropout in the coming step, where a stack has its own."""
-        network = getattr(self.forward, "network", None)
-        if network is not None and network.has_dropout:
-            network.seed(seed, device)
-
     def evaluate(self, inputs: Sequence[Tensor]) -> Tensor:
         """(K, b, ...) outputs in evaluation mode, of each copy on its own rows (K, b, ...)."""
         with torch.no_grad():
-            return self.forward(inputs, None, shared=False, train=False)
+            return self.forward(inputs)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -318,11 +286,9 @@ class Stack:
         return {name: block.detach() for name, block in (self.blocks | self.buffers).items()}
 
     def copy_of(self, number: int) -> dict[str, Tensor]:
-        """Return the weights and statistics of one copy, by name."""
         return {name: block[number] for name, block in self.tensors.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return weights, statistics and optimiser states."""
         return {
             "weights": {name: block.clone() for name, block in self.tensors.items()},
             "optimizers": [copy.deepcopy(o.state_dict()) for o in self.optimizers],
@@ -351,7 +317,6 @@ class Stack:
                         raise ValueError(f"{name!r} of an optimiser is {tuple(value.shape)}")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state_dict` was taken."""
         with torch.no_grad():
             for name, block in self.tensors.items():
                 block.copy_(state["weights"][name])

@@ -9,15 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
 from heldin.crossval import OutOfFold
 from heldin.errors import HeldinError
 from heldin.loop.events import OptimizerStep
 from heldin.loop.loaders import LoaderRecorder, is_followed
 from heldin.loop.matching import WAY_OUT, RowMatcher
-from heldin.loop.randomness import full_precision, mixed_seed, separate_random_stream
-from heldin.shadows.backend import Announced, release
+from heldin.loop.randomness import full_precision
 from heldin.shadows.bare_model import copy_without_hooks
 from heldin.shadows.engines import CannotStack, Engine
 from heldin.shadows.held_out import EXAMPLE
@@ -25,9 +23,8 @@ from heldin.shadows.labels import LOOKED_AT, subsample_held_out, visible
 from heldin.shadows.light import RowDraw, level_rows
 from heldin.shadows.outputs import OutputRecipe
 from heldin.shadows.plain_step import PlainStepCheck
-from heldin.shadows.replayed import CHANGED, LIGHT_SUM, has_evaluation_mode
+from heldin.shadows.replayed import CHANGED, LIGHT_SUM, Announced, has_evaluation_mode, release
 from heldin.shadows.stack import Stack
-from heldin.shadows.step_check import StepCheck
 from heldin.shadows.tensors import CHUNK, TensorData
 from heldin.state.schema import check_schema
 
@@ -41,17 +38,9 @@ SHOWN = 256  # rows of which the training loss is shown, no more than are held o
 
 
 class StackedShadows:
-    """K copies of the model; `label` says for each row which of them is tested on it (-1: none).
+    """K copies of the model; `label` says for each row which of them is tested on it (-1: none)."""
 
-    Attributes:
-        stack: the copies.
-        held: how many rows are evaluated at a check.
-        inside: whether the model itself is trained in the stack, as one more copy.
-        same_loss: true; see `HeldOut`.
-        draw, level_count: see `ReplayedShadows`.
-    """
-
-    same_loss, takes_batches = True, False
+    same_loss, takes_batches = True, False  # see `ReplayedShadows`
 
     def __init__(
         self,
@@ -72,17 +61,19 @@ class StackedShadows:
                 "clip: stacked shadows clip by the norm only, give the largest one; a function "
                 "needs batch_loss, or engine='replay'"
             )
-        self._clip = clip
+        self._owner, self._clip = owner, clip
         self.data, self.label, self.seed = data, label.to(data.rows.targets.device), seed
         self.copies = int(label.max()) + 1
         self._model, self._optimizer, self._engine = model, optimizer, engine
         self._targets = data.loss.prepare(data.rows.targets)
-        self.inside = False
+        self.inside = False  # whether the model itself is trained in the stack, as one more copy
         self._stack = Stack(model, optimizer, self.copies, data.rows.inputs, engine)
         self._waiting: list[tuple[Sequence[Tensor], Tensor, Settings]] = []  # steps not yet taken
+        self._modes: Sequence[bool] = ()  # `training` of the modules in these steps
         self._start = self.stack.state_of(0) if rows < 1.0 else None
         self.engine = self.stack.engine  # how the shadows are run
         self._plain = PlainStepCheck(owner, model, optimizer, clip)
+        self.check = self._plain.steps
         if has_evaluation_mode(optimizer):
             raise CannotStack(
                 "the optimiser keeps other weights for evaluation; use engine='replay'"
@@ -98,7 +89,6 @@ class StackedShadows:
         self._sees = None if sees is None else sees.to(self.label.device)
         self._level_rows = level_rows(label, in_time=in_time) if rows < 1.0 else []
         self.level_count = sum(len(each) for each in self._level_rows)
-        self._owner = owner
         with torch.no_grad(), self._perturbed():
             if not self._computes_as_model():
                 raise CannotStack(
@@ -106,7 +96,11 @@ class StackedShadows:
                     "keeps a submodule, or a hook); use engine='replay'"
                 )
         self._find = RowMatcher(data.rows)
-        self.recorder = _recorder_of(data.rows.loader)
+        self.recorder: LoaderRecorder | None = None  # where the loader's rows can be recorded
+        loader = data.rows.loader
+        if loader is not None and loader.batch_sampler is not None and not is_followed(loader):
+            if getattr(loader, "in_order", True):
+                self.recorder = LoaderRecorder(loader, rows_only=True)
         self._recipe: OutputRecipe | None = None
         self._outputs: Tensor | None = None
         self._steps = 0
@@ -136,15 +130,14 @@ class StackedShadows:
         """
         steps, self._waiting = self._waiting, []
         if steps:
-            with torch.inference_mode(False), full_precision(self.label.device.type):
+            with (
+                torch.inference_mode(False),
+                full_precision(self.label.device.type),
+                self._plain.exchange.modes(self._modes),
+            ):
                 for inputs, index, settings in steps:
                     self.advance(inputs, index, settings)
         return self._stack
-
-    @property
-    def check(self) -> StepCheck:
-        """Compares the loop's steps with those that the shadows take."""
-        return self._plain.steps
 
     def follow(self, step: OptimizerStep, announced: Announced) -> int:
         """Repeat an optimiser step for every shadow; return the number of its rows."""
@@ -172,6 +165,11 @@ class StackedShadows:
                 f"{len(index)} row numbers are known for it; call step() after every optimiser step"
             )
         self._plain.follow(step, self.data.loss_of, index)
+        modes = step.calls[-1].modes if step.calls else ()
+        modes = modes or tuple([module.training for module in self._model.modules()])
+        if modes != self._modes:
+            _ = self.stack
+            self._modes = modes
         # the loop may use its tensors again
         self._waiting.append((tuple(x.clone() for x in inputs), index, step.settings))
         count = self._steps + len(self._waiting)
@@ -228,7 +226,7 @@ class StackedShadows:
 
     def advance(self, inputs: Sequence[Tensor], index: Tensor, settings: Settings) -> None:
         """One step of all copies on the rows of a minibatch."""
-        if self.inside and len(index) < self._stack.least_rows:
+        if self.inside and len(index) < self._stack.forward.least_rows:
             raise HeldinError(
                 "fit: a batch has a single row, on which a batch normalisation cannot be trained; "
                 "choose another batch_size, or give a DataLoader with drop_last=True as data"
@@ -243,14 +241,8 @@ class StackedShadows:
                 keep[number] = self.draw(keep[number], self._steps, number)
         stack = self._stack
         weights = None if self.data.weights is None else self.data.weights[index]
-        device = self.label.device
-        if stack.engine == "dense":  # only dropout draws random numbers, from its own generator
-            stream: AbstractContextManager[None] = nullcontext()
-            stack.seed_dropout(mixed_seed(self.seed, self._steps), device)
-        else:
-            stream = separate_random_stream(device, self.seed, self._steps)
         own_rows = self.draw.share < 1.0 and not self.inside
-        with stream:
+        with stack.forward.random_stream(self.label.device, self.seed, self._steps):
             stack.advance(
                 inputs,
                 self._targets[index],
@@ -304,11 +296,9 @@ class StackedShadows:
                 self.stack.tensors[name][number].copy_(value)
 
     def weights_of_the_model(self) -> dict[str, Tensor]:
-        """Return the weights of the copy that is the model."""
         return self.stack.copy_of(self.copies)
 
     def restart(self) -> None:
-        """Let all shadows start again, on all rows that they may see."""
         assert self._start is not None
         for number in range(self.copies):
             self.stack.load_state_of(number, self._start)
@@ -336,17 +326,14 @@ class StackedShadows:
         return losses[self._looked_at]
 
     def row_weights(self, rows: Tensor) -> Tensor | None:
-        """Return the weights of rows in the loss; None: all are equal."""
         return self.data.weights_of(rows)
 
     def describe_rows(self) -> str:
-        """Say how batches are matched to rows."""
         return f"{len(self.data)} rows, found by their contents"
 
     # -- outputs
 
     def keep_outputs(self, recipe: OutputRecipe | None) -> None:
-        """Keep the outputs of held-out rows at every later check; None: no longer."""
         self._recipe, self._outputs = recipe, None
 
     def _keep(self, outputs: Tensor, rows: Tensor) -> None:
@@ -371,7 +358,6 @@ class StackedShadows:
                     self._keep(self._recipe.outputs_of(outputs, len(rows)), rows)
 
     def held_out_outputs(self) -> OutOfFold:
-        """Return the outputs of the rows at the last `held_out()`."""
         assert self._recipe is not None
         assert self._outputs is not None
         rows = self._looked_at
@@ -381,11 +367,9 @@ class StackedShadows:
         )
 
     def trial(self) -> AbstractContextManager[None]:
-        """Return a context in which calls of the model leave nothing behind."""
         return self._plain.trial()
 
     def example(self) -> tuple[Any, Callable[[nn.Module, Any], Tensor]]:
-        """Return a batch of a few rows, and the function that predicts them."""
         assert self._recipe is not None
         recipe = self._recipe
 
@@ -397,18 +381,15 @@ class StackedShadows:
         return self.data.batch(self._looked_at[:EXAMPLE]), predict
 
     def evaluated_weights(self) -> AbstractContextManager[None]:
-        """Return a context in which the model has the weights that it is evaluated with."""
         return nullcontext()
 
     def members(self) -> list[dict[str, Tensor]]:
-        """Return copies of the trained weights and the buffers of every shadow, by name."""
         return [
             {name: value.detach().to("cpu", copy=True) for name, value in copy.items()}
             for copy in map(self.stack.copy_of, range(self.copies))
         ]
 
     def levels(self) -> tuple[float, float]:
-        """Return the mean loss of light shadows on training rows, and the model's on the same."""
         rows, inside = self.data.rows, [self._level_rows[0]] * (self.stack.copies - self.copies)
         index = torch.stack([*self._level_rows, *inside]).to(self.label.device)
         outputs = self.stack.evaluate([x[index] for x in rows.inputs])
@@ -423,13 +404,11 @@ class StackedShadows:
         return self.data.training_loss(self._shown)
 
     def weights_of(self, number: int) -> dict[str, Tensor]:
-        """Return the trained weights of a shadow, by name."""
         return self.stack.copy_of(number)
 
     # -- saving and closing
 
     def close(self) -> None:
-        """Release the model, its optimiser and the copies."""
         if self.recorder is not None:
             self.recorder.close()
         release(self)
@@ -448,7 +427,6 @@ class StackedShadows:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state_dict` was taken."""
         form: dict[str, Any] = {
             "inside": bool,
             "row_share": float,
@@ -473,10 +451,3 @@ class StackedShadows:
         self._steps, self._start = state["steps"], dict(state["start"]) or None
         self.check.resume()
         self.draw = RowDraw(state["row_share"], self.seed)
-
-
-def _recorder_of(loader: DataLoader[Any] | None) -> LoaderRecorder | None:
-    """Return a recorder of the rows of a loader, where its rows can be recorded."""
-    if loader is None or loader.batch_sampler is None or is_followed(loader):
-        return None
-    return LoaderRecorder(loader, rows_only=True) if getattr(loader, "in_order", True) else None

@@ -19,19 +19,21 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from heldin._private_torch import versions_of
-from heldin.errors import HeldinError, more, way_out
+from heldin.errors import HeldinError, more, refusal
 from heldin.loop.changes import checksums, marks_of
 from heldin.loop.events import ModelCall
+from heldin.loop.loaders import LoaderRecorder
 from heldin.loop.randomness import mixed_seed
 
-from .exchange import Exchange, Session, ShadowState, _local, group_settings
+from .exchange import Exchange, Session, ShadowState, group_settings, has_evaluation_mode, local
 
-__all__ = ["WAY_OUT", "StepCheck", "StepRecord"]
+__all__ = ["StepCheck", "StepRecord", "scaled"]
 
 WAY_OUT = (
     "pass the loop's own step, heldin.EarlyStopping(..., train_step=function), and call "
     "stopping.train(batch) in its place"
 )
+MORE = "another-training-step"
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}  # relative, of all gradients jointly
 FIRST = 8  # steps at the beginning that are all checked
 ROUND = {10, 12, 20, 25, 50, 100, 200, 500, 1000}  # further ones: where loops do things at times
@@ -43,38 +45,20 @@ COARSE = 2e-2  # for gradients of lower precision
 
 @dataclass(eq=False)
 class StepRecord:
-    """What a step of the loop started from, and the gradient that it used.
+    """What a step of the loop started from, and the gradient that it used."""
 
-    Attributes:
-        state: weights, buffers and optimiser state before the first call of the model.
-        grads: copies of the gradients that the optimiser used.
-        with_closure: whether a closure computed them inside the step.
-    """
-
-    state: ShadowState
-    grads: list[Tensor | None]
-    with_closure: bool
+    state: ShadowState  # before the first call of the model
+    grads: list[Tensor | None]  # copies of those that the optimiser used
+    with_closure: bool  # whether a closure computed them inside the step
 
 
 class StepCheck:
     """Records the steps to be checked, and compares them with the plain step.
 
-    Args:
-        owner: the public name of the rule, for errors.
-        exchange: of the model and the optimiser.
-        device: of the model.
-        relaxed: whether the factor of a loss is known, as frameworks and ranks have their own.
-        watches_gradients: whether changes between the backward pass and the step are refused.
-        swaps_weights: whether the optimiser has an evaluation mode (schedule-free ones do).
-        is_new_kind: returns whether the coming step is on a new kind of batch, to be checked, too.
-        largest: returns the largest number of all ranks, as none may raise alone.
-        shares_storage: returns whether tensors of a call are those that the loader returned.
-        seed: of the random steps that are checked.
-
-    Attributes:
-        factors: by which the loop multiplies the loss of each micro-batch, by the number of
-            micro-batches in a step; None: it weights them by their rows.
-        differences: relative differences of gradients, by step.
+    relaxed: whether the factor of a loss is known, as frameworks and ranks have their own;
+    watches_gradients: whether changes between the backward pass and the step are refused; recorder:
+    of the loop's loader, whose new kinds of batches are checked, too; ranks: none may raise alone;
+    seed: of the random steps that are checked.
     """
 
     def __init__(
@@ -85,18 +69,20 @@ class StepCheck:
         *,
         relaxed: bool = False,
         watches_gradients: bool = False,
-        swaps_weights: bool = False,
-        is_new_kind: Callable[[], bool] = lambda: False,
-        largest: Callable[[float], float] = float,
-        shares_storage: Callable[[Sequence[Tensor]], bool] = lambda tensors: True,
+        recorder: LoaderRecorder | None = None,
+        ranks: Any = None,
         seed: int = 0,
     ) -> None:
         self._owner, self._exchange, self._device = owner, exchange, device
-        self.relaxed, self._watches_gradients = relaxed, watches_gradients
-        self._swaps_weights, self._is_new_kind, self.largest = swaps_weights, is_new_kind, largest
+        self._watches_gradients, self._ranks, self._seed = watches_gradients, ranks, seed
+        self._swaps_weights = has_evaluation_mode(exchange.optimizer)
+        self._recorder = None if ranks is not None else recorder
+        if recorder is not None:
+            recorder.record_random_state(lambda: self.due or recorder.has_new_size)
+        # by which the loop multiplies the loss of each micro-batch, by the number of micro-batches
+        # in a step; None: it weights them by their rows
         self.factors: dict[int, float | None] = {}
-        self.differences: dict[int, float] = {}
-        self._shares_storage, self._seed = shares_storage, seed
+        self.differences: dict[int, float] = {}  # relative ones of gradients, by step
         self._kinds: set[tuple[int, int, bool]] = set()  # of steps that were checked
         self._buffers: list[Tensor] | None = None  # before the first call of the step
         self._every_step = self._resumed = False
@@ -134,7 +120,7 @@ class StepCheck:
             if self._steps == 0:
                 self.check_weights()
             self._called = True
-            self._new_kind = self._is_new_kind()
+            self._new_kind = self._recorder is not None and self._recorder.take_new_size()
             exchange.note_attributes()
             if self._looks_back and not self.due:
                 buffers = (table[name] for table, name in exchange.buffer_places)
@@ -154,27 +140,27 @@ class StepCheck:
     ) -> None:
         """Record the gradient of a step to be checked.
 
-        Args:
-            with_closure: whether the step has a closure.
-            gradients_changed: whether the loop changed gradients after its backward pass. If that
-                has no effect at a step that is checked (clipping of a small norm), all steps are.
-            calls: of the model that are in the step.
-            passes: number of backward passes through these calls.
+        The calls of the model are those in the step, and `passes` go through them. Where the loop
+        changes gradients after its backward pass, and that has no effect at a step that is checked
+        (clipping of a small norm), all steps are checked.
         """
         self.check_weights()
         self.check_optimizer()
         if self._watches_gradients and gradients_changed:
             if not self.due:
-                raise HeldinError(
-                    f"{self._owner}: at step {self._steps + 1} the loop changed gradients between "
-                    "backward() and optimizer.step(), and did not at the steps that were checked "
-                    "(does it clip or scale them?). Shadows would not do so, and estimate the loss "
-                    "of another training: "
-                    + way_out(self._owner, f"{WAY_OUT}; for clipping alone, clip=1.0")
-                    + f" {more('another-training-step')}"
+                raise refusal(
+                    self._owner,
+                    f"at step {self._steps + 1} the loop changed gradients between backward() and "
+                    "optimizer.step(), and did not at the steps that were checked (does it clip or "
+                    "scale them?). Shadows would not do so, and estimate the loss of another "
+                    "training:",
+                    f"{WAY_OUT}; for clipping alone, clip=1.0",
+                    MORE,
                 )
             self._every_step = True
-        kind = (len(calls), passes, all(self._shares_storage(call.tensors) for call in calls))
+        recorder = self._recorder
+        from_loader = recorder is None or all(recorder.shares_storage(c.tensors) for c in calls)
+        kind = (len(calls), passes, from_loader)
         is_new = self._looks_back and kind not in self._kinds
         if not self.due and not (is_new and self._buffers is not None):
             return
@@ -187,7 +173,8 @@ class StepCheck:
         self._pending = StepRecord(state, grads, with_closure)
 
     def _gradients(self) -> list[Tensor | None]:
-        return [_copy_of_gradient(p) for p in self._trained]
+        grads = (p.grad for p in self._trained)
+        return [None if grad is None else local(grad).detach().clone() for grad in grads]
 
     def on_stepped(self, before: Sequence[Mapping[str, Any]]) -> None:
         """Remember what the step left, and which group settings it changed."""
@@ -229,7 +216,7 @@ class StepCheck:
     def _looked_at(self) -> list[Tensor]:
         """Return the weights whose contents are compared before the coming step."""
         if self._looks_at_all:
-            return [_local(p).detach() for p in self._trained]
+            return [local(p).detach() for p in self._trained]
         return [_sample(p) for p in self._trained] if self._samples else []
 
     def _values_of_state(self) -> list[Any]:
@@ -240,22 +227,16 @@ class StepCheck:
 
     def _sums_of_state(self) -> Tensor:
         values = [v for v in self._values_of_state() if isinstance(v, Tensor)]
-        return checksums([_local(v).detach() for v in values if v.is_floating_point()])
+        return checksums([local(v).detach() for v in values if v.is_floating_point()])
 
     def forget(self) -> None:
         """Accept whatever the next step finds: weights or a state were put in on purpose."""
         self._versions = self._sums = self._marks = None
         self._exchange.forget_buffers()
 
-    def resume(self, factors: Mapping[int, float | None] | None = None) -> None:
-        """Accept a state that an earlier part of the run has left.
-
-        Args:
-            factors: see `factors`; None: as they are.
-        """
+    def resume(self) -> None:
+        """Accept a state that an earlier part of the run has left."""
         self._resumed = True
-        if factors is not None:
-            self.factors = dict(factors)
         self.forget()
 
     def count_step(self) -> None:
@@ -264,11 +245,7 @@ class StepCheck:
         self.renew()
 
     def check_weights(self, contents: bool = True) -> None:
-        """Refuse weights that changed since the last step of the optimiser.
-
-        Args:
-            contents: whether to look for changes through `.data`, too.
-        """
+        """Refuse weights that changed since the last step; `contents`: also through `.data`."""
         if self._versions is None:
             return
         changed = not self._swaps_weights and self._versions != versions_of(self._trained)
@@ -282,15 +259,15 @@ class StepCheck:
             raise HeldinError(
                 f"{self._owner}: the weights of the model were changed after the stopping object "
                 "was made and before the first step (initialised, or loaded), and shadows have "
-                "started from the former ones; make the stopping object after that "
-                + more("another-training-step")
+                "started from the former ones; make the stopping object after that " + more(MORE)
             )
         if changed:
-            raise HeldinError(
-                f"{self._owner}: the weights of the model were changed outside of "
-                f"optimizer.step() after step {self._steps} (perturbed, clamped, averaged), and "
-                f"shadows would not follow; {way_out(self._owner, WAY_OUT)} "
-                + more("another-training-step")
+            raise refusal(
+                self._owner,
+                "the weights of the model were changed outside of optimizer.step() after step "
+                f"{self._steps} (perturbed, clamped, averaged), and shadows would not follow;",
+                WAY_OUT,
+                MORE,
             )
 
     def check_optimizer(self) -> None:
@@ -304,15 +281,17 @@ class StepCheck:
                 "run (stopping.load_state_dict), or, if the model was trained on other rows, make "
                 "a new optimiser"
             )
-        kept = self._marks is not None
-        changed = kept and self._marks != marks_of(self._values_of_state())
-        if kept and not changed and self._moments is not None:
+        if self._marks is None:
+            return
+        changed = self._marks != marks_of(self._values_of_state())
+        if not changed and self._moments is not None:
             changed = not torch.equal(self._moments, self._sums_of_state())
         if changed:
-            raise HeldinError(
-                f"{self._owner}: the state of the optimiser was cleared, changed or loaded after "
-                f"step {self._steps}, and shadows would keep theirs; "
-                + way_out(self._owner, f"make the stopping object anew, or {WAY_OUT}")
+            raise refusal(
+                self._owner,
+                "the state of the optimiser was cleared, changed or loaded after step "
+                f"{self._steps}, and shadows would keep theirs;",
+                f"make the stopping object anew, or {WAY_OUT}",
             )
 
     # -- comparing
@@ -329,44 +308,25 @@ class StepCheck:
         record: StepRecord,
         session: Session,
         settings: Sequence[Mapping[str, Any]],
-        gradients: Callable[[], tuple[list[Tensor | None], list[Tensor | None] | None]],
-        take_step: Callable[[], None],
-        micro_batches: int,
-        clip: Callable[[Sequence[Tensor | None]], list[Tensor | None]] | None = None,
-    ) -> None:
+        candidates: Callable[[], Mapping[Any, Sequence[Tensor | None]]],
+        take_step: Callable[[], Any],
+        known: Any = 1.0,
+    ) -> Any:
         """Compare a step of the loop with the plain step; raise HeldinError if they differ.
 
-        Args:
-            number: of the step.
-            record: of the step.
-            session: in which the user's state is kept aside.
-            settings: of the optimiser's groups before the step.
-            gradients: computes the plain gradient: the sum over micro-batches, and the sum weighted
-                by their rows, if there are several.
-            take_step: takes the plain step with a closure, which leaves its gradient in `.grad`.
-            micro_batches: number of batches in the step.
-            clip: clips a gradient as the loop does.
+        settings: of the optimiser's groups before the step; candidates: computes gradients of plain
+        steps, by the factor of the loss; take_step: takes a plain step with a closure, which leaves
+        its gradient in `.grad`. Returns the factor that agrees best, `known` if it is as good.
         """
         session.insert(record.state, settings)
-        if record.with_closure:
-            take_step()
-            self._compare(number, record.grads, {1.0: self._gradients()})
-            return
-        plain, by_rows = gradients()
-        candidates: dict[float | None, Sequence[Tensor | None]] = {1.0: plain}
-        if not self.relaxed:
-            if by_rows is not None:
-                candidates[1.0 / micro_batches] = _scaled(plain, 1.0 / micro_batches)
-                candidates[None] = by_rows
-            known = self.factor_for(micro_batches)
-            if known is not None and known != 1.0:
-                candidates[known] = _scaled(plain, known)
-        if clip is not None:
-            candidates = {key: clip(values) for key, values in candidates.items()}
-        known = self.factor_for(micro_batches)
-        factor = self._compare(number, record.grads, candidates, known)
-        if not self.relaxed:
-            self.factors[micro_batches] = factor
+        if not record.with_closure:
+            return self._compare(number, record.grads, candidates(), known)
+        take_step()
+        return self._compare(number, record.grads, {known: self._gradients()}, known)
+
+    def largest(self, error: float) -> float:
+        """Return the largest number of all ranks."""
+        return error if self._ranks is None else float(self._ranks.largest(error, self._device))
 
     def factor_for(self, micro_batches: int) -> float | None:
         """Return the factor of the loss of each of a number of micro-batches; None: by their rows.
@@ -395,7 +355,7 @@ class StepCheck:
         number: int,
         actual: Sequence[Tensor | None],
         candidates: Mapping[Any, Sequence[Tensor | None]],
-        known: float | None = 1.0,
+        known: Any,
     ) -> Any:
         """Return the candidate that agrees with the loop's gradient best."""
         errors = {
@@ -409,39 +369,29 @@ class StepCheck:
             return best
         scale = _best_scale(actual, candidates[best])
         if scale is not None:
-            raise HeldinError(
-                f"{self._owner}: at step {number} the optimiser used another gradient than that of "
-                f"the loss on the batch: it is {scale:.3g} times that, and shadows would not "
-                "follow; "
-                + way_out(
-                    self._owner,
-                    "if the loop clips gradients, pass the largest norm, clip=1.0. If it scales "
-                    f"its loss, pass the scaled one, batch_loss=lambda model, batch: {scale:.3g} * "
-                    f"..., and as eval_loss= the plain one, which is estimated. Or {WAY_OUT}",
-                )
-                + f" {more('another-training-step')}"
+            raise refusal(
+                self._owner,
+                f"at step {number} the optimiser used another gradient than that of the loss on "
+                f"the batch: it is {scale:.3g} times that, and shadows would not follow;",
+                "if the loop clips gradients, pass the largest norm, clip=1.0. If it scales its "
+                f"loss, pass the scaled one, batch_loss=lambda model, batch: {scale:.3g} * ..., "
+                f"and as eval_loss= the plain one, which is estimated. Or {WAY_OUT}",
+                MORE,
             )
-        raise HeldinError(
-            f"{self._owner}: at step {number} the optimiser used another gradient than that of "
-            f"the loss on the batch (relative difference {errors[best]:.2g}). Does the loop clip "
-            "gradients, add a penalty or a second loss, keep gradients of earlier steps, reshape "
-            "the outputs or change the batch on its way to the model? Shadows would not, and "
-            "estimate the loss of another training: "
-            + way_out(self._owner, f"{WAY_OUT}; for clipping alone, clip=1.0")
-            + f" {more('another-training-step')}"
+        raise refusal(
+            self._owner,
+            f"at step {number} the optimiser used another gradient than that of the loss on the "
+            f"batch (relative difference {errors[best]:.2g}). Does the loop clip gradients, add a "
+            "penalty or a second loss, keep gradients of earlier steps, reshape the outputs or "
+            "change the batch on its way to the model? Shadows would not, and estimate the loss of "
+            "another training:",
+            f"{WAY_OUT}; for clipping alone, clip=1.0",
+            MORE,
         )
 
 
-def _copy_of_gradient(p: Tensor) -> Tensor | None:
-    return None if p.grad is None else _local(p.grad).detach().clone()
-
-
 def is_checked(number: int, seed: int) -> bool:
-    """Return whether a step is checked, whatever it does.
-
-    >>> [number for number in range(9, 99) if is_checked(number, seed=0)]
-    [9, 10, 12, 16, 20, 25, 30, 32, 50, 57, 62, 64, 95]
-    """
+    """Return whether a step is checked, whatever it does."""
     if number <= FIRST or number in ROUND or number & (number - 1) == 0:
         return True
     power = 1 << (number.bit_length() - 1)
@@ -450,7 +400,7 @@ def is_checked(number: int, seed: int) -> bool:
 
 def _sample(p: Tensor) -> Tensor:
     """Return some elements of a tensor, in even and in odd places."""
-    flat = _local(p).detach()
+    flat = local(p).detach()
     flat = flat.view(-1) if flat.is_contiguous() else flat[0].reshape(-1)
     return flat[:: len(flat) // SAMPLE | 1]
 
@@ -461,7 +411,7 @@ def _has_stepped(optimizer: Optimizer, trained: Sequence[Tensor]) -> bool:
         if "step" in entries:
             if float(entries["step"]) > 0:
                 return True
-        elif any(isinstance(v, Tensor) and bool(_local(v).any()) for v in entries.values()):
+        elif any(isinstance(v, Tensor) and bool(local(v).any()) for v in entries.values()):
             return True
     return False
 
@@ -470,10 +420,15 @@ def _whole(tensor: Tensor | None) -> Tensor | None:
     """Return a gradient as a plain tensor: dense, or the part of this rank."""
     if tensor is None:
         return None
-    return tensor.to_dense() if tensor.is_sparse else _local(tensor)
+    return tensor.to_dense() if tensor.is_sparse else local(tensor)
 
 
-def _scaled(tensors: Sequence[Tensor | None], factor: float) -> list[Tensor | None]:
+def _square(tensor: Tensor | None) -> float:
+    return 0.0 if tensor is None else float(tensor.abs().double().square().sum())
+
+
+def scaled(tensors: Sequence[Tensor | None], factor: float) -> list[Tensor | None]:
+    """Return gradients times a factor."""
     return [None if t is None else t * factor for t in tensors]
 
 
@@ -481,16 +436,9 @@ def _difference(actual: Sequence[Tensor | None], expected: Sequence[Tensor | Non
     """Return the norm of the difference of two gradients, relative to the larger norm."""
     off = mine = theirs = 0.0
     for a, b in zip(map(_whole, actual), map(_whole, expected), strict=True):
-        if a is not None:
-            mine += float(a.abs().double().square().sum())
-        if b is not None:
-            theirs += float(b.abs().double().square().sum())
-        if a is not None and b is not None:
-            off += float((a - b).abs().double().square().sum())
-        elif a is not None or b is not None:
-            one = a if a is not None else b
-            assert one is not None
-            off += float(one.abs().double().square().sum())
+        mine += _square(a)
+        theirs += _square(b)
+        off += _square(b if a is None else a if b is None else a - b)
     if off != off or mine != mine:  # a loop that trains on nan is repeated as it is
         return 0.0 if mine != mine and theirs != theirs else float("inf")
     return (off / max(mine, theirs)) ** 0.5 if max(mine, theirs) > 0 else 0.0
@@ -502,8 +450,8 @@ def _best_scale(actual: Sequence[Tensor | None], expected: Sequence[Tensor | Non
     for a, b in zip(map(_whole, actual), map(_whole, expected), strict=True):
         if a is not None and b is not None:
             product += float((a.double() * b.double()).real.sum())
-            square += float(b.abs().double().square().sum())
+            square += _square(b)
     if square == 0:
         return None
     scale = product / square
-    return scale if _difference(actual, _scaled(expected, scale)) < 1e-3 else None
+    return scale if _difference(actual, scaled(expected, scale)) < 1e-3 else None

@@ -16,20 +16,14 @@ from heldin.shadows.bare_model import copy_without_hooks
 from heldin.shadows.losses import LossFunction, PerRowLoss, criterion_state
 from heldin.shadows.outputs import one_for_each_row
 
-__all__ = ["CHUNK", "ENOUGH", "TensorData"]
+__all__ = ["CHUNK", "TensorData"]
 
 CHUNK = 4096  # rows in one evaluation
 ENOUGH = 1024  # rows over which a loss is taken, if there are more
 
 
 class TensorData:
-    """Rows (inputs ..., targets), their weights, and the loss of each.
-
-    Attributes:
-        rows: inputs and targets.
-        weights: (n,) of the rows, with mean 1, if there are any.
-        loss: the loss function, row by row.
-    """
+    """Rows (inputs ..., targets), their weights (n,) with mean 1, and the loss of each."""
 
     def __init__(
         self,
@@ -70,6 +64,10 @@ class TensorData:
             outputs = functional_call(self._bare, state, tuple(inputs))
         return one_for_each_row(self._owner, outputs)
 
+    def _losses_of(self, some: slice) -> Tensor:
+        outputs = self.outputs([x[some] for x in self.rows.inputs])
+        return self.loss.per_row(outputs, self.rows.targets[some])
+
     def batch(self, rows: Tensor) -> tuple[Tensor, ...]:
         """Return inputs and targets of rows."""
         return (*(x[rows] for x in self.rows.inputs), self.rows.targets[rows])
@@ -90,9 +88,7 @@ class TensorData:
         """Return the rows whose loss is nan or infinite."""
         bad: list[int] = []
         for start in range(0, len(self.rows), CHUNK):
-            some = slice(start, start + CHUNK)
-            outputs = self.outputs([x[some] for x in self.rows.inputs])
-            losses = self.loss.per_row(outputs, self.rows.targets[some])
+            losses = self._losses_of(slice(start, start + CHUNK))
             bad += (start + (~losses.isfinite()).nonzero().flatten()).tolist()
         return bad
 
@@ -102,9 +98,7 @@ class TensorData:
         stride = -(-n // most)
         parts = []
         for start in range(0, n, CHUNK * stride):
-            some = slice(start, start + CHUNK * stride, stride)
-            outputs = self.outputs([x[some] for x in self.rows.inputs])
-            parts.append(self.loss.per_row(outputs, self.rows.targets[some]))
+            parts.append(self._losses_of(slice(start, start + CHUNK * stride, stride)))
         losses = torch.cat(parts).double()
         return float((losses if self.weights is None else losses * self.weights[::stride]).mean())
 

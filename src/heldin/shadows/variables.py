@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from heldin._private_torch import version_of
 from heldin.errors import HeldinError
+from heldin.loop.batches import equal
 from heldin.loop.generators import (
     cell_contents,
     generator_state,
@@ -32,11 +33,10 @@ from heldin.loop.generators import (
     is_object_of_user,
     is_of_user,
     names_in,
-    same_generator_state,
     set_generator,
 )
 
-__all__ = ["Variables"]
+__all__ = ["MODULE_FIELDS", "PLAIN", "Variables", "is_equal", "refill"]
 
 DEPTH = 12  # nested containers, objects and functions
 MOST = 20_000  # values that are read
@@ -57,58 +57,42 @@ class _Entries(dict[Any, Any]):
     """Some variables of an owner: a cell (named ""), globals, a class, an object with slots."""
 
 
+@dataclass(frozen=True, eq=False)
 class _State:
     """The state of a random generator."""
 
-    def __init__(self, value: Any) -> None:
-        self.value = value
+    value: Any
 
 
 @dataclass(frozen=True, eq=False)
 class _Kept:
-    """An object that can be changed, and a copy of its contents.
-
-    The contents of a long list are its length.
-    """
+    """An object that can be changed, and a copy of its contents: the length of a long list."""
 
     owner: Any
     contents: Any
 
     def restore(self) -> None:
-        """Fill the owner with the contents."""
         owner, contents = self.owner, self.contents
         if isinstance(contents, _Entries):
             for key, value in contents.items():
                 _set(owner, key, value)
         elif isinstance(contents, _State):
-            if not same_generator_state(generator_state(owner), contents.value):
+            if not equal(generator_state(owner), contents.value):
                 set_generator(owner, contents.value)
         elif isinstance(contents, int):
             while len(owner) > contents:
                 owner.pop()
-        elif _same_contents(owner, contents):
-            pass
-        elif isinstance(owner, Tensor):
-            with torch.no_grad():
-                owner.detach().copy_(contents)
-        elif _is_array(owner):
-            owner[...] = contents
         else:
-            owner.clear()
-            if isinstance(owner, (dict, set)):
-                owner.update(contents)
-            else:
-                owner.extend(contents)
+            refill(owner, contents)
 
     def is_same(self, other: Any) -> bool:
-        """Return whether another one has the same owner and contents."""
         if not isinstance(other, _Kept) or self.owner is not other.owner:
             return False
         one, two = self.contents, other.contents
         if type(one) is not type(two):
             return False
         if isinstance(one, _State):
-            return same_generator_state(one.value, two.value)
+            return equal(one.value, two.value)
         return one == two if isinstance(one, int) else _same_contents(one, two)
 
 
@@ -118,30 +102,8 @@ Values = dict[str, _Kept]
 class Variables:
     """The variables that functions and objects can reach, by name.
 
-    Args:
-        roots: returns names and values where to begin.
-        exchanged: numbers (`id`) of objects that are exchanged in another way.
-        largest: number of elements of a tensor that is copied.
-
-    Attributes:
-        iterators: names of iterators, which cannot be put back, as of the latest `read`.
-        watched: modules, large arrays and objects with `state_dict`, which are not exchanged.
-
-    >>> def make():
-    ...     count = 0
-    ...     def step(batch):
-    ...         nonlocal count
-    ...         count += 1
-    ...         return count
-    ...     return step
-    >>> step = make()
-    >>> variables = Variables(lambda: [("", step)], set(), 100)
-    >>> before = variables.read()
-    >>> step(None), step(None)
-    (1, 2)
-    >>> variables.write(before)
-    >>> step(None)
-    1
+    roots: returns names and values where to begin; exchanged: numbers (`id`) of objects that are
+    exchanged in another way; largest: number of elements of a tensor that is copied.
     """
 
     def __init__(
@@ -149,10 +111,14 @@ class Variables:
     ) -> None:
         self._roots, self._largest = roots, largest
         self._exchanged = exchanged | {id(torch.default_generator)}
+        # as of the latest `read`: names of iterators, which cannot be put back; modules, large
+        # arrays and objects with `state_dict`, which are not exchanged; and tensors
         self.iterators: list[str] = []
         self.watched: dict[str, Any] = {}
-        self._tensors: dict[str, Tensor] = {}  # as of the latest `read`
+        self._tensors: dict[str, Tensor] = {}
         self._versions: dict[str, int] = {}
+        self._values: Values = {}  # while they are read
+        self._seen: set[int] = set()
         self._changing: set[str] | None = None  # names of large tensors that a step changes
         self._names: set[str] = set()  # in the functions that were read
         self._lengths: dict[str, int] = {}  # of containers when they were read first
@@ -161,71 +127,73 @@ class Variables:
 
     def read(self) -> Values:
         """Return copies of all values."""
-        values: Values = {}
+        self._values, self._seen = {}, set(self._exchanged)
         self._tensors, self.iterators, self.watched = {}, [], {}
-        seen = set(self._exchanged)
         for name, value in self._roots():
-            self._read(name, value, values, seen, DEPTH)
+            self._read(name, value, DEPTH)
         self._versions = {name: version_of(t) for name, t in self._tensors.items()}
+        values, self._values, self._seen = self._values, {}, set()
         return values
 
-    def _read(self, name: str, value: Any, values: Values, seen: set[int], depth: int) -> None:
+    def _keep(self, name: str, owner: Any, contents: Any) -> None:
+        self._values[name] = _Kept(owner, contents)
+
+    def _read(self, name: str, value: Any, depth: int) -> None:
         """Add what can be changed in place."""
-        if type(value) in PLAIN or id(value) in seen or depth == 0 or len(seen) > MOST:
+        if type(value) in PLAIN or id(value) in self._seen or not depth or len(self._seen) > MOST:
             return
         if type(value).__module__.split(".")[0] == "heldin":
             return  # the stopping object itself
-        seen.add(id(value))
-        below = (values, seen, depth - 1)
+        self._seen.add(id(value))
         if isinstance(value, Tensor):
             if isinstance(value, nn.Parameter) or value.grad_fn is not None:
                 return
             self._tensors[name] = value
             if self._is_copied(name, value):
-                values[name] = _Kept(value, value.detach().clone())
+                self._keep(name, value, value.detach().clone())
         elif isinstance(value, CONTAINERS):
             if len(value) <= LONG:
-                values[name] = _Kept(value, value.copy())
+                self._keep(name, value, value.copy())
                 for key, part in self.parts(name, value):
-                    self._read(f"{name}[{key!r}]", part, *below)
+                    self._read(f"{name}[{key!r}]", part, depth - 1)
             elif isinstance(value, list):
-                values[name] = _Kept(value, len(value))
+                self._keep(name, value, len(value))
         elif isinstance(value, tuple):
             for key, part in enumerate(value):
-                self._read(f"{name}[{key}]", part, *below)
+                self._read(f"{name}[{key}]", part, depth - 1)
         elif isinstance(value, FunctionType):
             if depth == DEPTH or is_of_user(value.__module__):
-                self._read_function(name, value, *below)
+                self._read_function(name, value, depth - 1)
         elif isinstance(value, MethodType):
-            self._read(name, value.__func__, values, seen, depth)
-            self._read(name or "self", value.__self__, *below)
+            self._read(name, value.__func__, depth)
+            self._read(name or "self", value.__self__, depth - 1)
         elif isinstance(value, functools.partial):
-            for part in (value.func, *value.args, *value.keywords.values()):
-                self._read(name, part, *below) if callable(part) else None
-            self._read(f"{name}.args", value.args, *below)
-            self._read(f"{name}.keywords", value.keywords, *below)
+            for part in filter(callable, (value.func, *value.args, *value.keywords.values())):
+                self._read(name, part, depth - 1)
+            self._read(f"{name}.args", value.args, depth - 1)
+            self._read(f"{name}.keywords", value.keywords, depth - 1)
         elif is_generator(value):
-            values[name] = _Kept(value, _State(generator_state(value)))
+            self._keep(name, value, _State(generator_state(value)))
         elif _is_array(value):
             if value.size > self._largest + SMALL:
                 self.watched[name] = value
             elif value.dtype != object and value.flags.writeable:
-                values[name] = _Kept(value, value.copy())
+                self._keep(name, value, value.copy())
         elif isinstance(value, type):
-            self._read_class(value, *below)
+            self._read_class(value, depth - 1)
         elif isinstance(value, nn.Module):
             self.watched[name] = value
             if is_of_user(type(value).__module__):
-                self._read_object(name, value, MODULE_FIELDS, *below)
+                self._read_object(name, value, MODULE_FIELDS, depth - 1)
             for key, child in value.named_children():
-                self._read(f"{name}.{key}", child, *below)
+                self._read(f"{name}.{key}", child, depth - 1)
         elif callable(getattr(value, "state_dict", None)) and hasattr(value, "load_state_dict"):
             self.watched[name] = value
         elif hasattr(type(value), "__next__"):
             if not isinstance(value, io.IOBase):
                 self.iterators.append(name)
         elif not isinstance(value, (*FIXED, ModuleType)) and is_object_of_user(value):
-            self._read_object(name, value, set(), *below)
+            self._read_object(name, value, set(), depth - 1)
 
     def parts(self, name: str, value: Any) -> list[tuple[Any, Any]]:
         """Return what is in a container and may change in place; nothing if it is a growing log."""
@@ -234,30 +202,23 @@ class Variables:
         parts = value.items() if isinstance(value, dict) else enumerate(value)
         return [(key, part) for key, part in parts if type(part) not in PLAIN]
 
-    def _read_object(
-        self,
-        name: str,
-        owner: Any,
-        fields: set[str],
-        values: Values,
-        seen: set[int],
-        depth: int,
-    ) -> None:
+    def _read_object(self, name: str, owner: Any, fields: set[str], depth: int) -> None:
         """Add attributes and slots of an object, and those of its class."""
         table = getattr(owner, "__dict__", {})
         if table:
-            values[f"{name}.__dict__"] = _Kept(table, dict(table))
+            self._keep(f"{name}.__dict__", table, dict(table))
         slots = [key for kind in type(owner).__mro__ for key in _slots_of(kind)]
         entries = _Entries((key, getattr(owner, key)) for key in slots if hasattr(owner, key))
         if entries:
-            values[f"{name}.__slots__"] = _Kept(owner, entries)
+            self._keep(f"{name}.__slots__", owner, entries)
         for key, part in [*table.items(), *entries.items()]:
-            is_foreign = key in fields or (_is_iterator(part) and key not in self._names)
-            if not is_foreign and type(part) not in PLAIN:
-                self._read(f"{name}.{key}", part, values, seen, depth)
-        self._read(type(owner).__qualname__, type(owner), values, seen, depth)
+            if type(part) in PLAIN or key in fields:
+                continue
+            if key in self._names or not hasattr(type(part), "__next__"):  # else it is the loop's
+                self._read(f"{name}.{key}", part, depth)
+        self._read(type(owner).__qualname__, type(owner), depth)
 
-    def _read_class(self, kind: type, values: Values, seen: set[int], depth: int) -> None:
+    def _read_class(self, kind: type, depth: int) -> None:
         """Add attributes of a class of the user, and variables of its methods that are named."""
         for base in kind.__mro__:
             if not is_of_user(base.__module__):
@@ -267,48 +228,38 @@ class Variables:
                 inner = getattr(part, "__func__", getattr(part, "fget", part))
                 if isinstance(inner, FunctionType):
                     if key in self._names or (key.startswith("__") and key != "__init__"):
-                        self._read(f"{base.__qualname__}.{key}: ", inner, values, seen, depth)
+                        self._read(f"{base.__qualname__}.{key}: ", inner, depth)
                 elif not key.startswith("__") and not hasattr(part, "__get__"):
                     entries[key] = part
-                    self._read(f"{base.__qualname__}.{key}", part, values, seen, depth)
+                    self._read(f"{base.__qualname__}.{key}", part, depth)
             if entries:
-                values[f"class {base.__qualname__}"] = _Kept(base, entries)
+                self._keep(f"class {base.__qualname__}", base, entries)
 
-    def _read_function(
-        self, prefix: str, function: FunctionType, values: Values, seen: set[int], depth: int
-    ) -> None:
+    def _read_function(self, prefix: str, function: FunctionType, depth: int) -> None:
         """Add the variables of a function, and of the functions that it names."""
         names = names_in(function)
         self._names.update(names)
-        nested: list[tuple[str, Any]] = []
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-        for name, cell in cells:
-            self._add_variable(prefix + name, cell, "", values)
-            nested.append((prefix + name, cell_contents(cell)))
+        places: list[tuple[str, Any, str]] = [(prefix + name, cell, "") for name, cell in cells]
         table = function.__globals__
-        for name in names:
-            if name in table:
-                value, label = table[name], f"globals()[{name!r}]"
-                self._add_variable(label, table, name, values)
-                nested.append((label, value))
-        for _, value in list(nested):
-            if isinstance(value, ModuleType) and is_of_user(value.__name__):
-                for part in [name for name in names if name in vars(value)]:
-                    label = f"{value.__name__}.{part}"
-                    self._add_variable(label, vars(value), part, values)
-                    nested.append((label, vars(value)[part]))
+        places += [(f"globals()[{name!r}]", table, name) for name in names if name in table]
+        for _, owner, key in list(places):
+            module = _get(owner, key)
+            if isinstance(module, ModuleType) and is_of_user(module.__name__):
+                inside = [name for name in names if name in vars(module)]
+                places += [(f"{module.__name__}.{name}", vars(module), name) for name in inside]
+        nested: list[tuple[str, Any]] = []
+        for name, owner, key in places:
+            value = _get(owner, key)
+            if not isinstance(value, (type, ModuleType, FunctionType)):
+                self._keep(f"variable {name}", owner, _Entries({key: value}))
+            nested.append((name, value))
         if vars(function):
             nested.append((f"{prefix}{function.__name__}.__dict__", vars(function)))
         nested.append((f"{prefix}defaults", function.__defaults__))
         nested.append((f"{prefix}defaults", function.__kwdefaults__))
         for name, value in nested:
-            is_code = isinstance(value, FunctionType)
-            self._read(f"{name}: " if is_code else name, value, values, seen, depth)
-
-    def _add_variable(self, name: str, table: Any, key: str, values: Values) -> None:
-        value = _get(table, key)
-        if not isinstance(value, (type, ModuleType, FunctionType)):
-            values[f"variable {name}"] = _Kept(table, _Entries({key: value}))
+            self._read(f"{name}: " if isinstance(value, FunctionType) else name, value, depth)
 
     def _is_copied(self, name: str, tensor: Tensor) -> bool:
         if tensor.layout != torch.strided:
@@ -325,10 +276,10 @@ class Variables:
         late = {name for name in changed if not self._is_copied(name, self._tensors[name])}
         if self._changing is None:
             self._changing = changed - late
-        for name in sorted(late):
+        if late:
             raise HeldinError(
-                f"train_step: it changes the tensor {name!r} in place, which all shadows share "
-                "with the model, so that both would be wrong; keep it in an object with "
+                f"train_step: it changes the tensor {min(late)!r} in place, which all shadows "
+                "share with the model, so that both would be wrong; keep it in an object with "
                 "state_dict and load_state_dict, and pass that: state=[...]"
             )
 
@@ -366,10 +317,8 @@ class Variables:
     ) -> None:
         """Put what the loop changed between two calls (a hidden state that it reset) into values.
 
-        Args:
-            values: of a shadow.
-            before: values of the user after the former call; None: there was none.
-            after: values of the user now.
+        values: of a shadow; before: of the user after the former call, if there was one; after: of
+        the user now.
         """
         if before is None:
             return
@@ -381,10 +330,15 @@ class Variables:
             if isinstance(own, dict) and isinstance(old, dict) and isinstance(new, dict):
                 own = type(own)(own)
                 for key in {*old, *new}:
-                    if not _is_equal(new.get(key, _MISSING), old.get(key, _MISSING)):
+                    if not is_equal(new.get(key, _MISSING), old.get(key, _MISSING)):
                         own.pop(key, None)
                         own |= {key: new[key]} if key in new else {}
                 values[name] = _Kept(value.owner, own)
+
+    @staticmethod
+    def own_values(before: Mapping[str, _Kept], after: Mapping[str, _Kept]) -> Values:
+        """Return values before a call of the user that changed them: shadows keep these."""
+        return {n: before[n] for n in Variables.changes(before, after) if n in before}
 
     @staticmethod
     def new_values(
@@ -430,29 +384,40 @@ class Variables:
     def loaded(self, state: Mapping[str, Mapping[str, Any]], partly: bool = False) -> Values:
         """Return values as `read` does, from what was saved.
 
-        Args:
-            state: what `saved` returned.
-            partly: leave out what is not there (any more).
+        partly: leave out what is not there any more.
         """
         now = self.read()
+        state = {**state["assigned"], **state["in_place"]}
+        unknown = state.keys() - now.keys()
+        if unknown and not partly:
+            raise ValueError(f"train_step has no variable {min(unknown)!r}")
         values: Values = {}
-        unknown = {*state["assigned"], *state["in_place"]} - now.keys()
-        for name in () if partly else sorted(unknown):
-            raise ValueError(f"train_step has no variable {name!r}")
-        for name, saved in state["assigned"].items():
-            if name in unknown:
-                continue
-            here, value = now[name], copy.deepcopy(saved)
+        for name in (name for name in state if name not in unknown):
+            here = now[name]
+            value: Any = copy.deepcopy(state[name])
             if isinstance(here.contents, dict):
                 value = type(here.contents)({**here.contents, **value})
+            elif isinstance(here.contents, _State):
+                value = _State(value)
             values[name] = _Kept(here.owner, value)
-        for name, tensor in state["in_place"].items():
-            if name in unknown:
-                continue
-            here, value = now[name], tensor.clone()
-            is_state = isinstance(here.contents, _State)
-            values[name] = _Kept(here.owner, _State(value) if is_state else value)
         return values
+
+
+def refill(owner: Any, contents: Any) -> None:
+    """Give a container, a tensor or an array the contents of another one."""
+    if _same_contents(owner, contents):
+        return
+    if isinstance(owner, Tensor):
+        with torch.no_grad():
+            owner.detach().copy_(contents)
+    elif _is_array(owner):
+        owner[...] = contents
+    else:
+        owner.clear()
+        if isinstance(owner, (dict, set)):
+            owner.update(contents)
+        else:
+            owner.extend(contents)
 
 
 def _fingerprint(value: Any) -> Any:
@@ -474,10 +439,6 @@ def _slots_of(kind: type) -> tuple[str, ...]:
     return tuple(name for name in names if not name.startswith("__"))
 
 
-def _is_iterator(value: Any) -> bool:
-    return hasattr(type(value), "__next__")
-
-
 def _is_array(value: Any) -> bool:
     return type(value).__module__ == "numpy" and type(value).__name__ == "ndarray"
 
@@ -492,10 +453,9 @@ def _is_saved(value: Any) -> bool:
 def _get(table: Any, key: Any) -> Any:
     if isinstance(table, CellType):
         return cell_contents(table, _MISSING)
-    if isinstance(table, dict):
-        return table.get(key, _MISSING)
-    owner = vars(table) if isinstance(table, type) else table
-    return owner.get(key, _MISSING) if isinstance(table, type) else getattr(table, key, _MISSING)
+    if isinstance(table, type):
+        return vars(table).get(key, _MISSING)
+    return table.get(key, _MISSING) if isinstance(table, dict) else getattr(table, key, _MISSING)
 
 
 def _set(table: Any, key: Any, value: Any) -> None:
@@ -514,7 +474,7 @@ def _set(table: Any, key: Any, value: Any) -> None:
         table[key] = value
 
 
-def _is_equal(one: Any, other: Any) -> bool:
+def is_equal(one: Any, other: Any) -> bool:
     """Return whether two values are one, or equal numbers or texts."""
     return one is other or (type(one) in PLAIN and type(one) is type(other) and one == other)
 
@@ -527,7 +487,7 @@ def _same_contents(one: Any, other: Any) -> bool:
     if len(one) != len(other):
         return False
     if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_is_equal(one[key], other[key]) for key in one)
+        return one.keys() == other.keys() and all(is_equal(one[key], other[key]) for key in one)
     if isinstance(one, set):
         return bool(one == other)
-    return all(map(_is_equal, one, other))
+    return all(map(is_equal, one, other))
