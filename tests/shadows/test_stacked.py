@@ -466,6 +466,33 @@ def test_steps_that_wait_have_the_modes_of_the_loop(kind: Any) -> None:
         assert torch.equal(weight, weights[1][name])
 
 
+@pytest.mark.parametrize("engine", ["dense", "vmap"])
+def test_a_rate_of_dropout_that_the_loop_changes(engine: str) -> None:
+    """Steps that wait have the rate of their own time, and no other step has."""
+    weights = []
+    for late, last in ((True, 0.1), (False, 0.1), (False, 0.7)):
+        torch.manual_seed(5)
+        dropout = nn.Dropout(0.7)
+        model = nn.Sequential(nn.Linear(D, 9), dropout, nn.Linear(9, 1)).double()
+        optimizer, (x, y) = OPTIMIZERS["sgd"](model.parameters()), data()
+        stopping: Any = runs.FoldStopping(
+            model, optimizer, F.mse_loss, (x, y), 3, engine=engine, patience=None
+        )
+        for number, index in enumerate(minibatches(8, 9)):
+            if number == 5:
+                if not late:
+                    _ = stopping.backend.stack  # takes the steps that wait
+                dropout.p = last
+            optimizer.zero_grad()
+            F.mse_loss(model(x[index]), y[index]).backward()
+            optimizer.step()
+            stopping.step()
+        weights.append(stopping.backend.weights_of(1))
+    for name, weight in weights[0].items():
+        assert torch.equal(weight, weights[1][name])
+    assert any(not torch.equal(weight, weights[2][name]) for name, weight in weights[0].items())
+
+
 def test_dropout_of_a_dense_stack_repeats_itself_and_leaves_the_loop_alone() -> None:
     start = nn.Sequential(nn.Dropout(0.2), nn.Linear(D, 9), nn.Dropout(0.5), nn.Linear(9, 1))
     states, weights = [], []

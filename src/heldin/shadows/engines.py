@@ -9,7 +9,7 @@ from typing import Literal, Protocol, get_args
 import torch
 from torch import Tensor, nn
 
-from heldin._private_torch import BatchNorm, own_parameters
+from heldin._private_torch import BatchNorm, Dropout, own_parameters
 from heldin.errors import HeldinError
 from heldin.loop.randomness import separate_random_stream
 from heldin.shadows.bare_model import copy_without_hooks
@@ -128,6 +128,8 @@ class Vmap:
             mode = train and theirs.training
             if mine.training != mode:
                 mine.training = mode
+            if isinstance(theirs, Dropout):
+                mine.p = theirs.p  # type: ignore[assignment]
         mapped = self.on_shared_rows if shared else self.on_own_rows
         with torch.set_grad_enabled(train):
             outputs: Tensor = mapped(*self.stack.blocks.values(), *inputs)

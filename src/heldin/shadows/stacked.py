@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from heldin._private_torch import BatchNorm, Dropout
 from heldin.crossval import OutOfFold
 from heldin.errors import HeldinError
 from heldin.loop.events import OptimizerStep
@@ -70,6 +71,8 @@ class StackedShadows:
         self._stack = Stack(model, optimizer, self.copies, data.rows.inputs, engine)
         self._waiting: list[tuple[Sequence[Tensor], Tensor, Settings]] = []  # steps not yet taken
         self._modes: Sequence[bool] = ()  # `training` of the modules in these steps
+        self._layers = [m for m in model.modules() if isinstance(m, (BatchNorm, Dropout))]
+        self._live: list[dict[str, Any]] = []  # their settings in these steps
         self._start = self.stack.state_of(0) if rows < 1.0 else None
         self.engine = self.stack.engine  # how the shadows are run
         self._plain = PlainStepCheck(owner, model, optimizer, clip)
@@ -134,6 +137,7 @@ class StackedShadows:
                 torch.inference_mode(False),
                 full_precision(self.label.device.type),
                 self._plain.exchange.modes(self._modes),
+                _with_settings(self._layers, self._live),
             ):
                 for inputs, index, settings in steps:
                     self.advance(inputs, index, settings)
@@ -167,9 +171,10 @@ class StackedShadows:
         self._plain.follow(step, self.data.loss_of, index)
         modes = step.calls[-1].modes if step.calls else ()
         modes = modes or tuple([module.training for module in self._model.modules()])
-        if modes != self._modes:
+        live = [_settings_of(layer) for layer in self._layers]
+        if modes != self._modes or live != self._live:
             _ = self.stack
-            self._modes = modes
+            self._modes, self._live = modes, live
         # the loop may use its tensors again
         self._waiting.append((tuple(x.clone() for x in inputs), index, step.settings))
         count = self._steps + len(self._waiting)
@@ -451,3 +456,22 @@ class StackedShadows:
         self._steps, self._start = state["steps"], dict(state["start"]) or None
         self.check.resume()
         self.draw = RowDraw(state["row_share"], self.seed)
+
+
+def _settings_of(layer: nn.Module) -> dict[str, Any]:
+    return {name: vars(layer)[name] for name in ("p", "momentum", "eps") if name in vars(layer)}
+
+
+@contextmanager
+def _with_settings(
+    layers: Sequence[nn.Module], settings: Sequence[Mapping[str, Any]]
+) -> Iterator[None]:
+    """Give layers settings that they had before; the loop may have changed them since."""
+    now = [_settings_of(layer) for layer in layers]
+    try:
+        for layer, values in zip(layers, settings, strict=True):
+            vars(layer).update(values)
+        yield
+    finally:
+        for layer, values in zip(layers, now, strict=True):
+            vars(layer).update(values)
