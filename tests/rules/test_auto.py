@@ -185,6 +185,40 @@ def test_small_networks_on_images_and_texts_are_not_large() -> None:
     assert torch.equal(state, torch.get_rng_state())
 
 
+def test_the_work_of_transformer_layers_is_counted() -> None:
+    """In evaluation PyTorch fuses them into one op, whose multiplications it does not count."""
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    words = torch.zeros(3, 24, 16)
+    assert _size(layer, [words]) == 1
+    assert _size(layer.requires_grad_(False), [words]) == 1
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.last = nn.LSTM(3, 8, batch_first=True), nn.Linear(8, 1)
+
+    def forward(self, x: Any) -> Any:
+        return self.last(self.layer(x)[0][:, -1])
+
+
+@pytest.mark.parametrize("budget", [None, 6.0])
+def test_what_cannot_be_stacked_is_chosen_at_the_price_of_replay(budget: float | None) -> None:
+    x, y = torch.randn(60, 5, 3), torch.randn(60, 1)
+    model = Recurrent()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    stopping: Any = heldin.EarlyStopping(model, optimizer, F.mse_loss, (x, y), budget=budget)
+    shadows = stopping.following.backend.copies
+    assert stopping.following.backend.engine == "replay"
+    one = case(rows=60, parameters=425, engine="replay", size=0, known=False)
+    rows = stopping.following.rule.rows
+    cost = one.cost(shadows, 1.0 if rows == "all" else rows)
+    assert f"for about {cost:g} times" in stopping.reason_chosen
+    assert shadows == (1 if budget is None else 3)
+    stopping.close()
+
+
 def test_small_networks_on_images_are_stacked() -> None:
     x, y = torch.randn(60, 1, 8, 8), torch.randn(60, 1)
     layers = [nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 1)]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import heldin
 from tests.support import runs
 
 N, D = 24, 4
@@ -123,3 +124,23 @@ def test_resume_after_a_copy_has_skipped_a_step() -> None:
     other.load_state_dict(stopping.state_dict())
     assert torch.equal(other.backend.held_out(), losses)
     other.close()
+
+
+def test_transformer_layers_are_mapped_at_checks() -> None:
+    """PyTorch fuses them in evaluation, into ops that vmap would run copy by copy and warn of."""
+    losses = []
+    for engine in ("vmap", "replay"):
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, dropout=0.0)
+        model = nn.Sequential(layer, nn.Flatten(), nn.Linear(12, 1)).double()
+        x, y = torch.randn(40, 3, 4).double(), torch.randn(40, 1).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        rule = heldin.rules.Folds(engine=engine)  # type: ignore[arg-type]
+        stopping: Any = heldin.EarlyStopping(model, optimizer, F.mse_loss, (x, y), rule)
+        for _ in range(6):
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+        losses.append([record.estimate for record in stopping.history])
+        stopping.close()
+    assert losses[0] == pytest.approx(losses[1], rel=1e-9)

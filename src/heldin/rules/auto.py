@@ -25,8 +25,9 @@ from heldin.rules.inputs import RunInputs
 from heldin.rules.leave_one_out import LeaveOneOutStopping
 from heldin.rules.options import Auto, Folds, LeaveOneOut
 from heldin.rules.path import PathStopping
-from heldin.shadows.bare_model import copy_without_hooks
+from heldin.shadows.bare_model import copy_without_hooks, unfused_attention
 from heldin.shadows.dense import is_plain
+from heldin.shadows.engines import CannotStack
 from heldin.shadows.models import check_trainable
 from heldin.shadows.replayed import LossIsSum
 
@@ -226,6 +227,7 @@ def follow(inputs: RunInputs, rule: Auto | Folds | LeaveOneOut) -> PathStopping:
 def _follow_best(inputs: RunInputs, rule: Auto) -> PathStopping:
     """Follow a run by what suits the model, its rows and the budget; say why."""
     several = bool(groups_of(inputs.model, inputs.process_group))
+    read = inputs
     if inputs.needs_replay or several:
         case = _case(inputs.model, inputs.optimizer, inputs.data, "replay")
     else:
@@ -235,25 +237,14 @@ def _follow_best(inputs: RunInputs, rule: Auto) -> PathStopping:
             data = Rows.of(data, parameter.device, inputs.store)
         case = _case(inputs.model, inputs.optimizer, data, "auto")
         if case.engine != "replay":
-            inputs = replace(inputs, data=data)  # which are read once
+            read = replace(inputs, data=data)  # which are read once
     if any(getattr(inputs, name) is not None for name in FOLDS_ONLY):
         case = replace(case, known=False)
-    light = case.engine == "replay" and not several
-    light = light and inputs.time is None and inputs.sample_weight is None
-    choice = _choose(case, rule.budget, rule.memory, light)
-    if not choice.shadows:
-        followed: PathStopping = LeaveOneOutStopping(inputs, LeaveOneOut())
-    else:
-        engine: Any = "replay" if case.engine == "replay" else "auto"
-        if inputs.sample_weight is not None:
-            engine = "auto"  # only stacked shadows have weights
-        rows: Any = "all" if choice.share == 1.0 else choice.share
-        folds = Folds(shadows=choice.shadows, rows=rows, engine=engine)
-        try:
-            followed = FoldStopping(inputs, folds)
-        except LossIsSum:  # which light shadows cannot be trained by
-            choice = _choose(case, rule.budget, rule.memory, light=False)
-            followed = FoldStopping(inputs, replace(folds, shadows=choice.shadows, rows="all"))
+    try:
+        followed, choice = _follow_case(read, rule, case, several)
+    except CannotStack:  # recurrent layers, say: the shadows cost what replay costs
+        case = replace(case, engine="replay", known=False)
+        followed, choice = _follow_case(inputs, rule, case, several)
     if choice.over:
         warnings.warn(
             f"heldin.EarlyStopping: nothing that estimates the test loss fits budget="
@@ -263,6 +254,26 @@ def _follow_best(inputs: RunInputs, rule: Auto) -> PathStopping:
         )
     followed.reason_chosen = choice.reason
     return followed
+
+
+def _follow_case(
+    inputs: RunInputs, rule: Auto, case: _Case, several: bool
+) -> tuple[PathStopping, _Choice]:
+    """Follow a run by what is chosen for a case; raise CannotStack if its engine cannot run it."""
+    replays, weighted = case.engine == "replay", inputs.sample_weight is not None
+    light = replays and not several and inputs.time is None and not weighted
+    choice = _choose(case, rule.budget, rule.memory, light)
+    if not choice.shadows:
+        return LeaveOneOutStopping(inputs, LeaveOneOut()), choice
+    # only stacked shadows have weights, whatever they cost
+    engine: Any = "replay" if replays and not weighted else "auto"
+    rows: Any = "all" if choice.share == 1.0 else choice.share
+    folds = Folds(shadows=choice.shadows, rows=rows, engine=engine)
+    try:
+        return FoldStopping(inputs, folds, must_stack=not replays), choice
+    except LossIsSum:  # which light shadows cannot be trained by
+        choice = _choose(case, rule.budget, rule.memory, light=False)
+        return FoldStopping(inputs, replace(folds, shadows=choice.shadows, rows="all")), choice
 
 
 def _case(model: nn.Module, optimizer: Optimizer, data: Any, engine: str) -> _Case:
@@ -336,7 +347,7 @@ def _size(model: nn.Module, inputs: Sequence[torch.Tensor] | None = None) -> int
     with separate_random_stream(row[0].device, 0), torch.no_grad():
         try:
             bare = copy_without_hooks(model).eval()
-            with counter:
+            with counter, unfused_attention():
                 bare(*row)
         except Exception:  # whatever the model raises for one row
             return len(SIZES)

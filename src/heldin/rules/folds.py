@@ -73,7 +73,8 @@ class FoldStopping(PathStopping):
 
     name = "folds"
 
-    def __init__(self, inputs: RunInputs, rule: Folds) -> None:
+    def __init__(self, inputs: RunInputs, rule: Folds, must_stack: bool = False) -> None:
+        """Begin to follow a run; with `must_stack`, raise CannotStack rather than replay."""
         wrapped = getattr(inputs.optimizer, "optimizer", None)  # of Accelerate
         if isinstance(wrapped, Optimizer):
             inputs = replace(inputs, optimizer=wrapped)
@@ -97,6 +98,7 @@ class FoldStopping(PathStopping):
         self._seen_at_start = 0  # of the shadows
         self._same = ParameterGuard(model, optimizer, state)
         self._replays_function = inputs.train_step is not None
+        self._must_stack = must_stack
         self._backend: ShadowBackend = self._make_backend(inputs, model, replays)
         self._same_loss = self._backend.same_loss
         self._start()
@@ -146,6 +148,8 @@ class FoldStopping(PathStopping):
             if stacked is not None:
                 inputs.store.close()
                 return stacked
+            if self._must_stack:
+                raise CannotStack
             if isinstance(inputs.data, Rows):
                 rows = inputs.data
                 inputs = replace(inputs, data=rows.loader or (*rows.inputs, rows.targets))

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-__all__ = ["copy_without_hooks", "is_parametrization_hook"]
+__all__ = ["copy_without_hooks", "is_parametrization_hook", "unfused_attention"]
 
 
 def copy_without_hooks(model: nn.Module, share: bool = True) -> nn.Module:
@@ -27,3 +31,18 @@ def copy_without_hooks(model: nn.Module, share: bool = True) -> nn.Module:
 def is_parametrization_hook(hook: object) -> bool:
     """Whether a hook is a part of the model (weight or spectral normalisation)."""
     return type(hook).__module__.startswith("torch.nn.utils")
+
+
+@contextmanager
+def unfused_attention() -> Iterator[None]:
+    """Let PyTorch compute attention and transformer layers op by op.
+
+    Its fused ops can neither be mapped over copies nor be counted.
+    """
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from heldin._private_torch import BatchNorm, Dropout, own_parameters
 from heldin.errors import HeldinError
 from heldin.loop.randomness import separate_random_stream
-from heldin.shadows.bare_model import copy_without_hooks
+from heldin.shadows.bare_model import copy_without_hooks, unfused_attention
 from heldin.shadows.dense import ACTIVATIONS, DenseNetwork, Linear, plain_layers, weights_of
 from heldin.shadows.dense import BatchNorm as DenseNorm
 from heldin.shadows.outputs import one_for_each_row
@@ -131,7 +131,7 @@ class Vmap:
             if isinstance(theirs, Dropout):
                 mine.p = theirs.p  # type: ignore[assignment]
         mapped = self.on_shared_rows if shared else self.on_own_rows
-        with torch.set_grad_enabled(train):
+        with torch.set_grad_enabled(train), unfused_attention():
             outputs: Tensor = mapped(*self.stack.blocks.values(), *inputs)
         self.outputs = outputs if train else None
         return outputs.detach()
