@@ -135,7 +135,7 @@ def test_transformer_layers_are_mapped_at_checks() -> None:
         model = nn.Sequential(layer, nn.Flatten(), nn.Linear(12, 1)).double()
         x, y = torch.randn(40, 3, 4).double(), torch.randn(40, 1).double()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        rule = heldin.rules.Folds(engine=engine)  # type: ignore[arg-type]
+        rule = heldin.rules.Folds(engine=engine)
         stopping: Any = heldin.EarlyStopping(model, optimizer, F.mse_loss, (x, y), rule)
         for _ in range(6):
             optimizer.zero_grad()
