@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from pathlib import Path
 
 import pytest
@@ -23,18 +22,7 @@ from heldin.model_hook import ModelHook
 from heldin.pause import is_paused, paused
 from heldin.state.estimates import interval_coverage
 from heldin.state.files import leftovers, replacing
-from heldin.state.packed import packed, unpacked
 from heldin.state.schema import schema_error
-from tests.support.states import same
-
-
-def test_states_as_json_values() -> None:
-    found = packed({"a": [1.5, math.nan], "b": torch.tensor([1, 2])})
-    assert found["a"] == [1.5, {"float": "nan"}]
-    assert found["b"]["tensor"] == "int64"
-    assert found["b"]["shape"] == [2]
-    state = {"a": [math.inf], "b": torch.tensor([[0.1, 2.0]]), "c": None}
-    assert same(unpacked(packed(state)), state)
 
 
 def test_where_a_state_does_not_match_its_schema() -> None:

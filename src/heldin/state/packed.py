@@ -1,53 +1,18 @@
-"""Saved states as JSON, for frameworks whose checkpoints hold only JSON."""
+"""Saved states as one string, for checkpoints whose entries cannot grow."""
 
 from __future__ import annotations
 
 import base64
-import ctypes
-import json
-import math
+import io
 from collections.abc import Mapping
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from heldin.errors import HeldinError
 
-__all__ = ["Packed", "packed", "unpacked"]
-
-
-def packed(value: Any) -> Any:
-    """Convert a state to JSON values; numbers and tensors keep every bit."""
-    if isinstance(value, Tensor):
-        flat = value.detach().cpu().contiguous().reshape(-1)
-        raw = ctypes.string_at(flat.data_ptr(), flat.numel() * flat.element_size())  # no numpy
-        data = base64.b64encode(raw).decode("ascii")
-        kind = str(value.dtype).removeprefix("torch.")
-        return {"tensor": kind, "shape": list(value.shape), "data": data}
-    if isinstance(value, Mapping):
-        return {key: packed(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [packed(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return {"float": repr(value)}
-    return value
-
-
-def unpacked(value: Any) -> Any:
-    """Convert the result of `packed` back to a state."""
-    if isinstance(value, Mapping):
-        if value.keys() == {"float"}:
-            return float(value["float"])
-        if value.keys() == {"tensor", "shape", "data"}:
-            data = bytearray(base64.b64decode(value["data"]))
-            dtype = getattr(torch, value["tensor"])
-            flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
-            return flat.reshape(value["shape"])
-        return {key: unpacked(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [unpacked(item) for item in value]
-    return value
+__all__ = ["Packed"]
 
 
 class Packed:
@@ -75,14 +40,17 @@ class Packed:
         self.rule = rule
 
     def state_dict(self) -> dict[str, str]:
-        """Return the state of the rule as one JSON string."""
-        return {"packed": json.dumps(packed(self.rule.state_dict()))}
+        """Return the state of the rule as one string."""
+        file = io.BytesIO()
+        torch.save(self.rule.state_dict(), file)
+        return {"packed": base64.b64encode(file.getvalue()).decode("ascii")}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore a state from `state_dict`."""
         try:
-            state = unpacked(json.loads(state_dict["packed"]))
-        except (KeyError, TypeError, ValueError) as error:
+            file = io.BytesIO(base64.b64decode(state_dict["packed"]))
+            state = torch.load(file, map_location="cpu", weights_only=True)
+        except (EOFError, KeyError, RuntimeError, TypeError, UnpicklingError, ValueError) as error:
             raise HeldinError(
                 f"Packed.load_state_dict: this is not a packed state ({error!r}); pass what "
                 "Packed.state_dict() returned"
