@@ -23,13 +23,12 @@ from heldin.loop.batches import tensors_in, to_device
 from heldin.loop.hooks import call_at_steps
 from heldin.rules.auto import follow
 from heldin.rules.callback_hints import CALLBACKS, PlainLoopOnly
-from heldin.rules.estimated import check_patience
 from heldin.rules.evidence import EvidenceStopping
 from heldin.rules.folds import FoldStopping
 from heldin.rules.inputs import RunInputs
 from heldin.rules.options import Auto, Evidence, Folds, LeaveOneOut, Rule, Validation, resolve
 from heldin.rules.outlook import MANY_EPOCHS, warn_of_many_epochs
-from heldin.rules.path import PathStopping
+from heldin.rules.path import PathStopping, check_patience
 from heldin.rules.policy import PATIENCE, Patience
 from heldin.rules.progress import RunProgress
 from heldin.rules.reporting import RunFacts

@@ -23,12 +23,11 @@ from heldin.loop.randomness import RandomState
 from heldin.loop.rows import TrainingRows, has_same_rows
 from heldin.rules.auto import follow
 from heldin.rules.elementwise import ElementwiseStopping
-from heldin.rules.estimated import check_patience
 from heldin.rules.evidence import EvidenceStopping
 from heldin.rules.inputs import RunInputs
 from heldin.rules.options import Auto, Evidence, Folds, Rule
 from heldin.rules.outlook import MANY_EPOCHS, warn_of_many_epochs
-from heldin.rules.path import PathStopping
+from heldin.rules.path import PathStopping, check_patience
 from heldin.rules.results import check_outputs, follow_outputs
 from heldin.shadows.held_out import BatchLoss
 from heldin.state.schema import check_int

@@ -312,7 +312,7 @@ class EvidenceStopping(StoppingRule, Joinable):
         ]
         marks = [] if self.stopped_step is None else [(self.stopped_step, "stop")]
         figure = chart(
-            series, "Criterion", y="criterion", signed=True, marks=marks, **self._step_axis()
+            series, "Criterion", y="criterion", signed=True, marks=marks, **self.run.step_axis()
         )
         files = {"history.csv": csv_link(columns)}
         return [Section("Criterion", "", [figure], [Table([], facts)], files)]

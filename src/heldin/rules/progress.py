@@ -9,7 +9,7 @@ import torch
 
 from heldin.pages.live import Live, sparkline
 
-from .estimated import EstimatedRun
+from .path import PathStopping
 from .reporting import RunFacts
 
 __all__ = ["RunProgress"]
@@ -36,7 +36,7 @@ class RunProgress:
         epoch = facts.epoch(step)
         parts = [] if epoch is None else [f"epoch {epoch}"]
         parts.append(f"step {step}")
-        if not isinstance(rule, EstimatedRun):
+        if not isinstance(rule, PathStopping):
             words = rule.reason.partition(": ")[2] or rule.reason
             return " | ".join([*parts, *(["stopped"] if rule.should_stop else []), words])
         if len(rule.history) != self._checks:  # intervals take a while
@@ -54,7 +54,7 @@ class RunProgress:
         if self._rule.should_stop:
             return step
         ends, limit = self._facts.epoch_ends, None
-        if isinstance(self._rule, EstimatedRun):
+        if isinstance(self._rule, PathStopping):
             limit = self._rule.stop_limit()
         last = self._max_epochs * ends[-1] // len(ends) if ends else None
         return min((step for step in (limit, last) if step is not None), default=None)
@@ -65,7 +65,7 @@ class RunProgress:
             self._live.close()
 
 
-def _latest_check(rule: EstimatedRun) -> list[str]:
+def _latest_check(rule: PathStopping) -> list[str]:
     """Return training loss, test loss and metrics of the latest check, in words."""
     last, number = rule.history.last(), len(rule.history) - 1
     loss = [] if math.isnan(last.training_loss) else [f"loss {last.training_loss:.3g}"]

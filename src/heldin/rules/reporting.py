@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from heldin.crossval import compare
+from heldin.crossval import Interval, compare
 from heldin.errors import HeldinError, docs
 from heldin.pages import Report, Section, Table, csv_link, render
 from heldin.pages.charts import Series, chart
@@ -85,6 +85,15 @@ class RunFacts:
         epoch = self.epoch(step)
         return f"step {step:,}" if epoch is None else f"epoch {epoch:,} (step {step:,})"
 
+    def step_axis(self) -> dict[str, Any]:
+        """Return the axis of a chart over the steps, with their epochs if they are known."""
+        if not self.epoch_ends:
+            return {"x": "step"}
+        return {
+            "x": "step, and its epoch",
+            "under": lambda step: f"epoch {self.epoch(int(step))}" if step > 0 else "",
+        }
+
     def rows(self) -> list[tuple[str, str]]:
         """Return the facts that are known, as names and values."""
         facts = {
@@ -151,7 +160,8 @@ class Follower:
     def model_card(self) -> str:
         """Return the run as Markdown: a section of the model card of a hub."""
         title, verdict = self._headline()
-        rows = [f"| {name} | {value} |" for name, value in (*self._estimates(), *self.run.rows())]
+        facts = (*self.named_intervals().items(), *self.run.rows())
+        rows = [f"| {name} | {value} |" for name, value in facts]
         lines = [
             "## Evaluation without a validation set", "", f"{title.rstrip('.')}. {verdict}", "",
             "| | |", "|---|---|", *rows, "", self._method(), "",
@@ -180,22 +190,12 @@ class Follower:
         """Return the settings that a resumed run must share with the saved one."""
         return {}
 
-    def _estimates(self) -> list[tuple[str, str]]:
-        """Return names and values of the numbers to expect on new rows."""
-        return []
+    def named_intervals(self) -> Mapping[str, Interval]:
+        """Return the numbers to expect on new rows, by the names that reports show."""
+        return {}
 
     def _method(self) -> str:
         return f"Training was stopped by [heldin]({docs('')}); no test loss was estimated."
-
-    def _step_axis(self) -> dict[str, Any]:
-        """Return the axis of a chart over the steps, with their epochs if they are known."""
-        if not self.run.epoch_ends:
-            return {"x": "step"}
-        epoch = self.run.epoch
-        return {
-            "x": "step, and its epoch",
-            "under": lambda step: f"epoch {epoch(int(step))}" if step > 0 else "",
-        }
 
 
 def side_by_side(run: Any, others: Mapping[str, Any]) -> Section:
@@ -207,7 +207,7 @@ def side_by_side(run: Any, others: Mapping[str, Any]) -> Section:
                 f"report: {name!r} is a {type(each).__name__}, which estimates no test loss; give "
                 "runs by one of the rules 'auto', 'folds', 'shadow' and 'leave-one-out'"
             )
-    metrics = list(dict.fromkeys(key for each in runs.values() for key in each.intervals()))
+    names = list(dict.fromkeys(name for each in runs.values() for name in each.named_intervals()))
     rows, series = [], []
     for number, (name, each) in enumerate(runs.items()):
         difference, better = "", ""
@@ -219,12 +219,11 @@ def side_by_side(run: Any, others: Mapping[str, Any]) -> Section:
             else:
                 difference = str(paired.interval)
                 better = f"{paired.probability:.0%}"
-        cells = [str(each.intervals().get(key, "")) for key in metrics]
+        cells = [str(each.named_intervals().get(shown, "")) for shown in names]
         rows.append([name, *cells, each.run.place(each.best_step), difference, better])
         columns = each.history.columns()
         style = STYLES[number % len(STYLES)]
         series.append(Series(name, columns["step"], columns["estimate"], style))
-    names = ["test loss" if key == "loss" else key for key in metrics]
     header = ["run", *names, "chosen", "loss minus that of this run", "better in"]
     text = "Differences are paired row by row; the last column is the share of resamplings."
     figure = chart(series, "Estimated test losses", "step", "estimated test loss", steps=True)

@@ -52,7 +52,7 @@ _CHOICES: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
         {},
         {"heldin.early_stopping.PATIENCE": Patience(factor=3.0, slack=400, checks=3, errors=2.0)},
     ),
-    "best check": ({}, {"heldin.rules.estimated.bootstrap_shares": _best_check}),
+    "best check": ({}, {"heldin.rules.path.bootstrap_shares": _best_check}),
 }
 
 SETTINGS: Mapping[str, Method] = {
