@@ -6,8 +6,8 @@ import bisect
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from inspect import signature
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from heldin.rules.callback_hints import CALLBACKS, PlainLoopOnly
 from heldin.rules.evidence import EvidenceStopping
 from heldin.rules.folds import FoldStopping
 from heldin.rules.inputs import RunInputs
-from heldin.rules.options import Auto, Evidence, Folds, LeaveOneOut, Rule, Validation, resolve
+from heldin.rules.options import Evidence, LeaveOneOut, Rule, Validation, resolve
 from heldin.rules.outlook import MANY_EPOCHS, warn_of_many_epochs
 from heldin.rules.path import PathStopping, check_patience
 from heldin.rules.policy import PATIENCE, Patience
@@ -43,10 +43,11 @@ __all__ = ["EarlyStopping"]
 
 NAME = "heldin.EarlyStopping"
 
-# Arguments about data and loop, not all of which every rule uses.
-GIVEN = (
-    "eval_loss", "eval_data", "clip", "groups", "stratify", "time", "sample_weight", "train_step",
-    "state", "averaged_model", "loss_fn", "batch_loss", "data",
+# Arguments that not every rule uses, see `Rule.takes`.
+OF_RULES = (
+    "finish", "monitor", "mode", "temperature", "eval_loss", "eval_data", "clip", "groups",
+    "stratify", "time", "sample_weight", "train_step", "state", "averaged_model", "loss_fn",
+    "batch_loss", "data", "patience", "seed", "process_group",
 )  # fmt: skip
 OUTPUTS = ("metrics", "predict", "targets", "monitor", "mode", "temperature")
 
@@ -193,20 +194,12 @@ class EarlyStopping(NamedArguments, RunResults, PlainLoopOnly):
         if batch_loss is None and loss_fn is not None:
             self._loss = loss_of_pairs(loss_fn)
         _check_train_step(train_step, state, averaged_model)
-        arguments["state"] = tuple(state) or None
         self._train_step, self._training = train_step, False
-        if not isinstance(self.rule, (Auto, Folds, LeaveOneOut)):
-            of_estimates = {
-                "finish": finish is not None,
-                "monitor": monitor != "loss",
-                "mode": mode is not None,
-                "temperature": temperature != "auto",
-            }
-            self._refuse(name for name, given in of_estimates.items() if given)
-        given = {name: arguments[name] for name in GIVEN if arguments[name] is not None}
+        arguments |= {"state": tuple(state), "patience": patience}
+        self._refuse_unused(arguments)
         self._progress: RunProgress | None = None
         self._counts_epochs = False  # whether the loop is over `epochs`
-        self._inner = self._make(model, given, patience, process_group)
+        self._inner = self._make(arguments)
         if isinstance(self._inner, PathStopping):
             self._inner.finish = finish
         self._facts: RunFacts = getattr(self._inner, "run", RunFacts())
@@ -226,57 +219,46 @@ class EarlyStopping(NamedArguments, RunResults, PlainLoopOnly):
 
     # -- making the rule
 
-    def _make(self, model: nn.Module, given: dict[str, Any], patience: Any, group: Any) -> Any:
-        """Return the object that follows the run.
+    def _refuse_unused(self, arguments: Mapping[str, Any]) -> None:
+        """Refuse arguments that the rule would ignore."""
+        takes, rule = self.rule.takes, self.rule.name
+        parameters = signature(EarlyStopping.__init__).parameters
+        for name in OF_RULES:
+            value, default = arguments[name], parameters[name].default
+            plain = isinstance(value, (str, int, tuple)) and value == default
+            if takes is not None and name not in takes and value is not default and not plain:
+                raise HeldinError(
+                    f"{NAME}: {name} has no effect with rule {rule!r}; leave it out, or use "
+                    "rule='folds'"
+                )
 
-        Args:
-            model: the model that is trained.
-            given: the arguments about data and loop, those that are not None.
-            patience: as `check_patience` returns it.
-            group: the argument process_group.
-        """
-        rule, used = self.rule, {"loss_fn", "batch_loss", "data"}
-        drawn = {"seed": self.seed != 0, "process_group": group != "auto"}
+    def _make(self, arguments: Mapping[str, Any]) -> Any:
+        """Return the object that follows the run."""
+        rule, model, patience = self.rule, arguments["model"], arguments["patience"]
         if isinstance(rule, Evidence):
-            self._refuse(given.keys() - {"data"})
-            return self._make_evidence(model, rule, patience, group)
+            return self._make_evidence(model, rule, patience, arguments["process_group"])
         if isinstance(rule, Validation):
-            self._refuse([*(given.keys() - used), *(name for name in drawn if drawn[name])])
-            if ("loss_fn" in given) == ("batch_loss" in given):
-                raise HeldinError(f"{NAME}: give either loss_fn or batch_loss")
             return self._make_validation(model, rule, patience)
         if type(rule).follow is not Rule.follow:  # a rule from elsewhere
-            drawn = {"patience": patience not in ("default", None), **drawn}
-            self._refuse([*given, *(name for name in drawn if drawn[name])])
             return rule.follow(model, self._optimizer)
-        if isinstance(rule, LeaveOneOut):
-            if "batch_loss" in given:
-                raise HeldinError(f"{NAME}: leave-one-out needs loss_fn and tensors, no batch_loss")
-            self._refuse(given.keys() - used - {"sample_weight"})
-        return follow(
-            RunInputs(
-                model,
-                self._optimizer,
-                patience=PATIENCE if patience == "default" else patience,
-                seed=self.seed,
-                process_group=group,
-                **given,
-            ),
-            rule,
-        )
+        if isinstance(rule, LeaveOneOut) and arguments["batch_loss"] is not None:
+            raise HeldinError(f"{NAME}: leave-one-out needs loss_fn and tensors, no batch_loss")
+        inputs = {
+            name: arguments[name] for name in RunInputs.__dataclass_fields__ & arguments.keys()
+        }
+        inputs |= {
+            "optimizer": self._optimizer,
+            "patience": PATIENCE if patience == "default" else patience,
+        }
+        return follow(RunInputs(**inputs), rule)
 
     def _make_evidence(self, model: nn.Module, rule: Evidence, patience: Any, group: Any) -> Any:
-        if rule.window == "epoch":
-            if self._loader is None:
-                raise HeldinError(
-                    f"{NAME}: window='epoch' needs the DataLoader of the loop as data, to know how "
-                    "many steps an epoch has; or pass the number of steps"
-                )
-            rule = replace(rule, window=max(1, len(self._loader) // rule.check_every))
-        elif self._data is not None:
+        if rule.window != "epoch" and self._data is not None:
             raise HeldinError(
                 f"{NAME}: rule='evidence' uses no data, except for window='epoch'; leave it out"
             )
+        steps = None if self._loader is None else len(self._loader)
+        rule = rule.in_steps(NAME, steps, "give the DataLoader of the loop as data")
         if patience != "default":
             raise HeldinError(f"{NAME}: rule='evidence' has checks= in place of patience=")
         return EvidenceStopping(model, rule, seed=self.seed, process_group=group)
@@ -308,14 +290,6 @@ class EarlyStopping(NamedArguments, RunResults, PlainLoopOnly):
             return total / rows
 
         return ValidationStopping(model, loss, patience=checks, improvement=rule.improvement)
-
-    def _refuse(self, names: Iterable[str]) -> None:
-        """Refuse arguments that would be ignored."""
-        for name in names:
-            raise HeldinError(
-                f"{NAME}: {name} has no effect with rule {self.rule.name!r}; leave it out, or use "
-                "rule='folds'"
-            )
 
     # -- following the optimiser
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -267,18 +266,10 @@ class Session:
     def _make_evidence(self, model: nn.Module, epoch_steps: float | None) -> EvidenceStopping:
         rule = self.settings.rule
         assert isinstance(rule, Evidence)
-        window: Any = rule.window
-        if window == "epoch":
-            if self.next_state:  # a resumed run keeps its number of steps
-                window = self.next_state["settings"]["window"]
-            elif epoch_steps is not None and math.isfinite(epoch_steps):
-                window = max(1, math.ceil(epoch_steps) // rule.check_every)
-            else:
-                raise HeldinError(
-                    f"{self.owner}: window='epoch' needs the number of steps in an epoch, and "
-                    "these data have no length; pass their number, window=100 for instance"
-                )
-        return EvidenceStopping(model, replace(rule, window=window), seed=self.settings.seed)
+        if rule.window == "epoch" and self.next_state:  # a resumed run keeps its number of steps
+            rule = replace(rule, window=self.next_state["settings"]["window"])
+        rule = rule.in_steps(self.owner, epoch_steps, "train on data that have a length")
+        return EvidenceStopping(model, rule, seed=self.settings.seed)
 
     def _make_folds(
         self, model: nn.Module, optimizer: Any, loss: Any, rows: Any, prepare: Any, **inputs: Any

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from torch import nn
 from torch.optim import Optimizer
@@ -19,7 +19,14 @@ __all__ = ["Auto", "Evidence", "Folds", "LeaveOneOut", "Rule", "Validation", "re
 
 @dataclass(frozen=True, kw_only=True)
 class Rule(NamedArguments):
-    """Base class of all rules."""
+    """Base class of all rules.
+
+    Attributes of the class:
+        takes: the arguments of `heldin.EarlyStopping` that the rule uses, of those that not every
+            rule does; None: all.
+    """
+
+    takes: ClassVar[frozenset[str] | None] = frozenset()
 
     @property
     def name(self) -> str:
@@ -73,6 +80,7 @@ class Auto(Rule):
     Auto(budget=2, memory=1073741824)
     """
 
+    takes = None
     budget: float | None = None
     memory: int = 2**30
 
@@ -109,6 +117,7 @@ class Folds(Rule):
     1
     """
 
+    takes = None
     folds: Any = 5
     shadows: int | None = None
     rows: float | Literal["all"] = "all"
@@ -144,6 +153,10 @@ class LeaveOneOut(Rule):
     64
     """
 
+    takes = frozenset(
+        {"loss_fn", "batch_loss", "data", "sample_weight", "patience", "finish", "monitor", "mode"}
+        | {"temperature", "seed", "process_group"}
+    )
     probes: int | None = None
     average: Literal["bagged", "best"] = "bagged"
     check_spacing: float = 1.25
@@ -193,6 +206,7 @@ class Evidence(Rule):
     'mean'
     """
 
+    takes = frozenset({"data", "patience", "seed", "process_group"})
     parameter_groups: Any = "tensor"
     smoothing: float = 0.9
     window: int | Literal["epoch"] = 1
@@ -243,6 +257,23 @@ class Evidence(Rule):
             sampled = self.estimator == "sampled"
             self._check(sampled, "coordinates", f"None with estimator={self.estimator!r}")
 
+    def in_steps(self, owner: str, epoch_steps: float | None, otherwise: str) -> Evidence:
+        """Return the rule with its window as a number of steps.
+
+        Args:
+            owner: the class that is used, for the error.
+            epoch_steps: number of optimiser steps in an epoch; None: not known.
+            otherwise: what to do where it is not known.
+        """
+        if self.window != "epoch":
+            return self
+        if epoch_steps is None or not math.isfinite(epoch_steps):
+            raise HeldinError(
+                f"{owner}: window='epoch' needs the number of steps in an epoch; {otherwise}, or "
+                "pass their number, window=100 for instance"
+            )
+        return replace(self, window=max(1, math.ceil(epoch_steps) // self.check_every))
+
     @classmethod
     def paper(cls, **options: Any) -> Evidence:
         """Return the paper's rule: stop at the first step with a smoothed criterion above zero.
@@ -273,6 +304,7 @@ class Validation(Rule):
     True
     """
 
+    takes = frozenset({"loss_fn", "batch_loss", "data", "patience"})
     data: Any
     improvement: float = 0.0
     check_every: int | None = None
