@@ -7,6 +7,7 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from inspect import signature
 from typing import Any
 
@@ -243,14 +244,10 @@ class EarlyStopping(NamedArguments, RunResults, PlainLoopOnly):
             return rule.follow(model, self._optimizer)
         if isinstance(rule, LeaveOneOut) and arguments["batch_loss"] is not None:
             raise HeldinError(f"{NAME}: leave-one-out needs loss_fn and tensors, no batch_loss")
-        inputs = {
-            name: arguments[name] for name in RunInputs.__dataclass_fields__ & arguments.keys()
-        }
-        inputs |= {
-            "optimizer": self._optimizer,
-            "patience": PATIENCE if patience == "default" else patience,
-        }
-        return follow(RunInputs(**inputs), rule)
+        names = RunInputs.__dataclass_fields__ & arguments.keys()
+        inputs = RunInputs(**{name: arguments[name] for name in names})
+        patience = PATIENCE if patience == "default" else patience
+        return follow(replace(inputs, optimizer=self._optimizer, patience=patience), rule)
 
     def _make_evidence(self, model: nn.Module, rule: Evidence, patience: Any, group: Any) -> Any:
         if rule.window != "epoch" and self._data is not None:
