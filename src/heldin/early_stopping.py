@@ -23,18 +23,18 @@ from heldin.errors import HeldinError, HeldinWarning, NamedArguments
 from heldin.loop.batches import tensors_in, to_device
 from heldin.loop.hooks import call_at_steps
 from heldin.rules.auto import follow
+from heldin.rules.base import copied, trained_tensors
 from heldin.rules.callback_hints import CALLBACKS, PlainLoopOnly
 from heldin.rules.evidence import EvidenceStopping
+from heldin.rules.evidence_checks import MANY_EPOCHS, has_closure, warn_of_many_epochs
 from heldin.rules.folds import FoldStopping
 from heldin.rules.inputs import RunInputs
 from heldin.rules.options import Evidence, LeaveOneOut, Rule, Validation, resolve
-from heldin.rules.outlook import MANY_EPOCHS, warn_of_many_epochs
 from heldin.rules.path import PathStopping, check_patience
 from heldin.rules.policy import PATIENCE, Patience
 from heldin.rules.progress import RunProgress
 from heldin.rules.reporting import RunFacts
-from heldin.rules.results import RunResults, follow_outputs
-from heldin.rules.step_order import has_closure
+from heldin.rules.results import OUTPUTS, OutputOptions, RunResults
 from heldin.rules.validation import ValidationStopping
 from heldin.shadows.held_out import loss_of_pairs
 from heldin.shadows.stacked import StackedShadows
@@ -50,7 +50,6 @@ OF_RULES = (
     "stratify", "time", "sample_weight", "train_step", "state", "averaged_model", "loss_fn",
     "batch_loss", "data", "patience", "seed", "process_group",
 )  # fmt: skip
-OUTPUTS = ("metrics", "predict", "targets", "monitor", "mode", "temperature")
 
 STATE_VERSION = 1
 STATE_SCHEMA = {
@@ -205,8 +204,8 @@ class EarlyStopping(NamedArguments, RunResults, PlainLoopOnly):
             self._inner.finish = finish
         self._facts: RunFacts = getattr(self._inner, "run", RunFacts())
         self._facts.describe(self._model, self._optimizer)
-        self._outputs = {name: arguments[name] for name in OUTPUTS}
-        follow_outputs(self._inner, **self._outputs)
+        self._outputs: Any = OutputOptions(NAME, **{name: arguments[name] for name in OUTPUTS})
+        self._outputs.follow(self._inner)
         self._tell_of_checks(self._inner, on_check)
         if verify:
             check = self._inner._step_check() if isinstance(self._inner, PathStopping) else None
@@ -307,7 +306,7 @@ class EarlyStopping(NamedArguments, RunResults, PlainLoopOnly):
     def _note_stop(self, stops: bool, has_batch: bool = True) -> None:
         """Keep the weights that made evidence stop; of a rank with a batch, if one has none."""
         if stops and self._model is not None:
-            weights = _weights(self._model)
+            weights = copied(trained_tensors(self._model))
             self._inner.share_weights(weights, has_batch)
             self._stopped_weights = weights
 
@@ -540,7 +539,7 @@ class EarlyStopping(NamedArguments, RunResults, PlainLoopOnly):
         the targets of rows that it does not see.
         """
         self._inner._stacked("fit").start_at(weights)
-        follow_outputs(self._inner, **self._outputs)
+        self._outputs.follow(self._inner)
 
     def _fit_plainly(
         self,
@@ -714,7 +713,7 @@ class EarlyStopping(NamedArguments, RunResults, PlainLoopOnly):
         weights = self._stopped_weights
         if weights is not None:
             with torch.no_grad():
-                for name, value in _state(model):
+                for name, value in trained_tensors(model).items():
                     value.copy_(weights[name])
 
     def _repr_html_(self) -> str:
@@ -749,7 +748,7 @@ class EarlyStopping(NamedArguments, RunResults, PlainLoopOnly):
         stopped = dict(state["stopped_weights"])
         if stopped:
             try:
-                check_schema(stopped, _weights(model), "['stopped_weights']")
+                check_schema(stopped, trained_tensors(model), "['stopped_weights']")
             except ValueError as error:
                 raise HeldinError(f"{NAME}.load_state_dict: {error}") from error
         self._inner.load_state_dict(state["rule"])
@@ -767,8 +766,8 @@ class EarlyStopping(NamedArguments, RunResults, PlainLoopOnly):
             self._progress = None
         self._inner.close()
         self._model = self._optimizer = self._loader = None
-        self._data = self._loss = self._train_step = None
-        self._outputs, self._batches = {}, []
+        self._data = self._loss = self._train_step = self._outputs = None
+        self._batches = []
 
     def _opened(self, method: str) -> nn.Module:
         if self._model is None:
@@ -830,13 +829,3 @@ def _check_optimizer(optimizer: Any) -> Optimizer:
             "order is EarlyStopping(model, optimizer, loss_fn, data)"
         )
     return inner
-
-
-def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield what training changes."""
-    yield from ((name, p) for name, p in model.named_parameters() if p.requires_grad)
-    yield from model.named_buffers()
-
-
-def _weights(model: nn.Module) -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in _state(model)}

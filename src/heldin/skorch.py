@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from .adapters.arguments import check_elementwise, needs_framework, strict_kwargs
 from .adapters.patches import Patches
 from .adapters.session import Session
-from .adapters.stopping import OUTPUTS, FrameworkStopping
+from .adapters.stopping import FrameworkStopping
 from .errors import HeldinWarning, more
 from .loop.hooks import add_to_state
 from .rules.elementwise import GROUP_KEY
 from .rules.elementwise import ElementwiseStopping as Elementwise
 from .rules.options import Rule
+from .rules.results import OUTPUTS
 from .shadows.held_out import FrameworkLoss
 from .shadows.replayed import Clip
 

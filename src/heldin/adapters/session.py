@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from heldin.crossval import resolve_metrics
 from heldin.errors import FrameworkName, HeldinError, HeldinWarning, more
 from heldin.loop.events import LoaderBatch
 from heldin.loop.hooks import call_at_steps
@@ -21,13 +20,14 @@ from heldin.loop.loaders import LoaderRecorder, inner_loader
 from heldin.loop.randomness import RandomState
 from heldin.loop.rows import TrainingRows, has_same_rows
 from heldin.rules.auto import follow
+from heldin.rules.base import copied, trained_tensors
 from heldin.rules.elementwise import ElementwiseStopping
 from heldin.rules.evidence import EvidenceStopping
+from heldin.rules.evidence_checks import MANY_EPOCHS, warn_of_many_epochs
 from heldin.rules.inputs import RunInputs
 from heldin.rules.options import Auto, Evidence, Folds, Rule
-from heldin.rules.outlook import MANY_EPOCHS, warn_of_many_epochs
 from heldin.rules.path import PathStopping, check_patience
-from heldin.rules.results import check_outputs, follow_outputs
+from heldin.rules.results import OutputOptions
 from heldin.shadows.held_out import BatchLoss
 from heldin.state.schema import check_int
 
@@ -77,7 +77,7 @@ class Settings:
     seed: int = 0
     restore: bool = True
     log_groups: bool = False
-    outputs: Mapping[str, Any] = field(default_factory=dict)  # metrics, predict and so on
+    outputs: OutputOptions | None = None  # None: outputs of held-out rows are not kept
     on_begin: Callable[[PathStopping], None] = lambda rule: None  # called when a run begins
 
     def check(self, owner: str) -> None:
@@ -90,12 +90,12 @@ class Settings:
                 f"{owner}: eval_loss must be a function of model and batch, got {self.eval_loss!r}"
             )
         check_patience(owner, self.patience, self.finish)
-        _, _, outputs = check_outputs(owner, **self.outputs)
         if not isinstance(self.rule, Evidence):
             if self.log_groups:
                 raise HeldinError(f"{owner}: log_groups is for rule='evidence'; leave it out")
             return
-        for name in (*(n for n in ESTIMATED_ONLY if getattr(self, n) is not None), *outputs):
+        asked = [] if self.outputs is None else self.outputs.asked
+        for name in (*(n for n in ESTIMATED_ONLY if getattr(self, n) is not None), *asked):
             raise HeldinError(f"{owner}: {name} has no effect with rule='evidence'; leave it out")
         if self.patience != "default":
             raise HeldinError(
@@ -226,11 +226,11 @@ class Session:
                 self._check_run(resumed, pools_ranks)
                 self.stopping = self._make_folds(model, optimizer, loss, rows, prepare, **inputs)
                 self.stopping.epoch_steps, self.stopping.finish = epoch_steps, self.settings.finish
-                outputs = dict(self.settings.outputs)
-                if outputs:
-                    outputs["predict"] = predict or outputs["predict"]
-                    outputs["targets"] = outputs["targets"] or targets
-                    follow_outputs(self.stopping, **outputs, fallback=fallback, owner=self.owner)
+                outputs = self.settings.outputs
+                if outputs is not None:
+                    predict, targets = predict or outputs.predict, outputs.targets or targets
+                    outputs = replace(outputs, predict=predict, targets=targets)
+                    outputs.follow(self.stopping, fallback)
                 self.settings.on_begin(self.stopping)
                 self.stopping.count_passes(in_grad)
             self.epoch_steps = epoch_steps
@@ -418,8 +418,9 @@ class Session:
         """The names of the values for a progress bar or a table, those of groups aside."""
         if self.by_evidence:
             return ["heldin/criterion"]
-        names = resolve_metrics(self.settings.outputs.get("metrics"))
-        return ["heldin/estimate", "heldin/standard_error", *(f"heldin/{name}" for name in names)]
+        outputs = self.settings.outputs
+        names = ["estimate", "standard_error", *(outputs.resolved if outputs is not None else ())]
+        return [f"heldin/{name}" for name in names]
 
     def shown(self) -> dict[str, float]:
         """Return the values for a progress bar or a table."""
@@ -433,7 +434,7 @@ class Session:
         """End the run: put the chosen weights into the model, if the user wants it."""
         if self._model is not None and not self.by_evidence:
             if self.settings.restore and len(self.stopping.history):
-                self._last = {name: v.detach().clone() for name, v in _weights(self._model)}
+                self._last = copied(trained_tensors(self._model))
                 self.stopping.restore()
         self.end()
 
@@ -487,7 +488,7 @@ class Session:
         self.stopping.load_state_dict(state["rule"])
         assert self._model is not None
         with torch.no_grad():
-            for name, value in _weights(self._model):
+            for name, value in trained_tensors(self._model).items():
                 if name in state["last"]:
                     value.copy_(state["last"][name])
 
@@ -529,9 +530,3 @@ def _row_loader(data: Any, rows: DataLoader[Any]) -> DataLoader[Any]:
     dataset = loader.dataset if loader is inner else data
     size = getattr(rows.batch_sampler, "batch_size", None)
     return DataLoader(dataset, batch_size=size or BATCH_SIZE, collate_fn=loader.collate_fn)
-
-
-def _weights(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return the tensors that training changes, by name."""
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    return [*trained, *model.named_buffers()]

@@ -14,15 +14,14 @@ from torch import nn
 from heldin.early_stopping import EarlyStopping
 from heldin.errors import HeldinError
 from heldin.rules.options import Auto, Evidence, Folds, Rule, resolve
-from heldin.rules.results import RunResults
+from heldin.rules.results import OUTPUTS, OutputOptions, RunResults
 
 from .arguments import strict_kwargs
 from .patches import Patches
 from .session import Session, Settings, is_main_process
 
-__all__ = ["OUTPUTS", "FrameworkStopping"]
+__all__ = ["FrameworkStopping"]
 
-OUTPUTS = ("metrics", "predict", "targets", "monitor", "mode", "temperature")
 PLAIN_ONLY = (  # arguments of loops without a framework
     "model", "optimizer", "loss_fn", "data", "batch_loss", "clip", "sample_weight",
     "process_group", "train_step", "state", "averaged_model", "verify",
@@ -98,7 +97,7 @@ class FrameworkStopping(RunResults):
         names = {*Settings.__dataclass_fields__} - {"rule", "outputs", "on_begin"}
         settings = Settings(
             rule=rule,
-            outputs=self._output_options(),
+            outputs=OutputOptions(self.name, **self._output_options()),
             on_begin=partial(self._tell_of_checks, on_check=values["on_check"]),
             **{name: values[name] for name in names},
         )

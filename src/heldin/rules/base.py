@@ -6,14 +6,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from heldin.errors import HeldinError
 from heldin.state.schema import check_settings, checked_state, load_or_roll_back
 
 from .reporting import Follower, RunFacts
 
-__all__ = ["StoppingRule"]
+__all__ = ["StoppingRule", "copied", "trained_tensors"]
 
 STATE_SCHEMA: dict[str, Any] = {  # entries of a saved state that all rules share
     "settings": dict,
@@ -22,6 +22,17 @@ STATE_SCHEMA: dict[str, Any] = {  # entries of a saved state that all rules shar
     "stopped_step": (int, None),
     "reason": str,
 }
+
+
+def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors that training changes, by name: trained parameters, and buffers."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return {**trained, **dict(model.named_buffers())}
+
+
+def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies of tensors."""
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
 class StoppingRule(Follower, ABC):

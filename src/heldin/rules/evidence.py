@@ -28,9 +28,8 @@ from heldin.state.schema import check_int, model_signature
 
 from . import options
 from .base import StoppingRule
-from .outlook import VanishedGradientCheck
+from .evidence_checks import StepOrderCheck, VanishedGradientCheck
 from .reporting import Advice, advice_on_evidence
-from .step_order import StepOrderCheck
 
 __all__ = ["Decision", "EvidenceStopping"]
 
@@ -243,20 +242,6 @@ class EvidenceStopping(StoppingRule, Joinable):
         if due is not None:
             self._check(*due)
         self._collector.clear(redraw=self._running.waiting == 0)  # one block for a whole window
-
-    def take(self, moments: Mapping[str, Moments], steps: int = 1) -> bool:
-        """Finish steps whose moments were computed elsewhere; return True to stop training.
-
-        A replacement of `step()` for loops that compute per-sample sums themselves.
-
-        Args:
-            moments: moments by parameter name.
-            steps: number of optimiser steps that they cover.
-        """
-        self._opened("take")
-        self._step += check_int("heldin.EarlyStopping.take", "steps", steps, 1)
-        self._check(moments, max((each.count for each in moments.values()), default=0))
-        return self.should_stop
 
     def _prepare(self) -> None:
         """Attach the hooks if the next step is observed, else remove them."""

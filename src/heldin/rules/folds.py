@@ -468,7 +468,7 @@ class FoldStopping(PathStopping):
         """Put the weights and buffers of the copy that is the model into the model."""
         own = self._stacked("train").weights_of_the_model()
         with torch.no_grad():
-            for name, value in self._state():
+            for name, value in self._state().items():
                 if name in own:
                     value.copy_(own[name])
 

@@ -7,7 +7,7 @@ import math
 import warnings
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -24,7 +24,7 @@ from heldin.loop.observer import LoopObserver
 from heldin.pages import Section
 from heldin.pause import paused
 from heldin.rules import path_report
-from heldin.rules.base import StoppingRule
+from heldin.rules.base import StoppingRule, copied, trained_tensors
 from heldin.rules.calibration import is_scalable, scale_outputs
 from heldin.rules.inputs import RunInputs
 from heldin.rules.options import Folds, LeaveOneOut
@@ -616,24 +616,24 @@ class PathStopping(StoppingRule):
 
     # -- the model
 
-    def _state(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield what is kept at a check and restored: trained weights, and buffers."""
+    def _state(self) -> dict[str, Tensor]:
+        """Return what is kept at a check and restored: trained weights, and buffers."""
         assert self._model is not None
-        source = self._average or self._model
-        parameters = dict(source.named_parameters())
-        for name, parameter in self._model.named_parameters():
-            if parameter.requires_grad:
-                yield name, parameters[name]
-        yield from source.named_buffers()
+        tensors = trained_tensors(self._model)
+        if self._average is not None:
+            averages = dict(self._average.named_parameters())
+            tensors = {name: averages[name] for name in tensors if name in averages}
+            tensors |= dict(self._average.named_buffers())
+        return tensors
 
     def _snapshot(self) -> dict[str, Tensor]:
-        kept = {name: value.detach().clone() for name, value in self._state()}
+        kept = copied(self._state())
         if self._process_group is not None and self._model is not None:
             self._process_group.copy_first(kept[name] for name, _ in self._model.named_buffers())
         return kept
 
     def _snapshot_bytes(self) -> int:
-        return sum(value.numel() * value.element_size() for _, value in self._state())
+        return sum(value.numel() * value.element_size() for value in self._state().values())
 
     def _thin(self, best: int) -> None:
         """Keep the best weights, and as many others as the memory allows, evenly in log steps."""
@@ -667,7 +667,7 @@ class PathStopping(StoppingRule):
         parts = [(share, self._kept[numbers[step]]) for step, share in self.shares.items()]
         heaviest = max(parts, key=lambda part: part[0])[1]
         with torch.no_grad():
-            for name, value in self._state():
+            for name, value in self._state().items():
                 whole = not (value.is_floating_point() or value.is_complex())
                 if isinstance(value, nn.Parameter) and not whole:
                     mixed = sum(share * kept[name] for share, kept in parts)
@@ -756,7 +756,7 @@ class PathStopping(StoppingRule):
         levels = state["levels"].tolist()
         if len(levels) != (checks if self._levels else 0):
             raise ValueError(f"training losses of {len(levels)} of {checks} checks")
-        form = {name: value.detach() for name, value in self._state()}
+        form = self._state()
         for number, weights in state["kept"].items():
             check_schema(weights, form, f"['kept'][{number}]")
         if self._keeps_outputs:

@@ -7,7 +7,7 @@ import math
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -24,9 +24,10 @@ from heldin.rules.path import PathStopping
 from heldin.shadows.bare_model import copy_without_hooks
 from heldin.shadows.outputs import OutputRecipe
 
-__all__ = ["Check", "Plan", "RunResults", "check_outputs", "follow_outputs"]
+__all__ = ["OUTPUTS", "Check", "OutputOptions", "Plan", "RunResults"]
 
 NAME = "heldin.EarlyStopping"
+OUTPUTS = ("metrics", "predict", "targets", "monitor", "mode", "temperature")
 
 
 @dataclass(frozen=True)
@@ -64,66 +65,76 @@ class Check(NamedTuple):
     larger_is_better: bool
 
 
-def check_outputs(
-    owner: str,
-    metrics: Any,
-    predict: Any,
-    targets: Any,
-    monitor: str,
-    mode: str | None,
-    temperature: bool | str,
-) -> tuple[dict[str, Metric], bool | None, list[str]]:
-    """Check arguments that need outputs of held-out rows.
+@dataclass(eq=False)
+class OutputOptions:
+    """The arguments of `heldin.EarlyStopping` that need outputs of held-out rows.
 
-    Returns:
-        The metrics, whether a larger value of the monitored one is better (None: it is the loss),
-        and the names of those arguments that cannot do without outputs.
-    """
-    if temperature not in (True, False, "auto"):
-        raise HeldinError(
-            f"{owner}: temperature must be True, False or 'auto', got {temperature!r}"
-        )
-    for name, function in (("predict", predict), ("targets", targets)):
-        if function is not None and not callable(function):
-            raise HeldinError(f"{owner}: {name} must be a function, got {function!r}")
-    resolved = resolve_metrics(metrics)
-    larger = check_monitor(resolved, monitor, mode)
-    asked = {
-        "metrics": bool(resolved),
-        "predict": predict is not None,
-        "targets": targets is not None,
-        "temperature": temperature is True,
-    }
-    return resolved, larger, [name for name, given in asked.items() if given]
-
-
-def follow_outputs(inner: Any, *, fallback: Any = None, owner: str = NAME, **options: Any) -> None:
-    """Keep the outputs of held-out rows along a run.
-
-    Outputs that cannot be had are an error only where something was asked for that needs them.
-
-    Args:
-        inner: the object that follows the run.
-        fallback: (model, batch) -> outputs, where a call of the model does not show them.
+    Attributes:
         owner: the public name, for errors.
-        options: the arguments of `check_outputs`.
+        resolved: the metrics by name.
+        larger_is_better: whether a larger value of the monitored metric is better; None: it is the
+            loss.
     """
-    resolved, larger, asked = check_outputs(owner, **options)
-    if not isinstance(inner, PathStopping):
-        for argument in asked:
+
+    owner: str
+    metrics: Any = None
+    predict: Any = None
+    targets: Any = None
+    monitor: str = "loss"
+    mode: str | None = None
+    temperature: bool | str = "auto"
+    resolved: dict[str, Metric] = field(init=False)
+    larger_is_better: bool | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.temperature not in (True, False, "auto"):
             raise HeldinError(
-                f"{owner}: {argument} needs models that were trained without some rows, which this "
-                'rule does not have; leave it out, or use rule="auto"'
+                f"{self.owner}: temperature must be True, False or 'auto', got {self.temperature!r}"
             )
-        return
-    outcome = Outcome(resolved, options["monitor"], larger, options["temperature"], inner.memory)
-    recipe = OutputRecipe(inner.memory, options["predict"], options["targets"], fallback)
-    try:
-        inner.follow_outputs(recipe, outcome)
-    except HeldinError as error:
-        if asked:
-            raise HeldinError(f"{owner}: {error}") from error
-        inner.no_outcome = str(error)
+        for name in ("predict", "targets"):
+            function = getattr(self, name)
+            if function is not None and not callable(function):
+                raise HeldinError(f"{self.owner}: {name} must be a function, got {function!r}")
+        self.resolved = resolve_metrics(self.metrics)
+        self.larger_is_better = check_monitor(self.resolved, self.monitor, self.mode)
+
+    @property
+    def asked(self) -> list[str]:
+        """The names of the arguments that cannot do without outputs."""
+        asked = {
+            "metrics": bool(self.resolved),
+            "predict": self.predict is not None,
+            "targets": self.targets is not None,
+            "temperature": self.temperature is True,
+        }
+        return [name for name, given in asked.items() if given]
+
+    def follow(self, inner: Any, fallback: Any = None) -> None:
+        """Keep the outputs of held-out rows along a run.
+
+        Outputs that cannot be had are an error only where something was asked for that needs them.
+
+        Args:
+            inner: the object that follows the run.
+            fallback: (model, batch) -> outputs, where a call of the model does not show them.
+        """
+        if not isinstance(inner, PathStopping):
+            for argument in self.asked:
+                raise HeldinError(
+                    f"{self.owner}: {argument} needs models that were trained without some rows, "
+                    'which this rule does not have; leave it out, or use rule="auto"'
+                )
+            return
+        outcome = Outcome(
+            self.resolved, self.monitor, self.larger_is_better, self.temperature, inner.memory
+        )
+        recipe = OutputRecipe(inner.memory, self.predict, self.targets, fallback)
+        try:
+            inner.follow_outputs(recipe, outcome)
+        except HeldinError as error:
+            if self.asked:
+                raise HeldinError(f"{self.owner}: {error}") from error
+            inner.no_outcome = str(error)
 
 
 class RunResults:
