@@ -299,7 +299,7 @@ def test_after_an_error_the_next_fit_starts_clean() -> None:
         fit(model, case, lost, broken)
     fit(model, case, callback, epochs=2)
     assert lost.stopping is not None
-    assert not lost.stopping.watching
+    assert lost.stopping._model is None
     assert callback.stopping is not None
     assert len(callback.stopping.history) == 8
     expect_no_trace(model)

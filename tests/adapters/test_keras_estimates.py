@@ -10,8 +10,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import heldin
-from heldin.crossval import cross_fitted
 from tests.support import estimated, plain
+from tests.support.outcome_runs import cross_fitted
 
 keras = pytest.importorskip("keras")
 if keras.backend.backend() != "torch":

@@ -10,18 +10,18 @@ from torch import Tensor, nn
 
 from heldin.crossval import (
     are_probabilities,
-    cross_fitted,
     described,
     fit_temperature,
     mean_interval,
     numbered,
     resolve_metrics,
-    scale_last_layer,
     statistic_interval,
     temperature_losses,
 )
 from heldin.crossval.intervals import _percentiles, defined, resampled_rows, row_groups
 from heldin.crossval.metrics import _larger_is_better
+from heldin.rules.calibration import scale_last_layer
+from tests.support.outcome_runs import cross_fitted
 
 
 def test_one_wrong_answer_of_four() -> None:

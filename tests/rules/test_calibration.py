@@ -12,9 +12,9 @@ from torch.nn import functional as F
 
 import heldin
 from heldin import rules
-from heldin.crossval import cross_fitted, fit_temperature, temperature_losses
+from heldin.crossval import fit_temperature, temperature_losses
 from heldin.rules.calibration import is_scalable
-from tests.support.outcome_runs import CLASSES, D, N, network, rows, sgd
+from tests.support.outcome_runs import CLASSES, D, N, cross_fitted, network, rows, sgd
 
 STEPS = 120  # long enough for confident mistakes
 

@@ -20,6 +20,13 @@ from heldin.rules.schedules import fixed_schedule
 from tests.support import runs
 
 
+def test_evidence_of_moments_that_were_computed_elsewhere() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    moments = heldin.Moments(torch.ones(1, 1), torch.full((1, 1), 9.0), 2)
+    with runs.EvidenceStopping(model, arming=None, estimator="exact") as stopping:
+        assert stopping.take({"weight": moments})
+
+
 def test_evidence_stops_a_loop() -> None:
     torch.manual_seed(0)
     x = torch.randn(20, 30)

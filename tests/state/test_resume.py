@@ -157,7 +157,7 @@ def test_a_stop_is_saved() -> None:
         (lambda s: [], "not a state that heldin saved"),
         (lambda s: {"state": {}, "param_groups": []}, "not a state that heldin saved"),
         (lambda s: {**s, "heldin": "ValidationStopping"}, "state of a ValidationStopping"),
-        (lambda s: {**s, "version": 99}, "has version 99, this heldin reads version 3"),
+        (lambda s: {**s, "version": 99}, "has version 99, this heldin reads version 4"),
         (
             lambda s: {**s, "settings": {**s["settings"], "smoothing": 0.5}},
             r"saved with smoothing=0\.5, but this one has smoothing=0\.9",

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 import heldin
 from heldin import rules
+from heldin.crossval import calibrate, numbered
 
 N, D, CLASSES = 40, 5, 3
 
@@ -81,3 +82,11 @@ def trained(
         usual_loss(model, batch).backward()
         optimizer.step()
     return stopping, model
+
+
+def cross_fitted(
+    logits: Tensor, targets: Tensor, folds: Tensor, weights: Tensor | None = None, **options: Any
+) -> tuple[float, Tensor]:
+    """The temperature of all rows, and losses of the rows of each fold at that of the others."""
+    fit = calibrate(logits, targets, numbered(folds), weights, **options, last_step=0.0)
+    return fit.temperature, fit.losses

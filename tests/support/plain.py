@@ -210,7 +210,7 @@ def expect_same(
     stopping, plain = train(case, **how)
     near = rtol or case.rtol
     assert found is not None
-    assert not found.watching
+    assert found._model is None
     assert stopping.stopped_step is not None
     assert stopping.stopped_step > 16
     assert [r.step for r in found.history] == [r.step for r in stopping.history]

@@ -16,8 +16,6 @@ from .metrics import resolve_metrics as resolve_metrics
 from .out_of_fold import OutOfFold as OutOfFold
 from .temperature import Calibrated as Calibrated
 from .temperature import calibrate as calibrate
-from .temperature import cross_fitted as cross_fitted
 from .temperature import fit_temperature as fit_temperature
 from .temperature import numbered as numbered
-from .temperature import scale_last_layer as scale_last_layer
 from .temperature import temperature_losses as temperature_losses

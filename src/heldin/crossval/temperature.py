@@ -1,4 +1,4 @@
-"""A temperature for logits: fitted, cross-fitted, and moved into a model's last layer.
+"""A temperature for logits: fitted, and cross-fitted.
 
 "Refine, then calibrate" (Berta, Holzmueller, Jordan, Bach 2025): a network is best at a step where
 it is over-confident already, if its logits are divided by one temperature afterwards.
@@ -7,24 +7,20 @@ it is over-confident already, if its logits are divided by one temperature after
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from itertools import combinations
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from heldin.errors import HeldinError
-from heldin.loop.hooks import after_calls
 from heldin.state.schema import shown
 
 __all__ = [
     "Calibrated",
     "calibrate",
-    "cross_fitted",
+    "checked_temperature",
     "fit_temperature",
-    "scale_last_layer",
+    "numbered",
     "temperature_losses",
 ]
 
@@ -34,11 +30,6 @@ STEPS = 60  # most steps of Newton's method
 LAST_STEP = 1e-5  # relative size of the last step; the error after it is about its square
 FOLD_STEP = 0.1  # the same without a fold, which the losses depend on little
 MOST_LINES = 20_000  # lines that a temperature is fitted on
-MOST_BESIDE = 6  # parameters beside the last layer, whose subsets are tried
-LINEAR = (
-    *(nn.Linear, nn.Bilinear, nn.Conv1d, nn.Conv2d, nn.Conv3d),
-    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
-)
 
 
 def fit_temperature(
@@ -71,35 +62,7 @@ def temperature_losses(
     The loss of a row with several positions or labels is their mean. See `fit_temperature` for the
     arguments.
     """
-    return _Lines(logits, targets, binary).losses(1 / _checked_temperature(temperature))
-
-
-def cross_fitted(
-    logits: Tensor,
-    targets: Tensor,
-    folds: Tensor,
-    weights: Tensor | None = None,
-    *,
-    binary: bool | None = None,
-) -> tuple[float, Tensor]:
-    """Return the temperature of all rows, and row losses that do not profit from its fit.
-
-    The rows of each fold are scored with the temperature of the other folds. A single fold is cut
-    into two halves, every second row in one of them.
-
-    Args:
-        logits, targets, weights, binary: see `fit_temperature`.
-        folds: (n,) numbers of the rows' folds.
-
-    Returns:
-        The temperature fitted on all rows, and (n,) row losses.
-    """
-    if torch.as_tensor(folds).shape != (len(logits),):
-        raise HeldinError(
-            f"folds has shape {tuple(folds.shape)}; give the fold of each of {len(logits)} rows"
-        )
-    fit = calibrate(logits, targets, numbered(folds), weights, binary=binary, last_step=0.0)
-    return fit.temperature, fit.losses
+    return _Lines(logits, targets, binary).losses(1 / checked_temperature(temperature))
 
 
 class Calibrated(NamedTuple):
@@ -121,7 +84,9 @@ def calibrate(
     start: float = 2.0,
     last_step: float = FOLD_STEP,
 ) -> Calibrated:
-    """Return what `cross_fitted` returns, and more.
+    """Fit a temperature, and one for the rows of each fold that does not profit from them.
+
+    The rows of each fold are scored with the temperature of the other folds.
 
     Args:
         logits, targets, weights, binary: see `fit_temperature`.
@@ -310,137 +275,8 @@ def _checked_weights(weights: Tensor | None, rows: int) -> Tensor:
     return row_weights
 
 
-def _checked_temperature(temperature: float) -> float:
+def checked_temperature(temperature: float) -> float:
+    """Return a temperature; refuse what is no positive number."""
     if not isinstance(temperature, (int, float)) or not 0 < temperature < math.inf:
         raise HeldinError(f"temperature must be a positive number, got {shown(temperature)}")
     return float(temperature)
-
-
-def scale_last_layer(
-    model: nn.Module, temperature: float, predict: Callable[[], Any]
-) -> list[tuple[nn.Parameter, Tensor]]:
-    """Divide the model's outputs by a temperature through the weights of its last linear layer.
-
-    The model is called on example inputs, in evaluation mode and without gradients. The weights are
-    first multiplied by a power of two: unless this multiplies the outputs exactly, something else
-    than the layer determines them. Otherwise the weights stay as they are: where the layer's
-    weights are shared with another layer, parametrized or not floating-point numbers, too.
-
-    A LoRA layer is scaled by its base layer and its B matrices; one of the user's own making by
-    those of the parameters beside the base layer that the outputs are proportional to. A checkpoint
-    of the adapter alone does not contain the base layer and loses the temperature.
-
-    Args:
-        model: with a linear or convolutional last layer.
-        temperature: to divide the outputs by.
-        predict: calls the model on example inputs; `.logits` of what it returns, if it has some.
-
-    Returns:
-        The parameters that were divided, with their values before; none if nothing was changed.
-    """
-    divisor = _checked_temperature(temperature)
-
-    def call() -> Tensor:
-        output = predict()
-        logits = getattr(output, "logits", output)
-        if not isinstance(logits, Tensor):
-            raise HeldinError(f"temperature: the model returned {shown(output)}, not logits")
-        return logits
-
-    with _quiet(model):
-        called: list[nn.Module] = []
-        layers = (m for m in model.modules() if isinstance(m, LINEAR) or _is_lora(m))
-        with after_calls(layers, lambda module, output: called.append(module)):
-            before = call().clone()
-        if bool(before.isfinite().all()):
-            # where layers are no modules of PyTorch, the model lists their parameters itself
-            others: Any = getattr(model, "linear_layers", list)
-            for parameters in _scalable(model, called[-1]) if called else others():
-                if scaled := _scale(parameters, divisor, before, call):
-                    return scaled
-    return []
-
-
-def _scale(
-    parameters: list[nn.Parameter], divisor: float, before: Tensor, call: Callable[[], Tensor]
-) -> list[tuple[nn.Parameter, Tensor]]:
-    """Divide parameters by a number if that divides the outputs; else leave them as they are."""
-    pairs = [(p, p.detach().clone()) for p in parameters]
-    kept = False
-    try:
-        factor = 16.0 if before.dtype == torch.float16 else 1024.0
-        for p in parameters:
-            p.mul_(factor)
-        if torch.equal(call(), before * factor):
-            for p, old in pairs:
-                p.copy_(old / divisor)
-            values, expected = call(), before / divisor
-            coarse = max(torch.finfo(tensor.dtype).eps for tensor in (values, *parameters))
-            off = (values - expected).abs().max()  # by the rounding of weights and outputs
-            kept = bool(off <= 100 * coarse * expected.abs().max())
-    finally:
-        if not kept:
-            for p, old in pairs:
-                p.copy_(old)
-    return pairs if kept else []
-
-
-@contextmanager
-def _quiet(model: nn.Module) -> Iterator[None]:
-    """Call a model in evaluation mode; leave modes and random numbers as they were."""
-    modes = [(module, module.training) for module in model.modules()]
-    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
-    model.eval()
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices=list(devices)):
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
-
-
-def _is_lora(module: nn.Module) -> bool:
-    """Return whether this is a layer that peft wraps around another one."""
-    return hasattr(module, "base_layer") and hasattr(module, "lora_B")
-
-
-def _scalable(model: nn.Module, layer: nn.Module) -> Iterator[list[nn.Parameter]]:
-    """Yield parameters that the outputs may be proportional to, none of which is shared.
-
-    Those of the layer; then the same with some of the few other parameters of the module around
-    it, which may add to its outputs.
-    """
-    layers = [layer]
-    if _is_lora(layer):
-        b_matrices: Any = layer.lora_B
-        layers = [layer.base_layer, *b_matrices.values()]  # type: ignore[list-item]
-    parameters: list[nn.Parameter] = []
-    for each in layers:
-        for p in (getattr(each, "weight", None), getattr(each, "bias", None)):
-            if p is None:
-                continue
-            # a parametrized weight is computed from other parameters
-            if not isinstance(p, nn.Parameter) or not p.is_floating_point():
-                return
-            parameters.append(p)
-    storages = [
-        p.untyped_storage().data_ptr()
-        for module in model.modules()
-        for p in module.parameters(recurse=False)
-    ]
-
-    def is_own(p: nn.Parameter) -> bool:
-        return storages.count(p.untyped_storage().data_ptr()) == 1
-
-    if not parameters or not all(map(is_own, parameters)):
-        return
-    yield parameters
-    own = {id(p) for p in parameters}
-    around = [m for m in model.modules() if any(layer is child for child in m.children())]
-    if not around or around[0] is model or isinstance(around[0], nn.Sequential):
-        return
-    others = [p for p in around[0].parameters() if id(p) not in own and is_own(p)]
-    if len(others) <= MOST_BESIDE:
-        for number in range(1, len(others) + 1):
-            for some in combinations(others, number):
-                yield [*parameters, *some]

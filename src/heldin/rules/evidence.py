@@ -36,6 +36,10 @@ __all__ = ["Decision", "EvidenceStopping"]
 T = TypeVar("T")
 DEFAULT = options.Evidence()
 DECISION = {"armed": bool, "streak": int, "average": AVERAGE, "recent": AVERAGE}
+RESUMED = (  # options that a resumed run must share with the saved one
+    "smoothing", "window", "check_every", "weight_by_batch_size", "initial_average",
+    "group_reduction", "correction", "dead_coordinates", "loss_reduction", "estimator",
+)  # fmt: skip
 RECENT = 0.9  # decay of the average that arms the rule: about ten checks
 
 
@@ -108,7 +112,7 @@ class EvidenceStopping(StoppingRule, Joinable):
         history: maximum number of records, see `heldin.state.History`.
     """
 
-    _state_version = 3
+    _state_version = 4
     _state_schema: ClassVar[dict[str, Any]] = {
         "decision": DECISION,
         "sampler": (dict, None),
@@ -147,9 +151,9 @@ class EvidenceStopping(StoppingRule, Joinable):
         self._model = unwrapped(model)
         self._signature = model_signature(self._model)
         self._groups = grouping(rule.parameter_groups)
-        self._dead: Dead = "out" if rule.dead_coordinates == "exclude" else "zero"
+        dead: Dead = "out" if rule.dead_coordinates == "exclude" else "zero"
         self._running = RunningEvidence(
-            self._collector, self._groups, rule.correction, self._dead, rule.group_reduction,
+            self._collector, self._groups, rule.correction, dead, rule.group_reduction,
             rule.window, mean,
         )  # fmt: skip
         for parameter in self._collector.trained():
@@ -180,11 +184,6 @@ class EvidenceStopping(StoppingRule, Joinable):
     def best_step(self) -> int | None:
         """The step after which the weights were kept; None before a stop."""
         return None if self.stopped_step is None else self.stopped_step - 1
-
-    @property
-    def watching(self) -> bool:
-        """Whether the rule has a model: from the beginning until `close`."""
-        return self._model is not None
 
     @property
     def counts(self) -> tuple[int, int, int]:
@@ -242,6 +241,20 @@ class EvidenceStopping(StoppingRule, Joinable):
         if due is not None:
             self._check(*due)
         self._collector.clear(redraw=self._running.waiting == 0)  # one block for a whole window
+
+    def take(self, moments: Mapping[str, Moments], steps: int = 1) -> bool:
+        """Finish steps whose moments were computed elsewhere; return True to stop training.
+
+        A replacement of `step()` for loops that compute per-sample sums themselves.
+
+        Args:
+            moments: moments by parameter name.
+            steps: number of optimiser steps that they cover.
+        """
+        self._opened("take")
+        self._step += check_int("heldin.EarlyStopping.take", "steps", steps, 1)
+        self._check(moments, max((each.count for each in moments.values()), default=0))
+        return self.should_stop
 
     def _prepare(self) -> None:
         """Attach the hooks if the next step is observed, else remove them."""
@@ -325,28 +338,16 @@ class EvidenceStopping(StoppingRule, Joinable):
         rule, sampler = self.rule, self._collector.sampler
         if self._model is not None:
             self._signature = model_signature(self._model)
-        return {
-            "smoothing": rule.smoothing,
-            "window": rule.window,
-            "every": rule.check_every,
-            "weighted": rule.weight_by_batch_size,
-            "start": rule.initial_average,
-            "across": rule.group_reduction,
-            "correction": rule.correction,
-            "dead": self._dead,
-            "reduction": rule.loss_reduction,
-            "estimator": rule.estimator,
-            **({"coordinates": sampler.coordinates, "seed": sampler.seed} if sampler else {}),
-            "model": self._signature,
-        }
+        settings = {name: getattr(rule, name) for name in RESUMED}
+        if sampler is not None:
+            settings |= {"coordinates": sampler.coordinates, "seed": sampler.seed}
+        return {**settings, "model": self._signature}
 
     def _common(self) -> dict[str, Any]:
         """Return the values that must be the same on all ranks, so that their decisions agree."""
         return {
             **self._settings(),
-            "patience": self.rule.checks,
-            "warmup": self.rule.warmup,
-            "arming": self.rule.arm_threshold,
+            **{name: getattr(self.rule, name) for name in ("checks", "warmup", "arm_threshold")},
             "should_stop": self.should_stop,
             "parameter_groups": [f"{n}: {self._groups(n)}" for n in self._collector.trained()],
             "step": self._step,
