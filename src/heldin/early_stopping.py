@@ -30,11 +30,12 @@ from heldin.rules.evidence_checks import MANY_EPOCHS, has_closure, warn_of_many_
 from heldin.rules.folds import FoldStopping
 from heldin.rules.inputs import RunInputs
 from heldin.rules.options import Evidence, LeaveOneOut, Rule, Validation, resolve
+from heldin.rules.outcome import OUTPUTS, OutputOptions
 from heldin.rules.path import PathStopping, check_patience
 from heldin.rules.policy import PATIENCE, Patience
 from heldin.rules.progress import RunProgress
 from heldin.rules.reporting import RunFacts
-from heldin.rules.results import OUTPUTS, OutputOptions, RunResults
+from heldin.rules.results import RunResults
 from heldin.rules.validation import ValidationStopping
 from heldin.shadows.held_out import loss_of_pairs
 from heldin.shadows.stacked import StackedShadows
@@ -195,17 +196,18 @@ class EarlyStopping(NamedArguments, RunResults, PlainLoopOnly):
             self._loss = loss_of_pairs(loss_fn)
         _check_train_step(train_step, state, averaged_model)
         self._train_step, self._training = train_step, False
-        arguments |= {"state": tuple(state), "patience": patience}
+        outputs = OutputOptions(NAME, **{name: arguments[name] for name in OUTPUTS})
+        arguments |= {"state": tuple(state), "patience": patience, "outputs": outputs}
         self._refuse_unused(arguments)
         self._progress: RunProgress | None = None
         self._counts_epochs = False  # whether the loop is over `epochs`
         self._inner = self._make(arguments)
         if isinstance(self._inner, PathStopping):
             self._inner.finish = finish
+        else:
+            outputs.refuse()
         self._facts: RunFacts = getattr(self._inner, "run", RunFacts())
         self._facts.describe(self._model, self._optimizer)
-        self._outputs: Any = OutputOptions(NAME, **{name: arguments[name] for name in OUTPUTS})
-        self._outputs.follow(self._inner)
         self._tell_of_checks(self._inner, on_check)
         if verify:
             check = self._inner._step_check() if isinstance(self._inner, PathStopping) else None
@@ -539,7 +541,7 @@ class EarlyStopping(NamedArguments, RunResults, PlainLoopOnly):
         the targets of rows that it does not see.
         """
         self._inner._stacked("fit").start_at(weights)
-        self._outputs.follow(self._inner)
+        self._inner.first_check()
 
     def _fit_plainly(
         self,
@@ -766,7 +768,7 @@ class EarlyStopping(NamedArguments, RunResults, PlainLoopOnly):
             self._progress = None
         self._inner.close()
         self._model = self._optimizer = self._loader = None
-        self._data = self._loss = self._train_step = self._outputs = None
+        self._data = self._loss = self._train_step = None
         self._batches = []
 
     def _opened(self, method: str) -> nn.Module:

@@ -20,7 +20,7 @@ from .loop.hooks import add_to_state
 from .rules.elementwise import GROUP_KEY
 from .rules.elementwise import ElementwiseStopping as Elementwise
 from .rules.options import Rule
-from .rules.results import OUTPUTS
+from .rules.outcome import OUTPUTS
 from .shadows.held_out import FrameworkLoss
 from .shadows.replayed import Clip
 

@@ -26,8 +26,8 @@ from heldin.rules.evidence import EvidenceStopping
 from heldin.rules.evidence_checks import MANY_EPOCHS, warn_of_many_epochs
 from heldin.rules.inputs import RunInputs
 from heldin.rules.options import Auto, Evidence, Folds, Rule
+from heldin.rules.outcome import OutputOptions
 from heldin.rules.path import PathStopping, check_patience
-from heldin.rules.results import OutputOptions
 from heldin.shadows.held_out import BatchLoss
 from heldin.state.schema import check_int
 
@@ -224,13 +224,16 @@ class Session:
                 self.stopping._collector.keeps_all_passes = not in_grad
             else:
                 self._check_run(resumed, pools_ranks)
-                self.stopping = self._make_folds(model, optimizer, loss, rows, prepare, **inputs)
-                self.stopping.epoch_steps, self.stopping.finish = epoch_steps, self.settings.finish
                 outputs = self.settings.outputs
                 if outputs is not None:
-                    predict, targets = predict or outputs.predict, outputs.targets or targets
-                    outputs = replace(outputs, predict=predict, targets=targets)
-                    outputs.follow(self.stopping, fallback)
+                    inputs["outputs"] = replace(
+                        outputs,
+                        predict=predict or outputs.predict,
+                        targets=outputs.targets or targets,
+                        fallback=fallback,
+                    )
+                self.stopping = self._make_folds(model, optimizer, loss, rows, prepare, **inputs)
+                self.stopping.epoch_steps, self.stopping.finish = epoch_steps, self.settings.finish
                 self.settings.on_begin(self.stopping)
                 self.stopping.count_passes(in_grad)
             self.epoch_steps = epoch_steps

@@ -14,7 +14,8 @@ from torch import nn
 from heldin.early_stopping import EarlyStopping
 from heldin.errors import HeldinError
 from heldin.rules.options import Auto, Evidence, Folds, Rule, resolve
-from heldin.rules.results import OUTPUTS, OutputOptions, RunResults
+from heldin.rules.outcome import OUTPUTS, OutputOptions
+from heldin.rules.results import RunResults
 
 from .arguments import strict_kwargs
 from .patches import Patches

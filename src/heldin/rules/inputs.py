@@ -14,6 +14,7 @@ from heldin.loop.items import ItemStore
 from heldin.shadows.held_out import BatchLoss
 from heldin.shadows.replayed import Clip
 
+from .outcome import OutputOptions
 from .policy import PATIENCE, Patience
 
 __all__ = ["RunInputs"]
@@ -44,6 +45,7 @@ class RunInputs:
     train_step: Callable[[Any], Any] | None = None
     state: Sequence[Any] = ()
     averaged_model: nn.Module | None = None
+    outputs: OutputOptions | None = None  # None: outputs of held-out rows are not kept
     resumes: bool = False  # whether the state of a run is loaded next
     store: ItemStore = field(default_factory=ItemStore)  # of `data`, while the rule is made
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,15 +19,20 @@ from heldin.crossval import (
     are_probabilities,
     calibrate,
     numbered,
+    resolve_metrics,
     statistic_interval,
     temperature_losses,
 )
 from heldin.crossval.temperature import HOTTEST
 from heldin.errors import HeldinError
 from heldin.rules.policy import best_check, densest_check
+from heldin.shadows.outputs import OutputRecipe
 from heldin.state.schema import check_schema
 
-__all__ = ["STATE_SCHEMA", "Outcome", "check_monitor"]
+__all__ = ["OUTPUTS", "STATE_SCHEMA", "Outcome", "OutputOptions", "check_monitor"]
+
+# Arguments of `heldin.EarlyStopping` that need outputs of held-out rows.
+OUTPUTS = ("metrics", "predict", "targets", "monitor", "mode", "temperature")
 
 COMPARED = 4  # checks whose losses are compared with the cross-entropy of the outputs
 MOST_FOLDS = 20  # more folds than these are merged to fit a temperature
@@ -66,6 +72,69 @@ def check_monitor(metrics: Mapping[str, Metric], monitor: str, mode: str | None)
             "mode='max' or mode='min'"
         )
     return larger
+
+
+@dataclass(eq=False)
+class OutputOptions:
+    """The arguments of `heldin.EarlyStopping` that need outputs of held-out rows.
+
+    Attributes:
+        owner: the public name, for errors.
+        fallback: (model, batch) -> outputs, where a call of the model does not show them.
+        resolved: the metrics by name.
+        larger_is_better: whether a larger value of the monitored metric is better; None: it is the
+            loss.
+    """
+
+    owner: str
+    metrics: Any = None
+    predict: Any = None
+    targets: Any = None
+    monitor: str = "loss"
+    mode: str | None = None
+    temperature: bool | str = "auto"
+    fallback: Any = None
+    resolved: dict[str, Metric] = field(init=False)
+    larger_is_better: bool | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.temperature not in (True, False, "auto"):
+            raise HeldinError(
+                f"{self.owner}: temperature must be True, False or 'auto', got {self.temperature!r}"
+            )
+        for name in ("predict", "targets"):
+            function = getattr(self, name)
+            if function is not None and not callable(function):
+                raise HeldinError(f"{self.owner}: {name} must be a function, got {function!r}")
+        self.resolved = resolve_metrics(self.metrics)
+        self.larger_is_better = check_monitor(self.resolved, self.monitor, self.mode)
+
+    @property
+    def asked(self) -> list[str]:
+        """The names of the arguments that cannot do without outputs."""
+        asked = {
+            "metrics": bool(self.resolved),
+            "predict": self.predict is not None,
+            "targets": self.targets is not None,
+            "temperature": self.temperature is True,
+        }
+        return [name for name, given in asked.items() if given]
+
+    def outcome(self, memory: int) -> Outcome:
+        """Return an empty record of outputs, which takes so many bytes."""
+        return Outcome(self.resolved, self.monitor, self.larger_is_better, self.temperature, memory)
+
+    def recipe(self, memory: int) -> OutputRecipe:
+        """Return how outputs and targets of a batch are made, for so many bytes."""
+        return OutputRecipe(memory, self.predict, self.targets, self.fallback)
+
+    def refuse(self) -> None:
+        """Refuse what needs outputs, with a rule that has none."""
+        for argument in self.asked:
+            raise HeldinError(
+                f"{self.owner}: {argument} needs models that were trained without some rows, "
+                'which this rule does not have; leave it out, or use rule="auto"'
+            )
 
 
 class Outcome:

@@ -42,7 +42,6 @@ from heldin.rules.reporting import Advice, advice_on_estimates
 from heldin.rules.schedules import warn_of_schedule
 from heldin.shadows.exchange import group_settings
 from heldin.shadows.models import check_trainable, note_trained, warn_of_training
-from heldin.shadows.outputs import OutputRecipe
 from heldin.shadows.replayed import has_evaluation_mode
 from heldin.shadows.step_check import StepCheck
 from heldin.state.estimates import STATE_SCHEMA as HISTORY
@@ -52,7 +51,6 @@ from heldin.state.schema import check_int, check_schema, model_signature
 __all__ = ["PathStopping", "check_patience"]
 
 LIGHT_ERROR = 0.1  # of the estimate: what the rows of light shadows do not show, measured
-REPEATED = ("_outcome", "_keeps_outputs", "_curves", "_kept", "_levels", "history", "reason")
 STATE_SCHEMA = {  # of a saved state
     "history": HISTORY,
     "curves": Tensor,
@@ -117,7 +115,8 @@ class PathStopping(StoppingRule):
         self.history = EstimateHistory(self.name)
         self._curves: list[Tensor] = []  # one (rows,) for each check
         self._kept: dict[int, dict[str, Tensor]] = {}  # number of the check -> the model's weights
-        self._outcome = Outcome({}, "loss", None, False, self.memory)  # see `follow_outputs`
+        self._outputs = inputs.outputs
+        self._outcome = Outcome({}, "loss", None, False, self.memory)  # without outputs
         self._keeps_outputs = False
         self.no_outcome = "heldin.EarlyStopping keeps them"  # why there are no outputs
         self._rates: dict[int, float] = {}  # by step of the checks: sum of learning rates x steps
@@ -145,7 +144,7 @@ class PathStopping(StoppingRule):
         )
         self._release = weakref.finalize(self, self._observer.close)
         self._check_ranks_agree()
-        self._check()
+        self.first_check()
         self._observer.attach(self._model, self._optimizer)
         if not self._resumes:
             warn_of_training(name, self._model)
@@ -286,6 +285,7 @@ class PathStopping(StoppingRule):
             if number == 0:
                 weights = self._backend.row_weights(held.rows)
                 outcome.begin(held, weights, self._row_groups(held.rows))
+                self._try_temperature()
             losses, estimated = outcome.add(number, losses, held.outputs)
         levels = self._backend.levels() if self._is_light else None
         seen = self._backend.training_loss()
@@ -341,28 +341,47 @@ class PathStopping(StoppingRule):
         if self.on_check is not None:
             self.on_check()
 
-    def follow_outputs(self, recipe: OutputRecipe, outcome: Outcome) -> None:
-        """Keep the outputs of held-out rows at every check; the one at step 0 is repeated."""
-        assert self._step == 0
-        self._backend.keep_outputs(recipe)
-        before = {name: getattr(self, name) for name in REPEATED}
-        self._outcome, self._curves, self._kept, self._levels = outcome, [], {}, []
-        self._keeps_outputs, self.history = True, EstimateHistory(self.history.rule)
-        try:
-            if outcome.calibrates and not outcome.required:
-                with self._backend.trial():
-                    model = self._average or self._opened("predict")
-                    outcome.calibrates = is_scalable(model, *self._backend.example())
-                if not outcome.calibrates:
-                    outcome.uncalibrated = "the last layer cannot be scaled exactly"
-            self._check()
-            self.metric_values()  # an error now, not after the training
-        except BaseException:
+    def first_check(self) -> None:
+        """Check at step 0, with the outputs of held-out rows if they can be had.
+
+        Outputs that cannot be had are an error only where something was asked for that needs them.
+        """
+        options = self._outputs
+        if options is not None:
+            self._forget_checks()
+            self._outcome, self._keeps_outputs = options.outcome(self.memory), True
+            try:
+                self._backend.keep_outputs(options.recipe(self.memory))
+                self._check()
+                self.metric_values()  # an error now, not after the training
+                return
+            except HeldinError as error:
+                if options.asked:
+                    cause = str(error).removeprefix(f"{options.owner}: ")
+                    raise HeldinError(f"{options.owner}: {cause}") from error
+                self.no_outcome = str(error)
             self._backend.keep_outputs(None)
-            vars(self).update(before)
-            raise
+            self._outcome = Outcome({}, "loss", None, False, self.memory)
+            self._keeps_outputs = False
+        self._forget_checks()
+        self._check()
+
+    def _forget_checks(self) -> None:
+        self._curves, self._kept, self._levels = [], {}, []
+        self.history = EstimateHistory(self.history.rule)
+
+    def _try_temperature(self) -> None:
+        """Note whether a temperature can be put into the model, unless it is asked for."""
+        outcome, model = self._outcome, self._average or self._opened("predict")
+        if not outcome.calibrates or outcome.required:
+            return
+        try:
+            with self._backend.trial():
+                outcome.calibrates = is_scalable(model, *self._backend.example())
         finally:
             self._backend.check.renew()  # weights were scaled to try it, and put back bit for bit
+        if not outcome.calibrates:
+            outcome.uncalibrated = "the last layer cannot be scaled exactly"
 
     # -- the choice
 
@@ -777,6 +796,7 @@ class PathStopping(StoppingRule):
     def close(self) -> None:
         """Remove all hooks and release the model. Results (history, estimate) remain available."""
         self._release()
+        self._outputs = None
         if self._model is not None:
             self._backend.close()
         self._frozen = []

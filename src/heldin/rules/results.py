@@ -7,7 +7,7 @@ import math
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -15,19 +15,16 @@ import torch
 from torch import nn
 
 from heldin.capture.sharding import unwrapped
-from heldin.crossval import Committee, Interval, Metric, OutOfFold, RunRecord, resolve_metrics
+from heldin.crossval import Committee, Interval, OutOfFold, RunRecord
 from heldin.errors import HeldinError
 from heldin.pages import Report
 from heldin.rules.leave_one_out import LeaveOneOutStopping
-from heldin.rules.outcome import Outcome, check_monitor
 from heldin.rules.path import PathStopping
 from heldin.shadows.bare_model import copy_without_hooks
-from heldin.shadows.outputs import OutputRecipe
 
-__all__ = ["OUTPUTS", "Check", "OutputOptions", "Plan", "RunResults"]
+__all__ = ["Check", "Plan", "RunResults"]
 
 NAME = "heldin.EarlyStopping"
-OUTPUTS = ("metrics", "predict", "targets", "monitor", "mode", "temperature")
 
 
 @dataclass(frozen=True)
@@ -63,78 +60,6 @@ class Check(NamedTuple):
     step: int
     value: float
     larger_is_better: bool
-
-
-@dataclass(eq=False)
-class OutputOptions:
-    """The arguments of `heldin.EarlyStopping` that need outputs of held-out rows.
-
-    Attributes:
-        owner: the public name, for errors.
-        resolved: the metrics by name.
-        larger_is_better: whether a larger value of the monitored metric is better; None: it is the
-            loss.
-    """
-
-    owner: str
-    metrics: Any = None
-    predict: Any = None
-    targets: Any = None
-    monitor: str = "loss"
-    mode: str | None = None
-    temperature: bool | str = "auto"
-    resolved: dict[str, Metric] = field(init=False)
-    larger_is_better: bool | None = field(init=False)
-
-    def __post_init__(self) -> None:
-        if self.temperature not in (True, False, "auto"):
-            raise HeldinError(
-                f"{self.owner}: temperature must be True, False or 'auto', got {self.temperature!r}"
-            )
-        for name in ("predict", "targets"):
-            function = getattr(self, name)
-            if function is not None and not callable(function):
-                raise HeldinError(f"{self.owner}: {name} must be a function, got {function!r}")
-        self.resolved = resolve_metrics(self.metrics)
-        self.larger_is_better = check_monitor(self.resolved, self.monitor, self.mode)
-
-    @property
-    def asked(self) -> list[str]:
-        """The names of the arguments that cannot do without outputs."""
-        asked = {
-            "metrics": bool(self.resolved),
-            "predict": self.predict is not None,
-            "targets": self.targets is not None,
-            "temperature": self.temperature is True,
-        }
-        return [name for name, given in asked.items() if given]
-
-    def follow(self, inner: Any, fallback: Any = None) -> None:
-        """Keep the outputs of held-out rows along a run.
-
-        Outputs that cannot be had are an error only where something was asked for that needs them.
-
-        Args:
-            inner: the object that follows the run.
-            fallback: (model, batch) -> outputs, where a call of the model does not show them.
-        """
-        if not isinstance(inner, PathStopping):
-            for argument in self.asked:
-                raise HeldinError(
-                    f"{self.owner}: {argument} needs models that were trained without some rows, "
-                    'which this rule does not have; leave it out, or use rule="auto"'
-                )
-            return
-        outcome = Outcome(
-            self.resolved, self.monitor, self.larger_is_better, self.temperature, inner.memory
-        )
-        recipe = OutputRecipe(inner.memory, self.predict, self.targets, fallback)
-        try:
-            inner.follow_outputs(recipe, outcome)
-        except HeldinError as error:
-            if self.asked:
-                raise HeldinError(f"{self.owner}: {error}") from error
-            inner.no_outcome = str(error)
 
 
 class RunResults:
