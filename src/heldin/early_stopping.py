@@ -7,7 +7,6 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from inspect import signature
 from typing import Any
 
@@ -29,10 +28,10 @@ from heldin.rules.evidence import EvidenceStopping
 from heldin.rules.evidence_checks import MANY_EPOCHS, has_closure, warn_of_many_epochs
 from heldin.rules.folds import FoldStopping
 from heldin.rules.inputs import RunInputs
-from heldin.rules.options import Evidence, LeaveOneOut, Rule, Validation, resolve
+from heldin.rules.options import Evidence, Rule, Validation, resolve
 from heldin.rules.outcome import OUTPUTS, OutputOptions
-from heldin.rules.path import PathStopping, check_patience
-from heldin.rules.policy import PATIENCE, Patience
+from heldin.rules.path import PathStopping
+from heldin.rules.policy import Patience
 from heldin.rules.progress import RunProgress
 from heldin.rules.reporting import RunFacts
 from heldin.rules.results import RunResults
@@ -44,13 +43,6 @@ from heldin.state.schema import check_int, check_schema, checked_state
 __all__ = ["EarlyStopping"]
 
 NAME = "heldin.EarlyStopping"
-
-# Arguments that not every rule uses, see `Rule.takes`.
-OF_RULES = (
-    "finish", "monitor", "mode", "temperature", "eval_loss", "eval_data", "clip", "groups",
-    "stratify", "time", "sample_weight", "train_step", "state", "averaged_model", "loss_fn",
-    "batch_loss", "data", "patience", "seed", "process_group",
-)  # fmt: skip
 
 STATE_VERSION = 1
 STATE_SCHEMA = {
@@ -176,14 +168,13 @@ class EarlyStopping(NamedArguments, RunResults, PlainLoopOnly):
     ) -> None:
         arguments = dict(locals())
         self.rule: Any = resolve(rule, budget, memory)
-        self.seed = check_int(NAME, "seed", seed, 0)
+        self.seed = seed
         self._optimizer: Any = _check_optimizer(optimizer)
         if not isinstance(model, nn.Module):
             raise HeldinError(
                 f"{NAME}: model must be a torch.nn.Module, got a {type(model).__name__}; the order "
                 "is EarlyStopping(model, optimizer, loss_fn, data)"
             )
-        patience = check_patience(NAME, patience, finish)
         self._step = 0
         self._failed = False  # whether the latest step could not be followed
         self._batches: list[tuple[Any, Any]] = []  # announced by note_batch
@@ -194,18 +185,21 @@ class EarlyStopping(NamedArguments, RunResults, PlainLoopOnly):
         self._data, self._loss = data, batch_loss
         if batch_loss is None and loss_fn is not None:
             self._loss = loss_of_pairs(loss_fn)
-        _check_train_step(train_step, state, averaged_model)
+        defaults = {n: p.default for n, p in signature(EarlyStopping.__init__).parameters.items()}
+        self.rule.refuse_unused(NAME, arguments, defaults)
+        arguments["outputs"] = OutputOptions(NAME, **{name: arguments[name] for name in OUTPUTS})
+        arguments["optimizer"] = self._optimizer
+        names = RunInputs.__dataclass_fields__ & arguments.keys()
+        inputs = RunInputs(**{name: arguments[name] for name in names})
+        if averaged_model is not None and train_step is None:
+            raise HeldinError(
+                f"{NAME}: averaged_model needs train_step, a function of a batch that takes the "
+                "step and updates the average, so that each shadow has an average of its own"
+            )
         self._train_step, self._training = train_step, False
-        outputs = OutputOptions(NAME, **{name: arguments[name] for name in OUTPUTS})
-        arguments |= {"state": tuple(state), "patience": patience, "outputs": outputs}
-        self._refuse_unused(arguments)
         self._progress: RunProgress | None = None
         self._counts_epochs = False  # whether the loop is over `epochs`
-        self._inner = self._make(arguments)
-        if isinstance(self._inner, PathStopping):
-            self._inner.finish = finish
-        else:
-            outputs.refuse()
+        self._inner = self._make(inputs)
         self._facts: RunFacts = getattr(self._inner, "run", RunFacts())
         self._facts.describe(self._model, self._optimizer)
         self._tell_of_checks(self._inner, on_check)
@@ -221,48 +215,32 @@ class EarlyStopping(NamedArguments, RunResults, PlainLoopOnly):
 
     # -- making the rule
 
-    def _refuse_unused(self, arguments: Mapping[str, Any]) -> None:
-        """Refuse arguments that the rule would ignore."""
-        takes, rule = self.rule.takes, self.rule.name
-        parameters = signature(EarlyStopping.__init__).parameters
-        for name in OF_RULES:
-            value, default = arguments[name], parameters[name].default
-            plain = isinstance(value, (str, int, tuple)) and value == default
-            if takes is not None and name not in takes and value is not default and not plain:
-                raise HeldinError(
-                    f"{NAME}: {name} has no effect with rule {rule!r}; leave it out, or use "
-                    "rule='folds'"
-                )
-
-    def _make(self, arguments: Mapping[str, Any]) -> Any:
+    def _make(self, inputs: RunInputs) -> Any:
         """Return the object that follows the run."""
-        rule, model, patience = self.rule, arguments["model"], arguments["patience"]
+        rule = self.rule
         if isinstance(rule, Evidence):
-            return self._make_evidence(model, rule, patience, arguments["process_group"])
+            return self._make_evidence(inputs, rule)
         if isinstance(rule, Validation):
-            return self._make_validation(model, rule, patience)
+            return self._make_validation(inputs, rule)
         if type(rule).follow is not Rule.follow:  # a rule from elsewhere
-            return rule.follow(model, self._optimizer)
-        if isinstance(rule, LeaveOneOut) and arguments["batch_loss"] is not None:
-            raise HeldinError(f"{NAME}: leave-one-out needs loss_fn and tensors, no batch_loss")
-        names = RunInputs.__dataclass_fields__ & arguments.keys()
-        inputs = RunInputs(**{name: arguments[name] for name in names})
-        patience = PATIENCE if patience == "default" else patience
-        return follow(replace(inputs, optimizer=self._optimizer, patience=patience), rule)
+            return rule.follow(inputs.model, self._optimizer)
+        return follow(inputs, rule)
 
-    def _make_evidence(self, model: nn.Module, rule: Evidence, patience: Any, group: Any) -> Any:
+    def _make_evidence(self, inputs: RunInputs, rule: Evidence) -> Any:
         if rule.window != "epoch" and self._data is not None:
             raise HeldinError(
                 f"{NAME}: rule='evidence' uses no data, except for window='epoch'; leave it out"
             )
         steps = None if self._loader is None else len(self._loader)
         rule = rule.in_steps(NAME, steps, "give the DataLoader of the loop as data")
-        if patience != "default":
-            raise HeldinError(f"{NAME}: rule='evidence' has checks= in place of patience=")
-        return EvidenceStopping(model, rule, seed=self.seed, process_group=group)
+        group = inputs.process_group
+        return EvidenceStopping(inputs.model, rule, seed=inputs.seed, process_group=group)
 
-    def _make_validation(self, model: nn.Module, rule: Validation, patience: Any) -> Any:
-        batch_loss, data, checks = self._loss, rule.data, 5 if patience == "default" else patience
+    def _make_validation(self, inputs: RunInputs, rule: Validation) -> Any:
+        if (inputs.loss_fn is None) == (inputs.batch_loss is None):
+            raise HeldinError(f"{NAME}: give either loss_fn or batch_loss")
+        model, patience, batch_loss, data = inputs.model, inputs.patience, self._loss, rule.data
+        checks = 5 if patience == "default" else patience
         if not isinstance(checks, int):
             raise HeldinError(
                 f"{NAME}: with rules.Validation, patience is a number of epochs, got {checks!r}"
@@ -775,31 +753,6 @@ class EarlyStopping(NamedArguments, RunResults, PlainLoopOnly):
         if self._model is None:
             raise HeldinError(f"{NAME}.{method}: called after close(); make a new object")
         return self._model
-
-
-def _check_train_step(train_step: Any, state: Any, average: Any) -> None:
-    if train_step is not None and not callable(train_step):
-        raise HeldinError(f"{NAME}: train_step must be a function of a batch, got {train_step!r}")
-    if state and train_step is None:
-        raise HeldinError(f"{NAME}: state has no effect without train_step; leave it out")
-    if not isinstance(state, (list, tuple)):
-        raise HeldinError(f"{NAME}: state must be a list of objects, got {type(state).__name__}")
-    for each in state:
-        if not isinstance(each, nn.Module) and not hasattr(each, "load_state_dict"):
-            raise HeldinError(
-                f"{NAME}: state must hold modules, or objects with state_dict and load_state_dict, "
-                f"got a {type(each).__name__}"
-            )
-    if average is not None and not isinstance(average, nn.Module):
-        raise HeldinError(
-            f"{NAME}: averaged_model must be a module, such as "
-            f"torch.optim.swa_utils.AveragedModel, got a {type(average).__name__}"
-        )
-    if average is not None and train_step is None:
-        raise HeldinError(
-            f"{NAME}: averaged_model needs train_step, a function of a batch that takes the step "
-            "and updates the average, so that each shadow has an average of its own"
-        )
 
 
 def _numbered_batches(

@@ -109,7 +109,7 @@ class EarlyStopping(FrameworkStopping, Callback):
             return
         names = self._run.shown_names
         if self.by_evidence and self.log_groups:
-            group_of = grouping(self._run.settings.rule.parameter_groups)
+            group_of = grouping(self._run.rule.parameter_groups)
             parameters = get_model(learn.model).named_parameters()
             names += dict.fromkeys(f"heldin/group/{group_of(name)}" for name, _ in parameters)
         if not self.by_evidence:

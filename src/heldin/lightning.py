@@ -156,7 +156,7 @@ class EarlyStopping(FrameworkStopping, Callback):
             loss,
             trainer.train_dataloader,
             prepare=prepare,
-            eval_loss=loss.evaluated(self._run.settings.eval_loss),
+            eval_loss=loss.evaluated(self._run.inputs.eval_loss),
             predict=loss.evaluated(self._output_options()["predict"]),
             fallback=loss.evaluated(
                 predict_step if is_overridden("predict_step", pl_module) else None

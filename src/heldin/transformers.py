@@ -88,7 +88,7 @@ class EarlyStoppingCallback(FrameworkStopping, TrainerCallback):
         if trainer is None:
             raise HeldinError(f"{NAME}: it is for transformers.Trainer and its subclasses")
         if not self.by_evidence:
-            _check_trainer(trainer, self._run.settings.restore)
+            _check_trainer(trainer, self._run.restores)
         self._run.load_state_dict({})
         if state.global_step:
             folder = local_variable("resume_from_checkpoint", "_inner_training_loop")

@@ -472,7 +472,7 @@ def test_wrong_settings_are_refused_at_once() -> None:
         ({"restore": 1}, "restore must be True or False"),
         ({"eval_loss": 1}, "eval_loss must be a function"),
         ({"log_groups": True}, "log_groups is for rule='evidence'"),
-        ({"rule": "evidence", "groups": [1]}, "groups has no effect with rule='evidence'"),
+        ({"rule": "evidence", "groups": [1]}, "groups has no effect with rule 'evidence'"),
         ({"rule": "evidence", "patience": 3}, "Evidence\\(checks=3\\)"),
         ({"rule": "evidence", "restore": False}, "restore has no effect"),
         ({"budge": 3}, "unknown argument 'budge'; is it 'budget'"),

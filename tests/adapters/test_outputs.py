@@ -450,5 +450,5 @@ def test_settings_of_skorch_are_the_arguments() -> None:
     assert {name: callback.get_params()[name] for name in given} == given
     assert callback.temperature_ == 1.0
     callback.set_params(rule="evidence", on_check=None)
-    with pytest.raises(heldin.HeldinError, match="metrics has no effect with rule='evidence'"):
+    with pytest.raises(heldin.HeldinError, match="metrics has no effect with rule 'evidence'"):
         callback.initialize().make_session()

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import heldin
-from heldin.adapters.session import Session, Settings, length
+from heldin.adapters.session import Session, length
 from heldin.pause import is_paused
 from heldin.rules.options import Evidence
 from heldin.shadows.held_out import FrameworkLoss
 from tests.support import plain, runs
 
 ROWS = 24
-SETTINGS = Settings(heldin.rules.Folds(average="best"))
+RULE = heldin.rules.Folds(average="best")
 
 
 def rows() -> TensorDataset:
@@ -118,11 +118,11 @@ def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     with pytest.raises(heldin.HeldinError, match=r"several processes.*rule='evidence'"):
-        begun(Session("Callback", SETTINGS), nn.Linear(3, 1).double())
+        begun(Session("Callback", RULE), nn.Linear(3, 1).double())
 
 
 def test_a_session_goes_on_from_the_last_weights_and_not_from_the_restored_ones() -> None:
-    model, session = nn.Linear(3, 1).double(), Session("Callback", SETTINGS)
+    model, session = nn.Linear(3, 1).double(), Session("Callback", RULE)
     optimizer, batches = begun(session, model)
     for batch in batches:
         mse(model, batch).backward()
@@ -137,7 +137,7 @@ def test_a_session_goes_on_from_the_last_weights_and_not_from_the_restored_ones(
     state = session.state_dict()
     with torch.no_grad():
         model.weight.zero_()  # as if it had been loaded from elsewhere
-    second = Session("Callback", SETTINGS)
+    second = Session("Callback", RULE)
     with pytest.raises(heldin.HeldinError, match="state of its shadows is not there"):
         begun(second, model, resumed=True)
     second.load_state_dict(state)
@@ -153,7 +153,7 @@ def test_a_length_that_is_unknown() -> None:
 
 
 def evidence_session(**options: Any) -> Session:
-    return Session("Callback", Settings(Evidence(**options)))
+    return Session("Callback", Evidence(**options))
 
 
 def test_a_state_waits_for_its_run() -> None:

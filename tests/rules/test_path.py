@@ -61,7 +61,10 @@ def test_each_rule_says_how_many_rows_its_error_rests_on(
     assert len(curve) == held
     seen = stopping.history[0].training_loss  # nan for copies that have not trained yet
     assert math.isnan(seen) == general
-    assert stopping.standard_error == _curves.mean_and_error(curve, held / 16, 0.2, seen)[1]
+    assert (
+        stopping.history[stopping.best_number].standard_error
+        == _curves.mean_and_error(curve, held / 16, 0.2, seen)[1]
+    )
 
 
 def test_rows_that_shadows_miss_widen_the_error_unless_another_loss_is_estimated() -> None:
@@ -125,7 +128,7 @@ def test_patience_stops_and_restores_the_best() -> None:
     best = min(range(len(table["step"])), key=lambda i: table["estimate"][i])
     assert stopping.best_step == table["step"][best]
     assert stopping.estimate == table["estimate"][best]
-    assert stopping.standard_error == table["standard_error"][best]
+    assert stopping.history[stopping.best_number].standard_error == table["standard_error"][best]
     assert stopping.should_stop
     assert stopping.stopped_step == len(path) - 1
     last = next(s for s in table["step"] if s >= 2 * stopping.best_step + 200)

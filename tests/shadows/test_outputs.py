@@ -158,7 +158,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "not a function": ({"predict": 3}, "predict must be a function"),
     "evidence": (
         {"rule": "evidence", "loss_fn": None, "data": None, "metrics": "accuracy"},
-        "metrics needs models",
+        "metrics has no effect",
     ),
     "predict with leave-one-out": (
         {"rule": "leave-one-out", "predict": lambda model, batch: model(batch[0])},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,15 +26,12 @@ from heldin.rules.evidence import EvidenceStopping
 from heldin.rules.evidence_checks import MANY_EPOCHS, warn_of_many_epochs
 from heldin.rules.inputs import RunInputs
 from heldin.rules.options import Auto, Evidence, Folds, Rule
-from heldin.rules.outcome import OutputOptions
-from heldin.rules.path import PathStopping, check_patience
+from heldin.rules.path import PathStopping
 from heldin.shadows.held_out import BatchLoss
-from heldin.state.schema import check_int
 
 __all__ = [
     "BATCH_SIZE",
     "Session",
-    "Settings",
     "flat_metrics",
     "is_main_process",
     "length",
@@ -42,7 +39,9 @@ __all__ = [
 ]
 
 BATCH_SIZE = 32  # rows per evaluation, where the loader has no batch size
-ESTIMATED_ONLY = ("groups", "stratify", "time", "eval_data", "eval_loss", "on_check", "finish")
+
+
+NO_INPUTS = RunInputs(None, None)
 
 
 def length(loader: Any) -> int | None:
@@ -61,60 +60,20 @@ def flat_metrics(source: Any, groups: bool) -> dict[str, float]:
     return {k: v for k, v in values.items() if groups or not k.startswith(single)}
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The arguments of a `FrameworkStopping`, checked by `check`."""
-
-    rule: Rule
-    groups: Any = None
-    stratify: Any = None
-    time: Any = None
-    eval_data: Any = None
-    eval_loss: BatchLoss | None = None
-    patience: Any = "default"
-    finish: bool | None = None
-    on_check: Callable[[Any], Any] | None = None
-    seed: int = 0
-    restore: bool = True
-    log_groups: bool = False
-    outputs: OutputOptions | None = None  # None: outputs of held-out rows are not kept
-    on_begin: Callable[[PathStopping], None] = lambda rule: None  # called when a run begins
-
-    def check(self, owner: str) -> None:
-        """Refuse wrong values, and arguments without effect."""
-        check_int(owner, "seed", self.seed, 0)
-        if not isinstance(self.restore, bool):
-            raise HeldinError(f"{owner}: restore must be True or False, got {self.restore!r}")
-        if self.eval_loss is not None and not callable(self.eval_loss):
-            raise HeldinError(
-                f"{owner}: eval_loss must be a function of model and batch, got {self.eval_loss!r}"
-            )
-        check_patience(owner, self.patience, self.finish)
-        if not isinstance(self.rule, Evidence):
-            if self.log_groups:
-                raise HeldinError(f"{owner}: log_groups is for rule='evidence'; leave it out")
-            return
-        asked = [] if self.outputs is None else self.outputs.asked
-        for name in (*(n for n in ESTIMATED_ONLY if getattr(self, n) is not None), *asked):
-            raise HeldinError(f"{owner}: {name} has no effect with rule='evidence'; leave it out")
-        if self.patience != "default":
-            raise HeldinError(
-                f"{owner}: for evidence, patience is an option of the rule: "
-                "rule=heldin.rules.Evidence(checks=3)"
-            )
-        if not self.restore:
-            raise HeldinError(
-                f"{owner}: restore has no effect with rule='evidence', which stops at the weights "
-                "that are kept; leave it out"
-            )
-
-
 class Session:
     """The object that follows a training run, whatever the rule.
 
     A framework's adapter calls `begin`; `begin_batch`, `before_step`, `add` and `step` for every
     batch; `end_epoch`; and `finish` or `end`. Calls that do not belong to the rule do nothing. A
     state may be loaded before the run begins. Messages name the owner, the framework's class.
+
+    Args:
+        owner: the name of the framework's class.
+        rule: Auto, Folds or Evidence.
+        inputs: what the user has said of data and loop.
+        restore: whether the chosen weights are put into the model at the end.
+        log_groups: whether values of single groups of parameters are logged.
+        on_begin: called with the object that follows the run, when it begins.
 
     Attributes:
         by_evidence: whether the rule is evidence, which needs neither data nor optimiser.
@@ -126,9 +85,20 @@ class Session:
         just_stopped: whether the present batch is the first with a request to stop.
     """
 
-    def __init__(self, owner: str, settings: Settings) -> None:
-        self.owner, self.settings = FrameworkName(owner), settings
-        self.by_evidence = isinstance(settings.rule, Evidence)
+    def __init__(
+        self,
+        owner: str,
+        rule: Rule,
+        inputs: RunInputs = NO_INPUTS,
+        *,
+        restore: bool = True,
+        log_groups: bool = False,
+        on_begin: Callable[[Any], None] = lambda rule: None,
+    ) -> None:
+        self.owner = FrameworkName(owner)
+        self.rule, self.inputs = rule, replace(inputs, owner=self.owner)
+        self.restores, self._log_groups, self._on_begin = restore, log_groups, on_begin
+        self.by_evidence = isinstance(rule, Evidence)
         self.stopping: Any = None
         self.epoch_steps: float | None = None
         self.trained_model: Callable[[], nn.Module | None] = lambda: None
@@ -224,7 +194,7 @@ class Session:
                 self.stopping._collector.keeps_all_passes = not in_grad
             else:
                 self._check_run(resumed, pools_ranks)
-                outputs = self.settings.outputs
+                outputs = self.inputs.outputs
                 if outputs is not None:
                     inputs["outputs"] = replace(
                         outputs,
@@ -233,8 +203,8 @@ class Session:
                         fallback=fallback,
                     )
                 self.stopping = self._make_folds(model, optimizer, loss, rows, prepare, **inputs)
-                self.stopping.epoch_steps, self.stopping.finish = epoch_steps, self.settings.finish
-                self.settings.on_begin(self.stopping)
+                self.stopping.epoch_steps = epoch_steps
+                self._on_begin(self.stopping)
                 self.stopping.count_passes(in_grad)
             self.epoch_steps = epoch_steps
             self._model, self.trained_model = model, weakref.ref(model)
@@ -267,29 +237,26 @@ class Session:
             )
 
     def _make_evidence(self, model: nn.Module, epoch_steps: float | None) -> EvidenceStopping:
-        rule = self.settings.rule
+        rule = self.rule
         assert isinstance(rule, Evidence)
         if rule.window == "epoch" and self.next_state:  # a resumed run keeps its number of steps
             rule = replace(rule, window=self.next_state["settings"]["window"])
         rule = rule.in_steps(self.owner, epoch_steps, "train on data that have a length")
-        return EvidenceStopping(model, rule, seed=self.settings.seed)
+        return EvidenceStopping(model, rule, seed=self.inputs.seed)
 
     def _make_folds(
         self, model: nn.Module, optimizer: Any, loss: Any, rows: Any, prepare: Any, **inputs: Any
     ) -> PathStopping:
-        settings, loader = self.settings, unwrap_loader(self.owner, rows)
-        assert isinstance(settings.rule, (Auto, Folds))  # there is no loss_fn for leave-one-out
+        loader = unwrap_loader(self.owner, rows)
+        assert isinstance(self.rule, (Auto, Folds))  # there is no loss_fn for leave-one-out
         data = TrainingRows(_row_loader(loader, loader), self._order, prepare, self.owner)
-        if settings.eval_data is not None:
-            eval_rows = _row_loader(settings.eval_data, loader)
+        if self.inputs.eval_data is not None:
+            eval_rows = _row_loader(self.inputs.eval_data, loader)
             inputs["eval_data"] = TrainingRows(eval_rows, None, prepare)
-        inputs["eval_loss"] = inputs.get("eval_loss") or settings.eval_loss
-        inputs |= {name: getattr(settings, name) for name in ("groups", "stratify", "time", "seed")}
-        patience = check_patience(self.owner, settings.patience, settings.finish)
-        if patience != "default":
-            inputs["patience"] = patience
-        inputs["resumes"] = bool(self.next_state) or self.warns_itself
-        return follow(RunInputs(model, optimizer, None, data, loss, **inputs), settings.rule)
+        inputs["eval_loss"] = inputs.get("eval_loss") or self.inputs.eval_loss
+        inputs |= {"model": model, "optimizer": optimizer, "data": data, "batch_loss": loss}
+        resumes = bool(self.next_state) or self.warns_itself
+        return follow(replace(self.inputs, resumes=resumes, **inputs), self.rule)
 
     def begin_batch(self) -> None:
         """Prepare for a batch, which is trained on next."""
@@ -414,14 +381,14 @@ class Session:
 
     def metrics(self) -> dict[str, float]:
         """Return the values to log."""
-        return flat_metrics(self.stopping, self.settings.log_groups)
+        return flat_metrics(self.stopping, self._log_groups)
 
     @property
     def shown_names(self) -> list[str]:
         """The names of the values for a progress bar or a table, those of groups aside."""
         if self.by_evidence:
             return ["heldin/criterion"]
-        outputs = self.settings.outputs
+        outputs = self.inputs.outputs
         names = ["estimate", "standard_error", *(outputs.resolved if outputs is not None else ())]
         return [f"heldin/{name}" for name in names]
 
@@ -436,7 +403,7 @@ class Session:
     def finish(self) -> None:
         """End the run: put the chosen weights into the model, if the user wants it."""
         if self._model is not None and not self.by_evidence:
-            if self.settings.restore and len(self.stopping.history):
+            if self.restores and len(self.stopping.history):
                 self._last = copied(trained_tensors(self._model))
                 self.stopping.restore()
         self.end()

@@ -13,13 +13,14 @@ from torch import nn
 
 from heldin.early_stopping import EarlyStopping
 from heldin.errors import HeldinError
+from heldin.rules.inputs import RunInputs
 from heldin.rules.options import Auto, Evidence, Folds, Rule, resolve
 from heldin.rules.outcome import OUTPUTS, OutputOptions
 from heldin.rules.results import RunResults
 
 from .arguments import strict_kwargs
 from .patches import Patches
-from .session import Session, Settings, is_main_process
+from .session import Session, is_main_process
 
 __all__ = ["FrameworkStopping"]
 
@@ -95,15 +96,35 @@ class FrameworkStopping(RunResults):
                 f"{why or 'is a rule that frameworks do not follow'}; use 'auto', 'folds', "
                 "'shadow' or 'evidence' here, or heldin.EarlyStopping in a loop of your own"
             )
-        names = {*Settings.__dataclass_fields__} - {"rule", "outputs", "on_begin"}
-        settings = Settings(
-            rule=rule,
-            outputs=OutputOptions(self.name, **self._output_options()),
+        parameters = inspect.signature(FrameworkStopping.__init__).parameters
+        outputs = self._output_options()
+        arguments = {n: v for n, v in {**values, **outputs}.items() if n in parameters}
+        rule.refuse_unused(self.name, arguments, {n: p.default for n, p in parameters.items()})
+        restore, log_groups = values["restore"], values["log_groups"]
+        if not isinstance(restore, bool):
+            raise HeldinError(f"{self.name}: restore must be True or False, got {restore!r}")
+        if isinstance(rule, Evidence) and not restore:
+            raise HeldinError(
+                f"{self.name}: restore has no effect with rule='evidence', which stops at the "
+                "weights that are kept; leave it out"
+            )
+        if log_groups and not isinstance(rule, Evidence):
+            raise HeldinError(f"{self.name}: log_groups is for rule='evidence'; leave it out")
+        names = RunInputs.__dataclass_fields__ & arguments.keys()
+        return Session(
+            self.name,
+            rule,
+            RunInputs(
+                None,
+                None,
+                outputs=OutputOptions(self.name, **outputs),
+                owner=self.name,
+                **{name: arguments[name] for name in names},
+            ),
+            restore=restore,
+            log_groups=log_groups,
             on_begin=partial(self._tell_of_checks, on_check=values["on_check"]),
-            **{name: values[name] for name in names},
         )
-        settings.check(self.name)
-        return Session(self.name, settings)
 
     def _refuse_unused(self, **arguments: Any) -> None:
         """Refuse a framework's own arguments that evidence does not use."""

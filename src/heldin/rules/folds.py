@@ -118,12 +118,6 @@ class FoldStopping(PathStopping):
                 f"{name}: give either loss_fn, a function of (outputs, targets), or batch_loss, a "
                 "function of (model, batch)"
             )
-        for argument in ("batch_loss", "eval_loss"):
-            function = getattr(inputs, argument)
-            if function is not None and not callable(function):
-                raise HeldinError(
-                    f"{name}: {argument} must be a function of (model, batch), got {function!r}"
-                )
         if (inputs.batch_loss is not None or several) and engine not in ("auto", "replay"):
             raise HeldinError(
                 f"{name}: with batch_loss, or in several processes, engine must be 'auto' or "

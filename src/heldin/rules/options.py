@@ -17,13 +17,21 @@ from heldin.state.schema import check_int, shown
 __all__ = ["Auto", "Evidence", "Folds", "LeaveOneOut", "Rule", "Validation", "resolve"]
 
 
+# Arguments of `heldin.EarlyStopping` that not every rule uses.
+NOT_ALWAYS_USED = (
+    "finish", "monitor", "mode", "temperature", "metrics", "predict", "targets", "on_check",
+    "eval_loss", "eval_data", "clip", "groups", "stratify", "time", "sample_weight", "train_step",
+    "state", "averaged_model", "loss_fn", "batch_loss", "data", "patience", "seed",
+    "process_group",
+)  # fmt: skip
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rule(NamedArguments):
     """Base class of all rules.
 
     Attributes of the class:
-        takes: the arguments of `heldin.EarlyStopping` that the rule uses, of those that not every
-            rule does; None: all.
+        takes: which of `NOT_ALWAYS_USED` the rule uses; None: all.
     """
 
     takes: ClassVar[frozenset[str] | None] = frozenset()
@@ -42,6 +50,26 @@ class Rule(NamedArguments):
         module need more than a model and an optimiser, and are made by `EarlyStopping` itself.
         """
         raise NotImplementedError
+
+    def refuse_unused(
+        self, owner: str, arguments: Mapping[str, Any], defaults: Mapping[str, Any]
+    ) -> None:
+        """Refuse arguments that the rule would ignore.
+
+        Args:
+            owner: the class that is used.
+            arguments: of `heldin.EarlyStopping`, by name.
+            defaults: of the same.
+        """
+        takes = NOT_ALWAYS_USED if self.takes is None else self.takes
+        for name in NOT_ALWAYS_USED:
+            value, default = arguments.get(name), defaults.get(name)
+            plain = isinstance(value, (str, int, tuple)) and value == default
+            if name not in takes and value is not default and not plain:
+                raise HeldinError(
+                    f"{owner}: {name} has no effect with rule {self.name!r}; leave it out, or use "
+                    "rule='folds'"
+                )
 
     def _check(self, condition: bool, name: str, wanted: str) -> None:
         if not condition:
@@ -154,8 +182,8 @@ class LeaveOneOut(Rule):
     """
 
     takes = frozenset(
-        {"loss_fn", "batch_loss", "data", "sample_weight", "patience", "finish", "monitor", "mode"}
-        | {"temperature", "seed", "process_group"}
+        {"loss_fn", "data", "sample_weight", "patience", "finish", "monitor", "mode", "predict"}
+        | {"metrics", "targets", "temperature", "on_check", "seed", "process_group"}
     )
     probes: int | None = None
     average: Literal["bagged", "best"] = "bagged"
@@ -167,6 +195,14 @@ class LeaveOneOut(Rule):
         if self.probes is not None:
             self._whole("probes", 2)
         _check_path(self)
+
+    def refuse_unused(
+        self, owner: str, arguments: Mapping[str, Any], defaults: Mapping[str, Any]
+    ) -> None:
+        """Refuse arguments that the rule would ignore, and a loss of whole batches."""
+        if arguments.get("batch_loss") is not None:
+            raise HeldinError(f"{owner}: leave-one-out needs loss_fn and tensors, no batch_loss")
+        super().refuse_unused(owner, arguments, defaults)
 
 
 def _check_path(rule: Any) -> None:
@@ -256,6 +292,17 @@ class Evidence(Rule):
             self._whole("coordinates", 1)
             sampled = self.estimator == "sampled"
             self._check(sampled, "coordinates", f"None with estimator={self.estimator!r}")
+
+    def refuse_unused(
+        self, owner: str, arguments: Mapping[str, Any], defaults: Mapping[str, Any]
+    ) -> None:
+        """Refuse arguments that the rule would ignore."""
+        super().refuse_unused(owner, arguments, defaults)
+        if arguments["patience"] != "default":
+            raise HeldinError(
+                f"{owner}: for evidence, patience is an option of the rule: "
+                "rule=heldin.rules.Evidence(checks=3)"
+            )
 
     def in_steps(self, owner: str, epoch_steps: float | None, otherwise: str) -> Evidence:
         """Return the rule with its window as a number of steps.

@@ -120,45 +120,23 @@ class OutputOptions:
         }
         return [name for name, given in asked.items() if given]
 
-    def outcome(self, memory: int) -> Outcome:
-        """Return an empty record of outputs, which takes so many bytes."""
-        return Outcome(self.resolved, self.monitor, self.larger_is_better, self.temperature, memory)
-
     def recipe(self, memory: int) -> OutputRecipe:
         """Return how outputs and targets of a batch are made, for so many bytes."""
         return OutputRecipe(memory, self.predict, self.targets, self.fallback)
-
-    def refuse(self) -> None:
-        """Refuse what needs outputs, with a rule that has none."""
-        for argument in self.asked:
-            raise HeldinError(
-                f"{self.owner}: {argument} needs models that were trained without some rows, "
-                'which this rule does not have; leave it out, or use rule="auto"'
-            )
 
 
 class Outcome:
     """Outputs of held-out rows at the checks of a run, and what follows from them.
 
     Args:
-        metrics: by name.
-        monitor: "loss", or the metric that chooses the check.
-        larger_is_better: of the monitored metric; None for the loss.
-        temperature: whether to calibrate: True, False, or "auto" (if the loss is the cross-entropy
-            of the outputs).
+        options: which metrics there are, what chooses the check, and whether to calibrate.
         memory: bytes of outputs that are kept.
     """
 
-    def __init__(
-        self,
-        metrics: Mapping[str, Metric],
-        monitor: str,
-        larger_is_better: bool | None,
-        temperature: bool | str,
-        memory: int,
-    ) -> None:
-        self.metrics, self.monitor = dict(metrics), monitor
-        self.larger_is_better, self._memory = larger_is_better, memory
+    def __init__(self, options: OutputOptions, memory: int) -> None:
+        self.metrics, self.monitor = options.resolved, options.monitor
+        self.larger_is_better, self._memory = options.larger_is_better, memory
+        temperature = options.temperature
         self.required = temperature is True  # it is an error if there is none
         self.calibrates = temperature is not False  # if the loss is a cross-entropy
         self.binary: bool | None = None  # logits of a sigmoid, not of a softmax; None: of neither

@@ -28,7 +28,7 @@ from heldin.rules.base import StoppingRule, copied, trained_tensors
 from heldin.rules.calibration import is_scalable, scale_outputs
 from heldin.rules.inputs import RunInputs
 from heldin.rules.options import Folds, LeaveOneOut
-from heldin.rules.outcome import Outcome
+from heldin.rules.outcome import Outcome, OutputOptions
 from heldin.rules.policy import (
     Patience,
     best_check,
@@ -46,11 +46,12 @@ from heldin.shadows.replayed import has_evaluation_mode
 from heldin.shadows.step_check import StepCheck
 from heldin.state.estimates import STATE_SCHEMA as HISTORY
 from heldin.state.estimates import Estimate, EstimateHistory
-from heldin.state.schema import check_int, check_schema, model_signature
+from heldin.state.schema import check_schema, model_signature
 
-__all__ = ["PathStopping", "check_patience"]
+__all__ = ["PathStopping"]
 
 LIGHT_ERROR = 0.1  # of the estimate: what the rows of light shadows do not show, measured
+NO_OUTPUTS = OutputOptions("", temperature=False)
 STATE_SCHEMA = {  # of a saved state
     "history": HISTORY,
     "curves": Tensor,
@@ -80,7 +81,7 @@ class PathStopping(StoppingRule):
 
     def __init__(self, inputs: RunInputs, rule: Folds | LeaveOneOut) -> None:
         super().__init__()
-        self.owner = getattr(inputs.data, "owner", self.owner)  # of a framework's run
+        self.owner = inputs.owner
         name, optimizer = self.owner, inputs.optimizer
         if not isinstance(optimizer, Optimizer):
             raise HeldinError(
@@ -92,10 +93,10 @@ class PathStopping(StoppingRule):
         self._device = check_trainable(name, model).device
         self.grid, self.average = float(rule.check_spacing), rule.average
         self.memory, self.resamples = rule.snapshot_memory, rule.resamples
-        self.patience: Patience | int | None = check_patience(name, inputs.patience)
+        self.patience = inputs.stop_patience
         self.epoch_steps: float | None = None  # of the loop; None: counted in rows
-        self.seed = check_int(name, "seed", inputs.seed, 0)
-        self.finish: bool | None = None  # keep the last weights; None: warn of fixed schedules
+        self.seed = inputs.seed
+        self.finish = inputs.finish  # keep the last weights; None: warn of fixed schedules
         self.reason_chosen = ""  # why "auto" has chosen the rule
         self.on_check: Callable[[], Any] | None = None  # called after every check of the loop
         loss = inputs.eval_loss or inputs.batch_loss or inputs.loss_fn
@@ -116,7 +117,7 @@ class PathStopping(StoppingRule):
         self._curves: list[Tensor] = []  # one (rows,) for each check
         self._kept: dict[int, dict[str, Tensor]] = {}  # number of the check -> the model's weights
         self._outputs = inputs.outputs
-        self._outcome = Outcome({}, "loss", None, False, self.memory)  # without outputs
+        self._outcome = Outcome(NO_OUTPUTS, self.memory)
         self._keeps_outputs = False
         self.no_outcome = "heldin.EarlyStopping keeps them"  # why there are no outputs
         self._rates: dict[int, float] = {}  # by step of the checks: sum of learning rates x steps
@@ -349,7 +350,7 @@ class PathStopping(StoppingRule):
         options = self._outputs
         if options is not None:
             self._forget_checks()
-            self._outcome, self._keeps_outputs = options.outcome(self.memory), True
+            self._outcome, self._keeps_outputs = Outcome(options, self.memory), True
             try:
                 self._backend.keep_outputs(options.recipe(self.memory))
                 self._check()
@@ -361,7 +362,7 @@ class PathStopping(StoppingRule):
                     raise HeldinError(f"{options.owner}: {cause}") from error
                 self.no_outcome = str(error)
             self._backend.keep_outputs(None)
-            self._outcome = Outcome({}, "loss", None, False, self.memory)
+            self._outcome = Outcome(NO_OUTPUTS, self.memory)
             self._keeps_outputs = False
         self._forget_checks()
         self._check()
@@ -487,14 +488,6 @@ class PathStopping(StoppingRule):
         return self.history[self.best_number].estimate
 
     @property
-    def standard_error(self) -> float:
-        """Of the estimate: the test loss lay within one in 2 of 3 runs of our study.
-
-        See docs/which-rule.md for how it is computed, and how often the truth lies within it.
-        """
-        return self.history[self.best_number].standard_error
-
-    @property
     def outcome(self) -> Outcome:
         """The outputs of held-out rows."""
         if not self._keeps_outputs:
@@ -512,11 +505,6 @@ class PathStopping(StoppingRule):
     def uncalibrated(self) -> str:
         """Why the logits of a classifier have no temperature, in words; "": they have, or may."""
         return self._outcome.uncalibrated
-
-    @property
-    def lowest_temperature(self) -> float:
-        """The temperature at the best step, which is not that of the kept weights with `finish`."""
-        return self._outcome.temperature(self._lowest())
 
     def monitored(self, number: int = -1) -> float:
         """Return what chooses the weights at a check: the estimated loss, or a metric."""
@@ -807,18 +795,3 @@ class PathStopping(StoppingRule):
         if kind is None and self._model is not None:
             self.restore()
         self.close()
-
-
-def check_patience(owner: str, patience: Any, finish: Any = None) -> Any:
-    """Return "default", a number of epochs, a `Patience` or None to never stop; refuse the rest."""
-    if finish not in (None, True, False):
-        raise HeldinError(f"{owner}: finish must be True, False or None, got {finish!r}")
-    if finish and patience not in ("default", None):
-        raise HeldinError(f"{owner}: patience has no effect with finish=True; leave it out")
-    whole = isinstance(patience, int) and not isinstance(patience, bool) and patience >= 1
-    if not whole and patience not in ("default", None) and not isinstance(patience, Patience):
-        raise HeldinError(
-            f"{owner}: patience must be a number of epochs >= 1, a heldin.Patience, or None to "
-            f"never stop, got {patience!r}"
-        )
-    return None if finish else patience

@@ -167,11 +167,6 @@ class RunResults:
             raise HeldinError(
                 f"{self._owner}: on_check must be a function of this object, got {on_check!r}"
             )
-        if not isinstance(inner, PathStopping):
-            raise HeldinError(
-                f"{self._owner}: on_check is for rules that estimate a loss; leave it out, or use "
-                'rule="auto"'
-            )
         alive = weakref.ref(self)
 
         def tell() -> None:
@@ -195,7 +190,8 @@ class RunResults:
         inner, epochs = self._followed(), None if epoch is None else epoch + 1
         if not isinstance(inner, PathStopping):
             return Plan(step, epochs, 1.0)
-        return Plan(step, epochs, inner.lowest_temperature, inner.rate_steps(step))
+        temperature = inner._outcome.temperature(inner._lowest())  # with `finish` not the last one
+        return Plan(step, epochs, temperature, inner.rate_steps(step))
 
     def summary(self) -> dict[str, float]:
         """Return the results as a flat mapping, for the summary of a run in a tracker.
