@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from .adapters.arguments import needs_framework, strict_kwargs
-from .adapters.patches import OptimizerBridge, Patches
+from .adapters.patches import OptimizerBridge, Patches, replaced
 from .adapters.session import length
 from .adapters.stopping import FrameworkStopping
 from .criterion.evidence import grouping
@@ -305,17 +305,10 @@ def _row_loader(loader: Any) -> DataLoader[Any]:
     return DataLoader(_Items(loader), batch_size=loader.bs, collate_fn=collate)
 
 
-@contextmanager
-def _as_validation(loader: Any) -> Iterator[None]:
+def _as_validation(loader: Any) -> AbstractContextManager[None]:
+    """Let a loader transform rows as those of a validation set."""
     stages = [getattr(loader, name) for name in ("after_item", "before_batch", "after_batch")]
-    before = [(stage, stage.split_idx) for stage in stages if hasattr(stage, "split_idx")]
-    try:
-        for stage, _ in before:
-            stage.split_idx = 1
-        yield
-    finally:
-        for stage, index in before:
-            stage.split_idx = index
+    return replaced((each, "split_idx", 1) for each in stages if hasattr(each, "split_idx"))
 
 
 def _clip(learn: Any) -> Clip | None:

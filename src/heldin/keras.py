@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ._private_torch import own_parameters
 from .adapters.arguments import needs_framework, strict_kwargs
-from .adapters.patches import OptimizerBridge, callers, local_variable
+from .adapters.patches import OptimizerBridge, callers, local_variable, replaced
 from .adapters.session import BATCH_SIZE, unwrap_loader
 from .adapters.stopping import FrameworkStopping
 from .errors import HeldinError
@@ -402,16 +402,13 @@ class Variables(nn.Module):
     @contextmanager
     def _bound(self, training: bool) -> Iterator[None]:
         model = self._keras
-        before, mode = [variable._value for variable, _ in self._names], model.training
-        try:
-            for variable, name in self._names:
-                variable._value = getattr(self, name)
-            model.train(training)
-            yield
-        finally:
-            for (variable, _), value in zip(self._names, before, strict=True):
-                variable._value = value
-            model.train(mode)
+        mode = model.training
+        with replaced((variable, "_value", getattr(self, name)) for variable, name in self._names):
+            try:
+                model.train(training)
+                yield
+            finally:
+                model.train(mode)
 
 
 def bridge_to(optimizer: Any, view: Variables) -> OptimizerBridge:

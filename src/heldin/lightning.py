@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .adapters.arguments import check_elementwise, needs_framework, strict_kwargs
-from .adapters.patches import Patches
+from .adapters.patches import Patches, replaced
 from .adapters.session import flat_metrics
 from .adapters.stopping import FrameworkStopping
 from .errors import HeldinError
@@ -29,7 +29,6 @@ with needs_framework("Lightning", "lightning"):
 
 __all__ = ["EarlyStopping", "ElementwiseStopping"]
 
-WeightAveraging: Any = vars(callbacks).get("WeightAveraging", ())  # since Lightning 2.6
 NO_LOSS = (
     "EarlyStopping: training_step gave no loss to self.manual_backward, from which shadows get it; "
     "call that instead of loss.backward()"
@@ -97,7 +96,7 @@ class EarlyStopping(FrameworkStopping, Callback):
             self._run.carry_over()
         if self.by_evidence:
             return
-        averages = (c for c in trainer.callbacks if isinstance(c, WeightAveraging))
+        averages = (c for c in trainer.callbacks if isinstance(c, callbacks.WeightAveraging))
         self._average = next(averages, None)
         _check_trainer(trainer)
 
@@ -458,8 +457,7 @@ class ShadowTrainingStep(FrameworkLoss):
         number = 1 if self._manual else self._trainer.accumulate_grad_batches
         return [1.0 / number] * len(batches)
 
-    @contextmanager
-    def _muted(self, model: nn.Module, losses: list[Tensor]) -> Iterator[None]:
+    def _muted(self, model: nn.Module, losses: list[Tensor]) -> AbstractContextManager[None]:
         """Replace what logs, steps and clips; collect the losses given to `manual_backward`."""
         module, kind = self._module, type(self._module)
         quiet: dict[str, Any] = {"log": _nothing, "log_dict": _nothing}
@@ -474,17 +472,7 @@ class ShadowTrainingStep(FrameworkLoss):
             }
         places = [(model, name, value) for name, value in quiet.items()]
         places += [(m, "_trainer", self._trainer) for m in model.modules() if "_trainer" in vars(m)]
-        before = [(m, name, vars(m).get(name, _nothing)) for m, name, _ in places]
-        try:
-            for owner, name, value in places:
-                vars(owner)[name] = value
-            yield
-        finally:
-            for owner, name, value in before:
-                if value is _nothing:
-                    del vars(owner)[name]
-                else:
-                    vars(owner)[name] = value
+        return replaced(places)
 
     def _note_clipping(
         self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .adapters.arguments import check_elementwise, needs_framework, strict_kwargs
-from .adapters.patches import Patches
+from .adapters.patches import Patches, replaced
 from .adapters.session import Session
 from .adapters.stopping import FrameworkStopping
 from .errors import HeldinWarning, more
@@ -274,14 +274,11 @@ class NetLoss(FrameworkLoss):
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the loss of a model in place of the net's module."""
-        net, module = self._net, self._net.module_
+        net = self._net
         inputs, targets = unpack_data(batch)
-        vars(net)["module_"] = model
-        try:
+        with replaced([(net, "module_", model)]):
             outputs = net.infer(inputs, **self._fit_params)
             loss: Tensor = net.get_loss(outputs, targets, X=inputs, training=model.training)
-        finally:
-            vars(net)["module_"] = module
         return loss
 
     def shares(self, batches: list[Any]) -> list[float]:

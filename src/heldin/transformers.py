@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ._private_torch import DisableTorchFunction
 from .adapters.arguments import check_elementwise, needs_framework, strict_kwargs
-from .adapters.patches import MethodWrapper, callers, local_variable
+from .adapters.patches import callers, local_variable, replaced
 from .adapters.session import flat_metrics
 from .adapters.stopping import FrameworkStopping
 from .errors import HeldinError
@@ -240,17 +240,14 @@ def _untouched(trainer: Any) -> Iterator[None]:
 
     Nor does a process ask the others for their tokens: they may be at another place.
     """
-    args, across = trainer.args, trainer.args.average_tokens_across_devices
     before = {k: v for k, v in vars(trainer).items() if isinstance(v, (bool, int, float, str))}
     if "_metrics" in vars(trainer):  # of the trainers of TRL
         before["_metrics"] = copy.deepcopy(trainer._metrics)
-    muted = MethodWrapper(trainer, "log", lambda log, *args, **kwargs: None)
+    muted = (trainer, "log", lambda *args, **kwargs: None)
     try:
-        args.average_tokens_across_devices = False
-        yield
+        with replaced([muted, (trainer.args, "average_tokens_across_devices", False)]):
+            yield
     finally:
-        args.average_tokens_across_devices = across
-        muted.close()
         vars(trainer).update(before)
 
 

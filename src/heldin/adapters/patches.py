@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from traceback import walk_stack
 from typing import Any
 
@@ -12,7 +12,9 @@ from torch.optim import Optimizer
 
 from heldin.pause import is_paused
 
-__all__ = ["MethodWrapper", "OptimizerBridge", "Patches", "callers", "local_variable"]
+__all__ = [
+    "MethodWrapper", "OptimizerBridge", "Patches", "callers", "local_variable", "replaced",
+]  # fmt: skip
 
 
 class MethodWrapper:
@@ -91,6 +93,23 @@ class Patches(ExitStack):
         iterator, end = iter(iterable), object()
         while (item := self.call(next, iterator, end)) is not end:
             yield item
+
+
+@contextmanager
+def replaced(places: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Replace attributes, each given as object, name and value, inside the context."""
+    new = list(places)
+    old = [(owner, name, name in vars(owner), vars(owner).get(name)) for owner, name, _ in new]
+    try:
+        for owner, name, value in new:
+            vars(owner)[name] = value
+        yield
+    finally:
+        for owner, name, existed, value in old:
+            if existed:
+                vars(owner)[name] = value
+            else:
+                del vars(owner)[name]
 
 
 class OptimizerBridge(Optimizer):
