@@ -103,7 +103,7 @@ class EarlyStopping(FrameworkStopping):
         self._accelerator = accelerator
         loss = None if batch_loss is None else DividedLoss(batch_loss, accelerator)
         if self.by_evidence:
-            self._refuse_unused(batch_loss=batch_loss, clip=clip)
+            self._run.rule.refuse_unused(NAME, {"batch_loss": batch_loss, "clip": clip}, {})
         else:
             if optimizer is None or loader is None or batch_loss is None:
                 raise HeldinError(

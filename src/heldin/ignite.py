@@ -88,7 +88,8 @@ class EarlyStopping(FrameworkStopping):
         self._model, self._optimizer, self._clip = model, optimizer, clip
         self._loss = batch_loss if loss_fn is None else loss_of_pairs(loss_fn)
         if self.by_evidence:
-            self._refuse_unused(loss_fn=loss_fn, batch_loss=batch_loss, clip=clip)
+            options = {"loss_fn": loss_fn, "batch_loss": batch_loss, "clip": clip}
+            self._run.rule.refuse_unused(NAME, options, {})
             return
         check_type(NAME, "optimizer", optimizer, Optimizer, "the one that trains the model")
         if (loss_fn is None) == (batch_loss is None):

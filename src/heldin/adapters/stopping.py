@@ -126,12 +126,6 @@ class FrameworkStopping(RunResults):
             on_begin=partial(self._tell_of_checks, on_check=values["on_check"]),
         )
 
-    def _refuse_unused(self, **arguments: Any) -> None:
-        """Refuse a framework's own arguments that evidence does not use."""
-        for unused in (name for name, value in arguments.items() if value is not None):
-            why = "has no effect with rule='evidence'; leave it out"
-            raise HeldinError(f"{self.name}: {unused} {why}")
-
     # -- the run
 
     def _conclude(self) -> dict[str, float]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from heldin.errors import HeldinError
@@ -13,7 +15,7 @@ from heldin.state.schema import check_settings, checked_state, load_or_roll_back
 
 from .reporting import Follower, RunFacts
 
-__all__ = ["StoppingRule", "copied", "trained_tensors"]
+__all__ = ["StoppingRule", "copied", "evaluation", "trained_tensors"]
 
 STATE_SCHEMA: dict[str, Any] = {  # entries of a saved state that all rules share
     "settings": dict,
@@ -33,6 +35,19 @@ def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
 def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return copies of tensors."""
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+@contextmanager
+def evaluation(model: nn.Module) -> Iterator[None]:
+    """Call a model in evaluation mode, without gradients; its modes are put back."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 class StoppingRule(Follower, ABC):

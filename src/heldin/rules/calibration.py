@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from itertools import combinations
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from heldin.crossval.temperature import checked_temperature
 from heldin.errors import HeldinError, HeldinWarning, more
 from heldin.loop.hooks import after_calls
+from heldin.rules.base import evaluation
 from heldin.state.schema import shown
 
 __all__ = ["is_scalable", "scale_last_layer", "scale_outputs"]
@@ -102,7 +102,8 @@ def scale_last_layer(
         return logits
 
     divisor = checked_temperature(temperature)
-    with _quiet(model):
+    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    with evaluation(model), torch.random.fork_rng(devices=list(devices)):
         called: list[nn.Module] = []
         layers = (m for m in model.modules() if isinstance(m, LINEAR) or _is_lora(m))
         with after_calls(layers, lambda module, output: called.append(module)):
@@ -138,20 +139,6 @@ def _scale(
             for p, old in pairs:
                 p.copy_(old)
     return pairs if kept else []
-
-
-@contextmanager
-def _quiet(model: nn.Module) -> Iterator[None]:
-    """Call a model in evaluation mode; leave modes and random numbers as they were."""
-    modes = [(module, module.training) for module in model.modules()]
-    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
-    model.eval()
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices=list(devices)):
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 def _is_lora(module: nn.Module) -> bool:

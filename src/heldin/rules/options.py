@@ -298,7 +298,7 @@ class Evidence(Rule):
     ) -> None:
         """Refuse arguments that the rule would ignore."""
         super().refuse_unused(owner, arguments, defaults)
-        if arguments["patience"] != "default":
+        if arguments.get("patience", "default") != "default":
             raise HeldinError(
                 f"{owner}: for evidence, patience is an option of the rule: "
                 "rule=heldin.rules.Evidence(checks=3)"

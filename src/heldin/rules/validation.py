@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from heldin.crossval import Interval
@@ -17,7 +16,7 @@ from heldin.state.history import STATE_SCHEMA as HISTORY
 from heldin.state.history import History, Record
 from heldin.state.schema import check_int, check_schema, model_signature
 
-from .base import StoppingRule
+from .base import StoppingRule, copied, evaluation
 
 __all__ = ["ValidationStopping"]
 
@@ -108,14 +107,8 @@ class ValidationStopping(StoppingRule):
                 "EarlyStopping.step: no validation loss; pass it to step(), or give the "
                 "constructor a function that computes it"
             )
-        modes = [(module, module.training) for module in model.modules()]
-        model.eval()
-        try:
-            with torch.no_grad():
-                return float(self._loss())
-        finally:
-            for module, training in modes:
-                module.training = training
+        with evaluation(model):
+            return float(self._loss())
 
     def _check(self, loss: float) -> None:
         at = f"step {self._step}: loss {loss:.6g}"
@@ -146,7 +139,7 @@ class ValidationStopping(StoppingRule):
     def _weights(self) -> dict[str, Tensor]:
         assert self._model is not None
         state = self._model.state_dict()
-        return {n: v.detach().clone() for n, v in state.items() if isinstance(v, Tensor)}
+        return copied({n: v for n, v in state.items() if isinstance(v, Tensor)})
 
     def restore(self) -> None:
         """Restore the weights of the best check; automatic at a stop with `restore_best`."""
@@ -211,7 +204,7 @@ class ValidationStopping(StoppingRule):
         if state["best"] and self._model is not None:
             check_schema(state["best"], self._weights(), "['best']")
         self.history.load_state_dict(state["history"])
-        self._best = {name: value.clone() for name, value in state["best"].items()}
+        self._best = copied(state["best"])
         self._streak, self.last_loss = state["streak"], state["last_loss"]
         self.best_loss, self.best_step = state["best_loss"], state["best_step"]
 
