@@ -179,8 +179,8 @@ class EarlyStopping(FrameworkStopping, Callback):
         run = self._run
         if not self.by_evidence or not run.running:
             return
-        weighed, stop = run.weighed, run.before_step()
-        if not weighed:
+        formed, stop = run.evidence_formed, run.before_step()
+        if not formed:
             stop = trainer.strategy.reduce_boolean_decision(stop, all=False)
             pl_module.log_dict(run.metrics(), on_step=True, on_epoch=False)
             if stop:

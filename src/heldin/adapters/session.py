@@ -81,7 +81,7 @@ class Session:
         epoch_steps: number of optimiser steps in an epoch of it; None if it is unknown.
         trained_model: a weak reference to its model.
         next_state: the state that the next run begins with.
-        weighed: whether the evidence of the present batch was formed.
+        evidence_formed: whether the evidence of the present batch was formed.
         just_stopped: whether the present batch is the first with a request to stop.
     """
 
@@ -102,7 +102,7 @@ class Session:
         self.stopping: Any = None
         self.epoch_steps: float | None = None
         self.trained_model: Callable[[], nn.Module | None] = lambda: None
-        self.weighed = self.just_stopped = self._has_closure = False
+        self.evidence_formed = self.just_stopped = self._has_closure = False
         self._model: nn.Module | None = None
         self._order: LoaderRecorder | None = None
         self._first: DataLoader[Any] | None = None  # the loader that was followed first
@@ -261,7 +261,7 @@ class Session:
     def begin_batch(self) -> None:
         """Prepare for a batch, which is trained on next."""
         self._batches += 1
-        self.weighed = self.just_stopped = self._has_closure = False
+        self.evidence_formed = self.just_stopped = self._has_closure = False
         if self.running and not self.by_evidence:
             self._random_state = self.stopping.begin_batch()
 
@@ -270,8 +270,8 @@ class Session:
 
         Several optimisers that step in one batch have one value.
         """
-        if self.by_evidence and self.running and not self.weighed:
-            self.weighed = True
+        if self.by_evidence and self.running and not self.evidence_formed:
+            self.evidence_formed = True
             self._advance()
         return self.by_evidence and self.running and self.should_stop
 
@@ -336,7 +336,7 @@ class Session:
             if self.stopping.pending:
                 self._advance()
         elif self._has_closure:
-            if self.weighed:
+            if self.evidence_formed:
                 self.drop_passes()
             else:
                 self.before_step()
@@ -349,7 +349,7 @@ class Session:
 
     def drop_passes(self) -> None:
         """Ignore backward passes after the evidence was formed, as a line search makes them."""
-        if self.by_evidence and self.weighed and self.running and self.stopping.counts[2]:
+        if self.by_evidence and self.evidence_formed and self.running and self.stopping.counts[2]:
             self.stopping.discard()
 
     def end_epoch(self) -> None:

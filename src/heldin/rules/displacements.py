@@ -29,7 +29,7 @@ class UnitGradientPath:
 def unit_gradient_step(
     kind: type[Optimizer], setting: Mapping[str, Any], velocity: float
 ) -> tuple[float, float]:
-    """Velocity after a step and how far the step went, for a gradient of one."""
+    """Return the velocity after a step and how far the step went, for a gradient of one."""
     rate = float(setting["lr"])
     momentum = float(setting.get("momentum", 0.0))
     if momentum == 0.0 or issubclass(kind, (torch.optim.Adam, torch.optim.AdamW)):
@@ -61,7 +61,7 @@ def second_moment(optimizer: Optimizer, p: Tensor, setting: Mapping[str, Any]) -
 def solve(
     gram: Tensor, shift: Tensor, residual: Tensor, curvature: Tensor, source: float, share: float
 ) -> tuple[Tensor, Tensor]:
-    """One implicit step of all leave-one-out displacements, seen through b outputs of q samples.
+    """Take one implicit step of all leave-one-out displacements, through b outputs of q samples.
 
     Args:
         gram: (q, b, q, b), J P J^T over the time of the step.
@@ -97,10 +97,10 @@ def solve(
 
 
 def directions(slope: Tensor, bend: Callable[[Tensor], Tensor], count: int) -> Tensor:
-    """Orthonormal directions in each sample's outputs in which its loss changes and bends most.
+    """Return orthonormal directions in the outputs in which a sample's loss changes most.
 
     All of them if there are no more than `count`; else the slope and the leading eigenvectors of
-    the second derivative.
+    the second derivative, for each sample.
 
     Args:
         slope: (q, outputs), of the losses.

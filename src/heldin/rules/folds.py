@@ -92,7 +92,7 @@ class FoldStopping(PathStopping):
         self._clip, self._store = inputs.clip, inputs.store
         self._first_rows: int | None = None
         self._warned_of_undrawn = False
-        self._given: list[tuple[Any, Tensor | None, int]] = []  # and backward passes before it
+        self._announced: list[tuple[Any, Tensor | None, int]] = []  # and backward passes before it
         self._seen = 0  # rows that the model was trained on
         self._seen_at_check = 0
         self._seen_at_start = 0  # of the shadows
@@ -166,7 +166,7 @@ class FoldStopping(PathStopping):
         if rows.rows.loader is not None:
             source = RowSource(rows.rows.loader, self.seed, False, inputs.store)
             check_rows(self.owner, source, inputs.is_grouped, compares=False)
-        self._deal(inputs, len(rows), self._device)
+        self._assign_rows(inputs, len(rows), self._device)
         try:
             return StackedShadows(
                 self.owner, model, inputs.optimizer, rows, self._label, self.rule.engine,
@@ -193,7 +193,7 @@ class FoldStopping(PathStopping):
         if view is not source:
             keep_items(view)
             refuse_other_order(name, source, view)
-        self._deal(inputs, source.count, torch.device("cpu"))
+        self._assign_rows(inputs, source.count, torch.device("cpu"))
         if self._sees is not None:
             raise HeldinError(
                 f"{name}: folds as pairs of rows to train on and to test need loss_fn, tensors and "
@@ -206,8 +206,8 @@ class FoldStopping(PathStopping):
             self._row_share, self._times is not None, self._average,
         )  # fmt: skip
 
-    def _deal(self, inputs: RunInputs, count: int, device: torch.device) -> None:
-        """Deal the rows to folds; say of copies of rows, which would be in several."""
+    def _assign_rows(self, inputs: RunInputs, count: int, device: torch.device) -> None:
+        """Assign the rows to folds; warn of copies of rows, which would be in several."""
         name, self._count = self.owner, count
         if not inputs.is_grouped:
             warn_of_copies(name, inputs.data)
@@ -226,7 +226,7 @@ class FoldStopping(PathStopping):
         ]
 
     def _labels(self, classes: Tensor | None) -> Tensor:
-        """(rows,) which shadow is tested on a row; -1: none."""
+        """Return (rows,) the number of the shadow that is tested on a row; -1: none."""
         n, folds = self._count, self.rule.folds
         counted = isinstance(folds, int)
         if self._times is not None:
@@ -300,7 +300,7 @@ class FoldStopping(PathStopping):
         return shadows
 
     def add_batch(self, batch: Any, indices: Tensor | Sequence[int] | None = None) -> None:
-        """Say which batch the model was just trained on, before `step()`; once for each of several.
+        """Announce a batch that the model was just trained on, before `step()`.
 
         Args:
             batch: as the loader gave it, here or moved to the model's device.
@@ -311,7 +311,7 @@ class FoldStopping(PathStopping):
                 "add_batch: these shadows are stacked and take rows of the tensors given as data; "
                 "pass step(indices=...), or make the object with batch_loss"
             )
-        self._given.append((batch, self._numbers(indices), self._observer.passes))
+        self._announced.append((batch, self._numbers(indices), self._observer.passes))
 
     def begin_batch(self) -> RandomState | None:
         """Return the states of the random generators before a batch, at steps that are checked."""
@@ -394,17 +394,17 @@ class FoldStopping(PathStopping):
         # The loop threw gradients of batches before the first pass of the step away.
         announced = [
             (batch, rows)
-            for batch, rows, passes in self._given
+            for batch, rows, passes in self._announced
             if passes not in range(1, taken.first_pass)
         ]
-        self._given = []
+        self._announced = []
         if index is not None:
             announced.append((None, index))
         self._seen += self._backend.follow(taken, announced)
 
     def _due(self) -> bool:
-        if self._looks or not super()._due():
-            return self._looks
+        if self._patience_asks or not super()._due():
+            return self._patience_asks
         if self._seen - self._seen_at_check < self._count / 4:  # an epoch has no more than four
             return False
         # In forward passes of a row; a backward pass costs two. The first checks are always there.
@@ -558,7 +558,7 @@ class FoldStopping(PathStopping):
     def _load_rule_state(self, state: Mapping[str, Any]) -> None:
         check_schema(state, dict.fromkeys(COUNTS, int))
         super()._load_rule_state(state)
-        self._label, self._given = self._backend.label, []
+        self._label, self._announced = self._backend.label, []
         for name in COUNTS:
             setattr(self, f"_{name}", state[name])
         self._same.renew()
@@ -575,7 +575,7 @@ class FoldStopping(PathStopping):
     def close(self) -> None:
         """Remove all hooks; release the model and its shadows. Results remain available."""
         super().close()
-        self._clip, self._given = None, []
+        self._clip, self._announced = None, []
         self._store.close()
         vars(self).pop("_same", None)
 

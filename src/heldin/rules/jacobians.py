@@ -22,7 +22,7 @@ Jacobians = Callable[[nn.Module, Collection[str], Sequence[Tensor], Tensor], dic
 def mapped(
     model: nn.Module, names: Collection[str], inputs: Sequence[Tensor], directions: Tensor
 ) -> dict[str, Tensor]:
-    """Through `torch.func`: the faster way, for models that it can map.
+    """Compute Jacobians through `torch.func`: the faster way, for models that it can map.
 
     Args:
         model: what gives the outputs. It is not touched.
@@ -54,7 +54,7 @@ def mapped(
 def captured(
     model: nn.Module, names: Collection[str], inputs: Sequence[Tensor], directions: Tensor
 ) -> dict[str, Tensor]:
-    """Through heldin's own capture, for any model that can be observed.
+    """Compute Jacobians through heldin's own capture, for any model that can be observed.
 
     A sample is repeated for each of its directions; then all derivatives are the per-sample
     gradients of one backward pass. Arguments and result are those of `mapped`.

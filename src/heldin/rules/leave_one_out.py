@@ -160,7 +160,7 @@ class Displacements:
         self._find = RowMatcher(self._rows)
 
     def _allocate(self, memory: int) -> None:
-        """How the state is kept: (q, weights) displacements, or (q, b, q) shifts of outputs."""
+        """Choose the state: (q, weights) displacements, or (q, b, q) shifts of outputs."""
         params = [p for _, p in self._trained_params.values()]
         q, width = self.held, sum(p.numel() for p in params)
         outputs = self._data.outputs([x[self._probes[:1]] for x in self._rows.inputs]).numel()
@@ -175,7 +175,7 @@ class Displacements:
     # -- following the optimiser
 
     def follow(self, taken: OptimizerStep, index: Tensor | None) -> None:
-        """Take notice of a step on rows; index: their numbers, where they are known."""
+        """Follow a step on rows; index: their numbers, where they are known."""
         self._followed = True
         if len(taken.settings) != len(self._groups):
             raise HeldinError(
@@ -196,7 +196,7 @@ class Displacements:
             self.batch = float(len(index))
 
     def _preconditioner(self, name: str, squares: Tensor) -> tuple[Tensor, Tensor]:
-        """How far a unit of gradient has carried a parameter, and what is left of its D.
+        """Return how far a unit of gradient has carried a parameter, and what is left of its D.
 
         squares: the mean square of the samples' gradients by it.
         """
@@ -276,7 +276,7 @@ class Displacements:
     def _slopes(
         self, outputs: Tensor, targets: Tensor, weights: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Directions (q, b, ...) in the outputs, and the loss's two derivatives along them."""
+        """Return directions (q, b, ...) in the outputs, and the loss's derivatives along them."""
         q = len(outputs)
         with torch.enable_grad():
             free = outputs.requires_grad_()
@@ -308,7 +308,7 @@ class Displacements:
     def _advance(
         self, inputs: Sequence[Tensor], basis: Tensor, residual: Tensor, curvature: Tensor
     ) -> Tensor:
-        """Carry the state to this check; (q, b, q) shifts of the outputs."""
+        """Carry the state to this check; return (q, b, q) shifts of the outputs."""
         q, b = residual.shape
         gram = torch.zeros(q * b, q * b, dtype=torch.float64, device=residual.device)
         shift = torch.zeros(q * b, q, dtype=torch.float64, device=residual.device)
@@ -346,7 +346,7 @@ class Displacements:
         return shifts
 
     def _jacobians(self, inputs: Sequence[Tensor], basis: Tensor) -> Iterator[tuple[Tensor, str]]:
-        """(q, b, size) of every parameter; one after the other where memory is scarce."""
+        """Yield (q, b, size) of every parameter, one by one where memory is scarce."""
         every = list(self._trained_params)
         for names in [[name] for name in every] if self.outputs_only else [every]:
             found = self._jacobian_fn(self._model, names, inputs, basis)

@@ -19,7 +19,7 @@ __all__ = ["Auto", "Evidence", "Folds", "LeaveOneOut", "Rule", "Validation", "re
 
 # Arguments of `heldin.EarlyStopping` that not every rule uses.
 NOT_ALWAYS_USED = (
-    "finish", "monitor", "mode", "temperature", "metrics", "predict", "targets", "on_check",
+    "finish", "metrics", "predict", "targets", "monitor", "mode", "temperature", "on_check",
     "eval_loss", "eval_data", "clip", "groups", "stratify", "time", "sample_weight", "train_step",
     "state", "averaged_model", "loss_fn", "batch_loss", "data", "patience", "seed",
     "process_group",

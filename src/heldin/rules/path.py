@@ -111,7 +111,7 @@ class PathStopping(StoppingRule):
         self._release: Any = None
         self._rate_sum, self._rated = 0.0, 0  # of the steps so far, and their number
         self._leads = False  # whether shadows are ahead of the model
-        self._next_look = 0  # step of the next check for patience in epochs; 0: none
+        self._next_patience_check = 0  # step of the next check for patience in epochs; 0: none
         # the checks
         self.history = EstimateHistory(self.name)
         self._curves: list[Tensor] = []  # one (rows,) for each check
@@ -132,7 +132,7 @@ class PathStopping(StoppingRule):
         self._doubted = False  # whether a warning was given that nothing was learnt
 
     def _start(self) -> None:
-        """To be called at the end of a rule's constructor: the check at step 0."""
+        """Make the check at step 0; a rule calls this at the end of its constructor."""
         assert self._model is not None
         name, check, alone = self.owner, self._step_check(), self._process_group is None
         self._observer = LoopObserver(
@@ -179,7 +179,7 @@ class PathStopping(StoppingRule):
 
     @abstractmethod
     def _missing(self) -> float:
-        """Share of the rows that each model behind the estimate was not trained on."""
+        """Return the share of the rows that each model behind the estimate was not trained on."""
 
     def _coverage(self) -> float | None:
         """Return the coverage of an interval of the loss in our study; None: not measured."""
@@ -196,7 +196,7 @@ class PathStopping(StoppingRule):
 
     @abstractmethod
     def _follow(self, taken: OptimizerStep, index: Tensor | None) -> None:
-        """Take notice of an optimiser step on rows; index: their numbers, where they are known."""
+        """Follow an optimiser step on rows; index: their numbers, where they are known."""
 
     def _row_groups(self, rows: Tensor) -> Tensor | None:
         """Return the groups of rows."""
@@ -204,7 +204,7 @@ class PathStopping(StoppingRule):
 
     @abstractmethod
     def _own_settings(self) -> dict[str, Any]:
-        """Arguments that a resumed run must share."""
+        """Return the arguments that a resumed run must share."""
 
     def _rule_state(self) -> dict[str, Any]:
         """Return the state of the rule."""
@@ -254,12 +254,12 @@ class PathStopping(StoppingRule):
 
     def _due(self) -> bool:
         """Whether it is time for a check."""
-        return self._looks or self._step >= next_check(self.history.last().step, self.grid)
+        return self._patience_asks or self._step >= next_check(self.history.last().step, self.grid)
 
     @property
-    def _looks(self) -> bool:
+    def _patience_asks(self) -> bool:
         """Whether patience in epochs asks for a check."""
-        return 0 < self._next_look <= self._step
+        return 0 < self._next_patience_check <= self._step
 
     def _numbers(self, indices: Tensor | Sequence[int] | None) -> Tensor | None:
         if indices is None:
@@ -307,7 +307,7 @@ class PathStopping(StoppingRule):
             fits = self._backend.copies * self._snapshot_bytes() <= self.memory
             outcome.take_members(self._backend.members() if fits else [])
         self._thin(number if self.finish else best)
-        self._next_look, patience = 0, self._patience_in_steps()
+        self._next_patience_check, patience = 0, self._patience_in_steps()
         if self.should_stop:  # the reason is that of the stop
             return
         self.reason = f"step {self._step}: {self._compared(number, lowest)}"
@@ -317,7 +317,7 @@ class PathStopping(StoppingRule):
             if isinstance(self.patience, int):
                 limit = patience.step_limit(self.history[lowest].step - self._behind) + self._behind
                 spacing = patience.slack // patience.checks
-                self._next_look = max(self._step + 1, min(self._step + spacing, limit))
+                self._next_patience_check = max(self._step + 1, min(self._step + spacing, limit))
             self.reason += f"; stops by step {self.stop_limit()}, unless the estimate falls"
         else:
             self.should_stop, self.stopped_step = True, self._step
@@ -735,7 +735,7 @@ class PathStopping(StoppingRule):
             "levels": torch.tensor(self._levels, dtype=torch.float64).reshape(-1, 2),
             "void": self._void,
             "behind": self._behind,
-            "next_look": self._next_look,
+            "next_look": self._next_patience_check,
             "rule": self._rule_state(),
         }
 
@@ -774,7 +774,7 @@ class PathStopping(StoppingRule):
         self._rate_sum = math.nan  # rates before the state are not known
         self._intervals, self._values = {}, {}
         self._void, self._behind = state["void"], state["behind"]
-        self._next_look = state["next_look"]
+        self._next_patience_check = state["next_look"]
         self._levels = [(shadows, model) for shadows, model in levels]
         self._kept = {
             number: {key: value.to(device) for key, value in weights.items()}
