@@ -191,6 +191,8 @@ class EarlyStopping(NamedArguments, RunResults, PlainLoopOnly):
         arguments["optimizer"] = self._optimizer
         names = RunInputs.__dataclass_fields__ & arguments.keys()
         inputs = RunInputs(**{name: arguments[name] for name in names})
+        if state and train_step is None:
+            raise HeldinError(f"{NAME}: state has no effect without train_step; leave it out")
         if averaged_model is not None and train_step is None:
             raise HeldinError(
                 f"{NAME}: averaged_model needs train_step, a function of a batch that takes the "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -121,7 +120,7 @@ def test_fits_go_on(pickled: bool) -> None:
     fit(learn, 5)
     callback.restore = True
     session = callback._run
-    session.settings = replace(session.settings, restore=True)
+    session.restores = True
     if pickled:
         learn.remove_cb(callback)
         callback = pickle.loads(pickle.dumps(callback))

@@ -11,19 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from heldin.errors import HeldinError
-from heldin.state.schema import check_settings, checked_state, load_or_roll_back
+from heldin.state.schema import Saved, check_settings, checked_state, load_or_roll_back
 
 from .reporting import Follower, RunFacts
 
 __all__ = ["StoppingRule", "copied", "evaluation", "trained_tensors"]
-
-STATE_SCHEMA: dict[str, Any] = {  # entries of a saved state that all rules share
-    "settings": dict,
-    "step": int,
-    "should_stop": bool,
-    "stopped_step": (int, None),
-    "reason": str,
-}
 
 
 def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -50,11 +42,12 @@ def evaluation(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-class StoppingRule(Follower, ABC):
+class StoppingRule(Follower, Saved, ABC):
     """The base class of rules that decide at each step of a training loop whether to stop.
 
     A subclass adds the decision, `_settings` (which a resumed run must share with the saved one),
-    `_own_state` and `_take_own_state` (its state beside the attributes below).
+    its `_saved` attributes, and what else belongs to its state: `_own_state`, of the schema
+    `_state_schema`, and `_take_own_state`.
 
     Attributes:
         should_stop: whether training should stop; once true, it stays true.
@@ -64,7 +57,13 @@ class StoppingRule(Follower, ABC):
 
     owner: str = "heldin.EarlyStopping"  # by which messages name the rule
     _state_version: ClassVar[int] = 1
-    _state_schema: ClassVar[dict[str, Any]]  # schema of the result of `_own_state`
+    _state_schema: ClassVar[dict[str, Any]] = {}  # of the result of `_own_state`
+    _saved: ClassVar[dict[str, Any]] = {
+        "_step": int,
+        "should_stop": bool,
+        "stopped_step": (int, None),
+        "reason": str,
+    }
 
     def __init__(self) -> None:
         self.should_stop = False
@@ -104,11 +103,10 @@ class StoppingRule(Follower, ABC):
     def _settings(self) -> dict[str, Any]:
         """Return the settings that a resumed run must share with the saved one."""
 
-    @abstractmethod
     def _own_state(self) -> dict[str, Any]:
-        """Return the state of the rule beside the attributes of `StoppingRule`."""
+        """Return the state of the rule beside its `_saved` attributes."""
+        return {}
 
-    @abstractmethod
     def _take_own_state(self, state: Mapping[str, Any]) -> None:
         """Restore a state from `_own_state`, or raise an error."""
 
@@ -118,21 +116,18 @@ class StoppingRule(Follower, ABC):
             "heldin": type(self).__name__,
             "version": self._state_version,
             "settings": self._settings(),
-            "step": self._step,
-            "should_stop": self.should_stop,
-            "stopped_step": self.stopped_step,
-            "reason": self.reason,
+            **super().state_dict(),
             **self._own_state(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state from `state_dict`; all later values are the same to the last bit."""
-        kind, schema = type(self).__name__, STATE_SCHEMA | self._state_schema
+        schema = {"settings": dict, **self.saved_schema(), **self._state_schema}
+        kind = type(self).__name__
         state = checked_state(self.owner, state, self._state_version, schema, kind)
         check_settings(self.owner, state["settings"], self._settings())
         load_or_roll_back(self.owner, self._take, state, self.state_dict())
 
     def _take(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
         self._take_own_state(state)
-        self._step, self.reason = state["step"], state["reason"]
-        self.should_stop, self.stopped_step = state["should_stop"], state["stopped_step"]

@@ -24,7 +24,7 @@ from heldin.pages import Section, Table, csv_link
 from heldin.pages.charts import Series, chart
 from heldin.state.history import STATE_SCHEMA as HISTORY
 from heldin.state.history import History, Record
-from heldin.state.schema import check_int, model_signature
+from heldin.state.schema import Saved, check_int, model_signature
 
 from . import options
 from .base import StoppingRule
@@ -35,7 +35,6 @@ __all__ = ["Decision", "EvidenceStopping"]
 
 T = TypeVar("T")
 DEFAULT = options.Evidence()
-DECISION = {"armed": bool, "streak": int, "average": AVERAGE, "recent": AVERAGE}
 RESUMED = (  # options that a resumed run must share with the saved one
     "smoothing", "window", "check_every", "weight_by_batch_size", "initial_average",
     "group_reduction", "correction", "dead_coordinates", "loss_reduction", "estimator",
@@ -43,12 +42,19 @@ RESUMED = (  # options that a resumed run must share with the saved one
 RECENT = 0.9  # decay of the average that arms the rule: about ten checks
 
 
-class Decision:
+class Decision(Saved):
     """The smoothed criterion, and the decision to stop.
 
     During an initial plateau the criterion stays near zero, where it may be positive by chance: the
     rule is armed once an average over the last checks, which starts at zero, has left it.
     """
+
+    _saved: ClassVar[dict[str, Any]] = {
+        "armed": bool,
+        "_streak": int,
+        "_average": AVERAGE,
+        "_recent": AVERAGE,
+    }
 
     def __init__(self, rule: options.Evidence) -> None:
         self._rule, self.armed = rule, rule.arm_threshold is None
@@ -78,21 +84,6 @@ class Decision:
         reached = f"{text} > 0, check {self._streak} of {rule.checks}"
         return self._streak >= rule.checks, reached
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as numbers."""
-        return {
-            "armed": self.armed,
-            "streak": self._streak,
-            "average": self._average.state_dict(),
-            "recent": self._recent.state_dict(),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state from `state_dict`."""
-        self.armed, self._streak = state["armed"], state["streak"]
-        self._average.load_state_dict(state["average"])
-        self._recent.load_state_dict(state["recent"])
-
 
 class EvidenceStopping(StoppingRule, Joinable):
     """Stops training when the gradients carry no more evidence than noise.
@@ -113,12 +104,8 @@ class EvidenceStopping(StoppingRule, Joinable):
     """
 
     _state_version = 4
-    _state_schema: ClassVar[dict[str, Any]] = {
-        "decision": DECISION,
-        "sampler": (dict, None),
-        "history": HISTORY,
-        **RUNNING,
-    }
+    _saved: ClassVar[dict[str, Any]] = {"_decision": Decision.saved_schema(), "history": HISTORY}
+    _state_schema: ClassVar[dict[str, Any]] = {"sampler": (dict, None), **RUNNING}
 
     def __init__(
         self,
@@ -356,18 +343,11 @@ class EvidenceStopping(StoppingRule, Joinable):
 
     def _own_state(self) -> dict[str, Any]:
         sampler = self._collector.sampler
-        return {
-            "decision": self._decision.state_dict(),
-            "sampler": None if sampler is None else sampler.state_dict(),
-            "history": self.history.state_dict(),
-            **self._running.state_dict(),
-        }
+        saved = None if sampler is None else sampler.state_dict()
+        return {"sampler": saved, **self._running.state_dict()}
 
     def _take_own_state(self, state: Mapping[str, Any]) -> None:
         self._running.load_state_dict(state, self._opened("load_state_dict"))
-        self._decision.load_state_dict(state["decision"])
-        self.history.load_state_dict(state["history"])
-        self._step = state["step"]
         self._collector.clear()
         if (sampler := self._collector.sampler) is not None:
             sampler.load_state_dict(state["sampler"])

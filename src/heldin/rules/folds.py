@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 from zlib import crc32
 
 import torch
@@ -47,7 +47,7 @@ from heldin.shadows.stacked import CannotStack, StackedShadows
 from heldin.shadows.step_check import StepCheck
 from heldin.shadows.tensors import TensorData
 from heldin.state.estimates import interval_coverage
-from heldin.state.schema import check_int, check_schema
+from heldin.state.schema import check_int
 
 __all__ = ["FoldStopping"]
 
@@ -55,7 +55,6 @@ SHARE = 0.05  # of the time of the run that checks may take
 LIGHT_SHARE = 0.1  # the same for light shadows, whose steps cost less
 FIRST = 8  # checks that are made whatever they cost, so that short runs have some
 
-COUNTS = ("seen", "seen_at_check", "seen_at_start")  # rows, in a saved state
 UNDRAWN_EPOCHS = 8  # in which a loader draws every row that it ever draws
 
 # Light shadows start again on all rows, once, if they fall behind: between these epochs, the model
@@ -72,6 +71,7 @@ class FoldStopping(PathStopping):
     """
 
     name = "folds"
+    _saved: ClassVar[dict[str, Any]] = {"_seen": int, "_seen_at_check": int, "_seen_at_start": int}
 
     def __init__(self, inputs: RunInputs, rule: Folds, must_stack: bool = False) -> None:
         """Begin to follow a run; with `must_stack`, raise CannotStack rather than replay."""
@@ -552,15 +552,9 @@ class FoldStopping(PathStopping):
             "the first rows of data": self._first_rows,
         }
 
-    def _rule_state(self) -> dict[str, Any]:
-        return {**{name: getattr(self, f"_{name}") for name in COUNTS}, **super()._rule_state()}
-
-    def _load_rule_state(self, state: Mapping[str, Any]) -> None:
-        check_schema(state, dict.fromkeys(COUNTS, int))
-        super()._load_rule_state(state)
+    def _take_own_state(self, state: Mapping[str, Any]) -> None:
+        super()._take_own_state(state)
         self._label, self._announced = self._backend.label, []
-        for name in COUNTS:
-            setattr(self, f"_{name}", state[name])
         self._same.renew()
 
     def _snapshot(self) -> dict[str, Tensor]:

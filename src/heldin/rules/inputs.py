@@ -82,8 +82,6 @@ class RunInputs:
             raise HeldinError(
                 f"{owner}: train_step must be a function of a batch, got {self.train_step!r}"
             )
-        if state and self.train_step is None:
-            raise HeldinError(f"{owner}: state has no effect without train_step; leave it out")
         if not isinstance(state, (list, tuple)):
             raise HeldinError(
                 f"{owner}: state must be a list of objects, got {type(state).__name__}"

@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -27,9 +27,9 @@ from heldin.crossval.temperature import HOTTEST
 from heldin.errors import HeldinError
 from heldin.rules.policy import best_check, densest_check
 from heldin.shadows.outputs import OutputRecipe
-from heldin.state.schema import check_schema
+from heldin.state.schema import Saved, check_schema
 
-__all__ = ["OUTPUTS", "STATE_SCHEMA", "Outcome", "OutputOptions", "check_monitor"]
+__all__ = ["OUTPUTS", "Outcome", "OutputOptions", "check_monitor"]
 
 # Arguments of `heldin.EarlyStopping` that need outputs of held-out rows.
 OUTPUTS = ("metrics", "predict", "targets", "monitor", "mode", "temperature")
@@ -37,13 +37,6 @@ OUTPUTS = ("metrics", "predict", "targets", "monitor", "mode", "temperature")
 COMPARED = 4  # checks whose losses are compared with the cross-entropy of the outputs
 MOST_FOLDS = 20  # more folds than these are merged to fit a temperature
 PARTS = 10  # folds after merging
-
-STATE_SCHEMA = {
-    "outputs": {int: Tensor},
-    "temperatures": [float],
-    "monitored": [float],
-    "members": [{str: Tensor}],
-}
 
 
 def check_monitor(metrics: Mapping[str, Metric], monitor: str, mode: str | None) -> bool | None:
@@ -125,13 +118,20 @@ class OutputOptions:
         return OutputRecipe(memory, self.predict, self.targets, self.fallback)
 
 
-class Outcome:
+class Outcome(Saved):
     """Outputs of held-out rows at the checks of a run, and what follows from them.
 
     Args:
         options: which metrics there are, what chooses the check, and whether to calibrate.
         memory: bytes of outputs that are kept.
     """
+
+    _saved: ClassVar[dict[str, Any]] = {
+        "outputs": {int: Tensor},
+        "_temperatures": [float],
+        "monitored": [float],
+        "members": [{str: Tensor}],
+    }
 
     def __init__(self, options: OutputOptions, memory: int) -> None:
         self.metrics, self.monitor = options.resolved, options.monitor
@@ -339,26 +339,16 @@ class Outcome:
 
     # -- saving
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return tensors and numbers only."""
-        return {
-            "outputs": dict(self.outputs),
-            "temperatures": list(self._temperatures),
-            "monitored": list(self.monitored),
-            "members": [dict(member) for member in self.members],
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any], checks: int) -> None:
-        """Continue where `state_dict` was taken."""
-        check_schema(state, STATE_SCHEMA, "['outcome']")
+    def take(self, state: Mapping[str, Any], checks: int) -> None:
+        """Restore a state from `state_dict` of so many checks."""
+        check_schema(state, self.saved_schema(), "['outcome']")
         monitored = checks if self.by_metric else 0
         if len(state["temperatures"]) != checks or len(state["monitored"]) != monitored:
             raise ValueError(f"outputs of another number of checks than {checks}")
         form = next(iter(self.outputs.values()))
         for number, outputs in state["outputs"].items():
             check_schema(outputs, form, f"['outcome']['outputs'][{number}]")
-        self.outputs, self.members = dict(state["outputs"]), [dict(m) for m in state["members"]]
-        self._temperatures, self.monitored = list(state["temperatures"]), list(state["monitored"])
+        self.load_state_dict(state)
         self._calibrated, targets = None, self._held.targets
         self._probabilities = all(are_probabilities(o, targets) for o in self.outputs.values())
 

@@ -53,14 +53,10 @@ __all__ = ["PathStopping"]
 LIGHT_ERROR = 0.1  # of the estimate: what the rows of light shadows do not show, measured
 NO_OUTPUTS = OutputOptions("", temperature=False)
 STATE_SCHEMA = {  # of a saved state
-    "history": HISTORY,
     "curves": Tensor,
     "kept": {int: {str: Tensor}},
     "outcome": dict,
     "levels": Tensor,
-    "void": int,
-    "behind": int,
-    "next_look": int,
     "rule": dict,
 }
 
@@ -72,7 +68,14 @@ class PathStopping(StoppingRule):
     that were not trained on.
     """
 
+    _state_version = 2
     _state_schema = STATE_SCHEMA
+    _saved: ClassVar[dict[str, Any]] = {
+        "history": HISTORY,
+        "_void": int,
+        "_behind": int,
+        "_next_look": int,
+    }
     _is_light = False  # whether shadows are trained on a share of the rows of each batch
     _same_loss = True  # whether the training loss is of the same kind as the estimated one
     _count: int  # of the training rows
@@ -111,7 +114,7 @@ class PathStopping(StoppingRule):
         self._release: Any = None
         self._rate_sum, self._rated = 0.0, 0  # of the steps so far, and their number
         self._leads = False  # whether shadows are ahead of the model
-        self._next_patience_check = 0  # step of the next check for patience in epochs; 0: none
+        self._next_look = 0  # step of the next check for patience in epochs; 0: none
         # the checks
         self.history = EstimateHistory(self.name)
         self._curves: list[Tensor] = []  # one (rows,) for each check
@@ -206,15 +209,6 @@ class PathStopping(StoppingRule):
     def _own_settings(self) -> dict[str, Any]:
         """Return the arguments that a resumed run must share."""
 
-    def _rule_state(self) -> dict[str, Any]:
-        """Return the state of the rule."""
-        state: dict[str, Any] = self._backend.state_dict()
-        return state
-
-    def _load_rule_state(self, state: Mapping[str, Any]) -> None:
-        """Take over what `_rule_state` gave."""
-        self._backend.load_state_dict(state)
-
     # -- the loop
 
     def step(self, indices: Tensor | Sequence[int] | None = None) -> bool:
@@ -259,7 +253,7 @@ class PathStopping(StoppingRule):
     @property
     def _patience_asks(self) -> bool:
         """Whether patience in epochs asks for a check."""
-        return 0 < self._next_patience_check <= self._step
+        return 0 < self._next_look <= self._step
 
     def _numbers(self, indices: Tensor | Sequence[int] | None) -> Tensor | None:
         if indices is None:
@@ -307,7 +301,7 @@ class PathStopping(StoppingRule):
             fits = self._backend.copies * self._snapshot_bytes() <= self.memory
             outcome.take_members(self._backend.members() if fits else [])
         self._thin(number if self.finish else best)
-        self._next_patience_check, patience = 0, self._patience_in_steps()
+        self._next_look, patience = 0, self._patience_in_steps()
         if self.should_stop:  # the reason is that of the stop
             return
         self.reason = f"step {self._step}: {self._compared(number, lowest)}"
@@ -317,7 +311,7 @@ class PathStopping(StoppingRule):
             if isinstance(self.patience, int):
                 limit = patience.step_limit(self.history[lowest].step - self._behind) + self._behind
                 spacing = patience.slack // patience.checks
-                self._next_patience_check = max(self._step + 1, min(self._step + spacing, limit))
+                self._next_look = max(self._step + 1, min(self._step + spacing, limit))
             self.reason += f"; stops by step {self.stop_limit()}, unless the estimate falls"
         else:
             self.should_stop, self.stopped_step = True, self._step
@@ -728,15 +722,11 @@ class PathStopping(StoppingRule):
 
     def _own_state(self) -> dict[str, Any]:
         return {
-            "history": self.history.state_dict(),
             "curves": torch.stack(self._curves, dim=1),
             "kept": {number: dict(weights) for number, weights in self._kept.items()},
             "outcome": self._outcome.state_dict() if self._keeps_outputs else {},
             "levels": torch.tensor(self._levels, dtype=torch.float64).reshape(-1, 2),
-            "void": self._void,
-            "behind": self._behind,
-            "next_look": self._next_patience_check,
-            "rule": self._rule_state(),
+            "rule": self._backend.state_dict(),
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -767,14 +757,11 @@ class PathStopping(StoppingRule):
         for number, weights in state["kept"].items():
             check_schema(weights, form, f"['kept'][{number}]")
         if self._keeps_outputs:
-            self._outcome.load_state_dict(state["outcome"], checks)
-        self._load_rule_state(state["rule"])
-        self.history.load_state_dict(state["history"])
+            self._outcome.take(state["outcome"], checks)
+        self._backend.load_state_dict(state["rule"])
         self._curves = list(state["curves"].unbind(1))
         self._rate_sum = math.nan  # rates before the state are not known
         self._intervals, self._values = {}, {}
-        self._void, self._behind = state["void"], state["behind"]
-        self._next_patience_check = state["next_look"]
         self._levels = [(shadows, model) for shadows, model in levels]
         self._kept = {
             number: {key: value.to(device) for key, value in weights.items()}

@@ -37,12 +37,12 @@ class ValidationStopping(StoppingRule):
     """
 
     _state_version = 2
-    _state_schema: ClassVar[dict[str, Any]] = {
-        "streak": int,
+    _saved: ClassVar[dict[str, Any]] = {
+        "_streak": int,
         "best_loss": float,
         "best_step": (int, None),
         "last_loss": float,
-        "best": {str: Tensor},
+        "_best": {str: Tensor},
         "history": HISTORY,
     }
 
@@ -190,23 +190,9 @@ class ValidationStopping(StoppingRule):
         settings = {"every": self.every, "improvement": self.improvement}
         return settings | {"restore_best": self._restores, "model": self._signature}
 
-    def _own_state(self) -> dict[str, Any]:
-        return {
-            "streak": self._streak,
-            "best_loss": self.best_loss,
-            "best_step": self.best_step,
-            "last_loss": self.last_loss,
-            "best": dict(self._best),
-            "history": self.history.state_dict(),
-        }
-
     def _take_own_state(self, state: Mapping[str, Any]) -> None:
         if state["best"] and self._model is not None:
             check_schema(state["best"], self._weights(), "['best']")
-        self.history.load_state_dict(state["history"])
-        self._best = copied(state["best"])
-        self._streak, self.last_loss = state["streak"], state["last_loss"]
-        self.best_loss, self.best_step = state["best_loss"], state["best_step"]
 
     def close(self) -> None:
         """Release the model. Results remain available."""

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import zlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
 from heldin.errors import HeldinError
 
 __all__ = [
+    "Saved",
     "check_int",
     "check_schema",
     "check_settings",
@@ -89,6 +91,45 @@ def check_schema(value: Any, form: Schema, place: str = "") -> None:
     why = schema_error(value, form, place)
     if why is not None:
         raise ValueError(why)
+
+
+class Saved:
+    """A mixin for objects whose state consists of some of their attributes.
+
+    Attributes of the class:
+        _saved: a schema for each of these attributes. In a state they have their names without a
+            leading underscore; those with a state of their own are saved by that.
+    """
+
+    _saved: ClassVar[Mapping[str, Schema]] = {}
+
+    @classmethod
+    def _schemas(cls) -> dict[str, Schema]:
+        """Return the schemas of all attributes, those of base classes among them."""
+        kinds = reversed(cls.__mro__)
+        return {name: form for kind in kinds for name, form in vars(kind).get("_saved", {}).items()}
+
+    @classmethod
+    def saved_schema(cls) -> dict[str, Schema]:
+        """Return the schema of a state."""
+        return {name.lstrip("_"): form for name, form in cls._schemas().items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state: tensors, numbers, texts, and lists and dicts of them."""
+        values = {name.lstrip("_"): getattr(self, name) for name in self._schemas()}
+        return {
+            name: value.state_dict() if hasattr(value, "state_dict") else copy.copy(value)
+            for name, value in values.items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a state from `state_dict`."""
+        for name in self._schemas():
+            value = state[name.lstrip("_")]
+            if hasattr(getattr(self, name), "load_state_dict"):
+                getattr(self, name).load_state_dict(value)
+            else:
+                setattr(self, name, copy.copy(value))
 
 
 def model_signature(model: nn.Module) -> str:
