@@ -204,7 +204,7 @@ def test_steps_are_seen_once() -> None:
     session.begin_batch()
     optimizer.step(closure)
     assert session.stopping.counts[0] == 3
-    assert not session.weighed
+    assert not session.evidence_formed
     session.step()  # after the batch
     assert session.stopping.counts[0] == 4
     session.begin_batch()
