@@ -19,9 +19,9 @@ __all__ = ["Auto", "Evidence", "Folds", "LeaveOneOut", "Rule", "Validation", "re
 
 # Arguments of `heldin.EarlyStopping` that not every rule uses.
 NOT_ALWAYS_USED = (
-    "finish", "metrics", "predict", "targets", "monitor", "mode", "temperature", "on_check",
-    "eval_loss", "eval_data", "clip", "groups", "stratify", "time", "sample_weight", "train_step",
-    "state", "averaged_model", "loss_fn", "batch_loss", "data", "patience", "seed",
+    "finish", "batch_loss", "metrics", "predict", "targets", "monitor", "mode", "temperature",
+    "on_check", "eval_loss", "eval_data", "clip", "groups", "stratify", "time", "sample_weight",
+    "train_step", "state", "averaged_model", "loss_fn", "data", "patience", "seed",
     "process_group",
 )  # fmt: skip
 
@@ -32,9 +32,11 @@ class Rule(NamedArguments):
 
     Attributes of the class:
         takes: which of `NOT_ALWAYS_USED` the rule uses; None: all.
+        instead: what to do in place of giving an argument that it does not use.
     """
 
     takes: ClassVar[frozenset[str] | None] = frozenset()
+    instead: ClassVar[Mapping[str, str]] = {}
 
     @property
     def name(self) -> str:
@@ -66,9 +68,9 @@ class Rule(NamedArguments):
             value, default = arguments.get(name), defaults.get(name)
             plain = isinstance(value, (str, int, tuple)) and value == default
             if name not in takes and value is not default and not plain:
+                instead = self.instead.get(name, "leave it out, or use rule='folds'")
                 raise HeldinError(
-                    f"{owner}: {name} has no effect with rule {self.name!r}; leave it out, or use "
-                    "rule='folds'"
+                    f"{owner}: {name} has no effect with rule {self.name!r}; {instead}"
                 )
 
     def _check(self, condition: bool, name: str, wanted: str) -> None:
@@ -185,6 +187,7 @@ class LeaveOneOut(Rule):
         {"loss_fn", "data", "sample_weight", "patience", "finish", "monitor", "mode", "predict"}
         | {"metrics", "targets", "temperature", "on_check", "seed", "process_group"}
     )
+    instead: ClassVar[Mapping[str, str]] = {"batch_loss": "it needs loss_fn and tensors"}
     probes: int | None = None
     average: Literal["bagged", "best"] = "bagged"
     check_spacing: float = 1.25
@@ -195,14 +198,6 @@ class LeaveOneOut(Rule):
         if self.probes is not None:
             self._whole("probes", 2)
         _check_path(self)
-
-    def refuse_unused(
-        self, owner: str, arguments: Mapping[str, Any], defaults: Mapping[str, Any]
-    ) -> None:
-        """Refuse arguments that the rule would ignore, and a loss of whole batches."""
-        if arguments.get("batch_loss") is not None:
-            raise HeldinError(f"{owner}: leave-one-out needs loss_fn and tensors, no batch_loss")
-        super().refuse_unused(owner, arguments, defaults)
 
 
 def _check_path(rule: Any) -> None:
@@ -242,7 +237,10 @@ class Evidence(Rule):
     'mean'
     """
 
-    takes = frozenset({"data", "patience", "seed", "process_group"})
+    takes = frozenset({"data", "seed", "process_group"})
+    instead: ClassVar[Mapping[str, str]] = {
+        "patience": "it is an option of the rule: rule=heldin.rules.Evidence(checks=3)"
+    }
     parameter_groups: Any = "tensor"
     smoothing: float = 0.9
     window: int | Literal["epoch"] = 1
@@ -292,17 +290,6 @@ class Evidence(Rule):
             self._whole("coordinates", 1)
             sampled = self.estimator == "sampled"
             self._check(sampled, "coordinates", f"None with estimator={self.estimator!r}")
-
-    def refuse_unused(
-        self, owner: str, arguments: Mapping[str, Any], defaults: Mapping[str, Any]
-    ) -> None:
-        """Refuse arguments that the rule would ignore."""
-        super().refuse_unused(owner, arguments, defaults)
-        if arguments.get("patience", "default") != "default":
-            raise HeldinError(
-                f"{owner}: for evidence, patience is an option of the rule: "
-                "rule=heldin.rules.Evidence(checks=3)"
-            )
 
     def in_steps(self, owner: str, epoch_steps: float | None, otherwise: str) -> Evidence:
         """Return the rule with its window as a number of steps.
