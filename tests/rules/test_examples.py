@@ -13,7 +13,7 @@ from heldin.rules.callback_hints import PlainLoopOnly
 from heldin.rules.displacements import directions, solve, unit_gradient_step
 from heldin.rules.evidence import Decision
 from heldin.rules.inputs import RunInputs
-from heldin.rules.jacobians import captured, mapped
+from heldin.rules.jacobians import jacobians_by_capture, jacobians_by_vmap
 from heldin.rules.options import resolve
 from heldin.rules.reporting import RunFacts
 from heldin.rules.schedules import fixed_schedule
@@ -79,7 +79,7 @@ def test_a_single_direction_is_that_of_the_slope() -> None:
 def test_derivatives_of_a_linear_model_are_its_inputs() -> None:
     model, x = nn.Linear(2, 1), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     along = torch.ones(2, 1, 1)
-    for way in (mapped, captured):
+    for way in (jacobians_by_vmap, jacobians_by_capture):
         found = way(model, ["weight", "bias"], [x], along)
         assert found["weight"].tolist() == [[[[1.0, 2.0]]], [[[3.0, 4.0]]]]
         assert found["bias"].tolist() == [[[1.0]], [[1.0]]]

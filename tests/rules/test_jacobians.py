@@ -44,12 +44,12 @@ def test_captured_jacobians_are_those_of_torch_func() -> None:
     model = Fixed().double()
     names = [name for name, _ in model.named_parameters()]
     x, directions = normal(6, 5), normal(6 * 2, 3).view(6, 2, 3)
-    expected = _jacobians.mapped(model, names, [x], directions)
-    found = _jacobians.captured(model, names, [x], directions)
+    expected = _jacobians.jacobians_by_vmap(model, names, [x], directions)
+    found = _jacobians.jacobians_by_capture(model, names, [x], directions)
     assert list(found) == names
     for name in names:
         torch.testing.assert_close(found[name], expected[name], rtol=1e-10, atol=1e-13)
-    only = _jacobians.captured(model, names[:1], [x], directions)
+    only = _jacobians.jacobians_by_capture(model, names[:1], [x], directions)
     torch.testing.assert_close(only[names[0]], expected[names[0]])
     assert all(p.grad is None and p.requires_grad for p in model.parameters())
 
@@ -57,13 +57,16 @@ def test_captured_jacobians_are_those_of_torch_func() -> None:
 def test_a_model_that_torch_func_cannot_map_is_captured() -> None:
     x, y = normal(20, 5), normal(20, 3, seed=1)
     results = []
-    for kind, way in ((Branching, _jacobians.captured), (Fixed, _jacobians.mapped)):
+    for kind, way in (
+        (Branching, _jacobians.jacobians_by_capture),
+        (Fixed, _jacobians.jacobians_by_vmap),
+    ):
         torch.manual_seed(4)
         model = kind().double()
         optimizer = SGD([p for n, p in model.named_parameters() if n != "unused"], lr=0.1)
         stopping = runs.LeaveOneOutStopping(model, optimizer, F.mse_loss, (x, y))
         names = [name for name, _ in model.named_parameters() if name != "unused"]
-        assert _jacobians.chosen(model, names, [x]) is way
+        assert _jacobians.jacobian_method(model, names, [x]) is way
         for _ in range(20):
             F.mse_loss(model(x), y).backward()
             optimizer.step()

@@ -13,7 +13,7 @@ from heldin.rules.auto import follow as _follow
 from heldin.rules.evidence import EvidenceStopping
 from heldin.rules.folds import FoldStopping
 from heldin.rules.inputs import RunInputs
-from heldin.rules.jacobians import mapped
+from heldin.rules.jacobians import jacobians_by_vmap
 from heldin.rules.leave_one_out import LeaveOneOutStopping
 from heldin.rules.options import Auto, Evidence, Folds, LeaveOneOut, Validation
 from heldin.rules.path import PathStopping
@@ -47,8 +47,8 @@ __all__ = [
     "bootstrap_shares",
     "follow",
     "group_settings",
+    "jacobians_by_vmap",
     "leave_one_out",
-    "mapped",
     "mean_and_error",
     "next_check",
 ]

@@ -132,11 +132,10 @@ class Difference:
         return f"{text}, better in {percent} % of the resamplings"
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class Comparison(Mapping[str, Difference]):
+class Comparison(dict[str, Difference]):
     """Two runs on the same rows and folds, paired row by row.
 
-    A mapping of "loss" and the metrics' names to a `Difference`; `difference`, `standard_error` and
+    A dict of "loss" and the metrics' names to a `Difference`; `difference`, `standard_error` and
     `probability` are those of the loss. The standard error is over rows. That the same training
     with another seed would give another model is not in it. What cannot be compared, because the
     runs measure different things by the same name, is missing, and asking for it says why.
@@ -150,24 +149,20 @@ class Comparison(Mapping[str, Difference]):
     better in 100 % of the resamplings
     """
 
-    differences: Mapping[str, Difference]
-    names: tuple[str, str]
-    rows: int
-    refused: Mapping[str, str] = field(default_factory=dict)
+    def __init__(
+        self,
+        differences: Mapping[str, Difference],
+        names: tuple[str, str],
+        rows: int,
+        refused: Mapping[str, str],
+    ) -> None:
+        super().__init__(differences)
+        self.names, self.rows, self.refused = names, rows, refused
 
-    def __getitem__(self, name: str) -> Difference:
+    def __missing__(self, name: str) -> Difference:
         if name in self.refused:
             raise HeldinError(f"heldin.compare: {self.refused[name]}")
-        return self.differences[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.differences
-
-    def __iter__(self) -> Any:
-        return iter(self.differences)
-
-    def __len__(self) -> int:
-        return len(self.differences)
+        raise KeyError(name)
 
     @property
     def difference(self) -> float:

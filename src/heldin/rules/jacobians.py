@@ -14,12 +14,12 @@ from heldin.capture.observation import Observation
 from heldin.errors import HeldinError, NotObservable
 from heldin.shadows.bare_model import copy_without_hooks
 
-__all__ = ["Jacobians", "captured", "chosen", "mapped"]
+__all__ = ["Jacobians", "jacobian_method", "jacobians_by_capture", "jacobians_by_vmap"]
 
 Jacobians = Callable[[nn.Module, Collection[str], Sequence[Tensor], Tensor], dict[str, Tensor]]
 
 
-def mapped(
+def jacobians_by_vmap(
     model: nn.Module, names: Collection[str], inputs: Sequence[Tensor], directions: Tensor
 ) -> dict[str, Tensor]:
     """Compute Jacobians through `torch.func`: the faster way, for models that it can map.
@@ -51,13 +51,13 @@ def mapped(
     return result
 
 
-def captured(
+def jacobians_by_capture(
     model: nn.Module, names: Collection[str], inputs: Sequence[Tensor], directions: Tensor
 ) -> dict[str, Tensor]:
     """Compute Jacobians through heldin's own capture, for any model that can be observed.
 
     A sample is repeated for each of its directions; then all derivatives are the per-sample
-    gradients of one backward pass. Arguments and result are those of `mapped`.
+    gradients of one backward pass. Arguments and result are those of `jacobians_by_vmap`.
     """
     q, b = directions.shape[:2]
     twin = copy_without_hooks(model, share=False).eval()
@@ -76,7 +76,9 @@ def captured(
     }
 
 
-def chosen(model: nn.Module, names: Collection[str], inputs: Sequence[Tensor]) -> Jacobians:
+def jacobian_method(
+    model: nn.Module, names: Collection[str], inputs: Sequence[Tensor]
+) -> Jacobians:
     """Return the method that works for this model, tried on two rows."""
     some = [x[:2] for x in inputs]
     bare = copy_without_hooks(model).eval()
@@ -84,17 +86,17 @@ def chosen(model: nn.Module, names: Collection[str], inputs: Sequence[Tensor]) -
         outputs = bare(*some)
         directions = torch.ones_like(outputs).unsqueeze(1)
         try:
-            mapped(model, names, some, directions)
+            jacobians_by_vmap(model, names, some, directions)
         except Exception as error:
             reason = error
         else:
-            return mapped
+            return jacobians_by_vmap
         try:
-            captured(model, names, some, directions)
+            jacobians_by_capture(model, names, some, directions)
         except NotObservable as error:
             raise HeldinError(
                 "heldin.EarlyStopping: the derivatives of the outputs by single samples can be had "
                 f"neither through torch.func ({reason}) nor by observing the model ({error}); "
                 "rule='folds' works with any model"
             ) from error
-    return captured
+    return jacobians_by_capture

@@ -36,7 +36,7 @@ from heldin.rules.displacements import (
     unit_gradient_step,
 )
 from heldin.rules.inputs import RunInputs
-from heldin.rules.jacobians import chosen
+from heldin.rules.jacobians import jacobian_method
 from heldin.rules.options import LeaveOneOut
 from heldin.rules.path import PathStopping
 from heldin.shadows.held_out import EXAMPLE
@@ -143,7 +143,7 @@ class Displacements:
                 "optimizer: none of its parameters is a trainable parameter of the model; give the "
                 "optimiser that trains this model"
             )
-        self._jacobian_fn = chosen(model, list(self._trained_params), self._rows.inputs)
+        self._jacobian_fn = jacobian_method(model, list(self._trained_params), self._rows.inputs)
         self._groups = [UnitGradientPath() for _ in optimizer.param_groups]
         self.batch = float(self.count)  # rows of the latest minibatch
         wanted = MOST if rule.probes is None else rule.probes

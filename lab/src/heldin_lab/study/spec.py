@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from heldin_lab.rules import PerRowLoss, mapped
+from heldin_lab.rules import PerRowLoss, jacobians_by_vmap
 
 __all__ = [
     "MODELS",
@@ -118,7 +118,7 @@ def sharpness(model: nn.Module, loss: PerRowLoss, x: Tensor, y: Tensor) -> float
             for c in range(outputs.shape[1])
         ]
     basis = torch.eye(outputs.shape[1]).expand(len(x), -1, -1)
-    found = mapped(model, [name for name, _ in model.named_parameters()], [x], basis)
+    found = jacobians_by_vmap(model, [name for name, _ in model.named_parameters()], [x], basis)
     jacobian = torch.cat([part.flatten(2) for part in found.values()], dim=2)
     bend = torch.stack(bends, dim=1)  # (rows, outputs, outputs)
     vector = torch.ones(jacobian.shape[2])
