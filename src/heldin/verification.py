@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from heldin._private_torch import version_of
-from heldin.diagnostics.verification import Verification
-from heldin.diagnostics.verification import verify as verify_moments
+from heldin.diagnostics import Verification
+from heldin.diagnostics import verify as verify_moments
 from heldin.errors import HeldinError
 from heldin.loop.randomness import RandomState
 from heldin.rules.folds import FoldStopping
@@ -55,7 +55,7 @@ def verify(subject: Any, *args: Any, **options: Any) -> RunVerification | Verifi
     Call `verify(stopping)` during a run, after a few steps: it checks that shadows and the user's
     training do not disturb each other, and a bug report can carry its table. `verify(model, step,
     *batch)` compares observed moments with one backward pass per sample, see
-    `heldin.diagnostics.verification.verify`.
+    `heldin.diagnostics.verify`.
 
     Args:
         subject: a `heldin.EarlyStopping`, or a model.
