@@ -62,7 +62,7 @@ def test_accumulated_batches() -> None:
     learn = learner(case, callback)
     fit(learn, 8)  # of 58 rows, 48 in a step and what is left over in the next
     state = callback.state_dict()["rule"]
-    assert 8 * plain.ROWS - 48 < state["rule"]["seen"] <= 8 * plain.ROWS
+    assert 8 * plain.ROWS - 48 < state["seen"] <= 8 * plain.ROWS
     assert 5 < state["step"] < 12
 
 

@@ -130,7 +130,7 @@ def test_loaders_of_pytorch() -> None:
 def test_shuffled_arrays() -> None:
     callback = rule(patience=None, average="best")
     fit(made(PLAIN), PLAIN, callback, shuffle=True, epochs=3)
-    assert callback.state_dict()["rule"]["rule"]["seen"] == 3 * plain.ROWS
+    assert callback.state_dict()["rule"]["seen"] == 3 * plain.ROWS
 
 
 def test_exact_resume(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_shuffled_rows_are_known() -> None:
     made = fit(PLAIN, rule(patience=None), iterator_train__shuffle=True, max_epochs=3)
     state = used(made).run_state()["rule"]
     assert state["rule"]["steps"] == 12
-    assert state["rule"]["seen"] == 3 * plain.ROWS
+    assert state["seen"] == 3 * plain.ROWS
 
 
 def test_rows_in_time() -> None:
