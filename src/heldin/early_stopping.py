@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import math
 import warnings
 import weakref
@@ -425,8 +424,7 @@ class EarlyStopping(NamedArguments, RunResults, PlainLoopOnly):
         first = self._facts.epoch_ends[-1] if self._facts.epoch_ends else 0
         if self._step > first:
             self._facts.epoch_ends.append(self._step)
-            if isinstance(self._inner, PathStopping):
-                self._inner.epoch_steps = self._step - first
+            self._facts.epoch_steps = self._step - first
             many = len(self._facts.epoch_ends) == MANY_EPOCHS and self._step >= 10 * MANY_EPOCHS
             if many and isinstance(self._inner, EvidenceStopping) and not self.should_stop:
                 warn_of_many_epochs(NAME, self._inner.criterion)
@@ -490,7 +488,7 @@ class EarlyStopping(NamedArguments, RunResults, PlainLoopOnly):
         steps = -(-inner._count // (batch_size or inner._count))
         if self._loader is not None:
             steps = len(self._loader)
-        inner.epoch_steps = steps
+        self._facts.epoch_steps = steps
         self._show(progress, max_epochs)
 
         def after_epoch() -> None:
@@ -673,13 +671,6 @@ class EarlyStopping(NamedArguments, RunResults, PlainLoopOnly):
     def history(self) -> Any:
         """The checks of the run."""
         return self._inner.history
-
-    @property
-    def best_epoch(self) -> int | None:
-        """The epoch, from 0 on, in which the best step lies; None if epochs are not known."""
-        if self.best_step is None or not self._facts.epoch_ends:
-            return None
-        return bisect.bisect_left(self._facts.epoch_ends, self.best_step)
 
     def metrics(self) -> dict[str, float]:
         """Return the state as a flat mapping for any tracker."""

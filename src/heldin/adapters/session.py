@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -78,7 +79,6 @@ class Session:
     Attributes:
         by_evidence: whether the rule is evidence, which needs neither data nor optimiser.
         stopping: the object that follows the last run, with its history.
-        epoch_steps: number of optimiser steps in an epoch of it; None if it is unknown.
         trained_model: a weak reference to its model.
         next_state: the state that the next run begins with.
         evidence_formed: whether the evidence of the present batch was formed.
@@ -100,7 +100,6 @@ class Session:
         self.restores, self._log_groups, self._on_begin = restore, log_groups, on_begin
         self.by_evidence = isinstance(rule, Evidence)
         self.stopping: Any = None
-        self.epoch_steps: float | None = None
         self.trained_model: Callable[[], nn.Module | None] = lambda: None
         self.evidence_formed = self.just_stopped = self._has_closure = False
         self._model: nn.Module | None = None
@@ -203,10 +202,10 @@ class Session:
                         fallback=fallback,
                     )
                 self.stopping = self._make_folds(model, optimizer, loss, rows, prepare, **inputs)
-                self.stopping.epoch_steps = epoch_steps
                 self._on_begin(self.stopping)
                 self.stopping.count_passes(in_grad)
-            self.epoch_steps = epoch_steps
+            if epoch_steps is not None and math.isfinite(epoch_steps):
+                self.stopping.run.epoch_steps = epoch_steps
             self._model, self.trained_model = model, weakref.ref(model)
             state, self.next_state, self._last = self.next_state, {}, {}
             if state:

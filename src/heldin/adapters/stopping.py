@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 import reprlib
 from collections.abc import Mapping
 from functools import partial
@@ -169,13 +168,6 @@ class FrameworkStopping(RunResults):
     def _trained(self) -> nn.Module | None:
         model: nn.Module | None = self._run.trained_model()
         return model
-
-    @property
-    def best_epoch(self) -> int | None:
-        """The epoch, from 0 on, in which the best step lies; None if epochs are not known."""
-        best = self.best_step
-        steps = None if best is None else self._run.epoch_steps
-        return None if best is None or not steps else max(0, math.ceil(best / steps) - 1)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the run, to be saved with that of the model."""

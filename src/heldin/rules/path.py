@@ -97,7 +97,6 @@ class PathStopping(StoppingRule):
         self.grid, self.average = float(rule.check_spacing), rule.average
         self.memory, self.resamples = rule.snapshot_memory, rule.resamples
         self.patience = inputs.stop_patience
-        self.epoch_steps: float | None = None  # of the loop; None: counted in rows
         self.seed = inputs.seed
         self.finish = inputs.finish  # keep the last weights; None: warn of fixed schedules
         self.reason_chosen = ""  # why "auto" has chosen the rule
@@ -447,7 +446,7 @@ class PathStopping(StoppingRule):
         """Return the patience, as far as the length of an epoch is known."""
         if not isinstance(self.patience, int):
             return self.patience
-        steps = self.epoch_steps or self._steps_of_an_epoch()
+        steps = self.run.epoch_steps or self._steps_of_an_epoch()
         return Patience.of_epochs(self.patience, steps) if steps else None
 
     def _course(self, best: int) -> tuple[list[int], int, Tensor | None]:

@@ -68,7 +68,7 @@ def sections(rule: PathStopping) -> list[Section]:
     columns, best = rule.history.columns(), rule.history[rule.best_number]
     bands = [rule.loss_interval(number) for number in range(len(rule.history))]
     columns |= {"low": [i.low for i in bands], "high": [i.high for i in bands]}
-    if rule.run.epoch_ends:
+    if rule.run.knows_epochs:
         columns["epoch"] = [rule.run.epoch(step) for step in columns["step"]]
     series = [
         Series("training loss", columns["step"], columns["training_loss"], "soft"),

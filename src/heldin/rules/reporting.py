@@ -41,6 +41,7 @@ class RunFacts:
     optimizer: str = ""
     rates: list[str] = field(default_factory=list)  # at first, and at last
     epoch_ends: list[int] = field(default_factory=list)  # the step at the end of every epoch
+    epoch_steps: float | None = None  # number of steps in an epoch, where it is known
     began: float = math.nan  # time of the first step, in seconds
     ended: float = math.nan  # of the last one
 
@@ -71,14 +72,19 @@ class RunFacts:
         if math.isnan(self.began):
             self.began = self.ended
 
+    @property
+    def knows_epochs(self) -> bool:
+        """Whether steps can be counted in epochs."""
+        return bool(self.epoch_ends or self.epoch_steps)
+
     def epoch(self, step: int) -> int | None:
         """Return the number of epochs that a step lies in, from 1 on; None if they are unknown."""
-        ends = self.epoch_ends
-        if not ends:
-            return None
-        if step > ends[-1]:
-            return math.ceil(step * len(ends) / ends[-1])
-        return bisect.bisect_left(ends, step) + 1 if step else 0
+        ends, steps = self.epoch_ends, self.epoch_steps
+        if not self.knows_epochs or not step:
+            return 0 if self.knows_epochs else None
+        if ends and step <= ends[-1]:
+            return bisect.bisect_left(ends, step) + 1
+        return math.ceil(step * len(ends) / ends[-1] if ends else step / (steps or 1))
 
     def place(self, step: int) -> str:
         """Return a step in words, with its epoch."""
@@ -87,7 +93,7 @@ class RunFacts:
 
     def step_axis(self) -> dict[str, Any]:
         """Return the axis of a chart over the steps, with their epochs if they are known."""
-        if not self.epoch_ends:
+        if not self.knows_epochs:
             return {"x": "step"}
         return {
             "x": "step, and its epoch",

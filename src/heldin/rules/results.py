@@ -77,9 +77,11 @@ class RunResults:
         """Return the model of the run, if it is still there."""
 
     @property
-    @abstractmethod
     def best_epoch(self) -> int | None:
         """The epoch, from 0 on, in which the best step lies; None if epochs are not known."""
+        step = self.best_step
+        epoch = None if step is None else self._followed().run.epoch(step)
+        return None if epoch is None else max(0, epoch - 1)
 
     @property
     def estimates(self) -> Mapping[str, Interval]:
