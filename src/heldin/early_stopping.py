@@ -179,7 +179,6 @@ class EarlyStopping(NamedArguments, RunResults, PlainLoopOnly):
         self._batches: list[tuple[Any, Any]] = []  # announced by note_batch
         self._stopped_weights: dict[str, Tensor] | None = None
         self._model: nn.Module | None = unwrapped(model)
-        self._trained_model = weakref.ref(self._model)
         self._loader = data if isinstance(data, DataLoader) else None
         self._data, self._loss = data, batch_loss
         if batch_loss is None and loss_fn is not None:
@@ -643,9 +642,6 @@ class EarlyStopping(NamedArguments, RunResults, PlainLoopOnly):
 
     def _followed(self) -> Any:
         return self._inner
-
-    def _trained(self) -> nn.Module | None:
-        return self._trained_model()
 
     @property
     def should_stop(self) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import warnings
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -79,7 +78,6 @@ class Session:
     Attributes:
         by_evidence: whether the rule is evidence, which needs neither data nor optimiser.
         stopping: the object that follows the last run, with its history.
-        trained_model: a weak reference to its model.
         next_state: the state that the next run begins with.
         evidence_formed: whether the evidence of the present batch was formed.
         just_stopped: whether the present batch is the first with a request to stop.
@@ -100,7 +98,6 @@ class Session:
         self.restores, self._log_groups, self._on_begin = restore, log_groups, on_begin
         self.by_evidence = isinstance(rule, Evidence)
         self.stopping: Any = None
-        self.trained_model: Callable[[], nn.Module | None] = lambda: None
         self.evidence_formed = self.just_stopped = self._has_closure = False
         self._model: nn.Module | None = None
         self._order: LoaderRecorder | None = None
@@ -206,8 +203,8 @@ class Session:
                 self.stopping.count_passes(in_grad)
             if epoch_steps is not None and math.isfinite(epoch_steps):
                 self.stopping.run.epoch_steps = epoch_steps
-            self._model, self.trained_model = model, weakref.ref(model)
-            state, self.next_state, self._last = self.next_state, {}, {}
+            self._model, state = model, self.next_state
+            self.next_state, self._last = {}, {}
             if state:
                 self._load(state)
             if hook and self.by_evidence:

@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, ClassVar
 
-from torch import nn
-
 from heldin.early_stopping import EarlyStopping
 from heldin.errors import HeldinError
 from heldin.rules.inputs import RunInputs
@@ -164,10 +162,6 @@ class FrameworkStopping(RunResults):
 
     def _followed(self) -> Any:
         return None if self._run is None else self._run.stopping
-
-    def _trained(self) -> nn.Module | None:
-        model: nn.Module | None = self._run.trained_model()
-        return model
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the run, to be saved with that of the model."""

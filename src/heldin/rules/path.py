@@ -105,6 +105,7 @@ class PathStopping(StoppingRule):
         self._loss_name = "" if loss is None else described(loss)
         # the run
         self._model: nn.Module | None = model
+        self.trained_model: Callable[[], nn.Module | None] = weakref.ref(model)
         self._optimizer: Any = optimizer
         self._average: nn.Module | None = None  # an average of its weights, which is estimated
         self._signature = model_signature(model)
@@ -711,7 +712,7 @@ class PathStopping(StoppingRule):
                 "and loader, and a copy would follow nothing; make another one for the other model "
                 "and give it the state: other.load_state_dict(stopping.state_dict())"
             )
-        return dict(vars(self))
+        return {**vars(self), "trained_model": _no_model}
 
     def _settings(self) -> dict[str, Any]:
         shared = {"grid": self.grid, "average": self.average, "rows": self._count}
@@ -781,3 +782,7 @@ class PathStopping(StoppingRule):
         if kind is None and self._model is not None:
             self.restore()
         self.close()
+
+
+def _no_model() -> None:
+    """Stand in for the weak reference to a model, which cannot be pickled."""

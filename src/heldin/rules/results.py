@@ -72,10 +72,6 @@ class RunResults:
     def _followed(self) -> Any:
         """Return the object that follows the run; None before it begins."""
 
-    @abstractmethod
-    def _trained(self) -> nn.Module | None:
-        """Return the model of the run, if it is still there."""
-
     @property
     def best_epoch(self) -> int | None:
         """The epoch, from 0 on, in which the best step lies; None if epochs are not known."""
@@ -128,7 +124,7 @@ class RunResults:
                 f"{self._owner}.committee: models of this framework cannot be copied to hold the "
                 "weights of the shadows; train a torch.nn.Module with heldin.EarlyStopping for one"
             )
-        chosen = self._trained() if model is None else model
+        chosen = inner.trained_model() if model is None else model
         if chosen is None:
             raise HeldinError(
                 f"{self._owner}.committee: the model is gone; pass the restored model"
