@@ -186,7 +186,7 @@ class EarlyStopping(NamedArguments, RunResults, PlainLoopOnly):
         defaults = {n: p.default for n, p in signature(EarlyStopping.__init__).parameters.items()}
         self.rule.refuse_unused(NAME, arguments, defaults)
         arguments["outputs"] = OutputOptions(NAME, **{name: arguments[name] for name in OUTPUTS})
-        arguments["optimizer"] = self._optimizer
+        arguments |= {"optimizer": self._optimizer, "on_check": self._bound_on_check(on_check)}
         names = RunInputs.__dataclass_fields__ & arguments.keys()
         inputs = RunInputs(**{name: arguments[name] for name in names})
         if state and train_step is None:
@@ -202,7 +202,6 @@ class EarlyStopping(NamedArguments, RunResults, PlainLoopOnly):
         self._inner = self._make(inputs)
         self._facts: RunFacts = getattr(self._inner, "run", RunFacts())
         self._facts.describe(self._model, self._optimizer)
-        self._tell_of_checks(self._inner, on_check)
         if verify:
             check = self._inner._step_check() if isinstance(self._inner, PathStopping) else None
             if check is None:

@@ -27,7 +27,7 @@ def turn(observed: Any, everything: Collection[str]) -> set[str]:
 
 def waiting(stopping: Any) -> list[Any]:
     """Return the batches that were given to a rule since the last step."""
-    return [batch for batch, _, _ in stopping._given]
+    return [batch for batch, _, _ in stopping._announced]
 
 
 def check_at(stopping: Any, steps: Collection[int]) -> None:

@@ -73,7 +73,6 @@ class Session:
         inputs: what the user has said of data and loop.
         restore: whether the chosen weights are put into the model at the end.
         log_groups: whether values of single groups of parameters are logged.
-        on_begin: called with the object that follows the run, when it begins.
 
     Attributes:
         by_evidence: whether the rule is evidence, which needs neither data nor optimiser.
@@ -91,11 +90,10 @@ class Session:
         *,
         restore: bool = True,
         log_groups: bool = False,
-        on_begin: Callable[[Any], None] = lambda rule: None,
     ) -> None:
         self.owner = FrameworkName(owner)
         self.rule, self.inputs = rule, replace(inputs, owner=self.owner)
-        self.restores, self._log_groups, self._on_begin = restore, log_groups, on_begin
+        self.restores, self._log_groups = restore, log_groups
         self.by_evidence = isinstance(rule, Evidence)
         self.stopping: Any = None
         self.evidence_formed = self.just_stopped = self._has_closure = False
@@ -199,7 +197,6 @@ class Session:
                         fallback=fallback,
                     )
                 self.stopping = self._make_folds(model, optimizer, loss, rows, prepare, **inputs)
-                self._on_begin(self.stopping)
                 self.stopping.count_passes(in_grad)
             if epoch_steps is not None and math.isfinite(epoch_steps):
                 self.stopping.run.epoch_steps = epoch_steps

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import reprlib
 from collections.abc import Mapping
-from functools import partial
 from typing import Any, ClassVar
 
 from heldin.early_stopping import EarlyStopping
@@ -107,6 +106,7 @@ class FrameworkStopping(RunResults):
             )
         if log_groups and not isinstance(rule, Evidence):
             raise HeldinError(f"{self.name}: log_groups is for rule='evidence'; leave it out")
+        arguments["on_check"] = self._bound_on_check(values["on_check"])
         names = RunInputs.__dataclass_fields__ & arguments.keys()
         return Session(
             self.name,
@@ -120,7 +120,6 @@ class FrameworkStopping(RunResults):
             ),
             restore=restore,
             log_groups=log_groups,
-            on_begin=partial(self._tell_of_checks, on_check=values["on_check"]),
         )
 
     # -- the run

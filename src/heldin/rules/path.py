@@ -100,7 +100,7 @@ class PathStopping(StoppingRule):
         self.seed = inputs.seed
         self.finish = inputs.finish  # keep the last weights; None: warn of fixed schedules
         self.reason_chosen = ""  # why "auto" has chosen the rule
-        self.on_check: Callable[[], Any] | None = None  # called after every check of the loop
+        self.on_check = inputs.on_check
         loss = inputs.eval_loss or inputs.batch_loss or inputs.loss_fn
         self._loss_name = "" if loss is None else described(loss)
         # the run

@@ -157,10 +157,10 @@ class RunResults:
         inner = self._estimating("last_check")
         return Check(inner.history.last().step, inner.monitored(), inner.larger_is_better)
 
-    def _tell_of_checks(self, inner: Any, on_check: Callable[[Any], Any] | None) -> None:
-        """Call a function with this object after every check."""
+    def _bound_on_check(self, on_check: Callable[[Any], Any] | None) -> Callable[[], Any] | None:
+        """Return a function that calls the user's with this object, as long as it is there."""
         if on_check is None:
-            return
+            return None
         if not callable(on_check):
             raise HeldinError(
                 f"{self._owner}: on_check must be a function of this object, got {on_check!r}"
@@ -172,7 +172,7 @@ class RunResults:
             if results is not None:
                 on_check(results)
 
-        inner.on_check = tell
+        return tell
 
     def plan(self) -> Plan:
         """Return the length and the temperature of this run, to repeat it without heldin.
