@@ -236,8 +236,7 @@ class EarlyStopping(NamedArguments, RunResults, PlainLoopOnly):
         return EvidenceStopping(inputs.model, rule, seed=inputs.seed, process_group=group)
 
     def _make_validation(self, inputs: RunInputs, rule: Validation) -> Any:
-        if (inputs.loss_fn is None) == (inputs.batch_loss is None):
-            raise HeldinError(f"{NAME}: give either loss_fn or batch_loss")
+        inputs.check_loss()
         model, patience, batch_loss, data = inputs.model, inputs.patience, self._loss, rule.data
         checks = 5 if patience == "default" else patience
         if not isinstance(checks, int):

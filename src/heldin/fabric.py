@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from .adapters.arguments import needs_framework
-from .adapters.session import is_main_process
 from .early_stopping import EarlyStopping as PlainEarlyStopping
 from .errors import HeldinError
+from .rules.progress import is_main_process
 
 with needs_framework("Fabric", "lightning"):
     from lightning.fabric.strategies import DDPStrategy, SingleDeviceStrategy

@@ -27,13 +27,13 @@ from heldin.rules.evidence_checks import MANY_EPOCHS, warn_of_many_epochs
 from heldin.rules.inputs import RunInputs
 from heldin.rules.options import Auto, Evidence, Folds, Rule
 from heldin.rules.path import PathStopping
+from heldin.rules.progress import several_processes
 from heldin.shadows.held_out import BatchLoss
 
 __all__ = [
     "BATCH_SIZE",
     "Session",
     "flat_metrics",
-    "is_main_process",
     "length",
     "unwrap_loader",
 ]
@@ -454,17 +454,6 @@ class Session:
             for name, value in trained_tensors(self._model).items():
                 if name in state["last"]:
                     value.copy_(state["last"][name])
-
-
-def several_processes() -> bool:
-    """Return whether this is one of several processes."""
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return distributed and torch.distributed.get_world_size() > 1
-
-
-def is_main_process() -> bool:
-    """Return whether this process tells of the run: the only one, or the first."""
-    return not several_processes() or torch.distributed.get_rank() == 0
 
 
 def unwrap_loader(owner: str, loader: Any) -> DataLoader[Any]:

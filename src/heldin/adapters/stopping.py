@@ -12,11 +12,12 @@ from heldin.errors import HeldinError
 from heldin.rules.inputs import RunInputs
 from heldin.rules.options import Auto, Evidence, Folds, Rule, resolve
 from heldin.rules.outcome import OUTPUTS, OutputOptions
+from heldin.rules.progress import is_main_process
 from heldin.rules.results import RunResults
 
 from .arguments import strict_kwargs
 from .patches import Patches
-from .session import Session, is_main_process
+from .session import Session
 
 __all__ = ["FrameworkStopping"]
 

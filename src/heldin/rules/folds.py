@@ -113,11 +113,7 @@ class FoldStopping(PathStopping):
         name, engine = self.owner, self.rule.engine
         if inputs.data is None:
             raise HeldinError(f"{name}: data is missing: the DataLoader, the Dataset or tensors")
-        if (inputs.loss_fn is None) == (inputs.batch_loss is None):
-            raise HeldinError(
-                f"{name}: give either loss_fn, a function of (outputs, targets), or batch_loss, a "
-                "function of (model, batch)"
-            )
+        inputs.check_loss()
         if (inputs.batch_loss is not None or several) and engine not in ("auto", "replay"):
             raise HeldinError(
                 f"{name}: with batch_loss, or in several processes, engine must be 'auto' or "

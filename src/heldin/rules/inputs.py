@@ -99,6 +99,14 @@ class RunInputs:
                 f"torch.optim.swa_utils.AveragedModel, got a {type(average).__name__}"
             )
 
+    def check_loss(self) -> None:
+        """Refuse two losses, and none."""
+        if (self.loss_fn is None) == (self.batch_loss is None):
+            raise HeldinError(
+                f"{self.owner}: give either loss_fn, a function of (outputs, targets), or "
+                "batch_loss, a function of (model, batch)"
+            )
+
     @property
     def stop_patience(self) -> Patience | int | None:
         """The patience, the usual one if nothing was said; None: never stop."""

@@ -29,7 +29,7 @@ from heldin.rules.policy import best_check, densest_check
 from heldin.shadows.outputs import OutputRecipe
 from heldin.state.schema import Saved, check_schema
 
-__all__ = ["OUTPUTS", "Outcome", "OutputOptions", "check_monitor"]
+__all__ = ["OUTPUTS", "Outcome", "OutputOptions"]
 
 # Arguments of `heldin.EarlyStopping` that need outputs of held-out rows.
 OUTPUTS = ("metrics", "predict", "targets", "monitor", "mode", "temperature")
@@ -37,34 +37,6 @@ OUTPUTS = ("metrics", "predict", "targets", "monitor", "mode", "temperature")
 COMPARED = 4  # checks whose losses are compared with the cross-entropy of the outputs
 MOST_FOLDS = 20  # more folds than these are merged to fit a temperature
 PARTS = 10  # folds after merging
-
-
-def check_monitor(metrics: Mapping[str, Metric], monitor: str, mode: str | None) -> bool | None:
-    """Return whether a larger value of the monitored metric is better; None: it is the loss."""
-    if mode not in (None, "min", "max"):
-        raise HeldinError(f"heldin.EarlyStopping: mode must be 'min' or 'max', got {mode!r}")
-    if monitor == "loss":
-        if mode == "max":
-            raise HeldinError(
-                "heldin.EarlyStopping: mode='max' would look for the largest loss; give monitor= "
-                "the name of a metric"
-            )
-        return None
-    if monitor not in metrics:
-        names = ", ".join(map(repr, ("loss", *metrics)))
-        raise HeldinError(
-            f"heldin.EarlyStopping: monitor must be one of {names}, got {monitor!r}; give the "
-            "metric in metrics="
-        )
-    if mode is not None:
-        return mode == "max"
-    larger = metrics[monitor].larger_is_better
-    if larger is None:
-        raise HeldinError(
-            f"heldin.EarlyStopping: it is unknown whether a larger {monitor!r} is better; give "
-            "mode='max' or mode='min'"
-        )
-    return larger
 
 
 @dataclass(eq=False)
@@ -100,18 +72,39 @@ class OutputOptions:
             if function is not None and not callable(function):
                 raise HeldinError(f"{self.owner}: {name} must be a function, got {function!r}")
         self.resolved = resolve_metrics(self.metrics)
-        self.larger_is_better = check_monitor(self.resolved, self.monitor, self.mode)
+        self.larger_is_better = self._compares()
+
+    def _compares(self) -> bool | None:
+        """Return whether a larger value of what is monitored is better; None: it is the loss."""
+        owner, monitor, mode = self.owner, self.monitor, self.mode
+        if mode not in (None, "min", "max"):
+            raise HeldinError(f"{owner}: mode must be 'min' or 'max', got {mode!r}")
+        if monitor == "loss":
+            if mode == "max":
+                raise HeldinError(
+                    f"{owner}: mode='max' would look for the largest loss; give monitor= the name "
+                    "of a metric"
+                )
+            return None
+        if monitor not in self.resolved:
+            names = ", ".join(map(repr, ("loss", *self.resolved)))
+            raise HeldinError(
+                f"{owner}: monitor must be one of {names}, got {monitor!r}; give the metric in "
+                "metrics="
+            )
+        larger = self.resolved[monitor].larger_is_better if mode is None else mode == "max"
+        if larger is None:
+            raise HeldinError(
+                f"{owner}: it is unknown whether a larger {monitor!r} is better; give mode='max' "
+                "or mode='min'"
+            )
+        return larger
 
     @property
-    def asked(self) -> list[str]:
-        """The names of the arguments that cannot do without outputs."""
-        asked = {
-            "metrics": bool(self.resolved),
-            "predict": self.predict is not None,
-            "targets": self.targets is not None,
-            "temperature": self.temperature is True,
-        }
-        return [name for name, given in asked.items() if given]
+    def insists(self) -> bool:
+        """Whether something was asked for that cannot do without outputs."""
+        functions = self.predict is not None or self.targets is not None
+        return bool(self.resolved) or functions or self.temperature is True
 
     def recipe(self, memory: int) -> OutputRecipe:
         """Return how outputs and targets of a batch are made, for so many bytes."""

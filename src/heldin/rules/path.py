@@ -351,7 +351,7 @@ class PathStopping(StoppingRule):
                 self.metric_values()  # an error now, not after the training
                 return
             except HeldinError as error:
-                if options.asked:
+                if options.insists:
                     cause = str(error).removeprefix(f"{options.owner}: ")
                     raise HeldinError(f"{options.owner}: {cause}") from error
                 self.no_outcome = str(error)

@@ -12,7 +12,18 @@ from heldin.pages.live import Live, sparkline
 from .path import PathStopping
 from .reporting import RunFacts
 
-__all__ = ["RunProgress"]
+__all__ = ["RunProgress", "is_main_process", "several_processes"]
+
+
+def several_processes() -> bool:
+    """Return whether this is one of several processes."""
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return distributed and torch.distributed.get_world_size() > 1
+
+
+def is_main_process() -> bool:
+    """Return whether this process tells of the run: the only one, or the first."""
+    return not several_processes() or torch.distributed.get_rank() == 0
 
 
 class RunProgress:
@@ -20,9 +31,7 @@ class RunProgress:
 
     def __init__(self, rule: Any, facts: RunFacts, max_epochs: int, live: Live | None = None):
         self._rule, self._facts, self._max_epochs = rule, facts, max_epochs
-        ranks = torch.distributed
-        alone = not (ranks.is_available() and ranks.is_initialized()) or ranks.get_rank() == 0
-        self._live = (live or Live()) if alone else None
+        self._live = (live or Live()) if is_main_process() else None
         self._checks, self._check = 0, [""]
 
     def show(self, step: int) -> None:
