@@ -68,6 +68,9 @@ class FoldStopping(PathStopping):
     Shadows start where the model does and take the same steps on the same minibatches, each without
     the rows of its fold; one that may see no row of a minibatch takes no step. The mean loss of the
     rows on the shadows that have not seen them estimates the test loss.
+
+    Attributes:
+        fold_of_row: (rows,) the number of the shadow that is tested on a row; -1: none.
     """
 
     name = "folds"
@@ -102,11 +105,6 @@ class FoldStopping(PathStopping):
         self._backend: ShadowBackend = self._make_backend(inputs, model, replays)
         self._same_loss = self._backend.same_loss
         self._start()
-
-    @property
-    def fold_of_row(self) -> Tensor:
-        """(rows,) the number of the shadow that is tested on a row; -1: none."""
-        return self._label
 
     def _refuse_arguments(self, inputs: RunInputs, replays: bool, several: bool) -> None:
         """Refuse what is missing, and what would be ignored."""
@@ -165,7 +163,7 @@ class FoldStopping(PathStopping):
         self._assign_rows(inputs, len(rows), self._device)
         try:
             return StackedShadows(
-                self.owner, model, inputs.optimizer, rows, self._label, self.rule.engine,
+                self.owner, model, inputs.optimizer, rows, self.fold_of_row, self.rule.engine,
                 self.seed, inputs.clip, self._row_share, self._times is not None, self._sees,
             )  # fmt: skip
         except CannotStack as error:
@@ -196,7 +194,7 @@ class FoldStopping(PathStopping):
                 "shadows in one stack; give the fold of each row"
             )
         return ReplayedShadows(
-            name, model, inputs.optimizer, source, view, self._label,
+            name, model, inputs.optimizer, source, view, self.fold_of_row,
             inputs.batch_loss or loss_of_pairs(inputs.loss_fn), inputs.eval_loss, inputs.clip,
             self.seed, self.memory, self._process_group, inputs.train_step, inputs.state,
             self._row_share, self._times is not None, self._average,
@@ -216,7 +214,7 @@ class FoldStopping(PathStopping):
             label = torch.where(undrawn.to(label.device), -1, label)
             if int(label.max()) < 0:
                 raise HeldinError(f"{name}: the sampler draws none of the rows to hold out")
-        self._label = label.to(device)
+        self.fold_of_row = label.to(device)
         self._visible = [  # number of rows that each shadow may see
             int(self._sees_rows(label, k).sum()) for k in range(int(label.max()) + 1)
         ]
@@ -480,7 +478,7 @@ class FoldStopping(PathStopping):
         if recorder is None or recorder.epochs <= UNDRAWN_EPOCHS or self._warned_of_undrawn:
             return
         self._warned_of_undrawn = True
-        held: set[int] = set((self._label >= 0).nonzero().flatten().tolist())
+        held: set[int] = set((self.fold_of_row >= 0).nonzero().flatten().tolist())
         undrawn = held - recorder.drawn
         if undrawn and self._process_group is None:
             warnings.warn(
@@ -518,7 +516,7 @@ class FoldStopping(PathStopping):
 
     def _missing(self) -> float:
         # If losses shrink as 1 / rows, their mean is that of a model on the harmonic mean of rows.
-        tested: list[int] = self._label[self._label >= 0].bincount().tolist()
+        tested: list[int] = self.fold_of_row[self.fold_of_row >= 0].bincount().tolist()
         per_row = sum(t / v for t, v in zip(tested, self._visible, strict=True)) / sum(tested)
         return 1 - 1 / (per_row * self._count)
 
@@ -543,14 +541,14 @@ class FoldStopping(PathStopping):
             "clip": clip,
             "optimizer": (type(self._optimizer).__name__, group_settings(self._optimizer)),
             "the rows held out (folds, groups, stratify, time)": crc32(
-                repr((self._label.tolist(), self._visible)).encode()
+                repr((self.fold_of_row.tolist(), self._visible)).encode()
             ),
             "the first rows of data": self._first_rows,
         }
 
     def _take_own_state(self, state: Mapping[str, Any]) -> None:
         super()._take_own_state(state)
-        self._label, self._announced = self._backend.label, []
+        self.fold_of_row, self._announced = self._backend.label, []
         self._same.renew()
 
     def _snapshot(self) -> dict[str, Tensor]:

@@ -80,7 +80,7 @@ def one_run(spec: Spec, table: Table, known: set[str]) -> Iterator[dict[str, Any
             generator = torch.Generator().manual_seed(1000 * spec.seed)
             size = None if spec.optimizer == "gd" else spec.batch
             folds.train(size, max_steps=spec.steps, generator=generator)
-            label = folds._label
+            label = folds.fold_of_row
         for name, own in (("folds", label >= 0), ("shadow", label == 0)):
             row = found(problem, model, folds, own, FOLD_PATIENCE, n * (1 - 1 / FOLDS))
             yield {**same, "rule": name, **row}

@@ -310,7 +310,7 @@ def _run_with(loop: Loop, caught: list[warnings.WarningMessage]) -> _Run:
 def _read(run: _Run) -> None:
     """Read the shadows before the object is closed."""
     rule = run.stopping._inner
-    run.label, run.curves = rule._label.cpu(), [curve.clone() for curve in rule._curves]
+    run.label, run.curves = rule.fold_of_row.cpu(), [curve.clone() for curve in rule._curves]
     run.steps = [record.step for record in rule.history]
     team = rule._backend
     run.held = getattr(getattr(team, "_held_out", None), "rows", None)

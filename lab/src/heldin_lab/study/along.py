@@ -129,7 +129,7 @@ def log_network(spec: Spec, task: NetworkTask) -> dict[str, Any]:
         "split_tested": np.array([_alone(v) for v in split_tested.values()]),
         "weight_steps": np.array(list(weights)),
         "weights": torch.stack(list(weights.values())).numpy(),
-        "fold_label": folds._label.numpy(),
+        "fold_label": folds.fold_of_row.numpy(),
         "fold_steps": np.array(folds.history.columns()["step"]),
         "fold_curves": torch.stack(folds._curves, dim=1).numpy(),
         "training_loss": np.array(folds.history.columns()["training_loss"]),

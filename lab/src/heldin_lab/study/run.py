@@ -147,7 +147,7 @@ def log(spec: Spec, table: Table) -> dict[str, Any]:
         "split_tested": np.array(split_tested),
         "weight_steps": np.array(sorted(weights)),
         "weights": torch.stack([weights[s] for s in sorted(weights)]).numpy(),
-        "fold_label": folds._label.numpy(),
+        "fold_label": folds.fold_of_row.numpy(),
         "fold_steps": np.array(folds.history.columns()["step"]),
         "fold_curves": torch.stack(folds._curves, dim=1).numpy(),
         "loo_steps": np.array(loo.history.columns()["step"]),
@@ -170,7 +170,7 @@ def log(spec: Spec, table: Table) -> dict[str, Any]:
 def _committee(problem: Problem, folds: FoldStopping, outputs: list[Tensor]) -> Values:
     """The shadows' mean prediction, each at the minimum of its own fold's curve."""
     curves = torch.stack(folds._curves, dim=1)
-    chosen = [best_check(curves[folds._label == k].mean(0)) for k in range(FOLDS)]
+    chosen = [best_check(curves[folds.fold_of_row == k].mean(0)) for k in range(FOLDS)]
     members = torch.stack([outputs[check][k] for k, check in enumerate(chosen)])
     if problem.loss_fn is torch.nn.functional.mse_loss:
         return test_values(problem, members.mean(0))
