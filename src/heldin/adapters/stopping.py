@@ -150,8 +150,10 @@ class FrameworkStopping(RunResults):
         if self._followed() is not None:
             return f"<{name}({values['rule']!r}): {self.conclusion}>"
         parameters = inspect.signature(type(self).__init__).parameters.items()
-        told = {n: values[n] for n, p in parameters if n in values and values[n] is not p.default}
-        return f"{name}({', '.join(f'{n}={reprlib.repr(v)}' for n, v in told.items())})"
+        changed = {
+            n: values[n] for n, p in parameters if n in values and values[n] is not p.default
+        }
+        return f"{name}({', '.join(f'{n}={reprlib.repr(v)}' for n, v in changed.items())})"
 
     # -- results
 

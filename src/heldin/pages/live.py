@@ -60,8 +60,8 @@ class Live:
 
     def _show(self) -> None:
         assert self._state is not None
-        done, made = self._state
-        text, total = (made, self._total) if isinstance(made, str) else made()
+        done, shown = self._state
+        text, total = (shown, self._total) if isinstance(shown, str) else shown()
         self._last = time.monotonic()
         if self._bar is not None:
             self._bar.n, self._bar.total = done, total
@@ -99,10 +99,10 @@ def sparkline(values: Sequence[float], width: int = 12) -> str:
     """Return the course of positive numbers in a few characters, on a logarithmic scale."""
     finite = [value for value in values if math.isfinite(value)]
     step = max(1, len(finite) / width)
-    some = [finite[int(i * step)] for i in range(min(width, len(finite)))]
-    if not some:
+    points = [finite[int(i * step)] for i in range(min(width, len(finite)))]
+    if not points:
         return ""
-    some[-1] = finite[-1]
-    logs = [math.log(value) for value in some] if min(some) > 0 else some
+    points[-1] = finite[-1]
+    logs = [math.log(value) for value in points] if min(points) > 0 else points
     low, size = min(logs), (max(logs) - min(logs)) or 1.0
     return "".join(BLOCKS[round((value - low) / size * 7)] for value in logs)

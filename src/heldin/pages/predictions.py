@@ -76,10 +76,13 @@ def _reliability(seen: Predictions) -> list[Section]:
         return []
     edges = [len(pairs) * i // bins for i in range(bins + 1)]
     parts = [pairs[a:b] for a, b in pairwise(edges)]
-    said, came = ([sum(p[i] for p in part) / len(part) for part in parts] for i in (0, 1))
-    errors = [(m * (1 - m) / len(part)) ** 0.5 for m, part in zip(came, parts, strict=True)]
-    low, high = ([m + k * e for m, e in zip(came, errors, strict=True)] for k in (-2, 2))
-    series = [Series("", said, came, "b", low, high), Series("", said, came, "b", points=True)]
+    predicted, observed = ([sum(p[i] for p in part) / len(part) for part in parts] for i in (0, 1))
+    errors = [(m * (1 - m) / len(part)) ** 0.5 for m, part in zip(observed, parts, strict=True)]
+    low, high = ([m + k * e for m, e in zip(observed, errors, strict=True)] for k in (-2, 2))
+    series = [
+        Series("", predicted, observed, "b", low, high),
+        Series("", predicted, observed, "b", points=True),
+    ]
     figure = chart(series, "Calibration", x, y, diagonal=True, limits=(0.0, 1.0))
     text = "Points on the dashed line are calibrated; the band is two standard errors."
     return [Section("Calibration", text, [figure])]

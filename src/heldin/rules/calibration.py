@@ -122,7 +122,7 @@ def _scale(
 ) -> list[tuple[nn.Parameter, Tensor]]:
     """Divide parameters by a number if that divides the outputs; else leave them as they are."""
     pairs = [(p, p.detach().clone()) for p in parameters]
-    kept = False
+    succeeded = False
     try:
         factor = 16.0 if before.dtype == torch.float16 else 1024.0
         for p in parameters:
@@ -133,12 +133,12 @@ def _scale(
             values, expected = call(), before / divisor
             coarse = max(torch.finfo(tensor.dtype).eps for tensor in (values, *parameters))
             off = (values - expected).abs().max()  # by the rounding of weights and outputs
-            kept = bool(off <= 100 * coarse * expected.abs().max())
+            succeeded = bool(off <= 100 * coarse * expected.abs().max())
     finally:
-        if not kept:
+        if not succeeded:
             for p, old in pairs:
                 p.copy_(old)
-    return pairs if kept else []
+    return pairs if succeeded else []
 
 
 def _is_lora(module: nn.Module) -> bool:
@@ -177,11 +177,11 @@ def _scalable(model: nn.Module, layer: nn.Module) -> Iterator[list[nn.Parameter]
     if not parameters or not all(map(is_own, parameters)):
         return
     yield parameters
-    own = {id(p) for p in parameters}
+    layer_ids = {id(p) for p in parameters}
     around = [m for m in model.modules() if any(layer is child for child in m.children())]
     if not around or around[0] is model or isinstance(around[0], nn.Sequential):
         return
-    others = [p for p in around[0].parameters() if id(p) not in own and is_own(p)]
+    others = [p for p in around[0].parameters() if id(p) not in layer_ids and is_own(p)]
     if len(others) <= MOST_BESIDE:
         for number in range(1, len(others) + 1):
             for some in combinations(others, number):

@@ -79,20 +79,20 @@ def solve(
     c = share * curvature
     pull = torch.einsum("jaib,ibc->jaic", gram, c).reshape(size, size)
     system = pull + torch.eye(size, dtype=gram.dtype, device=gram.device)
-    known = torch.cat([gram.reshape(size, size), shift.reshape(size, q)], dim=1)
-    both = torch.linalg.solve(system, known)
-    response = both[:, :size].reshape(q, b, q, b)
-    shifts = both[:, size:].reshape(q, b, q)
+    right_sides = torch.cat([gram.reshape(size, size), shift.reshape(size, q)], dim=1)
+    solution = torch.linalg.solve(system, right_sides)
+    response = solution[:, :size].reshape(q, b, q, b)
+    shifts = solution[:, size:].reshape(q, b, q)
     shifts = shifts + source * torch.einsum("jaib,ib->jai", response, residual)
     # The sample itself does not pull back: Sherman-Morrison-Woodbury on its own columns.
-    each = torch.arange(q, device=gram.device)
-    own = response[each, :, each]  # (q, b, b)
-    room = torch.eye(b, dtype=gram.dtype, device=gram.device) - own @ c
-    freed = torch.linalg.solve(room, shifts[each, :, each])
+    index = torch.arange(q, device=gram.device)
+    own_response = response[index, :, index]  # (q, b, b)
+    room = torch.eye(b, dtype=gram.dtype, device=gram.device) - own_response @ c
+    freed = torch.linalg.solve(room, shifts[index, :, index])
     freed = torch.einsum("iab,ib->ia", c, freed)
     shifts = shifts + torch.einsum("jaib,ib->jai", response, freed)
     moves = -torch.einsum("jab,jbi->jai", c, shifts)
-    moves[each, :, each] = source * residual
+    moves[index, :, index] = source * residual
     return shifts, moves
 
 

@@ -68,10 +68,10 @@ def jacobians_by_capture(
     with torch.enable_grad(), Observation(collector):
         outputs = twin(*(x.repeat_interleave(b, 0) for x in inputs))
         (outputs * directions.flatten(0, 1)).sum().backward()
-    found = collector.per_sample
+    per_sample = collector.per_sample
     shapes = {name: (q * b, *params[name].shape) for name in names}
     return {  # a parameter that was not reached has no part in the outputs
-        name: found.get(name, params[name].new_zeros(shape)).view(q, b, *shape[1:])
+        name: per_sample.get(name, params[name].new_zeros(shape)).view(q, b, *shape[1:])
         for name, shape in shapes.items()
     }
 
@@ -80,19 +80,19 @@ def jacobian_method(
     model: nn.Module, names: Collection[str], inputs: Sequence[Tensor]
 ) -> Jacobians:
     """Return the method that works for this model, tried on two rows."""
-    some = [x[:2] for x in inputs]
+    first_rows = [x[:2] for x in inputs]
     bare = copy_without_hooks(model).eval()
     with torch.no_grad(), torch.random.fork_rng():
-        outputs = bare(*some)
+        outputs = bare(*first_rows)
         directions = torch.ones_like(outputs).unsqueeze(1)
         try:
-            jacobians_by_vmap(model, names, some, directions)
+            jacobians_by_vmap(model, names, first_rows, directions)
         except Exception as error:
             reason = error
         else:
             return jacobians_by_vmap
         try:
-            jacobians_by_capture(model, names, some, directions)
+            jacobians_by_capture(model, names, first_rows, directions)
         except NotObservable as error:
             raise HeldinError(
                 "heldin.EarlyStopping: the derivatives of the outputs by single samples can be had "

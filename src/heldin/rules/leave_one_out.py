@@ -166,8 +166,8 @@ class Displacements:
         outputs = self._data.outputs([x[self._probes[:1]] for x in self._rows.inputs]).numel()
         # directions in the outputs of a probe that are followed
         self.outputs = max(1, min(outputs, FOLLOWED // q)) if outputs <= WIDE else 1
-        each = params[0].element_size()
-        self.outputs_only = (1 + self.outputs) * q * width * each > memory
+        item_bytes = params[0].element_size()
+        self.outputs_only = (1 + self.outputs) * q * width * item_bytes > memory
         shape = (q, self.outputs, q) if self.outputs_only else (q, width)
         dtype = torch.float64 if self.outputs_only else params[0].dtype
         self._displacements = torch.zeros(shape, dtype=dtype, device=self._probes.device)
@@ -229,9 +229,9 @@ class Displacements:
             self._basis = basis
         if any(group.time for group in self._groups):
             shifts = self._advance(inputs, basis, residual, curvature)
-            each = torch.arange(len(probes), device=probes.device)
-            own = torch.einsum("qb,qb...->q...", shifts[each, :, each], basis.double())
-            outputs = outputs + own.view_as(outputs).to(outputs.dtype)
+            index = torch.arange(len(probes), device=probes.device)
+            own_shifts = torch.einsum("qb,qb...->q...", shifts[index, :, index], basis.double())
+            outputs = outputs + own_shifts.view_as(outputs).to(outputs.dtype)
             self._groups = [UnitGradientPath(group.velocity) for group in self._groups]
         if self._recipe is not None:
             self._recipe.check_room(outputs, len(outputs), len(outputs))
@@ -288,14 +288,14 @@ class Displacements:
                 if not slope.requires_grad:
                     return torch.zeros_like(along)
                 along = along.reshape(slope.shape)
-                (found,) = torch.autograd.grad((slope * along).sum(), free, retain_graph=True)
-                return found.flatten(1)
+                (product,) = torch.autograd.grad((slope * along).sum(), free, retain_graph=True)
+                return product.flatten(1)
 
             flat = slope.detach().flatten(1)
             basis = directions(flat, bend, self.outputs)
             bends = torch.stack([bend(basis[:, b]) for b in range(self.outputs)], dim=1)
-        each = self.batch if self._loss.kind == "sum" else 1.0  # beyond 1 / M
-        scale = torch.full((q,), each, dtype=torch.float64, device=flat.device)
+        factor = self.batch if self._loss.kind == "sum" else 1.0  # beyond 1 / M
+        scale = torch.full((q,), factor, dtype=torch.float64, device=flat.device)
         if weights is not None:
             scale = scale * weights
         residual = torch.einsum("qbc,qc->qb", basis, flat).double() * scale[:, None]
@@ -349,9 +349,9 @@ class Displacements:
         """Yield (q, b, size) of every parameter, one by one where memory is scarce."""
         every = list(self._trained_params)
         for names in [[name] for name in every] if self.outputs_only else [every]:
-            found = self._jacobian_fn(self._model, names, inputs, basis)
+            jacobians = self._jacobian_fn(self._model, names, inputs, basis)
             for name in names:
-                yield found[name].flatten(2), name
+                yield jacobians[name].flatten(2), name
 
     def training_loss(self) -> float:
         """Return the loss of the model on the rows it is trained on."""
@@ -380,8 +380,8 @@ class Displacements:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state_dict` was taken."""
-        own = {"probes": self._probes, "moved": self._displacements, "basis": self._basis}
-        kinds = {name: value.cpu() for name, value in own.items()}
+        tensors = {"probes": self._probes, "moved": self._displacements, "basis": self._basis}
+        kinds = {name: value.cpu() for name, value in tensors.items()}
         check_schema(state, {**kinds, "groups": [[float]], "batch": float}, "['rule']")
         if [len(group) for group in state["groups"]] != [3] * len(self._groups):
             raise ValueError(f"{len(state['groups'])} parameter groups, not {len(self._groups)}")

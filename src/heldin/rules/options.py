@@ -273,9 +273,11 @@ class Evidence(Rule):
             number = isinstance(self.initial_average, (int, float))
             self._check(number, "initial_average", "a number or None")
         groups = self.parameter_groups
-        known = groups in ("tensor", "all") if isinstance(groups, str) else False
-        known = known or callable(groups) or isinstance(groups, Mapping)
-        self._check(known, "parameter_groups", "'tensor', 'all', a mapping or a function of names")
+        is_known = groups in ("tensor", "all") if isinstance(groups, str) else False
+        is_known = is_known or callable(groups) or isinstance(groups, Mapping)
+        self._check(
+            is_known, "parameter_groups", "'tensor', 'all', a mapping or a function of names"
+        )
         chosen = self.parameters is None or callable(self.parameters)
         self._check(chosen, "parameters", "a function of names or None")
         for name, allowed in (
@@ -387,10 +389,10 @@ def resolve(rule: str | Rule, budget: float | None = None, memory: int | None = 
         names = [*RULES, *others]
         hint = did_you_mean(str(rule), names) or f"rules are {', '.join(map(repr, names))}"
         raise HeldinError(f"rule: there is no rule {rule!r}; {hint}")
-    made = others[rule].load()()
-    if not isinstance(made, Rule):
+    resolved = others[rule].load()()
+    if not isinstance(resolved, Rule):
         raise HeldinError(
             f"rule: {others[rule].value}, which the entry point {rule!r} of {GROUP} names, makes a "
-            f"{type(made).__name__}; it must make a heldin.rules.Rule"
+            f"{type(resolved).__name__}; it must make a heldin.rules.Rule"
         )
-    return made
+    return resolved

@@ -239,8 +239,8 @@ class Outcome(Saved):
     def thin(self, best: int, steps: list[int]) -> None:
         """Keep the outputs of the best check, and as many others as fit into half of the memory."""
         while len(self.outputs) > 1 and _bytes(self.outputs) > self._memory // 2:
-            kept = {number: steps[number] for number in sorted(self.outputs)}
-            del self.outputs[densest_check(kept, best)]
+            places = {number: steps[number] for number in sorted(self.outputs)}
+            del self.outputs[densest_check(places, best)]
 
     def take_members(self, members: list[dict[str, Tensor]]) -> None:
         """Keep the weights of the shadows, if they fit into the memory beside the outputs."""

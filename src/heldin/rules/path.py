@@ -171,8 +171,8 @@ class PathStopping(StoppingRule):
     def _facts(self) -> dict[str, Any]:
         """Return the settings that must be the same in all processes, by name."""
         names = ("patience", "memory", "resamples", "seed")
-        own = {name: getattr(self, name) for name in names}
-        return {**self._settings(), **own, "step": self._step}
+        options = {name: getattr(self, name) for name in names}
+        return {**self._settings(), **options, "step": self._step}
 
     # -- what a rule brings
 
@@ -398,8 +398,8 @@ class PathStopping(StoppingRule):
             return list(range(len(self.history)))
         if self._behind:
             logs = {i: math.log1p(self.history[i].step) for i in sorted(self._kept)}
-            own = [math.log1p(max(0, r.step - self._behind)) for r in self.history]
-            return [min(logs, key=lambda i: abs(logs[i] - log)) for log in own]
+            shadow_logs = [math.log1p(max(0, r.step - self._behind)) for r in self.history]
+            return [min(logs, key=lambda i: abs(logs[i] - log)) for log in shadow_logs]
         return matched_checks(self.history.columns()["step"], self._levels, sorted(self._kept))
 
     @property
@@ -628,10 +628,12 @@ class PathStopping(StoppingRule):
         return tensors
 
     def _snapshot(self) -> dict[str, Tensor]:
-        kept = copied(self._state())
+        snapshot = copied(self._state())
         if self._process_group is not None and self._model is not None:
-            self._process_group.copy_first(kept[name] for name, _ in self._model.named_buffers())
-        return kept
+            self._process_group.copy_first(
+                snapshot[name] for name, _ in self._model.named_buffers()
+            )
+        return snapshot
 
     def _snapshot_bytes(self) -> int:
         return sum(value.numel() * value.element_size() for value in self._state().values())
@@ -641,8 +643,8 @@ class PathStopping(StoppingRule):
         if (self.finish or self._averages_none) and not self._levels:
             self._kept = {best: self._kept[best]}
             return
-        each = self._snapshot_bytes()
-        while len(self._kept) > 1 and len(self._kept) * each > self._outcome.room:
+        snapshot_bytes = self._snapshot_bytes()
+        while len(self._kept) > 1 and len(self._kept) * snapshot_bytes > self._outcome.room:
             steps = {number: self.history[number].step for number in sorted(self._kept)}
             del self._kept[densest_check(steps, best)]
 

@@ -115,8 +115,8 @@ def _predictions(rule: PathStopping) -> Predictions:
     single = outputs.numel() == targets.numel() == len(rows)
     if single and rule.outcome.binary and set(targets.flatten().tolist()) <= {0, 1}:
         ones = outputs.flatten().sigmoid()
-        truth, both = targets.flatten().tolist(), torch.stack([1 - ones, ones], 1).tolist()
-        return Predictions(rows, truth, row_losses, both, (), ("0", "1"))
+        truth, probabilities = targets.flatten().tolist(), torch.stack([1 - ones, ones], 1).tolist()
+        return Predictions(rows, truth, row_losses, probabilities, (), ("0", "1"))
     if single and targets.is_floating_point():
         values = outputs.flatten().tolist()
         return Predictions(rows, targets.double().flatten().tolist(), row_losses, (), values)

@@ -47,12 +47,12 @@ class RunFacts:
 
     def describe(self, model: nn.Module, optimizer: Any) -> None:
         """Take down what the model and the optimiser are."""
-        made = [p for p in model.parameters() if not isinstance(p, UninitializedParameter)]
-        total = sum(p.numel() for p in made)
-        trained = sum(p.numel() for p in made if p.requires_grad)
-        some = "" if trained == total else f", {trained:,} of them trained"
-        device = f", on {made[0].device}" if made else ""
-        self.model = f"{type(model).__name__}, {total:,} parameters{some}{device}"
+        parameters = [p for p in model.parameters() if not isinstance(p, UninitializedParameter)]
+        total = sum(p.numel() for p in parameters)
+        trained = sum(p.numel() for p in parameters if p.requires_grad)
+        part = "" if trained == total else f", {trained:,} of them trained"
+        device = f", on {parameters[0].device}" if parameters else ""
+        self.model = f"{type(model).__name__}, {total:,} parameters{part}{device}"
         names = ("weight_decay", "momentum", "betas", "nesterov")
         group = optimizer.param_groups[0]
         used = ", ".join(f"{name} {group[name]}" for name in names if group.get(name))

@@ -154,8 +154,8 @@ class ValidationStopping(StoppingRule):
 
     def intervals(self) -> Mapping[str, Interval]:
         """Return the lowest loss, without an interval."""
-        found = self.best_step is not None
-        return {"loss": Interval(self.best_loss, math.nan, math.nan)} if found else {}
+        has_best = self.best_step is not None
+        return {"loss": Interval(self.best_loss, math.nan, math.nan)} if has_best else {}
 
     def _headline(self) -> tuple[str, str]:
         if self.best_step is None:
