@@ -13,13 +13,13 @@ OLDEST_TORCH = (2, 10)  # must agree with pyproject.toml
 
 def check_torch() -> None:
     """Refuse versions of PyTorch on which results would be silently wrong."""
-    present = _torch_version()
-    numbers = re.match(r"(\d+)\.(\d+)", present or "")
+    version_text = _torch_version()
+    numbers = re.match(r"(\d+)\.(\d+)", version_text or "")
     if numbers is not None and (int(numbers[1]), int(numbers[2])) < OLDEST_TORCH:
         needed = ".".join(map(str, OLDEST_TORCH))
         raise ImportError(
-            f"heldin needs PyTorch {needed} or newer, and {present} is installed, on which parts of "
-            f"the gradients would be missed; pip install 'torch>={needed}'"
+            f"heldin needs PyTorch {needed} or newer, and {version_text} is installed, on which "
+            f"parts of the gradients would be missed; pip install 'torch>={needed}'"
         )
 
 
