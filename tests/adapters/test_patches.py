@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from heldin.adapters.patches import MethodWrapper, Patches
+from heldin.adapters.patches import MethodWrapper, Patches, replaced
 
 
 class Greeter:
@@ -46,3 +46,20 @@ def test_what_a_framework_ends_its_loop_by_is_no_error() -> None:
         greeter.greet("nobody")
     assert not ended
     patches.close()
+
+
+def test_replaced_attributes_come_back_after_an_error() -> None:
+    greeter = Greeter()
+    vars(greeter)["mood"] = "good"
+    moods = []
+
+    def fail() -> None:
+        with replaced([(greeter, "mood", "bad"), (greeter, "greet", lambda name: "bye " + name)]):
+            moods.append((vars(greeter)["mood"], greeter.greet("you")))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fail()
+    assert moods == [("bad", "bye you")]
+    assert vars(greeter) == {"mood": "good"}
+    assert greeter.greet("you") == "hello you"

@@ -62,6 +62,9 @@ def test_steps_lie_in_epochs() -> None:
     facts = RunFacts(epoch_ends=[10, 20])
     assert [facts.epoch(step) for step in (0, 10, 11, 45)] == [0, 1, 2, 5]
     assert facts.place(15) == "epoch 2 (step 15)"
+    by_length = RunFacts(epoch_steps=2.5)
+    assert [by_length.epoch(step) for step in (0, 1, 3, 5, 6)] == [0, 1, 2, 2, 3]
+    assert RunFacts().epoch(5) is None
 
 
 def test_nothing_pulls_a_single_sample_back() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from heldin.model_hook import ModelHook
 from heldin.pause import is_paused, paused
 from heldin.state.estimates import interval_coverage
 from heldin.state.files import leftovers, replacing
-from heldin.state.schema import schema_error
+from heldin.state.schema import Saved, schema_error
 
 
 def test_where_a_state_does_not_match_its_schema() -> None:
@@ -78,3 +79,28 @@ def test_hooks_are_paused_inside_a_context() -> None:
     with paused():
         assert is_paused()
     assert not is_paused()
+
+
+def test_attributes_are_saved_with_those_of_base_classes() -> None:
+    class Counter(Saved):
+        _saved: ClassVar[dict[str, Any]] = {"_count": int}
+
+        def __init__(self, count: int = 0) -> None:
+            self._count = count
+
+    class Run(Counter):
+        _saved: ClassVar[dict[str, Any]] = {"names": [str], "inner": Counter.saved_schema()}
+
+        def __init__(self, count: int, names: list[str]) -> None:
+            super().__init__(count)
+            self.names, self.inner = names, Counter(2 * count)
+
+    run, other = Run(3, ["a"]), Run(0, [])
+    state = run.state_dict()
+    assert state == {"count": 3, "names": ["a"], "inner": {"count": 6}}
+    assert schema_error(state, Run.saved_schema()) is None
+    run.names.append("b")  # the state does not change with the run
+    other.load_state_dict(state)
+    other.names.append("c")
+    assert other.state_dict() == {"count": 3, "names": ["a", "c"], "inner": {"count": 6}}
+    assert state["names"] == ["a"]
