@@ -104,7 +104,7 @@ class Saved:
     _saved: ClassVar[Mapping[str, Schema]] = {}
 
     @classmethod
-    def _schemas(cls) -> dict[str, Schema]:
+    def attribute_schemas(cls) -> dict[str, Schema]:
         """Return the schemas of all attributes, those of base classes among them."""
         kinds = reversed(cls.__mro__)
         return {name: form for kind in kinds for name, form in vars(kind).get("_saved", {}).items()}
@@ -112,11 +112,11 @@ class Saved:
     @classmethod
     def saved_schema(cls) -> dict[str, Schema]:
         """Return the schema of a state."""
-        return {name.lstrip("_"): form for name, form in cls._schemas().items()}
+        return {name.lstrip("_"): form for name, form in cls.attribute_schemas().items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state: tensors, numbers, texts, and lists and dicts of them."""
-        values = {name.lstrip("_"): getattr(self, name) for name in self._schemas()}
+        values = {name.lstrip("_"): getattr(self, name) for name in self.attribute_schemas()}
         return {
             name: value.state_dict() if hasattr(value, "state_dict") else copy.copy(value)
             for name, value in values.items()
@@ -124,7 +124,7 @@ class Saved:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state from `state_dict`."""
-        for name in self._schemas():
+        for name in self.attribute_schemas():
             value = state[name.lstrip("_")]
             if hasattr(getattr(self, name), "load_state_dict"):
                 getattr(self, name).load_state_dict(value)
