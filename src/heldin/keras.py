@@ -6,6 +6,7 @@ import io
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -186,8 +187,9 @@ class EarlyStopping(FrameworkStopping, keras.callbacks.Callback):
         self._run.follow(loader)
         if self._run.running:
             return loader
-        model, predict = self.model, self._output_options()["predict"]
-        view = Variables(model)
+        model, outputs = self.model, self._run.inputs.outputs
+        view, predict = Variables(model), outputs.predict
+        predict = None if predict is None else partial(view.predict, predict)
         self._bridge = bridge_to(model.optimizer, view)
         count, size = (getattr(self._data, name, None) for name in ("_num_samples", "batch_size"))
         rows = in_rows(loader, count, size)
@@ -198,8 +200,7 @@ class EarlyStopping(FrameworkStopping, keras.callbacks.Callback):
             view.loss,
             rows,
             eval_loss=view.row_losses if view.has_row_losses else None,
-            predict=None if predict is None else partial(view.predict, predict),
-            targets=view.targets,
+            outputs=replace(outputs, predict=predict, targets=outputs.targets or view.targets),
             resumed=int(model.optimizer.iterations) > 0,
             in_grad=False,  # Keras sums them up in variables
             epoch_steps=self._epoch_steps(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -142,6 +143,7 @@ class EarlyStopping(FrameworkStopping, Callback):
         def predict_step(model: Any, batch: Any) -> Any:
             return model.predict_step(batch, 0)
 
+        inputs, predicts = self._run.inputs, is_overridden("predict_step", pl_module)
         if self._average is not None:
             if trainer.world_size > 1 or self._run.next_state.get("last"):
                 raise HeldinError(
@@ -155,10 +157,11 @@ class EarlyStopping(FrameworkStopping, Callback):
             loss,
             trainer.train_dataloader,
             prepare=prepare,
-            eval_loss=loss.evaluated(self._run.inputs.eval_loss),
-            predict=loss.evaluated(self._output_options()["predict"]),
-            fallback=loss.evaluated(
-                predict_step if is_overridden("predict_step", pl_module) else None
+            eval_loss=loss.evaluated(inputs.eval_loss),
+            outputs=replace(
+                inputs.outputs,
+                predict=loss.evaluated(inputs.outputs.predict),
+                fallback=loss.evaluated(predict_step if predicts else None),
             ),
             clip=_clip(trainer, pl_module, loss),
             averaged_model=getattr(self._average, "_average_model", None),

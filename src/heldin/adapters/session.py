@@ -146,9 +146,6 @@ class Session:
         rows: Any = None,
         *,
         prepare: Callable[[Any], Any] | None = None,
-        predict: Callable[[nn.Module, Any], Any] | None = None,
-        fallback: Callable[[nn.Module, Any], Any] | None = None,
-        targets: Callable[[Any], Any] | None = None,
         resumed: bool = False,
         pools_ranks: bool = False,
         in_grad: bool = True,
@@ -166,17 +163,14 @@ class Session:
             loss: (model, batch) -> loss, of a prepared batch.
             rows: the loader, for its dataset and collate function. It is not iterated over.
             prepare: the framework's changes of a batch before the model sees it.
-            predict: in place of the user's argument.
-            fallback: (model, batch) -> outputs, where a call of the model does not show them.
-            targets: (batch) -> targets, where the user's argument is None.
             resumed: whether the model was trained before, in the same run.
             pools_ranks: whether the framework may train the model in several processes.
             in_grad: whether the framework accumulates gradients in `.grad`.
             hook: form the evidence in a hook before the steps of all optimisers of the model.
             accumulated: number of batches in an optimiser step.
             epoch_steps: number of optimiser steps in an epoch (default: by the length of rows).
-            inputs: eval_loss, in place of the user's argument; clip; averaged_model, which hooks
-                of the optimiser's step update.
+            inputs: clip; averaged_model, which hooks of the optimiser's step update; eval_loss and
+                outputs, in place of those of the user.
         """
         self.close()
         batches = length(rows)
@@ -188,14 +182,6 @@ class Session:
                 self.stopping._collector.keeps_all_passes = not in_grad
             else:
                 self._check_run(resumed, pools_ranks)
-                outputs = self.inputs.outputs
-                if outputs is not None:
-                    inputs["outputs"] = replace(
-                        outputs,
-                        predict=predict or outputs.predict,
-                        targets=outputs.targets or targets,
-                        fallback=fallback,
-                    )
                 self.stopping = self._make_folds(model, optimizer, loss, rows, prepare, **inputs)
                 self.stopping.count_passes(in_grad)
             if epoch_steps is not None and math.isfinite(epoch_steps):
@@ -246,7 +232,6 @@ class Session:
         if self.inputs.eval_data is not None:
             eval_rows = _row_loader(self.inputs.eval_data, loader)
             inputs["eval_data"] = TrainingRows(eval_rows, None, prepare)
-        inputs["eval_loss"] = inputs.get("eval_loss") or self.inputs.eval_loss
         inputs |= {"model": model, "optimizer": optimizer, "data": data, "batch_loss": loss}
         resumes = bool(self.next_state) or self.warns_itself
         return follow(replace(self.inputs, resumes=resumes, **inputs), self.rule)
