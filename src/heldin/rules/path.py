@@ -21,7 +21,6 @@ from heldin.distributed.shadow_group import refuse_unpooled_ddp, shadow_group_fo
 from heldin.errors import HeldinError, HeldinWarning, more
 from heldin.loop.events import OptimizerStep
 from heldin.loop.observer import LoopObserver
-from heldin.pages import Section
 from heldin.pause import paused
 from heldin.rules import path_report
 from heldin.rules.base import StoppingRule, copied, trained_tensors
@@ -595,22 +594,12 @@ class PathStopping(StoppingRule):
 
     # -- reports
 
-    def _headline(self) -> tuple[str, str]:
-        return path_report.headline(self)
-
-    def conclusions(self) -> list[str]:
-        """Return why the run ended, what was chosen and the temperature, in words."""
-        return path_report.conclusions(self)
+    _headline, _method = path_report.headline, path_report.method
+    _sections, conclusions = path_report.sections, path_report.conclusions
 
     def named_intervals(self) -> dict[str, Interval]:
         """Return the estimates by the names that reports show."""
         return {"test loss" if n == "loss" else n: each for n, each in self.intervals().items()}
-
-    def _method(self) -> str:
-        return path_report.method(self)
-
-    def _sections(self) -> list[Section]:
-        return path_report.sections(self)
 
     def _advice(self) -> list[Advice]:
         return advice_on_estimates(self.history, self.should_stop)
