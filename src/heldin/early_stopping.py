@@ -203,7 +203,7 @@ class EarlyStopping(NamedArguments, RunResults, PlainLoopOnly):
         self._facts: RunFacts = getattr(self._inner, "run", RunFacts())
         self._facts.describe(self._model, self._optimizer)
         if verify:
-            check = self._inner._step_check() if isinstance(self._inner, PathStopping) else None
+            check = self._inner.step_check if isinstance(self._inner, PathStopping) else None
             if check is None:
                 raise HeldinError(f"{NAME}: verify has no effect with this rule; leave it out")
             check.check_every_step()

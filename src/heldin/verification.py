@@ -97,7 +97,7 @@ def verify(subject: Any, *args: Any, **options: Any) -> RunVerification | Verifi
 
 
 def _gradients(inner: FoldStopping) -> tuple[bool | None, str]:
-    if inner._step_check() is None:
+    if inner.step_check is None:
         return True, "train_step is replayed as it is"
     differences = inner._backend.check.differences
     if not differences:

@@ -44,7 +44,6 @@ from heldin.shadows.models import module_of
 from heldin.shadows.parameters import ParameterGuard
 from heldin.shadows.replayed import ReplayedShadows
 from heldin.shadows.stacked import CannotStack, StackedShadows
-from heldin.shadows.step_check import StepCheck
 from heldin.shadows.tensors import TensorData
 from heldin.state.estimates import interval_coverage
 from heldin.state.schema import check_int
@@ -104,6 +103,7 @@ class FoldStopping(PathStopping):
         self._must_stack = must_stack
         self._backend: ShadowBackend = self._make_backend(inputs, model, replays)
         self._same_loss = self._backend.same_loss
+        self.step_check = None if self._replays_function else self._backend.check
         self._start()
 
     def _refuse_arguments(self, inputs: RunInputs, replays: bool, several: bool) -> None:
@@ -327,9 +327,6 @@ class FoldStopping(PathStopping):
                 "several, iterate over your own loader and call step()"
             )
         return self._backend
-
-    def _step_check(self) -> StepCheck | None:
-        return None if self._replays_function else self._backend.check
 
     def train_on(self, batch: Any, indices: Tensor | Sequence[int] | None = None) -> Any:
         """Call `train_step` for the model and then for its shadows; return what it returned."""

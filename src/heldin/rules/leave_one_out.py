@@ -75,7 +75,7 @@ class LeaveOneOutStopping(PathStopping):
         self._backend: Displacements = Displacements(
             self.owner, inputs, rule, self._device, self.seed
         )
-        self._count = self._backend.count
+        self._count, self.step_check = self._backend.count, self._backend.check
         self._start()
 
     def _follow(self, taken: OptimizerStep, index: Tensor | None) -> None:

@@ -49,6 +49,7 @@ from heldin.state.schema import check_schema, model_signature
 
 __all__ = ["PathStopping"]
 
+STEP_HOOKS = ("on_call", "on_step", "on_stepped")  # of `StepCheck`
 LIGHT_ERROR = 0.1  # of the estimate: what the rows of light shadows do not show, measured
 NO_OUTPUTS = OutputOptions("", temperature=False)
 STATE_SCHEMA = {  # of a saved state
@@ -110,6 +111,8 @@ class PathStopping(StoppingRule):
         self._signature = model_signature(model)
         self.run.describe(model, optimizer)
         self._backend: Any = None  # the shadows, or what stands in for them
+        # compares the loop's steps with those that the rule takes them for
+        self.step_check: StepCheck | None = None
         self._release: Any = None
         self._rate_sum, self._rated = 0.0, 0  # of the steps so far, and their number
         self._leads = False  # whether shadows are ahead of the model
@@ -136,26 +139,17 @@ class PathStopping(StoppingRule):
     def _start(self) -> None:
         """Make the check at step 0; a rule calls this at the end of its constructor."""
         assert self._model is not None
-        name, check, alone = self.owner, self._step_check(), self._process_group is None
-        self._observer = LoopObserver(
-            name,
-            group_settings,
-            on_call=None if check is None else check.on_call,
-            on_step=None if check is None else check.on_step,
-            on_stepped=None if check is None else check.on_stepped,
-            refuse=functools.partial(refuse_unpooled_ddp, name) if alone else None,
-        )
+        name, alone, hooks = self.owner, self._process_group is None, {}
+        if self.step_check is not None:
+            hooks = {each: getattr(self.step_check, each) for each in STEP_HOOKS}
+        refuse = functools.partial(refuse_unpooled_ddp, name) if alone else None
+        self._observer = LoopObserver(name, group_settings, refuse=refuse, **hooks)
         self._release = weakref.finalize(self, self._observer.close)
         self._check_ranks_agree()
         self.first_check()
         self._observer.attach(self._model, self._optimizer)
         if not self._resumes:
             warn_of_training(name, self._model)
-
-    def _step_check(self) -> StepCheck | None:
-        """Return what compares the loop's steps with those that the rule takes them for."""
-        check: StepCheck = self._backend.check
-        return check
 
     @property
     def backend(self) -> Any:
@@ -762,7 +756,7 @@ class PathStopping(StoppingRule):
     def close(self) -> None:
         """Remove all hooks and release the model. Results (history, estimate) remain available."""
         self._release()
-        self._outputs = None
+        self._outputs = self.step_check = None
         if self._model is not None:
             self._backend.close()
         self._frozen = []
