@@ -60,11 +60,11 @@ def test_a_loss_says_how_accumulated_batches_count() -> None:
         stopping.add_batch(batch)
         kept = torch.tensor([j for j in range(6 * i, 6 * i + 6) if j != 7])
         (x[kept][0, 0].abs() * mse(twin, (x[kept], y[kept]))).backward()
-    assert not stopping.pending
+    assert not stopping.observer.pending
     optimizer.step()
-    assert stopping.pending
+    assert stopping.observer.pending
     stopping.step()
-    assert not stopping.pending
+    assert not stopping.observer.pending
     expected = twin.weight.detach() - 0.1 * twin.weight.grad
     torch.testing.assert_close(stopping.backend.weights_of(0)["weight"], expected)
 

@@ -183,7 +183,7 @@ class Session:
             else:
                 self._check_run(resumed, pools_ranks)
                 self.stopping = self._make_folds(model, optimizer, loss, rows, prepare, **inputs)
-                self.stopping.count_passes(in_grad)
+                self.stopping.observer.count_passes(in_grad)
             if epoch_steps is not None and math.isfinite(epoch_steps):
                 self.stopping.run.epoch_steps = epoch_steps
             self._model, state = model, self.next_state
@@ -293,7 +293,7 @@ class Session:
         """
         if self.by_evidence or not self.running:
             return
-        if not self.stopping.trained_on():  # the loop skipped it, because of a nan say
+        if not self.stopping.observer.take_reached():  # the loop skipped it, because of a nan say
             return
         if rows is not None:
             record = LoaderBatch(torch.tensor(rows), None)
@@ -311,7 +311,7 @@ class Session:
         if not self.running:
             return False
         if not self.by_evidence:
-            if self.stopping.pending:
+            if self.stopping.observer.pending:
                 self._advance()
         elif self._has_closure:
             if self.evidence_formed:

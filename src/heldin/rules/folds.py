@@ -305,20 +305,12 @@ class FoldStopping(PathStopping):
                 "add_batch: these shadows are stacked and take rows of the tensors given as data; "
                 "pass step(indices=...), or make the object with batch_loss"
             )
-        self._announced.append((batch, self._numbers(indices), self._observer.passes))
+        self._announced.append((batch, self._numbers(indices), self.observer.passes))
 
     def begin_batch(self) -> RandomState | None:
         """Return the states of the random generators before a batch, at steps that are checked."""
         state = self._backend.check.on_call()
         return None if state is None else state[0]
-
-    def count_passes(self, in_grad: bool) -> None:
-        """Determine which batches are trained on (accumulated in `.grad`, or somewhere else)."""
-        self._observer.count_passes(in_grad)
-
-    def trained_on(self) -> bool:
-        """Whether a backward pass has reached the parameters since this was asked last."""
-        return self._observer.take_reached()
 
     def _stacked(self, method: str) -> StackedShadows:
         if not isinstance(self._backend, StackedShadows):
@@ -336,8 +328,8 @@ class FoldStopping(PathStopping):
         self._store.close()
         result, rows = self._backend.train_on(batch, self._numbers(indices), self._step)
         self._seen += rows
-        self._step += len(self._observer.take())
-        self._observer.forget()
+        self._step += len(self.observer.take())
+        self.observer.forget()
         if self._step > self.history.last().step and self._due():
             self._check_and_tell()
         return result

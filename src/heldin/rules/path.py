@@ -143,11 +143,11 @@ class PathStopping(StoppingRule):
         if self.step_check is not None:
             hooks = {each: getattr(self.step_check, each) for each in STEP_HOOKS}
         refuse = functools.partial(refuse_unpooled_ddp, name) if alone else None
-        self._observer = LoopObserver(name, group_settings, refuse=refuse, **hooks)
-        self._release = weakref.finalize(self, self._observer.close)
+        self.observer = LoopObserver(name, group_settings, refuse=refuse, **hooks)
+        self._release = weakref.finalize(self, self.observer.close)
         self._check_ranks_agree()
         self.first_check()
-        self._observer.attach(self._model, self._optimizer)
+        self.observer.attach(self._model, self._optimizer)
         if not self._resumes:
             warn_of_training(name, self._model)
 
@@ -211,7 +211,7 @@ class PathStopping(StoppingRule):
             indices: numbers of the rows in the minibatch, where they cannot be recognised.
         """
         self._opened("step")
-        taken = self._observer.take()
+        taken = self.observer.take()
         if not taken:
             if self._step == 0:
                 raise HeldinError(
@@ -233,11 +233,6 @@ class PathStopping(StoppingRule):
         if self._due():
             self._check_and_tell()
         return self.should_stop
-
-    @property
-    def pending(self) -> bool:
-        """Whether the optimiser has stepped since the last `step()`."""
-        return self._observer.pending
 
     def _due(self) -> bool:
         """Whether it is time for a check."""
@@ -725,7 +720,7 @@ class PathStopping(StoppingRule):
         super().load_state_dict(state)
         if self._process_group is not None:
             self._process_group.forget()
-        self._observer.forget()
+        self.observer.forget()
 
     def _take_own_state(self, state: Mapping[str, Any]) -> None:
         device = self._device
