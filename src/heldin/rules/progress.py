@@ -15,15 +15,18 @@ from .reporting import RunFacts
 __all__ = ["RunProgress", "is_main_process", "several_processes"]
 
 
+def _has_ranks() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def several_processes() -> bool:
     """Return whether this is one of several processes."""
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return distributed and torch.distributed.get_world_size() > 1
+    return _has_ranks() and torch.distributed.get_world_size() > 1
 
 
 def is_main_process() -> bool:
     """Return whether this process tells of the run: the only one, or the first."""
-    return not several_processes() or torch.distributed.get_rank() == 0
+    return not _has_ranks() or torch.distributed.get_rank() == 0
 
 
 class RunProgress:
