@@ -12,11 +12,11 @@ from torch import Tensor
 
 from heldin.crossval import (
     Calibrated,
+    Calibrator,
     Interval,
     Metric,
     OutOfFold,
     are_probabilities,
-    calibrate,
     numbered,
     statistic_interval,
     temperature_losses,
@@ -95,6 +95,7 @@ class Outcome:
         self.binary: bool | None = None  # logits of a sigmoid, not of a softmax; None: of neither
         self.uncalibrated = ""  # why there is no temperature, in words
         self._probabilities = True  # whether all outputs of a loss that is none of logits look so
+        self._calibrator: Calibrator | None = None
         self._calibrated: tuple[int, Calibrated] | None = None  # of the latest check
         self.members: list[dict[str, Tensor]] = []  # shadows at the chosen check: their tensors
         self.outputs: dict[int, Tensor] = {}  # by number of the check, as far as they are kept
@@ -181,14 +182,16 @@ class Outcome:
         outputs = self.outputs.get(number)
         if outputs is None or self.binary is None or not self.calibrates:
             return None
-        if not bool(torch.stack(outputs.aminmax()).isfinite().all()):
+        if not bool(outputs.sum(dtype=torch.float64).isfinite()):
             return None
         if self._calibrated is None or self._calibrated[0] != number:
             start = self._temperatures[min(number, len(self._temperatures)) - 1] if number else 1.0
-            self._calibrated = number, calibrate(
-                outputs, self._held.targets, self._folds, self.weights, binary=self.binary,
-                start=start,
-            )  # fmt: skip
+            if self._calibrator is None:
+                targets = self._held.targets
+                self._calibrator = Calibrator(
+                    outputs, targets, self.binary, self.weights, self._folds
+                )
+            self._calibrated = number, self._calibrator(outputs, start)
         return self._calibrated[1]
 
     def best(self, first: int = 0) -> int:
