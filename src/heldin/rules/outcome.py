@@ -40,29 +40,30 @@ STATE_SCHEMA = {
 }
 
 
-def check_monitor(metrics: Mapping[str, Metric], monitor: str, mode: str | None) -> bool | None:
+def check_monitor(
+    owner: str, metrics: Mapping[str, Metric], monitor: str, mode: str | None
+) -> bool | None:
     """Return whether a larger value of the monitored metric is better; None: it is the loss."""
     if mode not in (None, "min", "max"):
-        raise HeldinError(f"heldin.EarlyStopping: mode must be 'min' or 'max', got {mode!r}")
+        raise HeldinError(f"{owner}: mode must be 'min' or 'max', got {mode!r}")
     if monitor == "loss":
         if mode == "max":
             raise HeldinError(
-                "heldin.EarlyStopping: mode='max' would look for the largest loss; give monitor= "
+                f"{owner}: mode='max' would look for the largest loss; give monitor= "
                 "the name of a metric"
             )
         return None
     if monitor not in metrics:
         names = ", ".join(map(repr, ("loss", *metrics)))
         raise HeldinError(
-            f"heldin.EarlyStopping: monitor must be one of {names}, got {monitor!r}; give the "
-            "metric in metrics="
+            f"{owner}: monitor must be one of {names}, got {monitor!r}; give the metric in metrics="
         )
     if mode is not None:
         return mode == "max"
     larger = metrics[monitor].larger_is_better
     if larger is None:
         raise HeldinError(
-            f"heldin.EarlyStopping: it is unknown whether a larger {monitor!r} is better; give "
+            f"{owner}: it is unknown whether a larger {monitor!r} is better; give "
             "mode='max' or mode='min'"
         )
     return larger
