@@ -124,7 +124,7 @@ def test_of_temperatures_that_change_nothing_one_is_taken() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_check_has_the_temperatures_of_new_rows(kind: str) -> None:
     logits, targets = drawn(kind, rows=60)
-    folds, weights = torch.arange(60) % 3, torch.rand(60, dtype=torch.float64)
+    folds, weights = torch.arange(60) % 3, torch.linspace(0, 2, 60, dtype=torch.float64)
     binary = kind in ("one column", "vector", "labels")
     calibrator = Calibrator(logits, targets, binary, weights, folds)
     bad = logits.clone()
