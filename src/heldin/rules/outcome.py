@@ -120,6 +120,18 @@ class Outcome:
         many = len(torch.unique(held.folds)) > MOST_FOLDS
         self._folds = torch.arange(len(held.folds)) % PARTS if many else numbered(held.folds)
 
+    def renumber(self, numbers: Tensor) -> Tensor:
+        """Give row i the number `numbers[i]`; return the order of the rows by these."""
+        held, rows = self._held, numbers[self._held.rows]
+        order = rows.argsort()
+        parts = held.outputs[order], rows[order], held.folds[order], held.targets[order]
+        self._held, self._folds = OutOfFold(*parts), self._folds[order]
+        self.outputs = {number: outputs[order] for number, outputs in self.outputs.items()}
+        self.weights = None if self.weights is None else self.weights[order]
+        self.groups = None if self.groups is None else self.groups[order]
+        self._calibrator = self._calibrated = None
+        return order
+
     def add(self, number: int, losses: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor]:
         """Take the outputs of a check; return losses to choose the check by, and to estimate with.
 
