@@ -193,6 +193,7 @@ class Session:
         hook: bool = False,
         accumulated: int = 1,
         epoch_steps: float | None = None,
+        schedule: str | None = None,
         **inputs: Any,
     ) -> Any:
         """Make the object that follows the run, from the state that was loaded last.
@@ -213,6 +214,7 @@ class Session:
             hook: form the evidence in a hook before the steps of all optimisers of the model.
             accumulated: number of batches in an optimiser step.
             epoch_steps: number of optimiser steps in an epoch (default: by the length of rows).
+            schedule: the framework's own schedule of learning rates, if it has a fixed end.
             inputs: eval_loss, in place of the user's argument; clip; averaged_model, which hooks
                 of the optimiser's step update.
         """
@@ -228,6 +230,7 @@ class Session:
                 self._check_run(resumed, pools_ranks)
                 self.stopping = self._make_folds(model, optimizer, loss, rows, prepare, **inputs)
                 self.stopping.epoch_steps, self.stopping.finish = epoch_steps, self.settings.finish
+                self.stopping.schedule = schedule
                 outputs = dict(self.settings.outputs)
                 if outputs:
                     outputs["predict"] = predict or outputs["predict"]

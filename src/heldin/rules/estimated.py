@@ -280,6 +280,13 @@ class EstimatedRun(StoppingRule):
         """Return the share of the estimate that the rows of light shadows do not show."""
         return LIGHT_ERROR if self._levels and not self._behind else 0.0
 
+    def renumber(self, numbers: Tensor) -> None:
+        """Give row i the number `numbers[i]` in all results of a finished run."""
+        self.intervals()  # resample the rows in their order so far
+        if self._keeps_outputs:
+            order = self._outcome.renumber(numbers)
+            self._curves = [curve[order] for curve in self._curves]
+
     def record(self) -> RunRecord:
         """Return the out-of-fold losses and outputs at the chosen check."""
         outcome = self.outcome

@@ -26,7 +26,7 @@ from heldin.rules.inputs import RunInputs
 from heldin.rules.options import Folds, LeaveOneOut
 from heldin.rules.outcome import Outcome
 from heldin.rules.policy import densest_check, mean_and_error, next_check
-from heldin.rules.schedules import warn_of_schedule
+from heldin.rules.schedules import fixed_schedule, warn_of_schedule
 from heldin.shadows.exchange import group_settings
 from heldin.shadows.models import check_trainable, note_trained, warn_of_training
 from heldin.shadows.outputs import OutputRecipe
@@ -75,6 +75,7 @@ class PathStopping(EstimatedRun):
         self._device = check_trainable(name, model).device
         super().__init__(inputs, rule)
         self.on_check: Callable[[], Any] | None = None  # called after every check of the loop
+        self.schedule: str | None = None  # of a framework, with a fixed end, in words
         self._model: nn.Module | None = model
         self._optimizer: Any = optimizer
         self._average: nn.Module | None = None  # an average of its weights, which is estimated
@@ -213,7 +214,7 @@ class PathStopping(EstimatedRun):
         self._intervals, self._values = {}, {}
         if self._step and self.finish is None:
             self.finish = False  # one warning is enough
-            warn_of_schedule(self.owner, self._optimizer)
+            warn_of_schedule(self.owner, self.schedule or fixed_schedule(self._optimizer))
         losses = self._backend.held_out().detach().cpu().double()
         number, estimated, outcome = len(self._curves), losses, self._outcome
         self._note_rate(self._optimizer.param_groups, self._step - self._rated)

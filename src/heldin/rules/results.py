@@ -87,7 +87,7 @@ def check_outputs(
         if function is not None and not callable(function):
             raise HeldinError(f"{owner}: {name} must be a function, got {function!r}")
     resolved = resolve_metrics(metrics)
-    larger = check_monitor(resolved, monitor, mode)
+    larger = check_monitor(owner, resolved, monitor, mode)
     asked = {
         "metrics": bool(resolved),
         "predict": predict is not None,

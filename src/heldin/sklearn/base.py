@@ -377,6 +377,8 @@ class Estimator(CallbackSupportMixin, BaseEstimator):  # type: ignore[misc]
         report = self._report(X, y)
         if plan is not None:
             trainer.run_folds(*plan, report)
+            numbers, given = np.unique(data.row_of, return_index=True)
+            trainer.renumber(torch.from_numpy(given[numbers >= 0]))
         else:
             parts = None if held_out is None else self._tensors(held_out, trainer.dtype)
             trainer.run(WHOLE_EPOCHS if folds else rule, parts, report)

@@ -87,8 +87,8 @@ class MLPClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
         estimates_: the loss on new rows as "loss", "accuracy", "auc" and `metrics`, each a
             `heldin.Interval` by a bootstrap of out-of-fold rows, or of groups.
         run_: the finished `heldin.EarlyStopping`, with `report()`, `plan()`, `committee()` and so
-            on, for rules with folds; its targets are standardised. A pickle does not contain it.
-            `heldin.compare` takes fitted estimators as they are.
+            on, for rules with folds; its targets are standardised, and copies are one row. A pickle
+            does not contain it. `heldin.compare` takes fitted estimators as they are.
         calibration_curve_: predicted probabilities and observed frequencies, out of fold.
         n_copies_: number of rows that repeat another one and share its fold.
         temperature_: by which the logits were divided; inf if the class frequencies are predicted;

@@ -354,6 +354,11 @@ class Trainer:
         self.estimate = inner.loss_interval(number)
         self.loss = self.mean_loss(self.x, self.y, self.weights)
 
+    def renumber(self, numbers: Tensor) -> None:
+        """Give the rows of the run the numbers that they have among the rows given."""
+        assert self.stopping is not None
+        self.stopping._followed().renumber(numbers)
+
     def _constant(self, rows: Any) -> Tensor:
         """Return the outputs of the best constant of some rows."""
         weights = None if self.weights is None else self.weights[rows]
