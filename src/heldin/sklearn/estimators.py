@@ -21,7 +21,6 @@ from torch import nn
 
 from .base import Estimator, Score
 from .data import Data, Targets
-from .training import Layers
 
 __all__ = ["MLPClassifier", "MLPRegressor"]
 
@@ -316,26 +315,6 @@ class MLPRegressor(RegressorMixin, Estimator):  # type: ignore[misc]
         """Return (n,) or (n, outputs) numbers."""
         outputs = self._outputs(X)
         return outputs[:, 0] if self._one_dimensional else outputs
-
-    def _scale_targets(self, y: Any, weights: Any, first: bool) -> Any:
-        """Divide by the standard deviation, so that the unit of the targets does not matter."""
-        if first:
-            self._centre, self._spread = np.zeros(y.shape[1]), 1.0
-            if self.standardize:
-                self._centre = np.average(y, axis=0, weights=weights)
-                squares = np.average((y - self._centre) ** 2, axis=0, weights=weights)
-                self._spread = float(np.sqrt(squares.mean())) or 1.0
-            self._unit = float(np.square(self._spread))
-        return (y - self._centre) / self._spread
-
-    def _scale_layers(self, layers: Layers, back: bool) -> Layers:
-        *others, (weight, bias) = layers
-        kind, centre, spread = weight.dtype, self._centre, self._spread
-        if back:
-            weight, bias = weight * spread, bias * spread + centre
-        else:
-            weight, bias = weight / spread, (bias - centre) / spread
-        return [*others, (weight.astype(kind), bias.astype(kind))]
 
     def _assess(self, labels: Any, data: Data) -> None:
         super()._assess(labels, data)

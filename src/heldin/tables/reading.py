@@ -64,7 +64,7 @@ def read_table(
         separator = "\t" if ending == ".tsv" and separator is None else separator
         options: dict[str, Any] = {"na_values": list(missing), "dtype": dict.fromkeys(texts, str)}
         if decimal is not None:
-            options |= {"decimal": decimal, "thousands": "." if decimal == "," else ","}
+            options["decimal"] = decimal
         frame = _read_csv(path, separator, encoding, otherwise, options)
     else:
         raise HeldinError(
