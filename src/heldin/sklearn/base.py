@@ -115,12 +115,12 @@ class Estimator(CallbackSupportMixin, BaseEstimator):  # type: ignore[misc]
         "monitor": [str],
     }
     _categories: Any
-    _evaluated: Any  # out-of-fold predictions of different rows, and these without inputs
+    _record: Any  # of the rows out of fold, as they were given
+    _weights: Any  # of these rows, without weights of classes
     _intervals: Any
     _optimizer_state: Any
     oof_predictions_: Any
     history_: Any
-    _shadow_of: Any
     _centre: Any  # of the targets, one for each output
     _spread: float  # of the targets
     _network: nn.Sequential  # in the units of the targets and the precision of the inputs
@@ -537,55 +537,52 @@ class Estimator(CallbackSupportMixin, BaseEstimator):  # type: ignore[misc]
 
     def _assess(self, labels: Tensor | None, data: Data) -> None:
         """Keep out-of-fold predictions by (n,) numbers of shadows, -1 for none; None: no folds."""
-        self._evaluated = self._shadow_of = self._intervals = self.oof_predictions_ = None
-        if labels is not None:
-            predicted = self._out_of_fold(data.X, labels.numpy())
-            self._evaluated = predicted, replace(data, X=None)
-            # by rows as they were given; those of weight 0 have none
-            self._shadow_of = np.append(labels, -1)[data.row_of]
-            none = np.full((1, predicted.shape[1]), np.nan)
-            self.oof_predictions_ = np.vstack([predicted, none])[data.row_of]
-
-    def _given(self) -> tuple[Any, Any, Any, Any]:
-        """Return predictions, targets, groups and numbers of the rows given that are tested."""
-        _, data = self._evaluated
-        predicted = self.oof_predictions_
-        tested = np.flatnonzero(np.isfinite(predicted.reshape(len(predicted), -1)).all(1))
+        self._record = self._weights = self._intervals = self.oof_predictions_ = None
+        if labels is None:
+            return
+        predicted = self._out_of_fold(data.X, labels.numpy())
+        # by rows as they were given; those of weight 0 have none
+        folds = np.append(labels, -1)[data.row_of]
+        none = np.full((1, *predicted.shape[1:]), np.nan)
+        self.oof_predictions_ = np.concatenate([predicted, none])[data.row_of]
+        tested = np.flatnonzero(folds >= 0)
         rows = data.row_of[tested]  # a row and its copies are one group
+        outputs, targets = predicted[rows], self._truth(data.y)[rows]
+        weights = (data.counts / np.bincount(data.row_of + 1)[1:])[rows]
+        losses = self._row_losses(outputs, targets)
+        if len(np.unique(weights)) > 1:
+            losses = losses * weights / weights.mean()
         groups = rows if data.groups is None else data.groups[rows]
-        return predicted[tested], self._truth(data.y)[rows], groups, tested
+        arrays = losses, outputs, targets, tested, folds[tested]
+        tensors = map(torch.as_tensor, arrays)
+        self._record = RunRecord(*tensors, self._metrics(), groups)
+        self._weights = torch.as_tensor(weights)
 
     @property
     def estimates_(self) -> dict[str, crossval.Interval] | None:
         """The loss and the scores on new rows, with 95 % intervals; None without folds."""
         check_is_fitted(self, "n_iter_")
-        if self._evaluated is not None and self._intervals is None:
+        if self._record is not None and self._intervals is None:
             self._intervals = self._bootstrapped()
         intervals: dict[str, crossval.Interval] | None = self._intervals
         return intervals
 
     def _bootstrapped(self) -> dict[str, crossval.Interval]:
-        predicted, data = self._evaluated
-        used = np.isfinite(predicted).all(1)
-        groups = None if data.groups is None else data.groups[used]
-        options: dict[str, Any] = {"weights": torch.as_tensor(data.counts[used])}
-        rows = [torch.as_tensor(part[used]) for part in (predicted, self._truth(data.y))]
-        options["resamplings"] = 499 if len(rows[0]) < MANY_ROWS else 199
+        record = self._record
+        order = np.argsort(record.groups, kind="stable")  # whatever the order of the rows
+        parts = record.outputs[order], record.targets[order], record.groups[order]
+        options = {"weights": self._weights[order], "resamplings": 499}
+        if len(order) >= MANY_ROWS:
+            options["resamplings"] = 199
         intervals = {"loss": self._loss_interval}
         for name, score in self._scores().items():
-
-            def of_arrays(*parts: Tensor, score: Score = score) -> float:
-                return score(*(part.numpy() for part in parts))
-
-            interval = statistic_interval(of_arrays, *rows, groups, **options)
+            interval = statistic_interval(_of_arrays(score), *parts, **options)
             if math.isfinite(interval.value):
                 intervals[name] = interval
         if "auc" in intervals and self.temperature_ == math.inf:  # constants differ between folds
             intervals["auc"] = crossval.Interval(0.5, math.nan, math.nan)
-        outputs, targets, groups, _ = self._given()
-        for name, metric in self._metrics().items():
-            tensors = torch.as_tensor(outputs), torch.as_tensor(targets)
-            intervals[name] = statistic_interval(metric, *tensors, groups)
+        for name, metric in record.metrics.items():
+            intervals[name] = statistic_interval(metric, *parts)
         return intervals
 
     def _bands(self) -> list[tuple[float, float]]:
@@ -599,16 +596,10 @@ class Estimator(CallbackSupportMixin, BaseEstimator):  # type: ignore[misc]
 
     def record(self) -> RunRecord:
         """Return the out-of-fold losses and predictions of the rows, for `heldin.compare`."""
-        if getattr(self, "_evaluated", None) is None:
+        if getattr(self, "_record", None) is None:
             raise self._refuse("record: there are no out-of-fold predictions; fit with folds")
-        predicted, targets, groups, tested = self._given()
-        data, losses = self._evaluated[1], self._row_losses(predicted, targets)
-        weights = data.counts[data.row_of[tested]]
-        if not self.n_copies_ and len(np.unique(weights)) > 1:
-            losses = losses * weights / weights.mean()
-        arrays = losses, predicted, targets, tested, self._shadow_of[tested]
-        losses, predicted, targets, rows, shadows = map(torch.as_tensor, arrays)
-        return RunRecord(losses, predicted, targets, rows, shadows, self._metrics(), groups)
+        record: RunRecord = self._record
+        return record
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(super().__getstate__())
@@ -690,3 +681,8 @@ class Estimator(CallbackSupportMixin, BaseEstimator):  # type: ignore[misc]
             if rows.any():
                 outputs[rows] = self._outputs_of(network, X[rows])
         return self._predictions(outputs)
+
+
+def _of_arrays(score: Score) -> Callable[..., float]:
+    """Return a function of tensors that calls one of arrays."""
+    return lambda *rows: score(*(part.numpy() for part in rows))

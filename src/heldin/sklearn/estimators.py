@@ -225,9 +225,9 @@ class MLPClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
     def _assess(self, labels: Any, data: Data) -> None:
         super()._assess(labels, data)
         self.calibration_curve_ = None
-        if self._evaluated is not None and not self._several:
-            predicted, tested = self._evaluated[0], labels.numpy() >= 0
-            self.calibration_curve_ = calibration(predicted[tested], self._truth(data.y)[tested])
+        if self._record is not None and not self._several:
+            rows = self._record.outputs.numpy(), self._record.targets.numpy()
+            self.calibration_curve_ = calibration(*rows)
 
     def _truth(self, y: Any) -> Any:
         return (y if self._several else y.ravel()).astype(int)
@@ -313,13 +313,10 @@ class MLPRegressor(RegressorMixin, Estimator):  # type: ignore[misc]
 
     def predict(self, X: Any) -> Any:
         """Return (n,) or (n, outputs) numbers."""
-        outputs = self._outputs(X)
-        return outputs[:, 0] if self._one_dimensional else outputs
+        return self._predictions(self._outputs(X))
 
-    def _assess(self, labels: Any, data: Data) -> None:
-        super()._assess(labels, data)
-        if self.oof_predictions_ is not None and self._one_dimensional:
-            self.oof_predictions_ = self.oof_predictions_[:, 0]
+    def _predictions(self, outputs: Any) -> Any:
+        return outputs[:, 0] if self._one_dimensional else outputs
 
     def _truth(self, y: Any) -> Any:
         return y[:, 0] if self._one_dimensional else y

@@ -128,17 +128,16 @@ def _importances(
     among the rows, five times each; the inputs of one column move jointly. The largest is first;
     without out-of-fold rows there is none.
     """
-    if estimator._shadow_of is None:
+    if estimator.oof_predictions_ is None:
         return {}
-    generator = np.random.default_rng(0)
-    rows = np.flatnonzero(estimator._shadow_of >= 0)
-    rows = rows[:: -(-len(rows) // MOST_ROWS)]
-    x, y, shadow_of = inputs[rows], targets[rows], estimator._shadow_of[rows]
+    generator, record = np.random.default_rng(0), estimator.record()
+    some = slice(None, None, -(-len(record.rows) // MOST_ROWS))
+    rows, shadow_of = record.rows[some].numpy(), record.folds[some].numpy()
+    x, y = inputs[rows], targets[rows]
 
     def loss(x: Any) -> float:
         predicted = estimator._out_of_fold(x, shadow_of)
-        single = predicted.shape[1] == 1  # numbers
-        return float(estimator._row_losses(predicted[:, 0] if single else predicted, y).mean())
+        return float(estimator._row_losses(predicted, y).mean())
 
     baseline, first, rises = loss(x), 0, {}
     for column in columns.used:
