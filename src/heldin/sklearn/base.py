@@ -123,6 +123,7 @@ class Estimator(CallbackSupportMixin, BaseEstimator):  # type: ignore[misc]
     history_: Any
     _centre: Any  # of the targets, one for each output
     _spread: float  # of the targets
+    _scaler: Any  # None: inputs are taken as they are
     _network: nn.Sequential  # in the units of the targets and the precision of the inputs
     _shadows: list[nn.Sequential]  # the same
     _root: Any = None  # of scikit-learn's callbacks, while they are called
@@ -465,11 +466,11 @@ class Estimator(CallbackSupportMixin, BaseEstimator):  # type: ignore[misc]
         n, cv = len(data.y), self._cv()
         folds = FOLDS_OF_FEW if n <= FEW_ROWS else FOLDS
         folds = int(cv) if isinstance(cv, Integral) else folds
+        every: Any = folds
         asked = rule if isinstance(rule, Folds) else Folds()
         codes = torch.as_tensor(data.y.ravel().astype(np.int64)) if targets.single else None
-        groups: Tensor | None = None if data.groups is None else torch.as_tensor(data.groups)
-        times = None if data.times is None else torch.as_tensor(data.times)
-        every: Any = folds
+        labels = (data.groups, data.times)
+        groups, times = (None if each is None else torch.as_tensor(each) for each in labels)
         if times is not None:
             shadows = asked.shadows or (1 if n >= ONE_SHADOW_ROWS and cv is None else folds)
         elif data.splits is not None:
@@ -542,10 +543,10 @@ class Estimator(CallbackSupportMixin, BaseEstimator):  # type: ignore[misc]
             return
         predicted = self._out_of_fold(data.X, labels.numpy())
         # by rows as they were given; those of weight 0 have none
-        folds = np.append(labels, -1)[data.row_of]
+        folds: Any = np.append(labels, -1)[data.row_of]
         none = np.full((1, *predicted.shape[1:]), np.nan)
         self.oof_predictions_ = np.concatenate([predicted, none])[data.row_of]
-        tested = np.flatnonzero(folds >= 0)
+        tested: Any = np.flatnonzero(folds >= 0)
         rows = data.row_of[tested]  # a row and its copies are one group
         outputs, targets = predicted[rows], self._truth(data.y)[rows]
         weights = (data.counts / np.bincount(data.row_of + 1)[1:])[rows]
@@ -553,10 +554,9 @@ class Estimator(CallbackSupportMixin, BaseEstimator):  # type: ignore[misc]
         if len(np.unique(weights)) > 1:
             losses = losses * weights / weights.mean()
         groups = rows if data.groups is None else data.groups[rows]
-        arrays = losses, outputs, targets, tested, folds[tested]
-        tensors = map(torch.as_tensor, arrays)
-        self._record = RunRecord(*tensors, self._metrics(), groups)
-        self._weights = torch.as_tensor(weights)
+        arrays = losses, outputs, targets, tested, folds[tested], weights
+        losses, outputs, targets, tested, folds, self._weights = map(torch.as_tensor, arrays)
+        self._record = RunRecord(losses, outputs, targets, tested, folds, self._metrics(), groups)
 
     @property
     def estimates_(self) -> dict[str, crossval.Interval] | None:
@@ -570,19 +570,26 @@ class Estimator(CallbackSupportMixin, BaseEstimator):  # type: ignore[misc]
     def _bootstrapped(self) -> dict[str, crossval.Interval]:
         record = self._record
         order = np.argsort(record.groups, kind="stable")  # whatever the order of the rows
-        parts = record.outputs[order], record.targets[order], record.groups[order]
-        options = {"weights": self._weights[order], "resamplings": 499}
-        if len(order) >= MANY_ROWS:
-            options["resamplings"] = 199
-        intervals = {"loss": self._loss_interval}
+        outputs, targets, groups = (
+            record.outputs[order],
+            record.targets[order],
+            record.groups[order],
+        )
+        arrays, weights = outputs.numpy(), self._weights[order].numpy()
+        rows = torch.arange(len(order))
+        intervals, draws = {"loss": self._loss_interval}, 499 if len(order) < MANY_ROWS else 199
         for name, score in self._scores().items():
-            interval = statistic_interval(_of_arrays(score), *parts, **options)
+
+            def of_rows(index: Tensor, truth: Tensor, score: Score = score) -> float:
+                return score(arrays[index], truth.numpy(), weights[index])
+
+            interval = statistic_interval(of_rows, rows, targets, groups, resamplings=draws)
             if math.isfinite(interval.value):
                 intervals[name] = interval
         if "auc" in intervals and self.temperature_ == math.inf:  # constants differ between folds
             intervals["auc"] = crossval.Interval(0.5, math.nan, math.nan)
         for name, metric in record.metrics.items():
-            intervals[name] = statistic_interval(metric, *parts)
+            intervals[name] = statistic_interval(metric, outputs, targets, groups)
         return intervals
 
     def _bands(self) -> list[tuple[float, float]]:
@@ -681,8 +688,3 @@ class Estimator(CallbackSupportMixin, BaseEstimator):  # type: ignore[misc]
             if rows.any():
                 outputs[rows] = self._outputs_of(network, X[rows])
         return self._predictions(outputs)
-
-
-def _of_arrays(score: Score) -> Callable[..., float]:
-    """Return a function of tensors that calls one of arrays."""
-    return lambda *rows: score(*(part.numpy() for part in rows))
