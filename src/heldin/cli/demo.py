@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -113,8 +113,8 @@ def train(rule: str, seed: int, epochs: int = EPOCHS) -> Run:
     x, y, test_x, test_y = load(seed)
     said = low = high = math.nan
     start = time.process_time()
-    model, optimizer = _network(seed)
     if rule == "heldin":
+        model, optimizer = _network(seed)
         stopping = heldin.EarlyStopping(model, optimizer, nn.CrossEntropyLoss(), (x, y))
         stopping.fit(BATCH, epochs, generator=torch.Generator().manual_seed(seed))
         said, low, high = stopping.estimates["loss"]
@@ -126,10 +126,9 @@ def train(rule: str, seed: int, epochs: int = EPOCHS) -> Run:
         parts = torch.arange(len(x)) % FOLDS
         folds = [_stopped(x, y, parts == fold, seed, epochs) for fold in range(FOLDS)]
         said = sum(loss for *_, loss in folds) / FOLDS
-        best = round(sum(epoch for _, epoch, _ in folds) / FOLDS)
-        _loop(model, optimizer, x, y, seed, range(best))
+        model = _plain(x, y, seed, round(sum(epoch for _, epoch, _ in folds) / FOLDS))
     else:
-        _loop(model, optimizer, x, y, seed, range(epochs))
+        model = _plain(x, y, seed, epochs)
     seconds = time.process_time() - start
     with torch.no_grad():
         loss = float(nn.functional.cross_entropy(model(test_x), test_y))
@@ -142,16 +141,20 @@ def _network(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.Adam(model.parameters(), lr=1e-3)
 
 
-def _loop(
-    model: nn.Module, optimizer: Any, x: Tensor, y: Tensor, seed: int, epochs: Iterable[int]
-) -> None:
+def _plain(
+    x: Tensor, y: Tensor, seed: int, epochs: int, stop: Callable[[nn.Module], bool] | None = None
+) -> nn.Module:
     """Train in a plain loop."""
+    model, optimizer = _network(seed)
     generator = torch.Generator().manual_seed(seed)
-    for _ in epochs:
+    for _ in range(epochs):
         for index in torch.randperm(len(x), generator=generator).split(BATCH):
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(x[index]), y[index]).backward()
             optimizer.step()
+        if stop is not None and stop(model):
+            break
+    return model
 
 
 def _stopped(
@@ -161,14 +164,19 @@ def _stopped(
 
     Return the model with its best weights, the best epoch, and its held-out loss.
     """
-    model, optimizer = _network(seed)
-    rule = heldin.rules.Validation(data=(x[held], y[held]))
-    stopping = heldin.EarlyStopping(
-        model, optimizer, nn.CrossEntropyLoss(), rule=rule, patience=PATIENCE
-    )
-    _loop(model, optimizer, x[~held], y[~held], seed, stopping.epochs(epochs))
-    assert stopping.best_epoch is not None
-    return model, stopping.best_epoch + 1, stopping.estimates["loss"].value
+    losses: list[float] = []
+    weights: dict[str, Tensor] = {}
+
+    def stop(model: nn.Module) -> bool:
+        with torch.no_grad():
+            losses.append(float(nn.functional.cross_entropy(model(x[held]), y[held])))
+        if losses[-1] == min(losses):
+            weights.update({name: value.clone() for name, value in model.state_dict().items()})
+        return len(losses) - losses.index(min(losses)) > PATIENCE
+
+    model = _plain(x[~held], y[~held], seed, epochs, stop)
+    model.load_state_dict(weights)
+    return model, losses.index(min(losses)) + 1.0, min(losses)
 
 
 # -- what they show

@@ -34,6 +34,7 @@ SHOWN_ROWS = 2048  # rows whose training loss is computed after an epoch
 PASSED = 3  # checks after the lowest estimate from which the minimum counts as passed
 ROUNDING = 1e-6  # relative difference of mean losses in single precision
 DECAY = 0.3  # default weight decay
+SMALLEST_RATE = 1e-6  # below which adaptive rates are not divided again
 ACTIVATIONS: dict[str, type[nn.Module]] = {
     "identity": nn.Identity,
     "logistic": nn.Sigmoid,
@@ -243,6 +244,7 @@ class Trainer:
                 patience=estimator.n_iter_no_change,
                 improvement=estimator.tol,
             )
+        adaptive = estimator.solver == "sgd" and estimator.learning_rate == "adaptive"
         best, since = math.inf, 0
         with follows as stopping:
             while self.epochs < estimator.max_iter and not self.stopped:
@@ -253,7 +255,10 @@ class Trainer:
                     self.stopped = since > estimator.n_iter_no_change
                     flat = f"training loss not {estimator.tol:g} lower for {since} epochs"
                     self.reason = flat if since else "the training loss still falls"
-                    if self.stopped and self._lower_rate():
+                    rates = self.optimizer.param_groups
+                    if self.stopped and adaptive and rates[0]["lr"] > SMALLEST_RATE:
+                        for group in rates:
+                            group["lr"] /= 5
                         self.stopped, since = False, 0
                 elif self.evidence is not None:
                     self.evidence.append(stopping.criterion)
@@ -273,15 +278,6 @@ class Trainer:
                 self.best_step = stopping.best_step * (self.steps // self.epochs)
         self.converged = self.stopped
         self.loss = self.mean_loss(self.x, self.y, self.weights)
-
-    def _lower_rate(self) -> bool:
-        """Divide an adaptive learning rate by 5, unless it is very small; return whether it was."""
-        adaptive = self.estimator.solver == "sgd" and self.estimator.learning_rate == "adaptive"
-        if not adaptive or self.optimizer.param_groups[0]["lr"] <= 1e-6:
-            return False
-        for group in self.optimizer.param_groups:
-            group["lr"] /= 5
-        return True
 
     def run_folds(
         self, rule: Folds, groups: Any, time: Any, classes: Tensor | None, report: Report
