@@ -21,7 +21,6 @@ from torch import nn
 
 from .base import Estimator, Score
 from .data import Data, Targets
-from .training import Layers
 
 __all__ = ["MLPClassifier", "MLPRegressor"]
 
@@ -226,9 +225,9 @@ class MLPClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
     def _assess(self, labels: Any, data: Data) -> None:
         super()._assess(labels, data)
         self.calibration_curve_ = None
-        if self._evaluated is not None and not self._several:
-            predicted, tested = self._evaluated[0], labels.numpy() >= 0
-            self.calibration_curve_ = calibration(predicted[tested], self._truth(data.y)[tested])
+        if self._record is not None and not self._several:
+            rows = self._record.outputs.numpy(), self._record.targets.numpy()
+            self.calibration_curve_ = calibration(*rows)
 
     def _truth(self, y: Any) -> Any:
         return (y if self._several else y.ravel()).astype(int)
@@ -314,33 +313,10 @@ class MLPRegressor(RegressorMixin, Estimator):  # type: ignore[misc]
 
     def predict(self, X: Any) -> Any:
         """Return (n,) or (n, outputs) numbers."""
-        outputs = self._outputs(X)
+        return self._predictions(self._outputs(X))
+
+    def _predictions(self, outputs: Any) -> Any:
         return outputs[:, 0] if self._one_dimensional else outputs
-
-    def _scale_targets(self, y: Any, weights: Any, first: bool) -> Any:
-        """Divide by the standard deviation, so that the unit of the targets does not matter."""
-        if first:
-            self._centre, self._spread = np.zeros(y.shape[1]), 1.0
-            if self.standardize:
-                self._centre = np.average(y, axis=0, weights=weights)
-                squares = np.average((y - self._centre) ** 2, axis=0, weights=weights)
-                self._spread = float(np.sqrt(squares.mean())) or 1.0
-            self._unit = float(np.square(self._spread))
-        return (y - self._centre) / self._spread
-
-    def _scale_layers(self, layers: Layers, back: bool) -> Layers:
-        *others, (weight, bias) = layers
-        kind, centre, spread = weight.dtype, self._centre, self._spread
-        if back:
-            weight, bias = weight * spread, bias * spread + centre
-        else:
-            weight, bias = weight / spread, (bias - centre) / spread
-        return [*others, (weight.astype(kind), bias.astype(kind))]
-
-    def _assess(self, labels: Any, data: Data) -> None:
-        super()._assess(labels, data)
-        if self.oof_predictions_ is not None and self._one_dimensional:
-            self.oof_predictions_ = self.oof_predictions_[:, 0]
 
     def _truth(self, y: Any) -> Any:
         return y[:, 0] if self._one_dimensional else y
