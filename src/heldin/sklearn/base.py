@@ -447,11 +447,11 @@ class Estimator(CallbackSupportMixin, BaseEstimator):  # type: ignore[misc]
         dtype = x[:1].dtype
         weights = None if (row_weights == 1).all() else row_weights.to(dtype)
         hidden = np.atleast_1d(np.asarray(self.hidden_layer_sizes, int)).tolist()
-        sizes = [data.X.shape[1], *hidden, targets.outputs]
+        sizes = [data.X.shape[1], *hidden, self.n_outputs_]
         if first:
             generator = torch.Generator().manual_seed(seed)
             model = build_network(sizes, self.activation_, dtype=dtype, generator=generator)
-            start_at(model, constant_outputs(targets.loss, y, targets.outputs, weights))
+            start_at(model, constant_outputs(targets.loss, y, self.n_outputs_, weights))
         else:
             if sizes != [len(self.coefs_[0]), *map(len, self.intercepts_)]:
                 raise self._refuse(

@@ -160,7 +160,7 @@ class MLPClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
             if first:
                 self.classes_ = np.arange(y.shape[1])
             self.n_outputs_, self.out_activation_, self._several = y.shape[1], "logistic", True
-            return Targets(y, y.shape[1], nn.BCEWithLogitsLoss())
+            return Targets(y, nn.BCEWithLogitsLoss())
         if y.ndim != 1:
             raise self._refuse(f"labels must be one for each row, got an array of shape {y.shape}")
         if first:
@@ -177,9 +177,9 @@ class MLPClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
         self._several = False
         if len(self.classes_) == 2:
             self.n_outputs_, self.out_activation_ = 1, "logistic"
-            return Targets(codes[:, None].astype(np.float64), 1, nn.BCEWithLogitsLoss(), True)
+            return Targets(codes[:, None].astype(np.float64), nn.BCEWithLogitsLoss(), True)
         self.n_outputs_, self.out_activation_ = len(self.classes_), "softmax"
-        return Targets(codes, len(self.classes_), nn.CrossEntropyLoss(), True)
+        return Targets(codes, nn.CrossEntropyLoss(), True)
 
     def _weigh(self, targets: Targets, weights: Any) -> Any:
         if self.class_weight is None:
@@ -309,7 +309,7 @@ class MLPRegressor(RegressorMixin, Estimator):  # type: ignore[misc]
                 f"them by {size:.0e}"
             )
         self.n_outputs_, self.out_activation_ = y.shape[1], "identity"
-        return Targets(y, y.shape[1], nn.MSELoss())
+        return Targets(y, nn.MSELoss())
 
     def predict(self, X: Any) -> Any:
         """Return (n,) or (n, outputs) numbers."""

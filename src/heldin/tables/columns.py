@@ -6,9 +6,9 @@ written as text is assumed only if it fits a whole column and no other one does.
 
 The encoders of skrub are made for exploring: where a date may be read in two ways, ToDatetime takes
 the American one; what cannot be read later becomes a missing value without a word; numbers and
-dates are in single precision, in which dates of this century are two minutes apart; and a
-fitted TableVectorizer is stored by pickle. In Python, `skrub.tabular_pipeline(MLPClassifier())`
-joins them with the networks of `heldin.sklearn`.
+dates are in single precision, in which dates of this century are two minutes apart; and a fitted
+TableVectorizer is stored by pickle, or by skops with two dozen types to trust. In Python,
+`skrub.tabular_pipeline(MLPClassifier())` joins them with the networks of `heldin.sklearn`.
 """
 
 from __future__ import annotations
