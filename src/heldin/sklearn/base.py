@@ -428,7 +428,7 @@ class Estimator(CallbackSupportMixin, BaseEstimator):  # type: ignore[misc]
     def _rows(self, data: Data) -> tuple[Any, Tensor, Tensor]:
         """Return inputs, targets and weights in the units and the precision of training."""
         X, y = self._scaled(data.X), data.y
-        if self.standardize:
+        if self._scaler is not None:
             X = X.astype(np.float32, copy=False)
         if y.dtype.kind == "f":  # numbers, no classes
             y = ((y - self._centre) / self._spread).astype(X.dtype, copy=False)
