@@ -35,7 +35,6 @@ from .light import RowDraw, level_rows
 from .outputs import OutputRecipe
 from .plain_step import restored_at_calls
 from .step_check import StepCheck, StepRecord, scaled
-from .variables import Variables
 
 __all__ = [
     "CHANGED",
@@ -115,15 +114,12 @@ class ReplayedShadows:
         self.recorder = source.recorder  # of the loop's loader, if data is one
         self._clip, self._seed, self._ranks = clip, seed, ranks
         self._train_step = train_step
-        self._values_after: dict[str, Any] | None = None  # of the user's variables
         self._teachers: dict[str, tuple[nn.Module, list[tuple[int, int]]]] | None = None
         self.draw, self._in_time = RowDraw(rows, seed), in_time
         self.label, self.copies = labels.cpu(), int(labels.max()) + 1
-        self._exchange = Exchange(model, optimizer, state, owner, has_shadows=True)
+        self._exchange = Exchange(model, optimizer, state, owner, True, train_step)
         self._trained = list(self._exchange.trained.values())
         self._device = self._trained[0].device
-        # around the user's function
-        self._variables = None if train_step is None else self._exchange.surroundings(train_step)
         self.shadows = [self._exchange.new_state() for _ in range(self.copies)]
         self._relaxed = isinstance(loss, FrameworkLoss) or ranks is not None
         self.check = StepCheck(
@@ -225,50 +221,34 @@ class ReplayedShadows:
         index: numbers of the rows, if they are given; number: of steps so far. Returns what the
         function returned for the model, and the number of rows.
         """
-        exchange, variables = self._exchange, self._variables
+        exchange, variables = self._exchange, self._exchange.variables
         assert self._train_step is not None
-        assert variables is not None
         self.check.check_weights()
         self.check.check_optimizer()
         (record,) = self._source.micro_batches([(batch, index)], ())
-        exchange.note_attributes()
+        exchange.note_start()
         settings = group_settings(exchange.optimizer)
         modes = [module.training for module in exchange.modules]
-        before = variables.read()
-        self._refuse_iterators(variables)
-        for shadow in self.shadows:
-            variables.take_over(shadow.variables, self._values_after, before)
+        self._refuse_iterators()
         looks = self.check.due
         start = self._start_of_call() if looks else None
         kept = repack(batch) if looks else None  # the function may take parts out of its batch
         result = self._train_step(batch)
-        variables.note_changes()
-        after = variables.read()
-        self._refuse_iterators(variables)
-        self._refuse_kept_rows(before, after, len(record.rows))
         exchange.note_group_state(settings, group_settings(exchange.optimizer))
         exchange.note_step()
+        self._refuse_iterators()
+        self._refuse_kept_rows(len(record.rows))
         exchange.follow_the_loop(self.shadows)
-        for name, kept_value in variables.own_values(before, after).items():
-            for shadow in self.shadows:
-                shadow.variables.setdefault(name, kept_value)
         self._steps += 1
         self._settings = settings
         fingerprints = variables.fingerprints() if looks else {}
         with torch.inference_mode(False), exchange.session() as session, exchange.modes(modes):
-            try:
-                if start is not None:
-                    self._check_repeats(session, start, settings, before, kept, fingerprints)
-                for shadow_number, shadow in enumerate(self.shadows):
-                    inserted = before | shadow.variables
-                    variables.write(inserted)
-                    with self._random_stream(self._steps, shadow_number), suppress(_SingleRow):
-                        self._replay_function(session, shadow, shadow_number, record, settings)
-                    shadow.variables |= variables.changes(inserted, variables.read())
-            finally:
-                variables.write(after)
+            if start is not None:
+                self._check_repeats(session, start, settings, kept, fingerprints)
+            for number, shadow in enumerate(self.shadows):
+                with self._random_stream(self._steps, number), suppress(_SingleRow):
+                    self._replay_function(session, shadow, number, record, settings)
         exchange.keep_own(self.shadows, certain=True)
-        self._values_after = after
         variables.refuse_changed(fingerprints)
         self.frozen.forget()
         self.check.count_step()
@@ -276,16 +256,17 @@ class ReplayedShadows:
 
     def _start_of_call(self) -> tuple[ShadowState, RandomState]:
         """Return what a call of the user's function starts from."""
-        state = self._exchange.new_state(with_attributes=True)
+        state = self._exchange.new_state(with_variables=True)
         grads = [p.grad for p in self._exchange.tensors]
         state.grads = [None if g is None else g.detach().clone() for g in grads]
         return state, RandomState.current(self._device)
 
-    def _refuse_iterators(self, variables: Variables) -> None:
+    def _refuse_iterators(self) -> None:
         """Refuse a function that can draw from an iterator: a call cannot be taken back."""
-        if variables.iterators:
+        iterators = self._exchange.variables.iterators
+        if iterators:
             raise HeldinError(
-                f"train_step: it can draw from {variables.iterators[0]!r}, an iterator, and what a "
+                f"train_step: it can draw from {iterators[0]!r}, an iterator, and what a "
                 "shadow draws cannot be put back, so that the model would miss it. Draw before the "
                 "call, into a variable that the function reads: extra = next(iterator); "
                 "stopping.train(batch)"
@@ -296,7 +277,6 @@ class ReplayedShadows:
         session: Session,
         start: tuple[ShadowState, RandomState],
         settings: Sequence[Mapping[str, Any]],
-        before: Mapping[str, Any],
         batch: Any,
         fingerprints: Mapping[str, Any],
     ) -> None:
@@ -305,17 +285,15 @@ class ReplayedShadows:
         It is called before any shadow, several times at first: a counter may count to five.
         """
         assert self._train_step is not None
-        assert self._variables is not None
         error, calls = 0.0, REPEATS if self._steps == 1 else 1
         for _ in range(calls):
-            Variables.write(before)
             session.insert(start[0].copy(), settings, with_gradients=True)
             with self._random_stream(-1, 0), torch.enable_grad():
                 start[1].restore()
                 self._train_step(repack(batch))
             error = max(error, session.difference(start[0]))
         error = self.check.largest(error)
-        self._variables.refuse_changed(fingerprints)
+        self._exchange.variables.refuse_changed(fingerprints)
         if error > self.check.tolerance(self._trained):
             raise HeldinError(
                 f"train_step: called a second time from the same state, at call {self._steps}, it "
@@ -327,16 +305,14 @@ class ReplayedShadows:
                 "calls for this check have changed it"
             )
 
-    def _refuse_kept_rows(
-        self, before: Mapping[str, Any], after: Mapping[str, Any], rows: int
-    ) -> None:
+    def _refuse_kept_rows(self, rows: int) -> None:
         """Refuse light shadows if the user's function keeps something of every row of a batch.
 
         Light shadows draw other rows at every step, and would go on from what belongs to others.
         """
         if self.draw.share == 1.0 or rows < 2:
             return
-        for name, value in Variables.new_values(before, after):
+        for name, value in self._exchange.new_values():
             if any(rows in tensor.shape for tensor in tensors_in(value)):
                 raise HeldinError(
                     f"{self._owner}: train_step keeps a tensor with {rows} entries, one for each "
@@ -585,7 +561,7 @@ class ReplayedShadows:
     def restart(self) -> None:
         """Let all shadows start again, on all rows that they may see."""
         assert self._start is not None
-        self.shadows = [copy.deepcopy(self._start) for _ in range(self.copies)]
+        self.shadows = [self._start.copy() for _ in range(self.copies)]
         self.draw, self._start = RowDraw(1.0, self._seed), None
 
     # -- the check of the loop's step
@@ -841,7 +817,6 @@ class ReplayedShadows:
         }
 
     def _saved(self, shadow: ShadowState) -> dict[str, Any]:
-        plain = (bool, int, float, str, Tensor, type(None))
         return {
             "weights": {
                 name: weight.detach().clone()
@@ -852,18 +827,8 @@ class ReplayedShadows:
                 "state": {i: copy.deepcopy(each) for i, each in enumerate(shadow.optimizer) if each}
             },
             "group_state": copy.deepcopy(shadow.group_state),
-            "attributes": {
-                number: copy.deepcopy(value)
-                for number, value in shadow.attributes.items()
-                if isinstance(value, plain)
-            },
             "objects": copy.deepcopy(shadow.objects),
-            "variables": (
-                self._variables.saved(shadow.variables)
-                if self._variables and shadow.variables
-                else {}
-            ),
-            "nested": self._exchange.nested.saved(shadow.nested) if shadow.nested else {},
+            "variables": self._exchange.variables.saved(shadow.variables),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -888,19 +853,11 @@ class ReplayedShadows:
             self._check_saved(saved, "['start']")
         if not torch.equal(state["label"], self.label):
             raise ValueError("the rows were divided in another way; use the same seed and groups")
-        variables = [
-            self._variables.loaded(saved["variables"])
-            if self._variables and saved["variables"]
-            else {}
-            for saved in state["shadows"]
-        ]
-        nested = [
-            self._exchange.nested.loaded(saved["nested"], partly=True) if saved["nested"] else {}
-            for saved in state["shadows"]
-        ]
-        for shadow, *own in zip(self.shadows, state["shadows"], variables, nested, strict=True):
-            saved, shadow.variables, shadow.nested = own
+        load = self._exchange.variables.loaded
+        variables = [load(saved["variables"]) for saved in state["shadows"]]
+        for shadow, saved, values in zip(self.shadows, state["shadows"], variables, strict=True):
             _load_saved(shadow, saved)
+            shadow.variables = values
         if not state["start"]:
             self._start = None
         elif self._start is not None:
@@ -920,10 +877,8 @@ class ReplayedShadows:
             "buffers": {str(i): buffer for i, buffer in enumerate(shadow.buffers)},
             "optimizer": {"state": {int: {str: (Tensor, float, int, bool, list, None)}}},
             "group_state": [dict],
-            "attributes": {int: (bool, int, float, str, Tensor, None)},
             "objects": list,
-            "variables": dict,
-            "nested": dict,
+            "variables": {"assigned": dict, "in_place": dict},
         }
         check_schema(saved, form, place)
         total = sum(weight.numel() for weight in shadow.weights)
@@ -998,5 +953,4 @@ def _load_saved(shadow: ShadowState, saved: Mapping[str, Any]) -> None:
         for number, weight in enumerate(shadow.weights)
     ]
     shadow.group_state = copy.deepcopy(saved["group_state"])
-    shadow.attributes = copy.deepcopy(saved["attributes"])
     shadow.objects = copy.deepcopy(saved["objects"])

@@ -121,14 +121,14 @@ class StepCheck:
                 self.check_weights()
             self._called = True
             self._new_kind = self._recorder is not None and self._recorder.take_new_size()
-            exchange.note_attributes()
+            exchange.note_start()
             if self._looks_back and not self.due:
                 buffers = (table[name] for table, name in exchange.buffer_places)
                 self._buffers = [buffer.detach().clone() for buffer in buffers]
         if not self.due:
             return exchange.random_state(self._device, True) if self._looks_back else None
         if self._state is None:
-            self._state = self._exchange.new_state(with_attributes=True)
+            self._state = self._exchange.new_state(with_variables=True)
         return self._exchange.random_state(self._device)
 
     def on_step(
@@ -168,7 +168,7 @@ class StepCheck:
         state = self._state
         if state is None and self._buffers is not None:
             state = self._exchange.state_before(self._buffers)
-        state = state or self._exchange.new_state(with_attributes=True)
+        state = state or self._exchange.new_state(with_variables=True)
         grads = [] if with_closure else self._gradients()
         self._pending = StepRecord(state, grads, with_closure)
 
