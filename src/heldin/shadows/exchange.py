@@ -32,6 +32,7 @@ from heldin.loop.generators import (
 )
 from heldin.loop.randomness import RandomState
 from heldin.pause import paused
+from heldin.state.schema import check_schema
 
 from .variables import MODULE_FIELDS, Values, Variables, is_constant
 
@@ -39,7 +40,7 @@ __all__ = ["Exchange", "Session", "ShadowState", "group_settings", "has_evaluati
 
 OPTIMIZER_FIELDS = {*vars(torch.optim.SGD([nn.Parameter(torch.zeros(()))], 0.0))}
 
-COLLECTED = ("grads", "weights", "buffers", "optimizer", "group_state", "objects", "others")
+ENTRY = (Tensor, float, int, bool, list, None)  # values in an optimiser's state that are loaded
 
 
 @dataclass(eq=False)
@@ -48,20 +49,20 @@ class ShadowState:
 
     weights: list[Tensor]  # data of the exchanged parameters (local shards of sharded ones)
     buffers: list[Tensor]
-    optimizer: list[dict[str, Any]]  # state of the optimiser, by exchanged parameter
+    optimizer: dict[Any, Any]  # state of the optimiser, by parameter and whatever else it uses
     group_state: list[dict[str, Any]]  # settings of parameter groups that a step changes, by group
     variables: Values = field(default_factory=dict)  # attributes and others that a step changed
     grads: list[Tensor | None] = field(default_factory=list)  # left by the user's function
     objects: list[Any] = field(default_factory=list)  # state dictionaries of those in `state`
-    others: dict[Any, Any] = field(default_factory=dict)  # the rest of the optimiser's state
     reached: set[int] = field(default_factory=set)  # numbers (`id`) of parameters with a gradient
 
     def copy(self) -> ShadowState:
         """Return a state that a step may change in place."""
         copied = copy.copy(self)
-        for name in ("weights", "buffers", "optimizer", "grads", "objects", "others"):
+        for name in ("weights", "buffers", "grads", "objects"):
             setattr(copied, name, copy.deepcopy(getattr(self, name)))
-        copied.variables = dict(self.variables)
+        copied.optimizer = _copy_of_state(self.optimizer)
+        copied.variables, copied.reached = dict(self.variables), set(self.reached)
         return copied
 
 
@@ -285,14 +286,13 @@ class Exchange:
         return ShadowState(
             [_read(p) for p in self.tensors],
             [table[name].data for table, name in self.buffer_places],
-            [dict(optimizer.state.get(p, {})) for p in self.tensors],
+            dict(optimizer.state),
             [
                 {key: group[key] for key in self.group_state_keys if key in group}
                 for group in optimizer.param_groups
             ],
             grads=[p.grad for p in self.tensors],
             objects=[copy.deepcopy(each.state_dict()) for each in self.objects],
-            others=self._other_state(),
         )
 
     def new_state(self, with_variables: bool = False) -> ShadowState:
@@ -300,9 +300,8 @@ class Exchange:
         state = self.present_state()
         state.weights, state.grads = self._clone_weights(), []
         state.buffers = [buffer.clone() for buffer in state.buffers]
-        state.optimizer = [_copy_of_entry(entry) for entry in state.optimizer]
+        state.optimizer = _copy_of_state(state.optimizer)
         state.group_state = [{} for _ in state.group_state]
-        state.others = copy.deepcopy(state.others)
         if with_variables:
             self.find_attributes()
             state.variables = self.variables.read()
@@ -316,14 +315,6 @@ class Exchange:
         state = self.new_state()
         state.buffers, state.variables = buffers, dict(self.before or {})
         return state
-
-    def _other_state(self) -> dict[Any, Any]:
-        """Return the optimiser's state that belongs to no exchanged parameter."""
-        state = self.optimizer.state
-        if len(state) <= len(self.tensors) and all(isinstance(key, Tensor) for key in state):
-            return {}
-        exchanged = {id(p) for p in self.tensors}
-        return {key: value for key, value in state.items() if id(key) not in exchanged}
 
     def _clone_weights(self) -> list[Tensor]:
         """Return copies of the parameters' data; parameters with one storage keep sharing it."""
@@ -340,6 +331,57 @@ class Exchange:
             view = clones[address].as_strided(p.shape, p.stride(), p.storage_offset())
             weights.append(view)
         return weights
+
+    # -- saving
+
+    def saved(self, state: ShadowState) -> dict[str, Any]:
+        """Return what a resumed run needs of a state."""
+        entries = {i: state.optimizer.get(p) for i, p in enumerate(self.tensors)}
+        return {
+            "weights": {n: w.clone() for n, w in zip(self.names, state.weights, strict=True)},
+            "buffers": {str(i): buffer.clone() for i, buffer in enumerate(state.buffers)},
+            "optimizer": {"state": {i: copy.deepcopy(each) for i, each in entries.items() if each}},
+            "group_state": copy.deepcopy(state.group_state),
+            "objects": copy.deepcopy(state.objects),
+            "variables": self.variables.saved(state.variables),
+        }
+
+    def loaded(self, saved: Any, before: ShadowState, place: str) -> ShadowState:
+        """Return a state that was saved, in place of another one; refuse that of other shadows."""
+        state = before.copy()
+        weights = dict(zip(self.names, state.weights, strict=True))
+        buffers = {str(i): buffer for i, buffer in enumerate(state.buffers)}
+        form = {
+            "weights": weights,
+            "buffers": buffers,
+            "optimizer": {"state": {int: {str: ENTRY}}},
+            "group_state": [dict],
+            "objects": list,
+            "variables": {"assigned": dict, "in_place": dict},
+        }
+        check_schema(saved, form, place)
+        for kind, tensors in (("weights", weights), ("buffers", buffers)):
+            for name, tensor in tensors.items():
+                tensor.copy_(saved[kind][name])
+        total = sum(weight.numel() for weight in state.weights)
+        for number, entries in saved["optimizer"]["state"].items():
+            if not 0 <= number < len(state.weights):
+                raise ValueError(f"{place}: the optimiser has no parameter {number}")
+            weight, own = state.weights[number], copy.deepcopy(entries)
+            for name, value in own.items():
+                if not isinstance(value, Tensor):
+                    continue
+                too_large = value.dim() > weight.dim() or value.numel() > max(1, weight.numel())
+                if too_large and value.numel() != total:  # else all are in one vector
+                    raise ValueError(f"{name!r} of an optimiser is {tuple(value.shape)}")
+                own[name] = value.to(weight.device) if value.dim() else value
+            state.optimizer[self.tensors[number]] = own
+        for p in (p for i, p in enumerate(self.tensors) if i not in saved["optimizer"]["state"]):
+            state.optimizer.pop(p, None)
+        state.group_state = copy.deepcopy(saved["group_state"])
+        state.objects = copy.deepcopy(saved["objects"])
+        state.variables = self.variables.loaded(saved["variables"])
+        return state
 
     def note_group_state(
         self, before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]
@@ -406,7 +448,6 @@ class Session:
         exchange.reshard()
         self._user = exchange.present_state()
         self._buffers = [table[name] for table, name in exchange.buffer_places]
-        self._optimizer_state = dict(optimizer.state)
         self._groups = [
             {key: value for key, value in group.items() if key != "params"}
             for group in optimizer.param_groups
@@ -429,28 +470,19 @@ class Session:
         settings: of the optimiser's groups during the user's step (rates, for instance);
         with_gradients: whether the shadow has gradients of an earlier call.
         """
-        exchange = self._exchange
-        self._remove_new_attributes()
-        entries = zip(exchange.tensors, state.optimizer, strict=True)
-        grads = state.grads if with_gradients and state.grads else [None] * len(exchange.tensors)
-        self._put(state, grads, {p: entry for p, entry in entries if entry} | state.others)
+        grads = state.grads if with_gradients and state.grads else None
+        self._inserted = self._before | state.variables
+        self._put(state, grads or [None] * len(state.weights), self._inserted)
         if settings is not None:
-            groups = exchange.optimizer.param_groups
+            groups = self._exchange.optimizer.param_groups
             for group, setting, own in zip(groups, settings, state.group_state, strict=True):
                 group.update(setting)
                 group.update(own)
-        self._inserted = self._before | state.variables
-        Variables.write(self._inserted)
-        self._put_objects(state)
 
-    def _put(
-        self,
-        state: ShadowState,
-        grads: Sequence[Tensor | None],
-        optimizer_state: Mapping[Any, dict[str, Any]],
-    ) -> None:
-        """Write weights, gradients, buffers and the optimiser's state."""
+    def _put(self, state: ShadowState, grads: Sequence[Tensor | None], variables: Values) -> None:
+        """Write a state, but not the settings of parameter groups."""
         exchange = self._exchange
+        self._remove_new_attributes()
         exchange.reshard()
         for p, data, grad in zip(exchange.tensors, state.weights, grads, strict=True):
             p.grad = None
@@ -461,11 +493,9 @@ class Session:
             table[name] = buffer
             buffer.data = data
         exchange.optimizer.state.clear()
-        exchange.optimizer.state.update(optimizer_state)
-
-    def _put_objects(self, state: ShadowState) -> None:
-        """Write the states of further objects, once variables are in place."""
-        for each, own in zip(self._exchange.objects, state.objects, strict=True):
+        exchange.optimizer.state.update(state.optimizer)
+        Variables.write(variables)
+        for each, own in zip(exchange.objects, state.objects, strict=True):
             each.load_state_dict(own)
 
     def protect_buffers(self) -> None:
@@ -477,10 +507,13 @@ class Session:
         """Read the state of a shadow back after its step."""
         exchange = self._exchange
         exchange.reshard()
-        state.variables |= Variables.changes(self._inserted, exchange.variables.read())
         present = exchange.present_state()
-        for name in COLLECTED if with_gradients else COLLECTED[1:]:
-            setattr(state, name, getattr(present, name))
+        present.variables = state.variables | Variables.changes(
+            self._inserted, exchange.variables.read()
+        )
+        present.grads = present.grads if with_gradients else state.grads
+        present.reached = state.reached
+        vars(state).update(vars(present))
         for p, (pointer, version) in zip(exchange.frozen, self._frozen, strict=True):
             if p.data_ptr() != pointer or version_of(p) != version:
                 raise HeldinError(
@@ -492,15 +525,12 @@ class Session:
 
     def restore(self) -> None:
         exchange, optimizer = self._exchange, self._exchange.optimizer
-        self._put(self._user, self._user.grads, self._optimizer_state)
+        self._put(self._user, self._user.grads, self._user.variables)
         for group, values in zip(optimizer.param_groups, self._groups, strict=True):
             for key in [key for key in group if key != "params" and key not in values]:
                 del group[key]
             group.update(values)
-        Variables.write(self._user.variables)
-        self._remove_new_attributes()
         exchange.variables.renew_versions()
-        self._put_objects(self._user)
 
     def difference(self, before: ShadowState) -> float:
         """Return how far the present state is from that which the user's step has left.
@@ -515,8 +545,10 @@ class Session:
         grads = [(p.grad, g) for p, g in zip(exchange.tensors, user.grads, strict=True)]
         both = [(a, b) for a, b in grads if a is not None and b is not None]
         pairs.append(([a for a, _ in both], [b for _, b in both], None))
-        for p, theirs in zip(exchange.tensors, user.optimizer, strict=True):
-            mine = exchange.optimizer.state.get(p) or {}
+        for p in exchange.tensors:
+            mine, theirs = (
+                each.get(p) or {} for each in (exchange.optimizer.state, user.optimizer)
+            )
             names = [n for n, v in mine.items() if _is_number(v) and _is_number(theirs.get(n))]
             pairs.append(([mine[n] for n in names], [theirs[n] for n in names], None))
         worst = 0.0
@@ -542,11 +574,17 @@ class Session:
                     del table[name]
 
 
-def _copy_of_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a deep copy of an optimiser's state of a parameter; tensors are cloned, for speed."""
+def _copy_of_state(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return a deep copy of an optimiser's state; tensors are cloned, for speed."""
+
+    def copied(value: Any) -> Any:
+        return value.clone() if type(value) is Tensor and value.is_leaf else copy.deepcopy(value)
+
     return {
-        key: value.clone() if type(value) is Tensor and value.is_leaf else copy.deepcopy(value)
-        for key, value in entry.items()
+        key: {k: copied(v) for k, v in entry.items()}
+        if isinstance(entry, Mapping)
+        else copied(entry)
+        for key, entry in state.items()
     }
 
 

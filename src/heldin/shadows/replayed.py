@@ -34,7 +34,7 @@ from .labels import visible
 from .light import RowDraw, level_rows
 from .outputs import OutputRecipe
 from .plain_step import restored_at_calls
-from .step_check import StepCheck, StepRecord, scaled
+from .step_check import StepCheck, StepRecord, scaled, summed
 
 __all__ = [
     "CHANGED",
@@ -592,18 +592,16 @@ class ReplayedShadows:
                 self._compute_gradients(parts, weights, before_part, clips=False)
                 grads[1.0] = [p.grad for p in self._trained]
             else:
-                plain: list[Tensor | None] = [None] * len(self._trained)
-                by_rows: list[Tensor | None] = [None] * len(self._trained)
+                each = []
                 for number, part in enumerate(parts):
                     before_part(number)
                     self._compute_gradients([part], [1.0], clips=False)
-                    for i, p in enumerate(self._trained):
-                        plain[i] = _sum(plain[i], p.grad, 1.0)
-                        by_rows[i] = _sum(by_rows[i], p.grad, part[1] / sum(sizes))
-                grads[1.0] = plain
+                    each.append([p.grad for p in self._trained])
+                grads[1.0] = plain = summed(each)
                 if len(parts) > 1:
                     grads[1.0 / len(parts)] = scaled(plain, 1.0 / len(parts))
-                    grads[None] = by_rows
+                    by_rows = zip(each, (size / sum(sizes) for size in sizes), strict=True)
+                    grads[None] = summed([scaled(part, share) for part, share in by_rows])
                 if known is not None and known != 1.0:
                     grads[known] = scaled(plain, known)
             return {key: self._clipped(values) for key, values in grads.items()}
@@ -812,23 +810,8 @@ class ReplayedShadows:
                 for number, factor in self.check.factors.items()
             },
             "group_state_keys": sorted(self._exchange.group_state_keys),
-            "shadows": [self._saved(shadow) for shadow in self.shadows],
-            "start": [] if self._start is None else [self._saved(self._start)],
-        }
-
-    def _saved(self, shadow: ShadowState) -> dict[str, Any]:
-        return {
-            "weights": {
-                name: weight.detach().clone()
-                for name, weight in zip(self._exchange.names, shadow.weights, strict=True)
-            },
-            "buffers": {str(i): buffer.clone() for i, buffer in enumerate(shadow.buffers)},
-            "optimizer": {
-                "state": {i: copy.deepcopy(each) for i, each in enumerate(shadow.optimizer) if each}
-            },
-            "group_state": copy.deepcopy(shadow.group_state),
-            "objects": copy.deepcopy(shadow.objects),
-            "variables": self._exchange.variables.saved(shadow.variables),
+            "shadows": [self._exchange.saved(shadow) for shadow in self.shadows],
+            "start": [] if self._start is None else [self._exchange.saved(self._start)],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -847,50 +830,20 @@ class ReplayedShadows:
         )
         if len(state["shadows"]) != self.copies or len(state["losses"]) != 2:
             raise ValueError(f"{len(state['shadows'])} shadows, not {self.copies}")
-        for number, saved in enumerate(state["shadows"]):
-            self._check_saved(saved, f"['shadows'][{number}]")
-        for saved in state["start"]:
-            self._check_saved(saved, "['start']")
+        pairs = zip(state["shadows"], self.shadows, strict=True)
+        load = self._exchange.loaded
+        shadows = [load(*each, f"['shadows'][{i}]") for i, each in enumerate(pairs)]
+        start = [load(saved, self.shadows[0], "['start']") for saved in state["start"]]
         if not torch.equal(state["label"], self.label):
             raise ValueError("the rows were divided in another way; use the same seed and groups")
-        load = self._exchange.variables.loaded
-        variables = [load(saved["variables"]) for saved in state["shadows"]]
-        for shadow, saved, values in zip(self.shadows, state["shadows"], variables, strict=True):
-            _load_saved(shadow, saved)
-            shadow.variables = values
-        if not state["start"]:
-            self._start = None
-        elif self._start is not None:
-            _load_saved(self._start, state["start"][0])
+        self.shadows = shadows
+        self._start = start[0] if start and self._start is not None else None
         self._exchange.group_state_keys = set(state["group_state_keys"])
         self.check.factors = {n: None if f != f else f for n, f in state["factors"].items()}
         self.check.resume()
         self.draw = RowDraw(state["row_share"], self._seed)
         self._steps, self._rows = state["steps"], int(state["losses"][1])
         self._total.fill_(state["losses"][0])
-
-    def _check_saved(self, saved: Any, place: str) -> None:
-        """Refuse, before anything is changed, a state of other shadows."""
-        shadow = self.shadows[0]
-        form = {
-            "weights": dict(zip(self._exchange.names, shadow.weights, strict=True)),
-            "buffers": {str(i): buffer for i, buffer in enumerate(shadow.buffers)},
-            "optimizer": {"state": {int: {str: (Tensor, float, int, bool, list, None)}}},
-            "group_state": [dict],
-            "objects": list,
-            "variables": {"assigned": dict, "in_place": dict},
-        }
-        check_schema(saved, form, place)
-        total = sum(weight.numel() for weight in shadow.weights)
-        for number, entries in saved["optimizer"]["state"].items():
-            if not 0 <= number < len(shadow.weights):
-                raise ValueError(f"{place}: the optimiser has no parameter {number}")
-            weight = shadow.weights[number]
-            for name, value in entries.items():
-                if not isinstance(value, Tensor) or value.numel() == total:  # all in one vector
-                    continue
-                if value.dim() > weight.dim() or value.numel() > max(1, weight.numel()):
-                    raise ValueError(f"{name!r} of an optimiser is {tuple(value.shape)}")
 
     def close(self) -> None:
         """Leave the loaders as they were, and release the model and its shadows."""
@@ -930,27 +883,3 @@ def _add_gradients(loss: Tensor, trained: Sequence[nn.Parameter]) -> None:
     for p, gradient in zip(trained, grads, strict=True):
         if gradient is not None:
             p.grad = gradient if p.grad is None else p.grad + gradient
-
-
-def _sum(total: Tensor | None, grad: Tensor | None, weight: float) -> Tensor | None:
-    if grad is None:
-        return total
-    return grad * weight if total is None else total + grad * weight
-
-
-def _load_saved(shadow: ShadowState, saved: Mapping[str, Any]) -> None:
-    """Set a shadow to a state that was saved."""
-    for weight, value in zip(shadow.weights, saved["weights"].values(), strict=True):
-        weight.copy_(value)
-    for buffer, value in zip(shadow.buffers, saved["buffers"].values(), strict=True):
-        buffer.copy_(value)
-    entries = copy.deepcopy(saved["optimizer"]["state"])
-    shadow.optimizer = [
-        {
-            key: value.to(weight.device) if isinstance(value, Tensor) and value.dim() else value
-            for key, value in entries.get(number, {}).items()
-        }
-        for number, weight in enumerate(shadow.weights)
-    ]
-    shadow.group_state = copy.deepcopy(saved["group_state"])
-    shadow.objects = copy.deepcopy(saved["objects"])

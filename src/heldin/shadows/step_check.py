@@ -10,6 +10,7 @@ hides the scale of a gradient.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +28,7 @@ from heldin.loop.randomness import mixed_seed
 
 from .exchange import Exchange, Session, ShadowState, group_settings, has_evaluation_mode, local
 
-__all__ = ["StepCheck", "StepRecord", "scaled"]
+__all__ = ["StepCheck", "StepRecord", "scaled", "summed"]
 
 WAY_OUT = (
     "pass the loop's own step, heldin.EarlyStopping(..., train_step=function), and call "
@@ -430,6 +431,12 @@ def _square(tensor: Tensor | None) -> float:
 def scaled(tensors: Sequence[Tensor | None], factor: float) -> list[Tensor | None]:
     """Return gradients times a factor."""
     return [None if t is None else t * factor for t in tensors]
+
+
+def summed(each: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
+    """Return the sum of several gradients; None where none of them has one."""
+    columns = ([t for t in column if t is not None] for column in zip(*each, strict=True))
+    return [functools.reduce(torch.add, column) if column else None for column in columns]
 
 
 def _difference(actual: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> float:
