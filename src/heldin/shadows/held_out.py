@@ -131,10 +131,10 @@ class HeldOut:
         elif not self._has_row_losses:
             self._size = max(1, sum(map(len, rows)) // BLOCKS)
         self._make_blocks(rows)
-        self._room = 0  # bytes that are left of the memory
-        self._training_batches: dict[tuple[int, ...], list[tuple[Any, int]]] = {}
-        self._cached, self._looks = self._read_within(memory), 0
-        self._leave_bad_rows_out(rows, memory)
+        # batches that are kept, by the random stream and the rows, and bytes left for others
+        self._batches: dict[tuple[int, ...], Any] = {}
+        self._room, self._looks = memory, 0
+        self._leave_bad_rows_out(rows)
         self.rows = torch.cat([block for _, block in self._blocks]).cpu()
         self.rows, self._order = self.rows.sort()  # numbers of the rows, in order
         self.held = len(self.rows)
@@ -282,18 +282,18 @@ class HeldOut:
     def _read(self, rows: Tensor, stream: int = 0) -> Any:
         return to_device(self._view.read(rows, stream), self._device)
 
-    def _read_within(self, memory: int) -> list[Any] | None:
-        """Return the batches of this process, if there is room for all of them."""
-        batches = []
-        for number, (_, block) in enumerate(self._own_blocks()):
-            batches.append(self._read(block, number))
-            memory -= bytes_in(batches[-1])
-            if memory < 0:
-                return None
-        self._room = memory
-        return batches
+    def _batch(self, rows: Tensor, stream: int = 0) -> Any:
+        """Return a batch of rows; keep it if there is room."""
+        key = (stream, *rows.tolist())
+        if key not in self._batches:
+            batch = self._read(rows, stream)
+            if bytes_in(batch) > self._room:
+                return batch
+            self._room -= bytes_in(batch)
+            self._batches[key] = batch
+        return self._batches[key]
 
-    def _leave_bad_rows_out(self, rows: list[Tensor], memory: int) -> None:
+    def _leave_bad_rows_out(self, rows: list[Tensor]) -> None:
         """Leave rows out of the estimate whose loss is not a number before training begins."""
         if self._ranks is not None:
             return  # all ranks must have the same blocks
@@ -317,7 +317,8 @@ class HeldOut:
         for number, each in enumerate(rows):
             rows[number] = each[~torch.isin(each.cpu(), out).to(each.device)]
         self._make_blocks(rows)
-        self._cached, self._looks = self._read_within(memory), 0
+        self._room += sum(map(bytes_in, self._batches.values()))
+        self._batches = {}
         left = sum(len(block) for _, block in self._blocks)
         shown = ", ".join(map(str, self.bad_rows[:5])) + (" ..." if len(bad) > 5 else "")
         warnings.warn(
@@ -356,22 +357,19 @@ class HeldOut:
         for number, group in groupby(enumerate(self._own_blocks()), key=lambda each: each[1][0]):
             yield (
                 number,
-                (
-                    (block, self._read(block, i) if self._cached is None else self._cached[i])
-                    for i, (_, block) in group
-                ),
+                ((block, self._batch(block, i)) for i, (_, block) in group),
             )
 
     def _drop_stale_cache(self) -> None:
         """Read rows at every check if some have changed; each check looks at another block."""
         self._view.refresh()
-        if self._cached:
-            number = self._looks % len(self._cached)
+        if self._batches:
+            key = list(self._batches)[self._looks % len(self._batches)]
             self._looks += 1
-            again = self._read(self._own_blocks()[number][1], number)
-            pairs = zip(tensors_in(self._cached[number]), tensors_in(again), strict=True)
-            if not all(equal(before, now) for before, now in pairs):
-                self._cached, self._training_batches = None, {}
+            stream, *rows = key
+            again = self._read(torch.tensor(rows), stream)
+            if not equal(list(tensors_in(self._batches[key])), list(tensors_in(again))):
+                self._batches, self._room = {}, 0
 
     # -- losses
 
@@ -454,17 +452,9 @@ class HeldOut:
         return collector.outputs(torch.arange(rows))
 
     def batches_of(self, rows: Tensor) -> list[tuple[Any, int]]:
-        """Return batches of rows, with their sizes; kept if the held-out rows are."""
-        numbers = tuple(rows.tolist())
-        if numbers in self._training_batches:
-            return self._training_batches[numbers]
+        """Return batches of rows, with their sizes."""
         blocks = _split(rows, self._size, self.kind == "neither")
-        batches = [(self._read(block), len(block)) for block in blocks]
-        size = sum(bytes_in(batch) for batch, _ in batches)
-        if self._cached is not None and size <= self._room:
-            self._room -= size
-            self._training_batches[numbers] = batches
-        return batches
+        return [(self._batch(block), len(block)) for block in blocks]
 
     def mean_loss(self, batches: list[tuple[Any, int]]) -> float:
         """Return the mean loss of batches on whatever is in the model."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -69,10 +69,6 @@ RESULTS = {
 }  # fmt: skip
 REPEATS = 6  # calls of the user's function that are compared with its first one
 EVALUATION = -3  # number of the random stream of evaluations
-
-
-class _SingleRow(Exception):
-    """Raised where a batch normalisation cannot be trained on a single row."""
 
 
 class ReplayedShadows:
@@ -207,7 +203,7 @@ class ReplayedShadows:
             if record is not None:
                 self._verify(step, record, session, batches)
             for number, shadow in enumerate(self.shadows):
-                with self._random_stream(self._steps, number), suppress(_SingleRow):
+                with self._random_stream(self._steps, number):
                     self._replay(session, shadow, number, step, batches)
         self._exchange.keep_own(self.shadows, certain=False)
         self.frozen.forget()
@@ -246,7 +242,7 @@ class ReplayedShadows:
             if start is not None:
                 self._check_repeats(session, start, settings, kept, fingerprints)
             for number, shadow in enumerate(self.shadows):
-                with self._random_stream(self._steps, number), suppress(_SingleRow):
+                with self._random_stream(self._steps, number):
                     self._replay_function(session, shadow, number, record, settings)
         exchange.keep_own(self.shadows, certain=True)
         variables.refuse_changed(fingerprints)
@@ -371,39 +367,48 @@ class ReplayedShadows:
         if not parts:
             return
         ((part, rows),) = parts
-        before = [] if rows else [buffer.clone() for buffer in shadow.buffers]
         with (
-            self._refusing_single_rows(shadow, parts),
+            self._turn(session, shadow, parts, settings, with_gradients=True),
             torch.enable_grad(),
             scaled_gradients(self._trained, weight),
             self.frozen.for_part(0),
         ):
-            session.insert(shadow, settings, with_gradients=True)
             loss = self._train_step(part)
-        session.collect(shadow, with_gradients=True)
-        if not rows:
-            shadow.buffers = before
-        if self._ranks is not None:
-            shadow.grads = [None if g is None else g.clone() for g in shadow.grads]
-            self._ranks.copy_first(shadow.buffers)
-        if rows and isinstance(loss, (Tensor, float)) and torch.as_tensor(loss).numel() == 1:
-            self._total += torch.as_tensor(loss).detach().double().to(self._device) * rows
-            self._rows += rows
+            if rows and isinstance(loss, (Tensor, float)) and torch.as_tensor(loss).numel() == 1:
+                self._total += torch.as_tensor(loss).detach().double().to(self._device) * rows
+                self._rows += rows
 
     @contextmanager
-    def _refusing_single_rows(
-        self, shadow: ShadowState, parts: Sequence[tuple[Any, int]]
+    def _turn(
+        self,
+        session: Session,
+        shadow: ShadowState,
+        parts: Sequence[tuple[Any, int]],
+        settings: Sequence[Mapping[str, Any]],
+        with_gradients: bool = False,
     ) -> Iterator[None]:
-        """Leave a shadow as it was if a batch normalisation refuses to train on one row."""
+        """Have a shadow's state in the user's objects during its step on some batches.
+
+        The shadow stays as it was if a batch normalisation refuses to train on one row. Batches
+        without rows, in which it takes part with other ranks, leave its buffers alone.
+        """
         alone = self._normalises and any(count == 1 for _, count in parts)
-        before = [buffer.clone() for buffer in shadow.buffers] if alone else []
+        idle = not any(count for _, count in parts)
+        before = [buffer.clone() for buffer in shadow.buffers] if alone or idle else []
         try:
+            session.insert(shadow, settings, with_gradients)
             yield
         except ValueError as error:
             if not alone or "more than 1 value per channel" not in str(error):
                 raise
             shadow.buffers = before
-            raise _SingleRow from error
+            return
+        session.collect(shadow, with_gradients)
+        if idle:
+            shadow.buffers = before
+        if self._ranks is not None and not self._sharded:
+            shadow.grads = [None if g is None else g.clone() for g in shadow.grads]
+            self._ranks.copy_first(shadow.buffers)
 
     def _replay(
         self,
@@ -418,23 +423,15 @@ class ReplayedShadows:
         weights, rows, factor = self._weights(parts, [len(batch.rows) for batch in batches])
         if not rows:
             return
-        idle = self._sharded and not parts  # all ranks take part in every pass
-        if idle:
+        if self._sharded and not parts:  # all ranks take part in every pass
             whole = [self._source.whole(batch) for batch in batches]
             parts = [(to_device(batch, self._device), 0) for batch in whole]
             weights = [0.0 for _ in parts]
-            own_buffers = [buffer.clone() for buffer in shadow.buffers]
-        with self._refusing_single_rows(shadow, parts):
-            session.insert(shadow, step.settings)
+        with self._turn(session, shadow, parts, step.settings):
             total = self._take_step(shadow, step, parts, weights)
-        session.collect(shadow)
-        if idle:
-            shadow.buffers = own_buffers
-        if self._ranks is not None and not self._sharded:
-            self._ranks.copy_first(shadow.buffers)
-        processes = 1 if self._ranks is None else self._ranks.size
-        self._total += total / factor * (processes if self._held_out.kind == "sum" else rows)
-        self._rows += rows
+            processes = 1 if self._ranks is None else self._ranks.size
+            self._total += total / factor * (processes if self._held_out.kind == "sum" else rows)
+            self._rows += rows
 
     def _parts(self, batches: Sequence[LoaderBatch], number: int) -> list[tuple[Any, int]]:
         """Return the batches that a shadow may see, with their numbers of rows.
