@@ -34,6 +34,7 @@ from heldin.loop.randomness import RandomState
 from heldin.pause import paused
 from heldin.state.schema import check_schema
 
+from .parameters import parameters_in
 from .variables import MODULE_FIELDS, Values, Variables, is_constant
 
 __all__ = ["Exchange", "Session", "ShadowState", "group_settings", "has_evaluation_mode", "local"]
@@ -134,12 +135,7 @@ class Exchange:
         others = [each for each in state if isinstance(each, nn.Module)]
         self.objects = [each for each in state if not isinstance(each, nn.Module)]
         self.trained = _trained_parameters(model, optimizer, others, owner)  # by name
-        exchanged = {id(p): p for p in self.trained.values()}
-        for other in others:
-            exchanged |= {id(p): p for p in other.parameters()}
-        for each in self.objects:
-            if isinstance(each, Optimizer):
-                exchanged |= {id(p): p for group in each.param_groups for p in group["params"]}
+        exchanged = {id(p): p for p in (*self.trained.values(), *parameters_in(state))}
         self.tensors = [*exchanged.values()]  # all exchanged parameters, the trained ones first
         extra = range(len(self.tensors) - len(self.trained))
         self.names = [*self.trained, *(f"state.{number}" for number in extra)]

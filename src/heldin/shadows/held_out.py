@@ -30,7 +30,7 @@ EXAMPLE = 8  # rows of a batch on which the last layer of a model is examined
 TRIED = (16, 12, 8)  # rows of the batches on which the kind of a loss is decided
 AGREEMENT = {torch.float64: 1e-9, torch.float32: 2e-5}  # relative, of the losses of two batches
 COARSE = 1e-2  # for losses of lower precision
-REPEATS = 8  # evaluations of a batch, if its loss draws random numbers
+CALLS = 8  # evaluations of a batch, if its loss draws random numbers
 ERRORS = 5.0  # standard errors within which means of such losses agree
 
 
@@ -194,7 +194,7 @@ class HeldOut:
                 self._compare_losses(batch, whole, size)
             self._has_row_losses = whole.dim() > 0 and whole.numel() == size and size > 1
             if not self._has_row_losses and size > 1:
-                votes.add(self._vote(batch, parts, cut, size, float(whole)))
+                votes.add(self._vote([batch, *parts], cut, size))
             if start == 0 and not self._has_row_losses:
                 first = (recorder.of(size), float(whole))
         votes.discard(None)
@@ -221,45 +221,36 @@ class HeldOut:
                 abs(mean - value) <= 1e-3 * abs(value) for value in (trained, trained / rows)
             )
 
-    def _vote(self, batch: Any, parts: list[Any], cut: int, rows: int, both: float) -> str | None:
+    def _vote(self, batches: list[Any], cut: int, rows: int, calls: int = 1) -> str | None:
         """Return whether the loss of a batch is the mean or the sum of the losses of two parts.
 
-        None: the batch does not show it (all losses are zero or nan).
+        batches: one of `rows` rows, and its two parts, the first with `cut` rows; calls: number of
+        evaluations of each, several for a loss that draws random numbers (a VAE). None: the batch
+        does not show it (all losses are zero or nan).
         """
         try:
-            one, other = (float(self._evaluate(part, self._eval_loss)) for part in parts)
+            each = [
+                [float(self._evaluate(b, self._eval_loss)) for _ in range(calls)] for b in batches
+            ]
         except (RuntimeError, ValueError):  # a loss that needs more rows
             return "neither"
-        size = abs(both) + abs(one) + abs(other)
+        values, share = torch.tensor(each, dtype=torch.float64), cut / rows
+        size = float(values.mean(1).abs().sum())
         if not 0 < size < float("inf"):
             return None
-        if abs(both - (cut * one + (rows - cut) * other) / rows) <= self._close * size:
-            return "mean"
-        if abs(both - one - other) <= self._close * size:
-            return "sum"
-        if float(self._evaluate(parts[0], self._eval_loss)) == one:
-            return "neither"
-        return self._vote_on_means([batch, *parts], cut, rows)
-
-    def _vote_on_means(self, batches: list[Any], cut: int, rows: int) -> str:
-        """Decide on means over several evaluations, for a loss that draws random numbers (a VAE).
-
-        batches: one of `rows` rows, and its two parts, the first with `cut` rows.
-        """
-        each = [
-            [float(self._evaluate(b, self._eval_loss)) for _ in range(REPEATS)] for b in batches
-        ]
-        values = torch.tensor(each, dtype=torch.float64)
-        both, one, other = values.mean(1).tolist()
-        both_var, one_var, other_var = (values.var(1) / REPEATS).tolist()
-        share = cut / rows
-        mean_off = abs(both - share * one - (1 - share) * other)
-        mean_var = both_var + share**2 * one_var + (1 - share) ** 2 * other_var
-        is_mean = mean_off <= ERRORS * mean_var**0.5
-        is_sum = abs(both - one - other) <= ERRORS * (both_var + one_var + other_var) ** 0.5
-        if is_mean == is_sum:
-            return "neither"
-        return "mean" if is_mean else "sum"
+        kinds = []
+        for kind, weights in (("mean", (1, -share, share - 1)), ("sum", (1, -1, -1))):
+            factors = torch.tensor(weights, dtype=torch.float64)
+            room = self._close * size
+            if calls > 1:
+                room = ERRORS * float((values.var(1) * factors.square()).sum() / calls) ** 0.5
+            if abs(float(values.mean(1) @ factors)) <= room:
+                kinds.append(kind)
+        if len(kinds) == 1:
+            return kinds[0]
+        if calls == 1 and float(self._evaluate(batches[1], self._eval_loss)) != each[1][0]:
+            return self._vote(batches, cut, rows, CALLS)
+        return "neither"
 
     def _refuse_changes(self, batch: Any) -> None:
         """Refuse a loss that changes the values of a batch in place when it is called again.

@@ -548,12 +548,13 @@ class ReplayedShadows:
             self._clip_gradients()
         return total
 
-    def _clip_gradients(self) -> None:
-        """Clip the gradients as the loop does."""
+    def _clip_gradients(self) -> list[Tensor | None]:
+        """Clip the gradients as the loop does, and return them."""
         if isinstance(self._clip, (int, float)):
             nn.utils.clip_grad_norm_(self._trained, float(self._clip))
         elif self._clip is not None:
             self._clip(list(self._trained))
+        return [p.grad for p in self._trained]
 
     def restart(self) -> None:
         """Let all shadows start again, on all rows that they may see."""
@@ -616,12 +617,9 @@ class ReplayedShadows:
 
     def _clipped(self, grads: list[Tensor | None]) -> list[Tensor | None]:
         """Return gradients as the loop would clip them."""
-        if self._clip is None:
-            return grads
-        for p, grad in zip(self._trained, grads, strict=True):
-            p.grad = None if grad is None else grad.clone()
-        self._clip_gradients()
-        return [p.grad for p in self._trained]
+        for p, grad in zip(self._trained, scaled(grads, 1.0), strict=True):
+            p.grad = grad
+        return self._clip_gradients()
 
     # -- contexts
 

@@ -39,7 +39,7 @@ from heldin.loop.generators import (
 __all__ = ["MODULE_FIELDS", "Values", "Variables", "is_constant"]
 
 DEPTH = 12  # nested containers, objects and functions
-MOST = 20_000  # values that are read
+MOST = 20_000  # values that are read from the roots, and from each attribute
 LONG = 4096  # entries of a list that is restored by its length only; longer mappings are left alone
 SHORT = 64  # entries of a container that are read even if it grows
 SMALL = 4096  # elements of tensors that are always copied
@@ -164,7 +164,8 @@ class Variables:
         self._tensors: dict[str, Tensor] = {}  # as of the latest `read`
         self._versions: dict[str, int] = {}
         self._values: Values = {}  # while they are read
-        self._seen: set[int] = set()
+        self._seen: set[int] = set()  # numbers (`id`) of what was read, or is exchanged
+        self._most = 0  # of these
         self._changing: set[str] | None = None  # names of large tensors that a step changes
         self._names: set[str] = set()  # in the functions that were read
         self._lengths: dict[str, int] = {}  # of containers when they were read first
@@ -174,6 +175,7 @@ class Variables:
     def read(self) -> Values:
         """Return copies of all values."""
         self._values, self._seen = {}, set(self._exchanged)
+        self._most = len(self._seen) + MOST - 1
         self._tensors, self.iterators, self.watched = {}, [], {}
         for name, value in self._roots:
             self._read(name, value, DEPTH)
@@ -183,6 +185,7 @@ class Variables:
                 place.look()
             self._values[variable] = place.kept
             if not place.is_flat:
+                self._most = len(self._seen) + MOST
                 self._read(place.name, place.value, DEPTH)
         self.iterators, self.watched = iterators, watched
         self._versions = {name: version_of(t) for name, t in self._tensors.items()}
@@ -214,7 +217,9 @@ class Variables:
 
     def _read(self, name: str, value: Any, depth: int) -> None:
         """Add what can be changed in place."""
-        if type(value) in PLAIN or id(value) in self._seen or not depth or len(self._seen) > MOST:
+        if type(value) in PLAIN or id(value) in self._seen:
+            return
+        if not depth or len(self._seen) > self._most:
             return
         if type(value).__module__.split(".")[0] == "heldin":
             return  # the stopping object itself
