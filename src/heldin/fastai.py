@@ -27,6 +27,7 @@ with needs_framework("fastai", "fastai"):
     from fastai.callback.core import Callback, CancelFitException, CancelTrainException
     from fastai.callback.fp16 import MixedPrecision
     from fastai.callback.mixup import MixHandler
+    from fastai.callback.schedule import ParamScheduler
     from fastai.callback.training import GradientAccumulation, GradientClip
     from fastai.learner import ValueMetric
     from fastai.optimizer import OptimWrapper
@@ -152,7 +153,10 @@ class EarlyStopping(FrameworkStopping, Callback):
         self._patches.wrap(train, "get_idxs", self._get_idxs)
         trained = model, _optimizer(learn.opt, self._patches)
         rows, clip = _row_loader(train), _clip(learn)
-        self._run.begin(*trained, LearnerLoss(learn), rows, clip=clip, epoch_steps=steps)
+        schedules = (c for c in learn.cbs if isinstance(c, ParamScheduler) and "lr" in c.scheds)
+        schedule = next((f"{c.name} (fit_one_cycle and others)" for c in schedules), None)
+        inputs = {"clip": clip, "epoch_steps": steps, "schedule": schedule}
+        self._run.begin(*trained, LearnerLoss(learn), rows, **inputs)
 
     def _get_idxs(self, get_idxs: Callable[[], Any]) -> Any:
         """Record the order of an epoch."""

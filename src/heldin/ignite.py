@@ -21,6 +21,7 @@ from .shadows.replayed import Clip
 
 with needs_framework("PyTorch-Ignite", "ignite"):
     from ignite.engine import Engine, Events
+    from ignite.handlers import EMAHandler
 
 __all__ = ["EarlyStopping"]
 
@@ -128,6 +129,8 @@ class EarlyStopping(FrameworkStopping):
         self._paused = True
 
     def _start(self, trainer: Engine) -> None:
+        if not self.by_evidence:
+            _refuse_averages(trainer)
         resumed = bool(trainer.state.iteration)
         if resumed:
             self._run.carry_over()
@@ -156,3 +159,15 @@ class EarlyStopping(FrameworkStopping):
             if stop:
                 trainer.terminate()
         return output
+
+
+def _refuse_averages(trainer: Engine) -> None:
+    """Refuse an average of the weights, which shadows would not have."""
+    for handler in (entry[0] for entries in trainer._event_handlers.values() for entry in entries):
+        filtered = getattr(handler, "_parent", None)  # of an event such as ITERATION(every=2)
+        if isinstance(getattr(filtered() if filtered else handler, "__self__", None), EMAHandler):
+            raise HeldinError(
+                f"{NAME}: EMAHandler keeps an average of the weights, which shadows do not have, "
+                "so that estimates would not be its own; use heldin.EarlyStopping(averaged_model=) "
+                "in a loop of your own, rule='evidence', or leave it out"
+            )

@@ -204,6 +204,7 @@ class EarlyStopping(FrameworkStopping, keras.callbacks.Callback):
             resumed=int(model.optimizer.iterations) > 0,
             in_grad=False,  # Keras sums them up in variables
             epoch_steps=self._epoch_steps(),
+            schedule=_fixed_schedule(model.optimizer),
         )
         return loader
 
@@ -467,6 +468,15 @@ def _slots(optimizer: Any) -> list[Any]:
     """
     others = [optimizer._learning_rate, *(getattr(optimizer, "_accumulated_gradients", None) or [])]
     return [v for v in optimizer.variables if not any(v is other for other in others)]
+
+
+def _fixed_schedule(optimizer: Any) -> str | None:
+    """Return the schedule of an optimiser that has a fixed end, in words."""
+    rate, kinds = optimizer._learning_rate, keras.optimizers.schedules
+    ends = isinstance(rate, (kinds.CosineDecay, kinds.PolynomialDecay))
+    if not ends or getattr(rate, "cycle", False):
+        return None
+    return f"{type(rate).__name__}(decay_steps={rate.decay_steps})"
 
 
 def _accumulated(optimizer: Any) -> int:

@@ -156,6 +156,13 @@ def test_searching_a_rate_is_not_followed() -> None:
     assert callback.stopping is None
 
 
+def test_a_cycle_of_rates_is_warned_of() -> None:
+    learn = learner(PLAIN, rule())
+    told = pytest.warns(heldin.HeldinWarning, match=r"fit_one_cycle .* fixed end.*finish=True")
+    with learn.no_bar(), learn.no_logging(), told:
+        learn.fit_one_cycle(1)
+
+
 def test_what_mixes_rows_is_refused() -> None:
     learn = learner(PLAIN, rule(), MixUp())
     with pytest.raises(heldin.HeldinError, match="MixUp mixes rows"):

@@ -18,7 +18,7 @@ from tests.support import estimated, plain
 ignite = pytest.importorskip("ignite")
 
 from ignite.engine import Engine, Events, create_supervised_trainer
-from ignite.handlers import Checkpoint, DiskSaver
+from ignite.handlers import Checkpoint, DiskSaver, EMAHandler
 
 from heldin.ignite import EarlyStopping
 
@@ -152,6 +152,16 @@ def test_what_cannot_be_followed_is_refused() -> None:
         EarlyStopping(model, optimizer)
     with pytest.raises(heldin.HeldinError, match="optimizer must be the one that trains"):
         EarlyStopping(model, F.cross_entropy)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_averages_of_weights_are_refused(every: int) -> None:
+    trainer, model, _, stopping = made(PLAIN)
+    EMAHandler(model).attach(trainer, event=Events.ITERATION_COMPLETED(every=every))
+    stopping.attach(trainer)
+    with pytest.raises(heldin.HeldinError, match=r"EMAHandler keeps .* use .*averaged_model="):
+        trainer.run(estimated.loader(PLAIN), max_epochs=1)
+    estimated.expect_no_trace(model)
 
 
 @plain.broken

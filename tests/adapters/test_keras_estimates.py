@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -222,6 +224,30 @@ def classify(end: str, **options: Any) -> tuple[EarlyStopping, Any]:
     data = {"x": x.numpy(), "y": targets.get(end, y).numpy()}
     model.fit(**data, batch_size=16, epochs=20, shuffle=False, verbose=0, callbacks=[callback])
     return callback, model
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "words"),
+    [
+        ("CosineDecay", {}, r"CosineDecay\(decay_steps=8\) lowers .*finish=True"),
+        ("PolynomialDecay", {}, r"PolynomialDecay\(decay_steps=8\) lowers"),
+        ("PolynomialDecay", {"cycle": True}, ""),
+        ("ExponentialDecay", {"decay_rate": 0.9}, ""),
+    ],
+)
+def test_schedules_with_an_end_are_recognised(kind: str, options: Any, words: str) -> None:
+    schedule = getattr(keras.optimizers.schedules, kind)(0.1, 8, **options)
+    layers = LAYERS.Input((plain.INPUTS,)), LAYERS.Dense(3, activation="softmax")
+    model = keras.Sequential(layers)
+    model.compile(keras.optimizers.SGD(schedule), CROSS_ENTROPY)
+    x, y = plain.data(torch.float32)
+    callback = EarlyStopping(rule=heldin.rules.Folds(folds=3), verbose=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", heldin.HeldinWarning)
+        model.fit(x.numpy(), y.numpy(), batch_size=16, epochs=2, verbose=0, callbacks=[callback])
+    said = [str(each.message) for each in caught if "fixed end" in str(each.message)]
+    assert len(said) == bool(words)
+    assert all(re.search(words, text) for text in said)
 
 
 @pytest.mark.parametrize("end", [*ENDS])

@@ -85,6 +85,25 @@ def test_decimal_is_obeyed(unit: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert column["mean"] == pytest.approx(np.mean([i + (i % 9) / 1000 for i in range(n)]))
 
 
+def test_a_decimal_comma_leaves_dates_and_decimal_points_alone(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    n = 24
+    table: dict[str, list[Any]] = {
+        "day": [f"{1 + i:02}.01.2024" for i in range(n)],
+        "age": [f"{i}.25" for i in range(n)],
+        "price": [f"{i},5" for i in range(n)],
+        "paid": [f"{1 + i}.{i:03}" for i in range(n)],
+    }
+    write({**table, "y": classes(n)}, sep=";")
+    assert fit(capsys, "t.csv", "--decimal", ",", "--out", "m")[0] == 0
+    used = json.loads(Path("m/model.json").read_text())["columns"]["used"]
+    assert [column["kind"] for column in used] == ["date", "number", "number", "number"]
+    means = np.mean([[i + 0.25, i + 0.5, 1000 * (1 + i) + i] for i in range(n)], axis=0)
+    assert [column["mean"] for column in used[1:]] == pytest.approx(means)
+    assert main(["predict", "m", "t.csv"]) == 0
+
+
 # -- columns that cannot be used
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
-from heldin.crossval import fit_temperature, temperature_losses
+from heldin.crossval import Calibrator, fit_temperature, temperature_losses
 from heldin.errors import HeldinError
 from heldin.rules.calibration import scale_last_layer
 from tests.support.outcome_runs import cross_fitted
@@ -107,6 +107,32 @@ def test_larger_logits_need_a_larger_temperature(kind: str) -> None:
 def test_logits_that_know_nothing_get_the_largest() -> None:
     logits, targets = drawn("classes")
     assert fit_temperature(-logits, targets) == 100.0
+
+
+def test_of_temperatures_that_change_nothing_one_is_taken() -> None:
+    logits, targets = torch.ones(12, 3), torch.arange(12) % 3
+    assert fit_temperature(logits, targets) == 1.0
+    temperature, losses = cross_fitted(logits, targets, targets)
+    assert temperature == 1.0
+    assert torch.allclose(losses, torch.tensor(3.0).double().log())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_check_has_the_temperatures_of_new_rows(kind: str) -> None:
+    logits, targets = drawn(kind, rows=60)
+    folds, weights = torch.arange(60) % 3, torch.linspace(0, 2, 60, dtype=torch.float64)
+    binary = kind in ("one column", "vector", "labels")
+    calibrator = Calibrator(logits, targets, binary, weights, folds)
+    bad = logits.clone()
+    bad[7] = torch.nan
+    for some in (logits, 0.2 * logits, bad, -logits, 3 * logits):
+        temperature, losses = cross_fitted(some, targets, folds, weights, binary=binary)
+        fit, rough = calibrator(some, exact=True), calibrator(some)
+        assert fit.temperature == temperature
+        assert torch.equal(fit.losses.nan_to_num(), losses.nan_to_num())
+        assert rough.temperature == pytest.approx(temperature, rel=1e-5)
+        mean = float(losses.nanmean())
+        assert float(rough.losses.nanmean()) == pytest.approx(mean, rel=2e-3)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -166,6 +166,24 @@ def test_outputs_and_members_share_the_memory() -> None:
     stopping.close()
 
 
+def test_memory_limits_outputs_of_a_rule_that_is_chosen() -> None:
+    model = network()
+    optimizer = sgd(model)
+    memory = 5 * 4 * sum(p.nbytes for p in model.parameters())  # of five shadows
+    whole, _ = noisy(60)
+    stopping = heldin.EarlyStopping(
+        model, optimizer, F.cross_entropy, rows(), memory=memory, patience=None
+    )
+    train(model, optimizer, 60)
+    kept, everything = (each.following.outcome.outputs for each in (stopping, whole))
+    assert (
+        sum(o.nbytes for o in kept.values())
+        <= memory // 2
+        < sum(o.nbytes for o in everything.values())
+    )
+    assert stopping.following.best_number in kept
+
+
 def test_losses_of_different_kinds_are_not_compared() -> None:
     x, _ = rows()
     runs = []

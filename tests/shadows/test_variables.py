@@ -160,7 +160,7 @@ KEPT: dict[str, Callable[[], Callable[[], Any]]] = {
 @pytest.mark.parametrize("name", KEPT)
 def test_a_value_is_put_back_wherever_it_is(name: str) -> None:
     function = KEPT[name]()
-    variables = Variables(lambda: [("", function)], set(), 100)
+    variables = Variables([("", function)], set(), 100)
     function()
     before = variables.read()
     first, second = function(), function()
@@ -183,14 +183,14 @@ def test_iterators_are_named_unless_they_belong_to_the_loop() -> None:
         def step(self, batch: Any) -> Any:
             return next(self.extra)
 
-    variables = Variables(lambda: [("", Trainer().step)], set(), 100)
+    variables = Variables([("", Trainer().step)], set(), 100)
     variables.read()
     assert variables.iterators == ["self.extra"]
 
 
 def test_a_growing_log_is_not_searched() -> None:
     log: list[Tensor] = [torch.zeros(1)] * 100
-    variables = Variables(lambda: [("log", log)], set(), 100)
+    variables = Variables([("log", log)], set(), 100)
     assert len(variables.read()) == 2
     log.append(torch.ones(1))
     assert len(variables.read()) == 1
@@ -198,7 +198,7 @@ def test_a_growing_log_is_not_searched() -> None:
 
 def test_what_the_loop_resets_is_reset_for_a_shadow() -> None:
     state = {"a": 1, "b": 1}
-    variables = Variables(lambda: [("state", state)], set(), 100)
+    variables = Variables([("state", state)], set(), 100)
     before = variables.read()
     state["a"] = 5
     shadow = Variables.changes(before, variables.read())
@@ -211,7 +211,7 @@ def test_what_the_loop_resets_is_reset_for_a_shadow() -> None:
 
 def test_saved_values_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     generator, state = torch.Generator().manual_seed(0), {"n": 3, "rows": [1.0]}
-    variables = Variables(lambda: [("g", generator), ("state", state)], set(), 100)
+    variables = Variables([("g", generator), ("state", state)], set(), 100)
     values = variables.read()
     first = torch.rand((), generator=generator)
     state["n"] = 4
@@ -222,7 +222,8 @@ def test_saved_values_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST", 0)
     with pytest.raises(ValueError, match="no variable"):
         variables.loaded(saved)
-    assert variables.loaded(saved, partly=True) == {}
+    later = {"variable attribute model.n": {"n": 1}}  # of a module, which its first step makes
+    assert variables.loaded({"assigned": later, "in_place": {}}) == {}
 
 
 # --- runs -------------------------------------------------------------------------------------

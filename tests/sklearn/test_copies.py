@@ -108,6 +108,26 @@ def test_scores_weigh_rows_and_not_classes() -> None:
     assert model.estimates_["accuracy"].value == pytest.approx(right.mean())
 
 
+def test_the_record_weighs_rows_beside_copies() -> None:
+    X, y = coin_flips()
+    weights = np.random.default_rng(2).uniform(0.1, 3, len(y))
+    model = MLPClassifier(**OPTIONS).fit(X.repeat(2, 0), y.repeat(2), weights.repeat(2))
+    assert model.n_copies_ == len(y)
+    own = model.oof_predictions_[::2][np.arange(len(y)), y]
+    expected = np.average(-np.log(own), weights=weights)
+    assert float(model.record().row_losses.mean()) == pytest.approx(expected)
+
+
+def test_intervals_do_not_depend_on_the_order_of_rows() -> None:
+    X, y = coin_flips()
+    order = np.random.default_rng(1).permutation(len(y))
+    model = MLPRegressor((4,), metrics=["neg_median_absolute_error"], **OPTIONS)
+    expected = model.fit(X, X[:, 0]).estimates_
+    found = model.fit(X[order], X[order, 0]).estimates_
+    for name, interval in expected.items():
+        np.testing.assert_allclose([*found[name]], [*interval], rtol=1e-6)
+
+
 # -- few rows, one class, extreme numbers
 
 

@@ -44,6 +44,26 @@ def test_the_run_and_its_estimates() -> None:
     assert "Test loss" in str(model.run_.report())
 
 
+@pytest.mark.parametrize("copies", [False, True])
+def test_the_run_has_the_row_numbers_of_the_rows_given(copies: bool) -> None:
+    X, y = cancer()
+    if copies:
+        X, y = np.concatenate([X, X[20:50]]), np.concatenate([y, y[20:50]])
+    weights = np.ones(len(y))
+    weights[3] = 0
+    model = MLPClassifier((6,), **QUICK).fit(X, y, weights)
+    held = model.run_.out_of_fold
+    assert held.rows.tolist() == [row for row in range(90) if row != 3]
+    np.testing.assert_array_equal(held.targets.flatten(), y[held.rows])
+    shares = held.outputs.double().sigmoid().flatten()
+    np.testing.assert_allclose(shares, model.oof_predictions_[held.rows, 1], atol=1e-5)
+    record = model.run_.record()
+    worst = int(record.rows[record.row_losses.argmax()])
+    assert worst == np.nanargmax(
+        np.abs(model.oof_predictions_[:, 1][: 90 if copies else None] - y[:90])
+    )
+
+
 def test_two_estimators_are_compared() -> None:
     X, y = cancer()
     one = MLPClassifier((6,), metrics=["f1"], **QUICK).fit(X, y)
@@ -93,11 +113,12 @@ def test_rules(name: str) -> None:
     X, y = cancer()
     model = clone(MLPClassifier((4,), early_stopping=rule, **QUICK)).fit(X, y)
     assert model.stopping_rule_ == "folds"
-    assert len(np.unique(model._shadow_of[model._shadow_of >= 0])) == shadows
+    record = model.record()
+    assert len(record.folds.unique()) == shadows
     tested = np.isfinite(model.oof_predictions_).all(1)
-    assert tested.sum() == len(model.record().rows) == (model._shadow_of >= 0).sum()
+    assert np.flatnonzero(tested).tolist() == record.rows.tolist()
     if name == "labels":  # rows of one label share a shadow
-        assert len(set(zip(np.arange(90) % 4, model._shadow_of, strict=True))) == 4
+        assert len(set(zip(np.arange(90) % 4, record.folds.tolist(), strict=True))) == 4
 
 
 def test_evidence_with_options() -> None:

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import heldin
 from heldin import rules
-from heldin.crossval import calibrate, numbered
+from heldin.crossval import Calibrator, numbered
 
 N, D, CLASSES = 40, 5, 3
 
@@ -85,8 +85,12 @@ def trained(
 
 
 def cross_fitted(
-    logits: Tensor, targets: Tensor, folds: Tensor, weights: Tensor | None = None, **options: Any
+    logits: Tensor,
+    targets: Tensor,
+    folds: Tensor,
+    weights: Tensor | None = None,
+    binary: bool | None = None,
 ) -> tuple[float, Tensor]:
     """The temperature of all rows, and losses of the rows of each fold at that of the others."""
-    fit = calibrate(logits, targets, numbered(folds), weights, **options, last_step=0.0)
+    fit = Calibrator(logits, targets, binary, weights, numbered(folds))(logits, exact=True)
     return fit.temperature, fit.losses

@@ -169,8 +169,9 @@ class Session:
             hook: form the evidence in a hook before the steps of all optimisers of the model.
             accumulated: number of batches in an optimiser step.
             epoch_steps: number of optimiser steps in an epoch (default: by the length of rows).
-            inputs: clip; averaged_model, which hooks of the optimiser's step update; eval_loss and
-                outputs, in place of those of the user.
+            inputs: clip; averaged_model, which hooks of the optimiser's step update; schedule, the
+                framework's own one of learning rates, if it has a fixed end; eval_loss and outputs,
+                in place of those of the user.
         """
         self.close()
         batches = length(rows)

@@ -15,7 +15,7 @@ from .metrics import described as described
 from .metrics import resolve_metrics as resolve_metrics
 from .out_of_fold import OutOfFold as OutOfFold
 from .temperature import Calibrated as Calibrated
-from .temperature import calibrate as calibrate
+from .temperature import Calibrator as Calibrator
 from .temperature import fit_temperature as fit_temperature
 from .temperature import numbered as numbered
 from .temperature import temperature_losses as temperature_losses

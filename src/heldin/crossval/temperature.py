@@ -17,7 +17,7 @@ from heldin.state.schema import shown
 
 __all__ = [
     "Calibrated",
-    "calibrate",
+    "Calibrator",
     "checked_temperature",
     "fit_temperature",
     "numbered",
@@ -28,7 +28,8 @@ HOTTEST = 100.0  # largest temperature that is fitted
 IGNORED = -100  # target of positions that do not count, as in torch.nn.CrossEntropyLoss
 STEPS = 60  # most steps of Newton's method
 LAST_STEP = 1e-5  # relative size of the last step; the error after it is about its square
-FOLD_STEP = 0.1  # the same without a fold, which the losses depend on little
+EXACT = LAST_STEP, 0.0  # of all rows, and at most without a fold, which losses depend on little
+COARSE = 1e-3, 0.1  # the same at the checks of a run
 MOST_LINES = 20_000  # lines that a temperature is fitted on
 
 
@@ -50,8 +51,8 @@ def fit_temperature(
         binary: whether every logit stands for a class of its own (a sigmoid, not a softmax). None:
             so if targets are as many as logits and their rows do not all sum to 1.
     """
-    lines = _Lines(logits, targets, binary)
-    return 1 / lines.sharpness(_checked_weights(weights, lines.rows), 0.5)
+    lines = Calibrator(logits, targets, binary, weights)
+    return 1 / _Scores(lines, logits).best(0.5)
 
 
 def temperature_losses(
@@ -62,7 +63,8 @@ def temperature_losses(
     The loss of a row with several positions or labels is their mean. See `fit_temperature` for the
     arguments.
     """
-    return _Lines(logits, targets, binary).losses(1 / checked_temperature(temperature))
+    sharpness = 1 / checked_temperature(temperature)
+    return _Scores(Calibrator(logits, targets, binary), logits).losses(sharpness)
 
 
 class Calibrated(NamedTuple):
@@ -74,176 +76,196 @@ class Calibrated(NamedTuple):
     losses: Tensor  # (n,) losses of the rows at these
 
 
-def calibrate(
-    logits: Tensor,
-    targets: Tensor,
-    folds: Tensor,
-    weights: Tensor | None = None,
-    *,
-    binary: bool | None = None,
-    start: float = 2.0,
-    last_step: float = FOLD_STEP,
-) -> Calibrated:
-    """Fit a temperature, and one for the rows of each fold that does not profit from them.
-
-    The rows of each fold are scored with the temperature of the other folds.
-
-    Args:
-        logits, targets, weights, binary: see `fit_temperature`.
-        folds: (n,) numbers of the rows' folds, from 0; see `numbered`.
-        start: a temperature to start from.
-        last_step: relative size up to which one step of Newton's method is enough without a fold.
-    """
-    lines = _Lines(logits, targets, binary)
-    row_weights = _checked_weights(weights, lines.rows)
-    sharpness = lines.sharpness(row_weights, 1 / start)
-    of_rows = lines.without_folds(row_weights, folds, sharpness, last_step)
-    return Calibrated(1 / sharpness, lines.losses(sharpness), 1 / of_rows, lines.losses(of_rows))
-
-
 def numbered(folds: Tensor) -> Tensor:
     """Return numbers of folds from 0; a single fold is cut into two halves."""
     numbers = torch.unique(folds.detach().cpu(), return_inverse=True)[1]
     return numbers if bool(numbers.any()) else torch.arange(len(folds)) % 2
 
 
-class _Lines:
-    """Logits and targets, one line for each softmax or sigmoid; each row has as many lines.
+class Calibrator:
+    """Rows whose logits get a temperature, at one check of a run after the other.
 
+    Targets and weights are kept by lines: one for each softmax or sigmoid, as many for each row.
     Tensors are (classes, lines), because sums over the first dimension are fast.
+
+    Args:
+        logits: the first ones, whose shape all others have.
+        targets, binary, weights: see `fit_temperature`.
+        folds: (n,) numbers of the rows' folds, from 0; see `numbered`.
     """
 
-    def __init__(self, logits: Tensor, targets: Tensor, binary: bool | None) -> None:
+    def __init__(
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        binary: bool | None,
+        weights: Tensor | None = None,
+        folds: Tensor | None = None,
+    ) -> None:
         for name, value in (("logits", logits), ("targets", targets)):
             if not isinstance(value, Tensor) or value.dim() == 0 or len(value) == 0:
                 raise HeldinError(f"{name} must be a tensor with one entry for each row")
         self.rows = len(logits)
-        z, t = logits.detach().to("cpu", torch.float64), targets.detach().cpu()
-        if z.dim() == 1:
-            z = z[:, None]
+        z, t = logits if logits.dim() > 1 else logits[:, None], targets.detach().cpu()
         if t.dim() == z.dim() - 1 and z.shape[1] == 1:
             t = t.unsqueeze(1)
         counts: Tensor | None = None  # (lines,) whether they do; None: all
         if binary is None:
             binary = _is_binary(z, t)
-        if binary and t.shape == z.shape:  # a softmax of two classes
-            t, z = t.double().reshape(-1), z.reshape(-1)
+        self.is_binary = binary and t.shape == z.shape  # a softmax of two classes
+        if self.is_binary:
+            t = t.double().reshape(-1)
             counts = t != IGNORED
             if not bool(((t >= 0) & (t <= 1) | ~counts).all()):
                 raise HeldinError("targets of sigmoid logits must lie between 0 and 1")
-            z, t = torch.stack([torch.zeros_like(z), z]), torch.stack([1 - t, t])
+            t = torch.stack([1 - t, t])
         elif not binary and t.shape == z.shape:
-            z, t = _class_lines(z), _class_lines(t.double())
+            t = _class_lines(t.double())
         elif not binary and not t.is_floating_point() and t.shape == z[:, 0].shape:
-            z, t = _class_lines(z), t.reshape(-1).long()
+            t = t.reshape(-1).long()
+            counts = t != IGNORED
+            used, classes = t[counts], z.shape[1]
+            if len(used) and not 0 <= int(used.min()) <= int(used.max()) < classes:
+                raise HeldinError(
+                    f"targets must be numbers from 0 to {classes - 1}, the classes of the logits; "
+                    f"they lie between {int(used.min())} and {int(used.max())}"
+                )
+            t = t.clamp_min(0)
         else:
             raise HeldinError(
                 f"logits of shape {tuple(logits.shape)} do not match targets of shape "
                 f"{tuple(targets.shape)} and type {targets.dtype}; give logits (n, classes) with "
                 "whole numbers (n,), or logits (n,) with targets 0 and 1"
             )
-        z = z - z.amax(0)
-        self.target_sums: Tensor | float = 1.0
-        if t.dim() == 2:
-            self.target_sums = t.sum(0)
-            self.target_scores = torch.where(t > 0, t * z, 0.0).sum(0)
-        else:
-            counts = t != IGNORED
-            used, classes = t[counts], len(z)
-            if len(used) and not 0 <= int(used.min()) <= int(used.max()) < classes:
-                raise HeldinError(
-                    f"targets must be numbers from 0 to {classes - 1}, the classes of the logits; "
-                    f"they lie between {int(used.min())} and {int(used.max())}"
-                )
-            self.target_scores = z.gather(0, t.clamp_min(0)[None])[0]
-        self.scores = z.clamp_min(-1e100)  # a masked class (-inf) has no part in the derivatives
-        lines = z.shape[1]
+        lines = t.shape[-1]
+        self.targets = t
+        self.target_sums: Tensor | float = t.sum(0) if t.dim() == 2 else 1.0
         self._per_row = lines // self.rows
         shares = torch.ones(lines, dtype=torch.float64) if counts is None else counts.double()
         shares = shares.reshape(self.rows, -1)
         number = shares.sum(1, keepdim=True)
         self.shares = (shares / number.clamp_min(1)).reshape(-1)  # of the row's mean
-        usable = self.target_scores.isfinite() | (self.shares == 0)
-        self.usable = usable.reshape(self.rows, -1).all(1) & (number[:, 0] > 0)
-        # what a temperature is fitted on: evenly spaced lines, 0 in place of what is not finite
-        scores, target_scores, sums = self.scores, self.target_scores, self.target_sums
-        if not bool(self.usable.all()):
-            used = self._of_lines(self.usable)
-            scores = torch.where(used, scores, 0.0)
-            target_scores = torch.where(used, target_scores, 0.0)
-        self._sample: Any = slice(None)
+        self.counted = number[:, 0] > 0
+        self._single = self._per_row == 1 and bool(self.counted.all())
+        sample = torch.arange(lines)  # evenly spaced lines that a temperature is fitted on
         if lines > MOST_LINES:
-            self._sample = torch.linspace(0, lines - 1, MOST_LINES).round().long()
-            scores, target_scores = scores[:, self._sample], target_scores[self._sample]
-            sums = sums[self._sample] if isinstance(sums, Tensor) else sums
-        self._sampled = scores, target_scores, sums
-        self._latest: tuple[float, Tensor, Tensor] | None = None  # see `slopes`
+            sample = torch.linspace(0, lines - 1, MOST_LINES).round().long()
+        self.sample: Any = sample if lines > MOST_LINES else slice(None)
+        self._sampled_rows = sample // self._per_row
+        row_weights = _checked_weights(weights, self.rows).unsqueeze(1)
+        if folds is not None:
+            row_weights = row_weights * (folds.unsqueeze(1) == torch.arange(int(folds.max()) + 1))
+        self._row_weights = row_weights  # (n, folds): of the rows of each fold
+        self.weights = self.weights_of(self.counted)
+        self._folds = folds
 
-    def _of_lines(self, values: Tensor) -> Tensor:
+    def __call__(self, logits: Tensor, start: float = 2.0, exact: bool = False) -> Calibrated:
+        """Return what `cross_fitted` returns, and more.
+
+        Args:
+            logits: see `fit_temperature`.
+            start: a temperature to start from.
+            exact: whether temperatures without a fold must not be wrong by some per cent, and that
+                of all rows not by 1e-6.
+        """
+        assert self._folds is not None
+        scores, (last, enough) = _Scores(self, logits), EXACT if exact else COARSE
+        sharpness = scores.best(1 / start, last)
+        without = scores.without_folds(sharpness, enough)
+        temperatures = torch.tensor([1 / each for each in without], dtype=torch.float64)
+        temperatures = temperatures[self._folds]
+        curve = losses = scores.losses(sharpness)
+        if any(each != sharpness for each in without):
+            losses = scores.losses(1 / temperatures)
+        return Calibrated(1 / sharpness, curve, temperatures, losses)
+
+    def of_lines(self, values: Tensor) -> Tensor:
         """Repeat values of rows for their lines."""
         return values if self._per_row == 1 else values.repeat_interleave(self._per_row)
 
-    def _line_weights(self, weights: Tensor) -> Tensor:
-        return (self._of_lines(weights * self.usable) * self.shares)[self._sample]
+    def of_rows(self, values: Tensor) -> Tensor:
+        """Return the sums over the lines of each row."""
+        if self._single:
+            return values
+        return torch.where(self.shares > 0, values, 0.0).reshape(self.rows, -1).sum(1)
+
+    def weights_of(self, usable: Tensor) -> Tensor:
+        """Return (lines, folds) weights of the sampled lines; 0 for rows that are not usable."""
+        weights = (self._row_weights * usable.unsqueeze(1))[self._sampled_rows]
+        return weights * self.shares[self.sample].unsqueeze(1)
+
+
+class _Scores:
+    """Logits of lines, less the largest of each line."""
+
+    def __init__(self, lines: Calibrator, logits: Tensor) -> None:
+        z = logits.detach().to("cpu", torch.float64)
+        if lines.is_binary:
+            z = z.reshape(-1)
+            z = torch.stack([torch.zeros_like(z), z])
+        else:
+            z = _class_lines(z if z.dim() > 1 else z[:, None])
+        z = z - z.amax(0)
+        t = lines.targets
+        if t.dim() == 2:
+            target_scores = torch.where(t > 0, t * z, 0.0).sum(0)
+        else:
+            target_scores = z.gather(0, t[None])[0]
+        scores = z.clamp_min(-1e100)  # a masked class (-inf) has no part in the derivatives
+        self._lines, self._all = lines, (scores, target_scores)
+        self._weights, finite = lines.weights, target_scores.isfinite()
+        if not bool(finite.all()):
+            finite |= lines.shares == 0
+            usable = finite.reshape(lines.rows, -1).all(1) & lines.counted
+            self._weights, used = lines.weights_of(usable), lines.of_lines(usable)
+            scores = torch.where(used, scores, 0.0)
+            target_scores = torch.where(used, target_scores, 0.0)
+        sums = lines.target_sums
+        if isinstance(lines.sample, Tensor):
+            scores, target_scores = scores[:, lines.sample], target_scores[lines.sample]
+            sums = sums[lines.sample] if isinstance(sums, Tensor) else sums
+        self._sampled = scores, target_scores, sums
+        self._latest = 0.0, z  # sharpness and slopes at the latest step of `best`
 
     def losses(self, sharpness: float | Tensor) -> Tensor:
         """Return the rows' losses at logits x sharpness: one for all, or one for each row."""
-        total: Tensor | None = None
+        scores, target_scores = self._all
         if isinstance(sharpness, Tensor):
-            sharpness = self._of_lines(sharpness)
-        elif self._latest is not None and self._latest[0] == sharpness:
-            total = self._latest[2]
-        if total is None or len(total) != len(self.shares):
-            total = (self.scores * sharpness).exp_().sum(0)
-        losses = (total.log() * self.target_sums - self.target_scores * sharpness) * self.shares
-        return torch.where(self.shares > 0, losses, 0.0).reshape(self.rows, -1).sum(1)
+            sharpness = self._lines.of_lines(sharpness)
+        total = (scores * sharpness).exp_().sum(0).log_()
+        losses = total * self._lines.target_sums - target_scores * sharpness
+        return self._lines.of_rows(losses * self._lines.shares)
 
     def slopes(self, sharpness: float) -> Tensor:
         """Return (2, lines): two derivatives of every sampled line's loss by the sharpness."""
-        if self._latest is None or self._latest[0] != sharpness:
-            scores, target_scores, sums = self._sampled
-            p = (scores * sharpness).exp_()
-            total = p.sum(0)
-            mean = p.mul_(scores).sum(0).div_(total)
-            square = p.mul_(scores).sum(0).div_(total)
-            first, second = sums * mean - target_scores, sums * (square - mean * mean)
-            self._latest = sharpness, torch.stack([first, second]), total
-        return self._latest[1]
+        scores, target_scores, sums = self._sampled
+        p = (scores * sharpness).exp_()
+        total = p.sum(0)
+        mean = p.mul_(scores).sum(0).div_(total)
+        square = p.mul_(scores).sum(0).div_(total)
+        return torch.stack([sums * mean - target_scores, sums * (square - mean * mean)])
 
-    def without_folds(
-        self, weights: Tensor, folds: Tensor, sharpness: float, last_step: float
-    ) -> Tensor:
-        """Return the (n,) sharpness that fits the other folds of each row.
+    def best(self, start: float, last_step: float = LAST_STEP, without: int | None = None) -> float:
+        """Return the best 1 / temperature, by Newton's method with bisection.
 
-        sharpness: that fits all rows; last_step: relative size up to which one step is enough.
+        Args:
+            start: a sharpness.
+            last_step: relative size of the last step.
+            without: number of a fold that does not count.
         """
-        slopes = self.slopes(sharpness) * self._line_weights(weights)
-        sums = torch.zeros(2, int(folds.max()) + 1, dtype=torch.float64)
-        sums.index_add_(1, self._of_lines(folds)[self._sample], slopes)
-        first, second = sums.sum(1, keepdim=True) - sums
-        each: Tensor = (sharpness - first / second).clamp(1 / HOTTEST, 1.0)
-        enough = ((each - sharpness).abs() <= last_step * sharpness) & (second > 0)
-        for fold in (~enough).nonzero()[:, 0].tolist():
-            start = float(each[fold].nan_to_num(sharpness))
-            others = weights * (folds != fold)
-            each[fold] = self.sharpness(others, start, max(last_step, LAST_STEP))
-        return each[folds]
-
-    def sharpness(self, weights: Tensor, start: float, last_step: float = LAST_STEP) -> float:
-        """Return the best 1 / temperature for weighted rows, by Newton's method with bisection.
-
-        start: a sharpness; last_step: relative size of the last step.
-        """
-        line_weights = self._line_weights(weights)
-        if not bool(line_weights.any()):
-            return 1.0
+        weights = self._weights.sum(1)
+        if without is not None:
+            weights = weights - self._weights[:, without]
         low, high, at = 0.99 / HOTTEST, 1.01, start  # around the ends, which may be the best
         for _ in range(STEPS):
-            first, second = (self.slopes(at) @ line_weights).tolist()
+            self._latest = at, self.slopes(at)
+            first, second = (self._latest[1] @ weights).tolist()
+            if first == second == 0:  # nothing counts, or all logits of a row are equal
+                return 1.0
             if (at == 1 and first <= 0) or (at == 1 / HOTTEST and first >= 0):
                 break
             low, high = (at, high) if first < 0 else (low, at)
-            after = min(max(at - first / second, 1 / HOTTEST), 1.0) if second > 0 else math.nan
+            after = _after_step(at, first, second)
             if not low < after < high:
                 after = (max(low, 1 / HOTTEST) + min(high, 1.0)) / 2
             is_last = abs(after - at) <= last_step * at and 1 / HOTTEST < after < 1
@@ -251,6 +273,32 @@ class _Lines:
             if is_last:
                 break
         return at
+
+    def without_folds(self, sharpness: float, enough: float) -> list[float]:
+        """Return the best 1 / temperature without each fold, after `best` has found that of all.
+
+        The last step of `best` is taken without each fold, too. It is kept where it ends within a
+        share of the best for all rows.
+
+        Args:
+            sharpness: the best for all rows.
+            enough: the share.
+        """
+        at, slopes = self._latest
+        by_fold = (slopes @ self._weights).T
+        without = []
+        for fold, (first, second) in enumerate((by_fold.sum(0) - by_fold).tolist()):
+            each = _after_step(at, first, second)
+            if not abs(each - sharpness) <= enough * sharpness:  # or nan
+                start = sharpness if math.isnan(each) else each
+                each = self.best(start, max(enough, LAST_STEP), fold)
+            without.append(each)
+        return without
+
+
+def _after_step(at: float, first: float, second: float) -> float:
+    """Return the sharpness after a step of Newton's method; nan if there is none."""
+    return min(max(at - first / second, 1 / HOTTEST), 1.0) if second > 0 else math.nan
 
 
 def _class_lines(values: Tensor) -> Tensor:

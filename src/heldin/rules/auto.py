@@ -263,12 +263,13 @@ def _follow_case(
     replays, weighted = case.engine == "replay", inputs.sample_weight is not None
     light = replays and not several and inputs.time is None and not weighted
     choice = _choose(case, rule.budget, rule.memory, light)
+    room = min(Folds.snapshot_memory, rule.memory)
     if not choice.shadows:
-        return LeaveOneOutStopping(inputs, LeaveOneOut()), choice
+        return LeaveOneOutStopping(inputs, LeaveOneOut(snapshot_memory=room)), choice
     # only stacked shadows have weights, whatever they cost
     engine: Any = "replay" if replays and not weighted else "auto"
     rows: Any = "all" if choice.share == 1.0 else choice.share
-    folds = Folds(shadows=choice.shadows, rows=rows, engine=engine)
+    folds = Folds(shadows=choice.shadows, rows=rows, engine=engine, snapshot_memory=room)
     try:
         return FoldStopping(inputs, folds, must_stack=not replays), choice
     except LossIsSum:  # which light shadows cannot be trained by

@@ -48,6 +48,7 @@ class RunInputs:
     state: Sequence[Any] = ()
     averaged_model: nn.Module | None = None
     on_check: Callable[[], Any] | None = None  # called after every check of the loop
+    schedule: str | None = None  # of learning rates, of a framework, if it has a fixed end
     outputs: OutputOptions | None = None  # None: outputs of held-out rows are not kept
     owner: str = "heldin.EarlyStopping"  # by which messages name the run
     resumes: bool = False  # whether the state of a run is loaded next

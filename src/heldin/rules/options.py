@@ -104,7 +104,8 @@ class Auto(Rule):
         budget: how many times the time of a plain run training may take. None: 6 for networks whose
             shadows are trained in one stack; for other models, whose shadows cost as much as the
             model, 2, or what the cheapest rule costs.
-        memory: bytes that the shadows may take.
+        memory: bytes that the shadows may take, and, up to 256 MB, the weights and outputs that
+            are kept of the checks.
 
     >>> Auto(budget=2)
     Auto(budget=2, memory=1073741824)
@@ -138,7 +139,8 @@ class Folds(Rule):
         average: "bagged" averages the weights of the checks by how often each would have been
             chosen had the rows been drawn again; "best" keeps those of the lowest estimate.
         check_spacing: ratio of the steps of successive checks.
-        snapshot_memory: bytes for the weights of the checks; if too small, fewer are kept.
+        snapshot_memory: bytes for the weights and outputs of the checks; if too small, fewer are
+            kept.
         resamples: number of draws for average="bagged".
         engine: how shadows are run: in one stack ("dense", "vmap", with loss_fn), by replaying the
             user's own step ("replay"), or "auto", the first that works.

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from heldin.crossval import (
     Calibrated,
+    Calibrator,
     Interval,
     Metric,
     OutOfFold,
     are_probabilities,
-    calibrate,
     numbered,
     resolve_metrics,
     statistic_interval,
@@ -135,6 +135,7 @@ class Outcome(Saved):
         self.binary: bool | None = None  # logits of a sigmoid, not of a softmax; None: of neither
         self.uncalibrated = ""  # why there is no temperature, in words
         self._probabilities = True  # whether all outputs of a loss that is none of logits look so
+        self._calibrator: Calibrator | None = None
         self._calibrated: tuple[int, Calibrated] | None = None  # of the latest check
         self.members: list[dict[str, Tensor]] = []  # shadows at the chosen check: their tensors
         self.outputs: dict[int, Tensor] = {}  # by number of the check, as far as they are kept
@@ -157,6 +158,18 @@ class Outcome(Saved):
         self._held, self.weights, self.groups = held, weights, groups
         many = len(torch.unique(held.folds)) > MOST_FOLDS
         self._folds = torch.arange(len(held.folds)) % PARTS if many else numbered(held.folds)
+
+    def renumber(self, numbers: Tensor) -> Tensor:
+        """Give row i the number `numbers[i]`; return the order of the rows by these."""
+        held, rows = self._held, numbers[self._held.rows]
+        order = rows.argsort()
+        parts = held.outputs[order], rows[order], held.folds[order], held.targets[order]
+        self._held, self._folds = OutOfFold(*parts), self._folds[order]
+        self.outputs = {number: outputs[order] for number, outputs in self.outputs.items()}
+        self.weights = None if self.weights is None else self.weights[order]
+        self.groups = None if self.groups is None else self.groups[order]
+        self._calibrator = self._calibrated = None
+        return order
 
     def add(self, number: int, losses: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor]:
         """Take the outputs of a check; return losses to choose the check by, and to estimate with.
@@ -221,14 +234,16 @@ class Outcome(Saved):
         outputs = self.outputs.get(number)
         if outputs is None or self.binary is None or not self.calibrates:
             return None
-        if not bool(torch.stack(outputs.aminmax()).isfinite().all()):
+        if not bool(outputs.sum(dtype=torch.float64).isfinite()):
             return None
         if self._calibrated is None or self._calibrated[0] != number:
             start = self._temperatures[min(number, len(self._temperatures)) - 1] if number else 1.0
-            self._calibrated = number, calibrate(
-                outputs, self._held.targets, self._folds, self.weights, binary=self.binary,
-                start=start,
-            )  # fmt: skip
+            if self._calibrator is None:
+                targets = self._held.targets
+                self._calibrator = Calibrator(
+                    outputs, targets, self.binary, self.weights, self._folds
+                )
+            self._calibrated = number, self._calibrator(outputs, start)
         return self._calibrated[1]
 
     def best(self, first: int = 0) -> int:

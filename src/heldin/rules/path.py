@@ -38,7 +38,7 @@ from heldin.rules.policy import (
     next_check,
 )
 from heldin.rules.reporting import Advice, advice_on_estimates
-from heldin.rules.schedules import warn_of_schedule
+from heldin.rules.schedules import fixed_schedule, warn_of_schedule
 from heldin.shadows.exchange import group_settings
 from heldin.shadows.models import check_trainable, note_trained, warn_of_training
 from heldin.shadows.replayed import has_evaluation_mode
@@ -101,6 +101,7 @@ class PathStopping(StoppingRule):
         self.finish = inputs.finish  # keep the last weights; None: warn of fixed schedules
         self.reason_chosen = ""  # why "auto" has chosen the rule
         self.on_check = inputs.on_check
+        self.schedule = inputs.schedule  # of a framework, with a fixed end, in words
         loss = inputs.eval_loss or inputs.batch_loss or inputs.loss_fn
         self._loss_name = "" if loss is None else described(loss)
         # the run
@@ -258,7 +259,7 @@ class PathStopping(StoppingRule):
         self._intervals, self._values = {}, {}
         if self._step and self.finish is None:
             self.finish = False  # one warning is enough
-            warn_of_schedule(self.owner, self._optimizer)
+            warn_of_schedule(self.owner, self.schedule or fixed_schedule(self._optimizer))
         losses = self._backend.held_out().detach().cpu().double()
         number, estimated, outcome = len(self._curves), losses, self._outcome
         self._note_rate(self._optimizer.param_groups, self._step - self._rated)
@@ -542,6 +543,13 @@ class PathStopping(StoppingRule):
     def _light_error(self) -> float:
         """Return the share of the estimate that the rows of light shadows do not show."""
         return LIGHT_ERROR if self._levels and not self._behind else 0.0
+
+    def renumber(self, numbers: Tensor) -> None:
+        """Give row i the number `numbers[i]` in all results of a finished run."""
+        self.intervals()  # resample the rows in their order so far
+        if self._keeps_outputs:
+            order = self._outcome.renumber(numbers)
+            self._curves = [curve[order] for curve in self._curves]
 
     def record(self) -> RunRecord:
         """Return the out-of-fold losses and outputs at the chosen check."""

@@ -48,9 +48,11 @@ def _described(scheduler: Any) -> str | None:
     return f"{type(scheduler).__name__}({end}={getattr(scheduler, end)})"
 
 
-def warn_of_schedule(owner: str, optimizer: Optimizer) -> None:
-    """Warn of a schedule with a fixed end, from before which weights are going to be chosen."""
-    schedule = fixed_schedule(optimizer)
+def warn_of_schedule(owner: str, schedule: str | None) -> None:
+    """Warn of a schedule with a fixed end, from before which weights are going to be chosen.
+
+    schedule: in words, see `fixed_schedule`.
+    """
     if schedule is None:
         return
     warnings.warn(

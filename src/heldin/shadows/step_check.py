@@ -10,6 +10,7 @@ hides the scale of a gradient.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +28,7 @@ from heldin.loop.randomness import mixed_seed
 
 from .exchange import Exchange, Session, ShadowState, group_settings, has_evaluation_mode, local
 
-__all__ = ["StepCheck", "StepRecord", "scaled"]
+__all__ = ["StepCheck", "StepRecord", "scaled", "summed"]
 
 WAY_OUT = (
     "pass the loop's own step, heldin.EarlyStopping(..., train_step=function), and call "
@@ -121,14 +122,14 @@ class StepCheck:
                 self.check_weights()
             self._called = True
             self._new_kind = self._recorder is not None and self._recorder.take_new_size()
-            exchange.note_attributes()
+            exchange.note_start()
             if self._looks_back and not self.due:
                 buffers = (table[name] for table, name in exchange.buffer_places)
                 self._buffers = [buffer.detach().clone() for buffer in buffers]
         if not self.due:
             return exchange.random_state(self._device, True) if self._looks_back else None
         if self._state is None:
-            self._state = self._exchange.new_state(with_attributes=True)
+            self._state = self._exchange.new_state(with_variables=True)
         return self._exchange.random_state(self._device)
 
     def on_step(
@@ -168,7 +169,7 @@ class StepCheck:
         state = self._state
         if state is None and self._buffers is not None:
             state = self._exchange.state_before(self._buffers)
-        state = state or self._exchange.new_state(with_attributes=True)
+        state = state or self._exchange.new_state(with_variables=True)
         grads = [] if with_closure else self._gradients()
         self._pending = StepRecord(state, grads, with_closure)
 
@@ -430,6 +431,12 @@ def _square(tensor: Tensor | None) -> float:
 def scaled(tensors: Sequence[Tensor | None], factor: float) -> list[Tensor | None]:
     """Return gradients times a factor."""
     return [None if t is None else t * factor for t in tensors]
+
+
+def summed(each: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
+    """Return the sum of several gradients; None where none of them has one."""
+    columns = ([t for t in column if t is not None] for column in zip(*each, strict=True))
+    return [functools.reduce(torch.add, column) if column else None for column in columns]
 
 
 def _difference(actual: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> float:

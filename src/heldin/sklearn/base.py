@@ -42,13 +42,13 @@ from .data import (
 )
 from .training import (
     ACTIVATIONS,
-    Layers,
     Trainer,
     build_network,
     constant_outputs,
-    layers_of,
-    network_of,
+    in_units,
+    linear_layers,
     network_outputs,
+    out_of_units,
     start_at,
 )
 
@@ -115,25 +115,22 @@ class Estimator(CallbackSupportMixin, BaseEstimator):  # type: ignore[misc]
         "monitor": [str],
     }
     _categories: Any
-    _evaluated: Any  # out-of-fold predictions of different rows, and these without inputs
+    _record: Any  # of the rows out of fold, as they were given
+    _weights: Any  # of these rows, without weights of classes
     _intervals: Any
     _optimizer_state: Any
     oof_predictions_: Any
     history_: Any
-    _shadow_of: Any
-    _unit: float = 1.0  # factor from a loss in training to a loss of the targets
+    _centre: Any  # of the targets, one for each output
+    _spread: float  # of the targets
+    _scaler: Any  # None: inputs are taken as they are
+    _network: nn.Sequential  # in the units of the targets and the precision of the inputs
+    _shadows: list[nn.Sequential]  # the same
     _root: Any = None  # of scikit-learn's callbacks, while they are called
 
     def _weigh(self, targets: Targets, weights: Any) -> Any:
         """Multiply sample weights by class weights."""
         return weights
-
-    def _scale_targets(self, y: Any, weights: Any, first: bool) -> Any:
-        return y
-
-    def _scale_layers(self, layers: Layers, back: bool) -> Layers:
-        """Convert layers between the scale of training and that of the targets (`back`)."""
-        return layers
 
     def _predictions(self, outputs: Any) -> Any:
         """Return (n, classes) probabilities, or numbers, from the outputs of a network."""
@@ -315,7 +312,9 @@ class Estimator(CallbackSupportMixin, BaseEstimator):  # type: ignore[misc]
         except ValueError as error:
             raise self._refuse(f"early_stopping='validation': {error}") from error
         held_out = np.isin(which, test)
-        return data.take(np.flatnonzero(~held_out)), data.take(np.flatnonzero(held_out))
+        parts = (data.take(np.flatnonzero(part)) for part in (~held_out, held_out))
+        used, rest = (replace(part, weights=part.weights / part.weights.mean()) for part in parts)
+        return used, rest
 
     def _scaled(self, X: Any) -> Any:
         """Return standardised inputs, or the inputs as they are."""
@@ -364,7 +363,6 @@ class Estimator(CallbackSupportMixin, BaseEstimator):  # type: ignore[misc]
         used, held_out = data, None
         if rule == "validation":
             used, held_out = self._split(data, targets.single, seed)
-            used = replace(used, weights=used.weights / used.weights.mean())
         if first:
             self._choose_activation(targets, few=len(used.y) <= TANH_ROWS)
         trainer = self._trainer(used, targets, seed, first)
@@ -377,8 +375,10 @@ class Estimator(CallbackSupportMixin, BaseEstimator):  # type: ignore[misc]
         report = self._report(X, y)
         if plan is not None:
             trainer.run_folds(*plan, report)
+            numbers, given = np.unique(data.row_of, return_index=True)
+            trainer.renumber(torch.from_numpy(given[numbers >= 0]))
         else:
-            parts = None if held_out is None else self._tensors(held_out, trainer.dtype)
+            parts = None if held_out is None else self._rows(held_out)
             trainer.run(WHOLE_EPOCHS if folds else rule, parts, report)
         self._keep(trainer, used.X.dtype)
         self._assess(trainer.shadow_of, used)
@@ -411,7 +411,7 @@ class Estimator(CallbackSupportMixin, BaseEstimator):  # type: ignore[misc]
         trainer = self._trainer(data, targets, seed, first)
         if not first:
             trainer.rows_seen, trainer.epochs, trainer.steps = self.t_, self.n_iter_, self.n_steps_
-            trainer.losses = [loss / self._unit for loss in self.loss_curve_]
+            trainer.losses = [loss / self._spread**2 for loss in self.loss_curve_]
             if self._optimizer_state is not None:
                 trainer.optimizer.load_state_dict(self._optimizer_state)
         trainer.train_epoch()
@@ -425,37 +425,41 @@ class Estimator(CallbackSupportMixin, BaseEstimator):  # type: ignore[misc]
         automatic = "tanh" if few and not isinstance(targets.loss, nn.MSELoss) else "relu"
         self.activation_ = automatic if self.activation == "auto" else self.activation
 
-    def _tensors(self, data: Data, dtype: torch.dtype) -> tuple[Any, Tensor, Tensor]:
-        """Return inputs, targets and weights as they are given to a network."""
-        X = self._scaled(data.X).astype(str(dtype).removeprefix("torch."), copy=False)
-        y = _tensor(self._scale_targets(data.y, None, first=False), dtype)
-        return as_rows(X), y, torch.from_numpy(data.weights / data.weights.mean())
+    def _rows(self, data: Data) -> tuple[Any, Tensor, Tensor]:
+        """Return inputs, targets and weights in the units and the precision of training."""
+        X, y = self._scaled(data.X), data.y
+        if self._scaler is not None:
+            X = X.astype(np.float32, copy=False)
+        if y.dtype.kind == "f":  # numbers, no classes
+            y = ((y - self._centre) / self._spread).astype(X.dtype, copy=False)
+        return as_rows(X), torch.from_numpy(np.ascontiguousarray(y)), torch.from_numpy(data.weights)
 
     def _trainer(self, data: Data, targets: Targets, seed: int, first: bool) -> Trainer:
         """Return the trainer of the network that sees every row."""
         if first:
             self._scaler = Scaler(CLIP, data.X, data.weights) if self.standardize else None
-        X = self._scaled(data.X)
-        X = X if self._scaler is None else X.astype(np.float32, copy=False)
-        dtype = torch.float32 if X.dtype == np.float32 else torch.float64
-        y = _tensor(self._scale_targets(data.y, data.weights, first), dtype)
-        equal = (data.weights == 1.0).all()
-        weights = None if equal else torch.from_numpy(data.weights).to(dtype)
+            self._centre, self._spread = 0.0, 1.0
+            if self.standardize and isinstance(targets.loss, nn.MSELoss):
+                self._centre = np.average(data.y, axis=0, weights=data.weights)
+                squares = np.average((data.y - self._centre) ** 2, axis=0, weights=data.weights)
+                self._spread = float(np.sqrt(squares.mean())) or 1.0
+        x, y, row_weights = self._rows(data)
+        dtype = x[:1].dtype
+        weights = None if (row_weights == 1).all() else row_weights.to(dtype)
         hidden = np.atleast_1d(np.asarray(self.hidden_layer_sizes, int)).tolist()
-        sizes = [X.shape[1], *hidden, targets.outputs]
+        sizes = [data.X.shape[1], *hidden, self.n_outputs_]
         if first:
             generator = torch.Generator().manual_seed(seed)
             model = build_network(sizes, self.activation_, dtype=dtype, generator=generator)
-            start_at(model, constant_outputs(targets.loss, y, targets.outputs, weights))
+            start_at(model, constant_outputs(targets.loss, y, self.n_outputs_, weights))
         else:
-            layers = self._scale_layers(self._network(), back=False)
-            if sizes != [len(layers[0][0]), *(len(bias) for _, bias in layers)]:
+            if sizes != [len(self.coefs_[0]), *map(len, self.intercepts_)]:
                 raise self._refuse(
                     "to go on from the fit before, the inputs, the layers and the classes must be "
                     "the same; set warm_start=False"
                 )
-            model = network_of(layers, self.activation_, dtype)
-        return Trainer(model, targets.loss, as_rows(X), y, weights, self, seed)
+            model = out_of_units(self._network, self._centre, self._spread, dtype)
+        return Trainer(model, targets.loss, x, y, weights, self, seed)
 
     def _plan(
         self, trainer: Trainer, data: Data, targets: Targets, rule: Auto | Folds
@@ -464,11 +468,11 @@ class Estimator(CallbackSupportMixin, BaseEstimator):  # type: ignore[misc]
         n, cv = len(data.y), self._cv()
         folds = FOLDS_OF_FEW if n <= FEW_ROWS else FOLDS
         folds = int(cv) if isinstance(cv, Integral) else folds
+        every: Any = folds
         asked = rule if isinstance(rule, Folds) else Folds()
         codes = torch.as_tensor(data.y.ravel().astype(np.int64)) if targets.single else None
-        groups: Tensor | None = None if data.groups is None else torch.as_tensor(data.groups)
-        times = None if data.times is None else torch.as_tensor(data.times)
-        every: Any = folds
+        labels = (data.groups, data.times)
+        groups, times = (None if each is None else torch.as_tensor(each) for each in labels)
         if times is not None:
             shadows = asked.shadows or (1 if n >= ONE_SHADOW_ROWS and cv is None else folds)
         elif data.splits is not None:
@@ -500,19 +504,18 @@ class Estimator(CallbackSupportMixin, BaseEstimator):  # type: ignore[misc]
 
     def _keep(self, trainer: Trainer, precision: Any) -> None:
         """Set the fitted attributes that are the same for all targets."""
-        layers = layers_of(trainer.model, precision)
-        if not all(np.isfinite(part).all() for layer in layers for part in layer):
+        if not all(p.isfinite().all() for p in trainer.model.parameters()):
             raise self._refuse(
                 "training ended in weights that are not finite; scale the inputs, or lower "
                 "learning_rate_init"
             )
-        layers = self._scale_layers(layers, back=True)
-        self.coefs_, self.intercepts_ = ([layer[i] for layer in layers] for i in (0, 1))
-        shadows = (layers_of(shadow, precision) for shadow in trainer.shadows)
-        self._shadows = [self._scale_layers(shadow, back=True) for shadow in shadows]
-        self.n_layers_ = len(layers) + 1
+        dtype = torch.from_numpy(np.empty(0, precision)).dtype
+        networks = (trainer.model, *trainer.shadows)
+        scaled = [in_units(each, self._centre, self._spread, dtype) for each in networks]
+        self._network, self._shadows = scaled[0], scaled[1:]
+        self.n_layers_ = len(self.coefs_) + 1
         self.n_iter_, self.n_steps_, self.t_ = trainer.epochs, trainer.steps, trainer.rows_seen
-        self.best_step_, unit = trainer.best_step, self._unit
+        self.best_step_, unit = trainer.best_step, self._spread**2
         self.loss_, self.loss_curve_ = trainer.loss * unit, [x * unit for x in trainer.losses]
         self.stopping_rule_, self.stopping_choice_ = trainer.rule, trainer.chosen
         self.stopping_reason_, self.stopped_ = trainer.reason, trainer.stopped
@@ -537,54 +540,58 @@ class Estimator(CallbackSupportMixin, BaseEstimator):  # type: ignore[misc]
 
     def _assess(self, labels: Tensor | None, data: Data) -> None:
         """Keep out-of-fold predictions by (n,) numbers of shadows, -1 for none; None: no folds."""
-        self._evaluated = self._shadow_of = self._intervals = self.oof_predictions_ = None
-        if labels is not None:
-            predicted = self._out_of_fold(data.X, labels.numpy())
-            self._evaluated = predicted, replace(data, X=None)
-            # by rows as they were given; those of weight 0 have none
-            self._shadow_of = np.append(labels, -1)[data.row_of]
-            none = np.full((1, predicted.shape[1]), np.nan)
-            self.oof_predictions_ = np.vstack([predicted, none])[data.row_of]
-
-    def _given(self) -> tuple[Any, Any, Any, Any]:
-        """Return predictions, targets, groups and numbers of the rows given that are tested."""
-        _, data = self._evaluated
-        predicted = self.oof_predictions_
-        tested = np.flatnonzero(np.isfinite(predicted.reshape(len(predicted), -1)).all(1))
+        self._record = self._weights = self._intervals = self.oof_predictions_ = None
+        if labels is None:
+            return
+        predicted = self._out_of_fold(data.X, labels.numpy())
+        # by rows as they were given; those of weight 0 have none
+        folds: Any = np.append(labels, -1)[data.row_of]
+        none = np.full((1, *predicted.shape[1:]), np.nan)
+        self.oof_predictions_ = np.concatenate([predicted, none])[data.row_of]
+        tested: Any = np.flatnonzero(folds >= 0)
         rows = data.row_of[tested]  # a row and its copies are one group
+        outputs, targets = predicted[rows], self._truth(data.y)[rows]
+        weights = (data.counts / np.bincount(data.row_of + 1)[1:])[rows]
+        losses = self._row_losses(outputs, targets)
+        if len(np.unique(weights)) > 1:
+            losses = losses * weights / weights.mean()
         groups = rows if data.groups is None else data.groups[rows]
-        return predicted[tested], self._truth(data.y)[rows], groups, tested
+        arrays = losses, outputs, targets, tested, folds[tested], weights
+        losses, outputs, targets, tested, folds, self._weights = map(torch.as_tensor, arrays)
+        self._record = RunRecord(losses, outputs, targets, tested, folds, self._metrics(), groups)
 
     @property
     def estimates_(self) -> dict[str, crossval.Interval] | None:
         """The loss and the scores on new rows, with 95 % intervals; None without folds."""
         check_is_fitted(self, "n_iter_")
-        if self._evaluated is not None and self._intervals is None:
+        if self._record is not None and self._intervals is None:
             self._intervals = self._bootstrapped()
         intervals: dict[str, crossval.Interval] | None = self._intervals
         return intervals
 
     def _bootstrapped(self) -> dict[str, crossval.Interval]:
-        predicted, data = self._evaluated
-        used = np.isfinite(predicted).all(1)
-        predicted, y, weights = predicted[used], self._truth(data.y)[used], data.counts[used]
-        groups, rows = None if data.groups is None else data.groups[used], torch.arange(len(y))
-        intervals, draws = {"loss": self._loss_interval}, 499 if len(y) < MANY_ROWS else 199
+        record = self._record
+        order = np.argsort(record.groups, kind="stable")  # whatever the order of the rows
+        outputs, targets, groups = (
+            record.outputs[order],
+            record.targets[order],
+            record.groups[order],
+        )
+        arrays, weights = outputs.numpy(), self._weights[order].numpy()
+        rows = torch.arange(len(order))
+        intervals, draws = {"loss": self._loss_interval}, 499 if len(order) < MANY_ROWS else 199
         for name, score in self._scores().items():
 
             def of_rows(index: Tensor, truth: Tensor, score: Score = score) -> float:
-                return score(predicted[index], truth.numpy(), weights[index])
+                return score(arrays[index], truth.numpy(), weights[index])
 
-            targets = torch.as_tensor(y)
             interval = statistic_interval(of_rows, rows, targets, groups, resamplings=draws)
             if math.isfinite(interval.value):
                 intervals[name] = interval
         if "auc" in intervals and self.temperature_ == math.inf:  # constants differ between folds
             intervals["auc"] = crossval.Interval(0.5, math.nan, math.nan)
-        outputs, targets, groups, _ = self._given()
-        for name, metric in self._metrics().items():
-            tensors = torch.as_tensor(outputs), torch.as_tensor(targets)
-            intervals[name] = statistic_interval(metric, *tensors, groups)
+        for name, metric in record.metrics.items():
+            intervals[name] = statistic_interval(metric, outputs, targets, groups)
         return intervals
 
     def _bands(self) -> list[tuple[float, float]]:
@@ -593,20 +600,15 @@ class Estimator(CallbackSupportMixin, BaseEstimator):  # type: ignore[misc]
             return []
         rule = self.run_._followed()
         intervals = [rule.loss_interval(number) for number in range(len(rule.history))]
-        return [(each.low * self._unit, each.high * self._unit) for each in intervals]
+        unit = self._spread**2
+        return [(each.low * unit, each.high * unit) for each in intervals]
 
     def record(self) -> RunRecord:
         """Return the out-of-fold losses and predictions of the rows, for `heldin.compare`."""
-        if getattr(self, "_evaluated", None) is None:
+        if getattr(self, "_record", None) is None:
             raise self._refuse("record: there are no out-of-fold predictions; fit with folds")
-        predicted, targets, groups, tested = self._given()
-        data, losses = self._evaluated[1], self._row_losses(predicted, targets)
-        weights = data.counts[data.row_of[tested]]
-        if not self.n_copies_ and len(np.unique(weights)) > 1:
-            losses = losses * weights / weights.mean()
-        arrays = losses, predicted, targets, tested, self._shadow_of[tested]
-        losses, predicted, targets, rows, shadows = map(torch.as_tensor, arrays)
-        return RunRecord(losses, predicted, targets, rows, shadows, self._metrics(), groups)
+        record: RunRecord = self._record
+        return record
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(super().__getstate__())
@@ -642,7 +644,7 @@ class Estimator(CallbackSupportMixin, BaseEstimator):  # type: ignore[misc]
 
     def _report(self, X: Any, y: Any) -> Callable[[int, float, str], bool]:
         """Return the function to call after each epoch, for `verbose` and callbacks."""
-        unit, self._root = self._unit, None
+        unit, self._root = self._spread**2, None
         if getattr(self, "_skl_callbacks", None):
             self._root = self._init_callback_context(task_name="fit", max_subtasks=self.max_iter)
             self._root.call_on_fit_task_begin(estimator=self, X=X, y=y)
@@ -660,29 +662,31 @@ class Estimator(CallbackSupportMixin, BaseEstimator):  # type: ignore[misc]
 
         return report
 
-    def _network(self) -> Layers:
-        return list(zip(self.coefs_, self.intercepts_, strict=True))
+    @property
+    def coefs_(self) -> list[Any]:
+        """The (inputs, outputs) weights of the layers."""
+        return [layer.weight.detach().T.numpy() for layer in linear_layers(self._network)]
+
+    @property
+    def intercepts_(self) -> list[Any]:
+        """The (outputs,) biases of the layers."""
+        return [layer.bias.detach().numpy() for layer in linear_layers(self._network)]
 
     def _outputs(self, X: Any) -> Any:
         """Return the (n, outputs) outputs of the network."""
         check_is_fitted(self)
-        return self._outputs_of(self._network(), self._check_inputs(X, None, first=False)[0])
+        return self._outputs_of(self._network, self._check_inputs(X, None, first=False)[0])
 
-    def _outputs_of(self, layers: Layers, X: Any) -> Any:
+    def _outputs_of(self, network: nn.Sequential, X: Any) -> Any:
         """Return the (n, outputs) outputs of a network on rows without missing values."""
-        rows = as_rows(self._scaled(X).astype(layers[0][0].dtype, copy=False))
-        return network_outputs(network_of(layers, self.activation_), rows).numpy()
+        rows = as_rows(self._scaled(X).astype(self.coefs_[0].dtype, copy=False))
+        return network_outputs(network, rows).numpy()
 
     def _out_of_fold(self, X: Any, shadow_of: Any) -> Any:
         """Return predictions of each row by the shadow that it is new to; nan for -1."""
-        outputs = np.full((len(X), len(self.intercepts_[-1])), np.nan, X.dtype)
-        for number, layers in enumerate(self._shadows):
+        outputs = np.full((len(X), self.n_outputs_), np.nan, X.dtype)
+        for number, network in enumerate(self._shadows):
             rows = shadow_of == number
             if rows.any():
-                outputs[rows] = self._outputs_of(layers, X[rows])
+                outputs[rows] = self._outputs_of(network, X[rows])
         return self._predictions(outputs)
-
-
-def _tensor(y: Any, dtype: torch.dtype) -> Tensor:
-    tensor = torch.from_numpy(np.ascontiguousarray(y))
-    return tensor if tensor.dtype == torch.int64 else tensor.to(dtype)

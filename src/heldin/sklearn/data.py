@@ -188,7 +188,6 @@ class Targets(NamedTuple):
     """Targets as a network learns them."""
 
     y: Any  # (n,) class numbers, or (n, outputs) numbers
-    outputs: int  # of the network
     loss: nn.Module
     single: bool = False  # whether each row belongs to one class
 

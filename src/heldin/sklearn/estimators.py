@@ -21,7 +21,6 @@ from torch import nn
 
 from .base import Estimator, Score
 from .data import Data, Targets
-from .training import Layers
 
 __all__ = ["MLPClassifier", "MLPRegressor"]
 
@@ -87,8 +86,8 @@ class MLPClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
         estimates_: the loss on new rows as "loss", "accuracy", "auc" and `metrics`, each a
             `heldin.Interval` by a bootstrap of out-of-fold rows, or of groups.
         run_: the finished `heldin.EarlyStopping`, with `report()`, `plan()`, `committee()` and so
-            on, for rules with folds; its targets are standardised. A pickle does not contain it.
-            `heldin.compare` takes fitted estimators as they are.
+            on, for rules with folds; its targets are standardised, and copies are one row. A pickle
+            does not contain it. `heldin.compare` takes fitted estimators as they are.
         calibration_curve_: predicted probabilities and observed frequencies, out of fold.
         n_copies_: number of rows that repeat another one and share its fold.
         temperature_: by which the logits were divided; inf if the class frequencies are predicted;
@@ -161,7 +160,7 @@ class MLPClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
             if first:
                 self.classes_ = np.arange(y.shape[1])
             self.n_outputs_, self.out_activation_, self._several = y.shape[1], "logistic", True
-            return Targets(y, y.shape[1], nn.BCEWithLogitsLoss())
+            return Targets(y, nn.BCEWithLogitsLoss())
         if y.ndim != 1:
             raise self._refuse(f"labels must be one for each row, got an array of shape {y.shape}")
         if first:
@@ -178,9 +177,9 @@ class MLPClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
         self._several = False
         if len(self.classes_) == 2:
             self.n_outputs_, self.out_activation_ = 1, "logistic"
-            return Targets(codes[:, None].astype(np.float64), 1, nn.BCEWithLogitsLoss(), True)
+            return Targets(codes[:, None].astype(np.float64), nn.BCEWithLogitsLoss(), True)
         self.n_outputs_, self.out_activation_ = len(self.classes_), "softmax"
-        return Targets(codes, len(self.classes_), nn.CrossEntropyLoss(), True)
+        return Targets(codes, nn.CrossEntropyLoss(), True)
 
     def _weigh(self, targets: Targets, weights: Any) -> Any:
         if self.class_weight is None:
@@ -226,9 +225,9 @@ class MLPClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
     def _assess(self, labels: Any, data: Data) -> None:
         super()._assess(labels, data)
         self.calibration_curve_ = None
-        if self._evaluated is not None and not self._several:
-            predicted, tested = self._evaluated[0], labels.numpy() >= 0
-            self.calibration_curve_ = calibration(predicted[tested], self._truth(data.y)[tested])
+        if self._record is not None and not self._several:
+            rows = self._record.outputs.numpy(), self._record.targets.numpy()
+            self.calibration_curve_ = calibration(*rows)
 
     def _truth(self, y: Any) -> Any:
         return (y if self._several else y.ravel()).astype(int)
@@ -310,37 +309,14 @@ class MLPRegressor(RegressorMixin, Estimator):  # type: ignore[misc]
                 f"them by {size:.0e}"
             )
         self.n_outputs_, self.out_activation_ = y.shape[1], "identity"
-        return Targets(y, y.shape[1], nn.MSELoss())
+        return Targets(y, nn.MSELoss())
 
     def predict(self, X: Any) -> Any:
         """Return (n,) or (n, outputs) numbers."""
-        outputs = self._outputs(X)
+        return self._predictions(self._outputs(X))
+
+    def _predictions(self, outputs: Any) -> Any:
         return outputs[:, 0] if self._one_dimensional else outputs
-
-    def _scale_targets(self, y: Any, weights: Any, first: bool) -> Any:
-        """Divide by the standard deviation, so that the unit of the targets does not matter."""
-        if first:
-            self._centre, self._spread = np.zeros(y.shape[1]), 1.0
-            if self.standardize:
-                self._centre = np.average(y, axis=0, weights=weights)
-                squares = np.average((y - self._centre) ** 2, axis=0, weights=weights)
-                self._spread = float(np.sqrt(squares.mean())) or 1.0
-            self._unit = float(np.square(self._spread))
-        return (y - self._centre) / self._spread
-
-    def _scale_layers(self, layers: Layers, back: bool) -> Layers:
-        *others, (weight, bias) = layers
-        kind, centre, spread = weight.dtype, self._centre, self._spread
-        if back:
-            weight, bias = weight * spread, bias * spread + centre
-        else:
-            weight, bias = weight / spread, (bias - centre) / spread
-        return [*others, (weight.astype(kind), bias.astype(kind))]
-
-    def _assess(self, labels: Any, data: Data) -> None:
-        super()._assess(labels, data)
-        if self.oof_predictions_ is not None and self._one_dimensional:
-            self.oof_predictions_ = self.oof_predictions_[:, 0]
 
     def _truth(self, y: Any) -> Any:
         return y[:, 0] if self._one_dimensional else y

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -26,13 +27,14 @@ from heldin.shadows.losses import PerRowLoss
 from heldin.state.estimates import EstimateHistory
 from heldin.state.history import History
 
-__all__ = ["Layers", "Trainer"]
+__all__ = ["Trainer"]
 
 CHUNK = 4096  # rows per evaluation call
 SHOWN_ROWS = 2048  # rows whose training loss is computed after an epoch
 PASSED = 3  # checks after the lowest estimate from which the minimum counts as passed
 ROUNDING = 1e-6  # relative difference of mean losses in single precision
 DECAY = 0.3  # default weight decay
+SMALLEST_RATE = 1e-6  # below which adaptive rates are not divided again
 ACTIVATIONS: dict[str, type[nn.Module]] = {
     "identity": nn.Identity,
     "logistic": nn.Sigmoid,
@@ -40,7 +42,6 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
     "relu": nn.ReLU,
 }
 
-Layers = list[tuple[Any, Any]]  # arrays: weights (inputs, outputs) and biases (outputs,)
 Report = Callable[[int, float, str], Any]  # epoch, loss, status of the rule; True: stop
 
 
@@ -64,6 +65,11 @@ def build_network(
     return nn.Sequential(*layers)
 
 
+def linear_layers(network: nn.Sequential) -> list[nn.Linear]:
+    """Return the layers with weights."""
+    return [layer for layer in network if isinstance(layer, nn.Linear)]
+
+
 def constant_outputs(loss_fn: Any, y: Tensor, outputs: int, weights: Tensor | None) -> Tensor:
     """Return the (outputs,) of the best constant prediction: class frequencies, or means.
 
@@ -84,29 +90,31 @@ def constant_outputs(loss_fn: Any, y: Tensor, outputs: int, weights: Tensor | No
 @torch.no_grad()
 def start_at(model: nn.Sequential, outputs: Tensor) -> None:
     """Make a new network give the same outputs for all inputs."""
-    last = model[-1]
-    assert isinstance(last, nn.Linear)
-    last.weight.zero_()
-    last.bias.copy_(outputs)
-
-
-def layers_of(model: nn.Sequential, precision: Any) -> Layers:
-    """Return weights and biases as arrays."""
-    linear = [layer for layer in model if isinstance(layer, nn.Linear)]
-    pairs = [(layer.weight.detach().T.contiguous(), layer.bias.detach()) for layer in linear]
-    return [(w.numpy().astype(precision), b.numpy().astype(precision)) for w, b in pairs]
+    weight, bias = linear_layers(model)[-1].parameters()
+    weight.zero_()
+    bias.copy_(outputs)
 
 
 @torch.no_grad()
-def network_of(layers: Layers, activation: str, dtype: torch.dtype | None = None) -> nn.Sequential:
-    """Return a network with these weights and biases, in their precision or another one."""
-    sizes = [layers[0][0].shape[0], *(weight.shape[1] for weight, _ in layers)]
-    dtype = torch.tensor(layers[0][0][:0]).dtype if dtype is None else dtype
-    model = build_network(sizes, activation, dtype=dtype)
-    tensors = [tensor for w, b in layers for tensor in (torch.tensor(w).T, torch.tensor(b))]
-    for parameter, tensor in zip(model.parameters(), tensors, strict=True):
-        parameter.copy_(tensor)
-    return model
+def in_units(model: nn.Sequential, centre: Any, spread: float, dtype: torch.dtype) -> nn.Sequential:
+    """Return a copy in another precision that gives `spread` times the outputs, plus `centre`."""
+    network = copy.deepcopy(model).to(dtype)
+    weight, bias = linear_layers(network)[-1].parameters()
+    weight.mul_(spread)
+    bias.mul_(spread).add_(torch.as_tensor(centre))
+    return network
+
+
+@torch.no_grad()
+def out_of_units(
+    network: nn.Sequential, centre: Any, spread: float, dtype: torch.dtype
+) -> nn.Sequential:
+    """Return the model, in another precision, of which `in_units` made a network."""
+    model = copy.deepcopy(network)
+    weight, bias = linear_layers(model)[-1].parameters()
+    weight.div_(spread)
+    bias.sub_(torch.as_tensor(centre)).div_(spread)
+    return model.to(dtype)
 
 
 @torch.no_grad()
@@ -236,6 +244,7 @@ class Trainer:
                 patience=estimator.n_iter_no_change,
                 improvement=estimator.tol,
             )
+        adaptive = estimator.solver == "sgd" and estimator.learning_rate == "adaptive"
         best, since = math.inf, 0
         with follows as stopping:
             while self.epochs < estimator.max_iter and not self.stopped:
@@ -246,7 +255,10 @@ class Trainer:
                     self.stopped = since > estimator.n_iter_no_change
                     flat = f"training loss not {estimator.tol:g} lower for {since} epochs"
                     self.reason = flat if since else "the training loss still falls"
-                    if self.stopped and self._lower_rate():
+                    rates = self.optimizer.param_groups
+                    if self.stopped and adaptive and rates[0]["lr"] > SMALLEST_RATE:
+                        for group in rates:
+                            group["lr"] /= 5
                         self.stopped, since = False, 0
                 elif self.evidence is not None:
                     self.evidence.append(stopping.criterion)
@@ -266,15 +278,6 @@ class Trainer:
                 self.best_step = stopping.best_step * (self.steps // self.epochs)
         self.converged = self.stopped
         self.loss = self.mean_loss(self.x, self.y, self.weights)
-
-    def _lower_rate(self) -> bool:
-        """Divide an adaptive learning rate by 5, unless it is very small; return whether it was."""
-        adaptive = self.estimator.solver == "sgd" and self.estimator.learning_rate == "adaptive"
-        if not adaptive or self.optimizer.param_groups[0]["lr"] <= 1e-6:
-            return False
-        for group in self.optimizer.param_groups:
-            group["lr"] /= 5
-        return True
 
     def run_folds(
         self, rule: Folds, groups: Any, time: Any, classes: Tensor | None, report: Report
@@ -353,6 +356,11 @@ class Trainer:
         self.converged = self.stopped or later >= PASSED
         self.estimate = inner.loss_interval(number)
         self.loss = self.mean_loss(self.x, self.y, self.weights)
+
+    def renumber(self, numbers: Tensor) -> None:
+        """Give the rows of the run the numbers that they have among the rows given."""
+        assert self.stopping is not None
+        self.stopping._followed().renumber(numbers)
 
     def _constant(self, rows: Any) -> Tensor:
         """Return the outputs of the best constant of some rows."""

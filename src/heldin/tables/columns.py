@@ -3,6 +3,12 @@
 Everything learnt from the training table (formats, means, standard deviations, categories) is plain
 data, which is stored as JSON and applied to other tables. A format of numbers or dates that are
 written as text is assumed only if it fits a whole column and no other one does.
+
+The encoders of skrub are made for exploring: where a date may be read in two ways, ToDatetime takes
+the American one; what cannot be read later becomes a missing value without a word; numbers and
+dates are in single precision, in which dates of this century are two minutes apart; and a fitted
+TableVectorizer is stored by pickle, or by skops with two dozen types to trust. In Python,
+`skrub.tabular_pipeline(MLPClassifier())` joins them with the networks of `heldin.sklearn`.
 """
 
 from __future__ import annotations
@@ -27,6 +33,7 @@ __all__ = ["Column", "Columns", "Unusable", "as_numbers", "decimal_mark", "parse
 CATEGORIES = 1000  # largest number of categories of a column
 SINGLE = 2**22  # most numbers of a table in double precision
 DAY = 86_400  # seconds
+EPOCH = pandas.Timestamp(0, tz="UTC")
 PERIODS = (365.2425 * DAY, 7 * DAY)  # seconds of a year and a week
 
 MONEY = "[$€£¥₹]|AUD|BRL|CAD|CHF|CNY|CZK|DKK|EUR|GBP|INR|JPY|NOK|PLN|SEK|USD"
@@ -131,19 +138,14 @@ def date_order(texts: Sequence[str]) -> str | None:
 
 def _seconds(values: Any, order: str) -> Any:
     """Return dates as seconds since 1970, nan for missing ones; refuse what is no date."""
-    if values.dtype.kind == "M":
-        times = pandas.to_datetime(values, utc=True)
-    else:
-        texts = values.astype("string").str.strip()
-        times = pandas.to_datetime(
-            texts, format="mixed", dayfirst=order == "dmy", errors="coerce", utc=True
-        )
-        refused = values[times.isna() & values.notna()]
-        if len(refused):
-            row, value = refused.index[0] + 1, refused.iloc[0]
-            raise HeldinError(f"row {row} has {value!r}, which is no date")
-    raw = times.dt.tz_localize(None).to_numpy("datetime64[s]")
-    return np.where(np.isnat(raw), np.nan, raw.astype("int64"))
+    texts = values if values.dtype.kind == "M" else values.astype("string").str.strip()
+    reading: dict[str, Any] = {"format": "mixed", "dayfirst": order == "dmy", "errors": "coerce"}
+    times = pandas.to_datetime(texts, utc=True, **reading)
+    refused = values[times.isna() & values.notna()]
+    if len(refused):
+        row, value = refused.index[0] + 1, refused.iloc[0]
+        raise HeldinError(f"row {row} has {value!r}, which is no date")
+    return ((times - EPOCH).dt.total_seconds() // 1).to_numpy()
 
 
 # -- columns

@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 import pandas
 import torch
+from torch import Tensor, nn
 
 from heldin.crossval import mean_interval
 from heldin.errors import HeldinError
 from heldin.sklearn.base import Estimator
 from heldin.sklearn.data import category
-from heldin.sklearn.training import Layers, network_of, network_outputs
+from heldin.sklearn.training import build_network, linear_layers, network_outputs
 from heldin.state.estimates import EstimateHistory
 
 from .columns import Columns, as_numbers
@@ -28,7 +29,7 @@ __all__ = ["TabularModel", "Target"]
 FEW_CLASSES = 10  # different whole numbers up to which a target is taken for classes
 SMALL, LARGE = 1e-100, 1e100  # numbers whose squares, and sums of these, are in range
 REPEATS, MOST_ROWS = 5, 2_000  # shuffles of a column, and rows, that show how much it matters
-VERSION = 5
+VERSION = 6
 
 
 @dataclass(frozen=True)
@@ -46,16 +47,21 @@ class Target:
         """Return the target of a column without missing values; "auto" chooses the task."""
         name, read = str(values.name), as_numbers(values, decimal)
         values, mark = (values, ".") if read is None else read
-        different, why = values.nunique(), "as asked for"
-        if task == "auto":
-            whole = read is not None and bool((values % 1 == 0).all())
-            few = whole and different <= FEW_CLASSES
-            task = "classification" if read is None or few else "regression"
-            numbers = "whole numbers" if few else "numbers"
-            why = f"it has {different} different {numbers}"
-            why = "its values are not numbers" if read is None else why
+        why = "as asked for"
+        if task == "auto" and read is None:
+            task, why = "classification", "its values are not numbers"
+        elif task == "auto":
+            different = values.nunique()
+            few = different <= FEW_CLASSES and bool((values % 1 == 0).all())
+            task = "classification" if few else "regression"
+            why = f"it has {different} different {'whole ' * few}numbers"
         if task == "regression":
-            _refuse_numbers(name, values, read is not None)
+            if read is None:
+                raise HeldinError(
+                    f"target {name!r}: {values.iloc[0]!r} is not a number; use --task "
+                    "classification, or clean the column"
+                )
+            _refuse_numbers(name, values.to_numpy(float))
             return cls(name, task, (), why, mark)
         classes = tuple(sorted({category(value) for value in values}, key=_numbers_first))
         if len(classes) < 2:
@@ -81,14 +87,8 @@ class Target:
         return numbers.to_numpy(float)
 
 
-def _refuse_numbers(name: str, values: Any, are_numbers: bool) -> None:
-    """Refuse the targets of a regression that are no numbers, constant or out of range."""
-    if not are_numbers:
-        raise HeldinError(
-            f"target {name!r}: {values.iloc[0]!r} is not a number; use --task classification, or "
-            "clean the column"
-        )
-    numbers = values.to_numpy(float)
+def _refuse_numbers(name: str, numbers: Any) -> None:
+    """Refuse the targets of a regression that are constant or out of range."""
     if not np.isfinite(numbers).all():
         raise HeldinError(f"target {name!r} has infinite values; clean them")
     size = float(abs(numbers).max())
@@ -107,15 +107,6 @@ def _numbers_first(text: str) -> tuple[int, float, str]:
         return 0, float(text), text
     except ValueError:
         return 1, 0.0, text
-
-
-def _without_nan(value: Any) -> Any:
-    """Replace nan and inf, which JSON has not, by None."""
-    if isinstance(value, dict):
-        return {name: _without_nan(inner) for name, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_without_nan(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _baseline(targets: Any, target: Target) -> dict[str, float]:
@@ -137,17 +128,16 @@ def _importances(
     among the rows, five times each; the inputs of one column move jointly. The largest is first;
     without out-of-fold rows there is none.
     """
-    if estimator._shadow_of is None:
+    if estimator.oof_predictions_ is None:
         return {}
-    generator = np.random.default_rng(0)
-    rows = np.flatnonzero(estimator._shadow_of >= 0)
-    rows = rows[:: -(-len(rows) // MOST_ROWS)]
-    x, y, shadow_of = inputs[rows], targets[rows], estimator._shadow_of[rows]
+    generator, record = np.random.default_rng(0), estimator.record()
+    some = slice(None, None, -(-len(record.rows) // MOST_ROWS))
+    rows, shadow_of = record.rows[some].numpy(), record.folds[some].numpy()
+    x, y = inputs[rows], targets[rows]
 
     def loss(x: Any) -> float:
         predicted = estimator._out_of_fold(x, shadow_of)
-        single = predicted.shape[1] == 1  # numbers
-        return float(estimator._row_losses(predicted[:, 0] if single else predicted, y).mean())
+        return float(estimator._row_losses(predicted, y).mean())
 
     baseline, first, rises = loss(x), 0, {}
     for column in columns.used:
@@ -171,9 +161,9 @@ class TabularModel:
 
     columns: Columns
     target: Target
-    layers: Layers
-    mean: Any
-    spread: Any
+    network: nn.Sequential
+    mean: Tensor
+    spread: Tensor
     clip: float
     activation: str
     facts: dict[str, Any] = field(default_factory=dict)  # the course of training, for summaries
@@ -218,11 +208,10 @@ class TabularModel:
             "copies": estimator.n_copies_,
             "importance": _importances(estimator, inputs, targets, columns),
         }
-        scaler, layers = estimator._scaler, estimator._network()
-        assert scaler is not None
-        assert scaler.clip is not None
-        scale = scaler.standard.mean_, scaler.standard.scale_, scaler.clip
-        return cls(columns, target, layers, *scale, estimator.activation_, facts, estimator)
+        scaler = estimator._scaler
+        mean, spread = map(torch.from_numpy, (scaler.standard.mean_, scaler.standard.scale_))
+        course = estimator.activation_, facts, estimator
+        return cls(columns, target, estimator._network, mean, spread, scaler.clip, *course)
 
     def outputs(self, frame: Any, path: str | Path) -> tuple[Any, dict[str, int]]:
         """Return (n, classes) probabilities or (n, 1) numbers.
@@ -230,9 +219,9 @@ class TabularModel:
         The second value is the number of rows with an unknown category, by column.
         """
         inputs, unknown = self.columns.encode(frame, path)
-        scaled = ((inputs - self.mean) / self.spread).clip(-self.clip, self.clip)
-        rows = torch.from_numpy(scaled.astype(self.layers[0][0].dtype, copy=False))
-        outputs = network_outputs(network_of(self.layers, self.activation), rows)
+        scaled = (torch.from_numpy(inputs) - self.mean) / self.spread
+        rows = scaled.clamp(-self.clip, self.clip).to(next(self.network.parameters()).dtype)
+        outputs = network_outputs(self.network, rows)
         if self.target.task == "classification":
             two = torch.cat([-outputs, outputs], 1).sigmoid()
             outputs = two if outputs.shape[1] == 1 else outputs.softmax(1)
@@ -273,22 +262,22 @@ class TabularModel:
 
     def save(self, folder: str | Path) -> None:
         """Write model.json and weights.safetensors."""
-        from safetensors.numpy import save
+        from safetensors.torch import save
 
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        arrays = {"scale.mean": self.mean, "scale.spread": self.spread}
-        for number, (weight, bias) in enumerate(self.layers):
-            arrays |= {f"{number}.weight": weight, f"{number}.bias": bias}
-        weights = save({name: np.ascontiguousarray(array) for name, array in arrays.items()})
+        scales = {"scale.mean": self.mean, "scale.spread": self.spread}
+        weights = save({**self.network.state_dict(), **scales})
+        facts = json.loads(json.dumps(self.facts), parse_constant=lambda nan: None)
         content = {
             "heldin": "TabularModel",
             "version": VERSION,
             "target": asdict(self.target),
             "columns": asdict(self.columns),
             "activation": self.activation,
+            "sizes": [len(self.mean), *(each.out_features for each in linear_layers(self.network))],
             "clip": self.clip,
-            "facts": _without_nan(self.facts),
+            "facts": facts,
         }
         text = json.dumps(content | {"digest": _digest(content, weights)}, indent=1)
         (folder / "weights.safetensors").write_bytes(weights)
@@ -297,7 +286,7 @@ class TabularModel:
     @classmethod
     def load(cls, folder: str | Path) -> TabularModel:
         """Read a folder that `save` wrote, and refuse one that was changed since."""
-        from safetensors.numpy import load
+        from safetensors.torch import load
 
         folder = Path(folder)
         for name in ("model.json", "weights.safetensors"):
@@ -313,14 +302,16 @@ class TabularModel:
                 )
             if content.pop("digest") != _digest(content, weights):
                 raise ValueError("the files are not as they were written")
-            arrays = load(weights)
-            layers = range(len(arrays) // 2 - 1)  # two arrays are scales
+            tensors = load(weights)
+            mean, spread = tensors.pop("scale.mean"), tensors.pop("scale.spread")
+            network = build_network(content["sizes"], content["activation"])
+            network.load_state_dict(tensors, assign=True)  # in the precision that they have
             return cls(
                 Columns.from_json(content["columns"]),
                 Target(**content["target"]),
-                [(arrays[f"{number}.weight"], arrays[f"{number}.bias"]) for number in layers],
-                arrays["scale.mean"],
-                arrays["scale.spread"],
+                network,
+                mean,
+                spread,
                 content["clip"],
                 content["activation"],
                 content["facts"],

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas
-from pandas.errors import DtypeWarning, EmptyDataError, ParserError, ParserWarning
+from pandas.errors import EmptyDataError, ParserError, ParserWarning
 
 from heldin.errors import HeldinError, did_you_mean
 
@@ -64,7 +64,7 @@ def read_table(
         separator = "\t" if ending == ".tsv" and separator is None else separator
         options: dict[str, Any] = {"na_values": list(missing), "dtype": dict.fromkeys(texts, str)}
         if decimal is not None:
-            options |= {"decimal": decimal, "thousands": "." if decimal == "," else ","}
+            options["decimal"] = decimal
         frame = _read_csv(path, separator, encoding, otherwise, options)
     else:
         raise HeldinError(
@@ -171,15 +171,11 @@ def _read_csv(
 
 def _parse_csv(path: Path, dialect: dict[str, Any], options: dict[str, Any]) -> Any:
     """Return the table, with the names of the header as they are written."""
-    options = {"index_col": False, **dialect, **options}
     with warnings.catch_warnings():
         warnings.simplefilter("error", ParserWarning)
-        warnings.simplefilter("error", DtypeWarning)
         header = pandas.read_csv(path, header=None, nrows=1, dtype=str, **dialect)
-        try:  # in chunks, for which pandas infers dtypes one by one
-            frame = pandas.read_csv(path, **options)
-        except DtypeWarning:  # the chunks disagree
-            frame = pandas.read_csv(path, low_memory=False, **options)
+        # in one piece, in which a column has one dtype
+        frame = pandas.read_csv(path, index_col=False, low_memory=False, **dialect, **options)
     names = [str(name) for name in header.iloc[0]]
     if len(names) == len(frame.columns):
         frame.columns = names  # pandas numbers names that occur twice

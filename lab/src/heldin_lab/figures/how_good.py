@@ -822,7 +822,7 @@ def readme_table() -> str:
         "20 epochs, heldin with its default; in your own loop, computed from the steps of `fit` at "
         "2 to 4 times the time of a plain one ([What does it cost me?](docs/cost.md)). On larger "
         f"networks, test loss above the lowest: split {above[0]}, five folds and refit {above[1]}, "
-        f"heldin {above[2]}. Below 0 is possible: that lowest loss is one without a temperature.*"
+        f"heldin {above[2]}. (A temperature goes lower.)*"
     )
 
 
