@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import heldin
 from heldin import HeldinError
 from heldin.shadows import variables as module
+from heldin.shadows.exchange import Exchange
 from heldin.shadows.step_check import is_checked
 from heldin.shadows.variables import Variables
 
@@ -224,6 +225,23 @@ def test_saved_values_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
         variables.loaded(saved)
     later = {"variable attribute model.n": {"n": 1}}  # of a module, which its first step makes
     assert variables.loaded({"assigned": later, "in_place": {}}) == {}
+
+
+def test_attributes_of_a_shadow_are_saved() -> None:
+    def exchange(calls: int) -> tuple[Any, Exchange]:
+        model: Any = nn.Linear(2, 1)
+        model.calls, model.log, model.mean = calls, [calls], torch.full((2,), float(calls))
+        return model, Exchange(model, torch.optim.SGD(model.parameters(), 0.1))
+
+    _, before = exchange(1)
+    saved = before.saved(before.new_state(before.read_variables()))
+    model, after = exchange(5)
+    state, mean = after.loaded(saved, after.new_state(), ""), model.mean
+    with after.session() as session:
+        session.insert(state)
+        assert (model.calls, model.log, model.mean.tolist()) == (1, [1], [1.0, 1.0])
+    assert (model.calls, model.log, model.mean.tolist()) == (5, [5], [5.0, 5.0])
+    assert model.mean is mean
 
 
 # --- runs -------------------------------------------------------------------------------------

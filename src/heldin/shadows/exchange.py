@@ -9,7 +9,7 @@ names (an average of weights, a gradient scaler, a second optimiser).
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FunctionType
@@ -37,7 +37,15 @@ from heldin.state.schema import check_schema
 from .parameters import parameters_in
 from .variables import MODULE_FIELDS, Values, Variables, is_constant
 
-__all__ = ["Exchange", "Session", "ShadowState", "group_settings", "has_evaluation_mode", "local"]
+__all__ = [
+    "Exchange",
+    "Session",
+    "ShadowState",
+    "group_settings",
+    "has_evaluation_mode",
+    "local",
+    "places_of",
+]
 
 OPTIMIZER_FIELDS = {*vars(torch.optim.SGD([nn.Parameter(torch.zeros(()))], 0.0))}
 
@@ -167,7 +175,7 @@ class Exchange:
         self.before: Values | None = None  # variables before the user's step
         self._after: Values | None = None  # variables after it
         self._former: Values | None = None  # variables after the step before
-        self.find_attributes()
+        self._find_attributes()
         self._buffer_marks: list[tuple[int, int]] | None = self._marks_of_buffers()
         self._moved_buffers: set[int] = set()  # by the loop, since its last step
         self._new_buffers: dict[int, Tensor] = {}
@@ -180,8 +188,7 @@ class Exchange:
 
     def note_start(self) -> None:
         """Remember variables and buffers before a step of the user changes them."""
-        self.find_attributes()
-        self.before, self._former = self.variables.read(), self._after
+        self.before, self._former = self.read_variables(), self._after
         for number in self.find_moved_buffers():
             table, name = self.buffer_places[number]
             self._new_buffers[number] = table[name].detach().clone()
@@ -218,8 +225,7 @@ class Exchange:
         self.accept_buffers()
         self.variables.note_changes()
         if self._has_shadows:
-            self.find_attributes()
-            self._after = self.variables.read()
+            self._after = self.read_variables()
 
     def forget_buffers(self) -> None:
         """Accept whatever buffers the next step finds: they are loaded on purpose."""
@@ -253,7 +259,7 @@ class Exchange:
         """
         if self.before is None or self._after is None:
             return
-        for name, value in Variables.own_values(self.before, self._after).items():
+        for name, value in Variables.former_values(self.before, self._after).items():
             if certain or any(name in shadow.variables for shadow in shadows):
                 for shadow in shadows:
                     shadow.variables.setdefault(name, value)
@@ -263,7 +269,12 @@ class Exchange:
         if self.before is not None and self._after is not None:
             yield from Variables.new_values(self.before, self._after)
 
-    def find_attributes(self) -> None:
+    def read_variables(self) -> Values:
+        """Return copies of all variables."""
+        self._find_attributes()
+        return self.variables.read()
+
+    def _find_attributes(self) -> None:
         """Find the attributes that not every module has; again where modules got new ones."""
         counts = [len(table) for _, table, _ in self.tables]
         if counts == self._attribute_counts:
@@ -291,25 +302,14 @@ class Exchange:
             objects=[copy.deepcopy(each.state_dict()) for each in self.objects],
         )
 
-    def new_state(self, with_variables: bool = False) -> ShadowState:
+    def new_state(self, variables: Values | None = None) -> ShadowState:
         """Return a copy of the user's present state; without variables, these follow the user."""
         state = self.present_state()
         state.weights, state.grads = self._clone_weights(), []
         state.buffers = [buffer.clone() for buffer in state.buffers]
         state.optimizer = _copy_of_state(state.optimizer)
         state.group_state = [{} for _ in state.group_state]
-        if with_variables:
-            self.find_attributes()
-            state.variables = self.variables.read()
-        return state
-
-    def state_before(self, buffers: list[Tensor]) -> ShadowState:
-        """Return the state before a step whose forward passes are over, but not the step itself.
-
-        buffers: copies from before the first forward pass.
-        """
-        state = self.new_state()
-        state.buffers, state.variables = buffers, dict(self.before or {})
+        state.variables = dict(variables or {})
         return state
 
     def _clone_weights(self) -> list[Tensor]:
@@ -396,7 +396,6 @@ class Exchange:
     @contextmanager
     def session(self) -> Iterator[Session]:
         """Keep the user's state aside while shadows use the objects; restore it at the end."""
-        self.find_attributes()
         self.find_moved_buffers()
         session = Session(self)
         with paused():
@@ -448,12 +447,12 @@ class Session:
             {key: value for key, value in group.items() if key != "params"}
             for group in optimizer.param_groups
         ]
-        self._user.variables = exchange.variables.read()
+        self._user.variables = exchange.read_variables()
         before = exchange.before
         self._before = self._user.variables if before is None else before
         self._inserted = self._before
         self._counts = [len(table) for _, table, _ in exchange.tables]
-        self._frozen = [(p.data_ptr(), version_of(p)) for p in exchange.frozen]
+        self._frozen = places_of(exchange.frozen)
 
     def insert(
         self,
@@ -510,8 +509,9 @@ class Session:
         present.grads = present.grads if with_gradients else state.grads
         present.reached = state.reached
         vars(state).update(vars(present))
-        for p, (pointer, version) in zip(exchange.frozen, self._frozen, strict=True):
-            if p.data_ptr() != pointer or version_of(p) != version:
+        places = zip(exchange.frozen, self._frozen, places_of(exchange.frozen), strict=True)
+        for p, before, after in places:
+            if before != after:
                 raise HeldinError(
                     f"step: a parameter of shape {tuple(p.shape)} that the optimiser does not "
                     "train was changed in a shadow's step, and all shadows share it (is it an "
@@ -582,6 +582,11 @@ def _copy_of_state(state: Mapping[Any, Any]) -> dict[Any, Any]:
         else copied(entry)
         for key, entry in state.items()
     }
+
+
+def places_of(parameters: Iterable[Tensor]) -> list[tuple[int, int]]:
+    """Return numbers that change if the data of parameters is replaced or changed in place."""
+    return [(p.data_ptr(), version_of(p)) for p in parameters]
 
 
 def local(p: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from heldin._private_torch import BatchNorm, version_of
+from heldin._private_torch import BatchNorm
 from heldin.capture.sharding import fully_sharded
 from heldin.crossval import OutOfFold
 from heldin.errors import HeldinError, refusal, way_out
@@ -27,7 +27,14 @@ from heldin.loop.randomness import (
 from heldin.loop.rows import RowSource
 from heldin.state.schema import check_schema
 
-from .exchange import Exchange, Session, ShadowState, group_settings, has_evaluation_mode
+from .exchange import (
+    Exchange,
+    Session,
+    ShadowState,
+    group_settings,
+    has_evaluation_mode,
+    places_of,
+)
 from .frozen import FrozenOutputs
 from .held_out import BatchLoss, FrameworkLoss, HeldOut, as_number
 from .labels import visible
@@ -228,7 +235,7 @@ class ReplayedShadows:
         self._refuse_iterators()
         looks = self.check.due
         start = self._start_of_call() if looks else None
-        kept = repack(batch) if looks else None  # the function may take parts out of its batch
+        copied = repack(batch) if looks else None  # the function may take parts out of its batch
         result = self._train_step(batch)
         exchange.note_group_state(settings, group_settings(exchange.optimizer))
         exchange.note_step()
@@ -240,7 +247,7 @@ class ReplayedShadows:
         fingerprints = variables.fingerprints() if looks else {}
         with torch.inference_mode(False), exchange.session() as session, exchange.modes(modes):
             if start is not None:
-                self._check_repeats(session, start, settings, kept, fingerprints)
+                self._check_repeats(session, start, settings, copied, fingerprints)
             for number, shadow in enumerate(self.shadows):
                 with self._random_stream(self._steps, number):
                     self._replay_function(session, shadow, number, record, settings)
@@ -252,7 +259,7 @@ class ReplayedShadows:
 
     def _start_of_call(self) -> tuple[ShadowState, RandomState]:
         """Return what a call of the user's function starts from."""
-        state = self._exchange.new_state(with_variables=True)
+        state = self._exchange.new_state(self._exchange.read_variables())
         grads = [p.grad for p in self._exchange.tensors]
         state.grads = [None if g is None else g.detach().clone() for g in grads]
         return state, RandomState.current(self._device)
@@ -330,9 +337,11 @@ class ReplayedShadows:
                 if isinstance(value, nn.Module)
                 and not any(id(p) in trained for p in value.parameters())
             }
-            self._teachers = {n: (m, _versions_of(m)) for n, m in modules.items()}
-        for name, (module, versions) in self._teachers.items():
-            if _versions_of(module) != versions:
+            self._teachers = {
+                name: (module, places_of(module.parameters())) for name, module in modules.items()
+            }
+        for name, (module, places) in self._teachers.items():
+            if places_of(module.parameters()) != places:
                 raise HeldinError(
                     f"batch_loss: the weights of {name!r} (a {type(module).__name__}), which it "
                     "calls, have changed since the first step. Shadows share them with the model, "
@@ -852,10 +861,6 @@ def release(closed: object) -> None:
     """Drop all attributes of closed shadows but those that results are computed from."""
     for name in vars(closed).keys() - RESULTS:
         del vars(closed)[name]
-
-
-def _versions_of(module: nn.Module) -> list[tuple[int, int]]:
-    return [(p.data_ptr(), version_of(p)) for p in module.parameters()]
 
 
 def _add_gradients(loss: Tensor, trained: Sequence[nn.Parameter]) -> None:

@@ -129,7 +129,7 @@ class StepCheck:
         if not self.due:
             return exchange.random_state(self._device, True) if self._looks_back else None
         if self._state is None:
-            self._state = self._exchange.new_state(with_variables=True)
+            self._state = exchange.new_state(exchange.read_variables())
         return self._exchange.random_state(self._device)
 
     def on_step(
@@ -166,10 +166,11 @@ class StepCheck:
         if not self.due and not (is_new and self._buffers is not None):
             return
         self._kinds.add(kind)
-        state = self._state
-        if state is None and self._buffers is not None:
-            state = self._exchange.state_before(self._buffers)
-        state = state or self._exchange.new_state(with_variables=True)
+        exchange, state = self._exchange, self._state
+        if state is None and self._buffers is not None:  # the forward passes are over
+            state = exchange.new_state(exchange.before)
+            state.buffers = self._buffers
+        state = state or exchange.new_state(exchange.read_variables())
         grads = [] if with_closure else self._gradients()
         self._pending = StepRecord(state, grads, with_closure)
 

@@ -80,7 +80,7 @@ class _State:
 
 
 @dataclass(eq=False, slots=True)
-class _Kept:
+class _Snapshot:
     """An object that can be changed, and a copy of its contents: the length of a long list."""
 
     owner: Any
@@ -88,13 +88,7 @@ class _Kept:
 
     def restore(self) -> None:
         owner, contents = self.owner, self.contents
-        if type(contents) is _Attribute:
-            for key, value in contents.items():
-                if value is _MISSING:
-                    owner.pop(key, None)
-                elif owner.get(key, _MISSING) is not value:
-                    owner[key] = value
-        elif isinstance(contents, _Entries):
+        if isinstance(contents, _Entries):
             for key, value in contents.items():
                 _set(owner, key, value)
         elif isinstance(contents, _State):
@@ -106,7 +100,7 @@ class _Kept:
         else:
             _refill(owner, contents)
 
-    def is_same(self, other: _Kept | None) -> bool:
+    def is_same(self, other: _Snapshot | None) -> bool:
         """Return whether nothing has changed since there was `other`."""
         if self is other:
             return True
@@ -122,7 +116,7 @@ class _Kept:
         return one == two if isinstance(one, int) else _same_contents(one, two)
 
 
-Values = dict[str, _Kept]
+Values = dict[str, _Snapshot]
 
 
 class _Place:
@@ -133,17 +127,14 @@ class _Place:
 
     def __init__(self, name: str, table: dict[str, Any], key: str) -> None:
         self.name, self.table, self.key = name, table, key
-        self._set(_MISSING)
+        self.assign(_MISSING)
 
-    def _set(self, value: Any) -> None:
-        self.value, self.kept = value, _Kept(self.table, _Attribute({self.key: value}))
+    def assign(self, value: Any) -> None:
+        """Take notice of another value."""
+        self.value, self.snapshot = value, _Snapshot(self.table, _Attribute({self.key: value}))
         parts = value if type(value) is tuple else (value,)
         # whether nothing in it can change in place
         self.is_flat = value is _MISSING or all(type(part) in PLAIN for part in parts)
-
-    def look(self) -> None:
-        """Read the attribute again."""
-        self._set(self.table.get(self.key, _MISSING))
 
 
 class Variables:
@@ -181,12 +172,13 @@ class Variables:
             self._read(name, value, DEPTH)
         iterators, watched = [*self.iterators], {**self.watched}
         for variable, place in self._attributes.items():
-            if place.table.get(place.key, _MISSING) is not place.value:
-                place.look()
-            self._values[variable] = place.kept
+            value = place.table.get(place.key, _MISSING)
+            if value is not place.value:
+                place.assign(value)
+            self._values[variable] = place.snapshot
             if not place.is_flat:
                 self._most = len(self._seen) + MOST
-                self._read(place.name, place.value, DEPTH)
+                self._read(place.name, value, DEPTH)
         self.iterators, self.watched = iterators, watched
         self._versions = {name: version_of(t) for name, t in self._tensors.items()}
         values, self._values, self._seen = self._values, {}, set()
@@ -202,7 +194,7 @@ class Variables:
         if variable in self._attributes:
             return {}
         place = self._attributes[variable] = _Place(name, table, key)
-        return {variable: place.kept}
+        return {variable: place.snapshot}
 
     def has_attribute(self, path: str, key: str) -> bool:
         return f"{VARIABLE}{ATTRIBUTE}{path}.{key}" in self._attributes
@@ -213,7 +205,7 @@ class Variables:
         return [value for value in values if is_generator(value)]
 
     def _keep(self, name: str, owner: Any, contents: Any) -> None:
-        self._values[name] = _Kept(owner, contents)
+        self._values[name] = _Snapshot(owner, contents)
 
     def _read(self, name: str, value: Any, depth: int) -> None:
         """Add what can be changed in place."""
@@ -387,18 +379,20 @@ class Variables:
     # -- writing
 
     @staticmethod
-    def write(values: Mapping[str, _Kept]) -> None:
+    def write(values: Mapping[str, _Snapshot]) -> None:
         """Set variables to values that `read` returned."""
         for value in values.values():
             value.restore()
 
     @staticmethod
-    def changes(before: Mapping[str, _Kept], after: Mapping[str, _Kept]) -> Values:
+    def changes(before: Mapping[str, _Snapshot], after: Mapping[str, _Snapshot]) -> Values:
         """Return the values that are not the same as before."""
         return {name: v for name, v in after.items() if not v.is_same(before.get(name))}
 
     @staticmethod
-    def take_over(values: Values, before: Mapping[str, _Kept], after: Mapping[str, _Kept]) -> None:
+    def take_over(
+        values: Values, before: Mapping[str, _Snapshot], after: Mapping[str, _Snapshot]
+    ) -> None:
         """Put what the loop changed between two steps (a hidden state that it reset) into values.
 
         A shadow keeps its own tensor if the new one has several values: they may depend on rows.
@@ -415,12 +409,12 @@ class Variables:
             owner = mine.owner if in_place else value.owner
             own, old, new = mine.contents, former.contents, value.contents
             if isinstance(own, dict) and isinstance(old, dict) and isinstance(new, dict):
-                values[name] = _Kept(owner, _merged(own, old, new))
+                values[name] = _Snapshot(owner, _merged(own, old, new))
             elif owner is not value.owner:
-                values[name] = _Kept(owner, new)
+                values[name] = _Snapshot(owner, new)
 
     @staticmethod
-    def own_values(before: Mapping[str, _Kept], after: Mapping[str, _Kept]) -> Values:
+    def former_values(before: Mapping[str, _Snapshot], after: Mapping[str, _Snapshot]) -> Values:
         """Return values before a step of the user that changed them: shadows keep these."""
         names = [name for name in Variables.changes(before, after) if name in before]
         values = {name: before[name] for name in names}
@@ -432,7 +426,7 @@ class Variables:
 
     @staticmethod
     def new_values(
-        before: Mapping[str, _Kept], after: Mapping[str, _Kept]
+        before: Mapping[str, _Snapshot], after: Mapping[str, _Snapshot]
     ) -> Iterator[tuple[str, Any]]:
         """Yield values that were assigned, to variables and inside of dictionaries and objects.
 
@@ -452,7 +446,7 @@ class Variables:
 
     # -- saving
 
-    def saved(self, values: Mapping[str, _Kept]) -> dict[str, dict[str, Any]]:
+    def saved(self, values: Mapping[str, _Snapshot]) -> dict[str, dict[str, Any]]:
         """Return those of a shadow's values that are numbers, texts, lists of them, or tensors."""
         now = self.read()
         assigned: dict[str, Any] = {}
@@ -488,7 +482,7 @@ class Variables:
                 value = type(here.contents)({**here.contents, **value})
             elif isinstance(here.contents, _State):
                 value = _State(value)
-            values[name] = _Kept(here.owner, value)
+            values[name] = _Snapshot(here.owner, value)
         return values
 
 
