@@ -210,6 +210,25 @@ def test_what_the_loop_resets_is_reset_for_a_shadow() -> None:
     assert state == {"a": 5, "b": 7}
 
 
+@pytest.mark.parametrize("resets", [False, True])
+def test_a_hidden_state_is_the_shadows_own_unless_the_loop_resets_it(resets: bool) -> None:
+    state = {"hidden": torch.tensor([1.0, 2.0]), "weights": torch.tensor([1.0, 2.0])}
+    variables = Variables([("state", state)], set(), 100)
+    before = variables.read()
+    state["hidden"] = torch.tensor([3.0, 4.0])
+    shadow = Variables.changes(before, variables.read())
+    variables.write(before)
+    state["hidden"] = torch.tensor([5.0, 6.0])
+    after = variables.read()
+    state["hidden"] = torch.zeros(2) if resets else state["hidden"].clone()
+    state["weights"] = torch.tensor([7.0, 8.0])  # of the loop alone
+    now = variables.read()
+    Variables.take_over(shadow, after, now)
+    variables.write(now | shadow)
+    assert state["hidden"].tolist() == ([0.0, 0.0] if resets else [3.0, 4.0])
+    assert state["weights"].tolist() == [7.0, 8.0]
+
+
 def test_saved_values_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     generator, state = torch.Generator().manual_seed(0), {"n": 3, "rows": [1.0]}
     variables = Variables([("g", generator), ("state", state)], set(), 100)

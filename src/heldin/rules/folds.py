@@ -326,7 +326,7 @@ class FoldStopping(PathStopping):
         assert isinstance(self._backend, ReplayedShadows)
         self._same.check()
         self._store.close()
-        result, rows = self._backend.train_on(batch, self._numbers(indices), self._step)
+        result, rows = self._backend.train_on(batch, self._numbers(indices))
         self._seen += rows
         self._step += len(self.observer.take())
         self.observer.forget()

@@ -227,8 +227,8 @@ class Exchange:
         if self._has_shadows:
             self._after = self.read_variables()
 
-    def forget_buffers(self) -> None:
-        """Accept whatever buffers the next step finds: they are loaded on purpose."""
+    def resume(self) -> None:
+        """Accept whatever buffers and variables the next step finds: they were loaded."""
         self._buffer_marks = self._after = None
         self._moved_buffers.clear()
 

@@ -218,11 +218,11 @@ class ReplayedShadows:
         rows = sum(len(batch.rows) for batch in batches)
         return rows if self._ranks is None else int(self._ranks.add([rows], self._device)[0])
 
-    def train_on(self, batch: Any, index: Tensor | None, number: int) -> tuple[Any, int]:
+    def train_on(self, batch: Any, index: Tensor | None) -> tuple[Any, int]:
         """Call the user's function for the model and for every shadow.
 
-        index: numbers of the rows, if they are given; number: of steps so far. Returns what the
-        function returned for the model, and the number of rows.
+        index: numbers of the rows, if they are given. Returns what the function returned for the
+        model, and the number of rows.
         """
         exchange, variables = self._exchange, self._exchange.variables
         assert self._train_step is not None

@@ -231,15 +231,11 @@ class StepCheck:
         values = [v for v in self._values_of_state() if isinstance(v, Tensor)]
         return checksums([local(v).detach() for v in values if v.is_floating_point()])
 
-    def forget(self) -> None:
-        """Accept whatever the next step finds: weights or a state were put in on purpose."""
-        self._versions = self._sums = self._marks = None
-        self._exchange.forget_buffers()
-
     def resume(self) -> None:
-        """Accept a state that an earlier part of the run has left."""
+        """Accept whatever the next step finds: an earlier part of the run has left it."""
         self._resumed = True
-        self.forget()
+        self._versions = self._sums = self._marks = None
+        self._exchange.resume()
 
     def count_step(self) -> None:
         """Count a step that the user's function took, and accept what it left."""
