@@ -289,16 +289,16 @@ class _Scores:
         without = []
         for fold, (first, second) in enumerate((by_fold.sum(0) - by_fold).tolist()):
             each = _after_step(at, first, second)
-            if not abs(each - sharpness) <= enough * sharpness:  # or nan
-                start = sharpness if math.isnan(each) else each
-                each = self.best(start, max(enough, LAST_STEP), fold)
+            if abs(each - sharpness) > enough * sharpness:
+                each = self.best(each, max(enough, LAST_STEP), fold)
             without.append(each)
         return without
 
 
 def _after_step(at: float, first: float, second: float) -> float:
-    """Return the sharpness after a step of Newton's method; nan if there is none."""
-    return min(max(at - first / second, 1 / HOTTEST), 1.0) if second > 0 else math.nan
+    """Return the sharpness after a step of Newton's method, an end where there is no curvature."""
+    step = first / second if second > 0 else math.copysign(math.inf, first)
+    return min(max(at - step, 1 / HOTTEST), 1.0)
 
 
 def _class_lines(values: Tensor) -> Tensor:

@@ -234,8 +234,6 @@ class Outcome(Saved):
         outputs = self.outputs.get(number)
         if outputs is None or self.binary is None or not self.calibrates:
             return None
-        if not bool(outputs.sum(dtype=torch.float64).isfinite()):
-            return None
         if self._calibrated is None or self._calibrated[0] != number:
             start = self._temperatures[min(number, len(self._temperatures)) - 1] if number else 1.0
             if self._calibrator is None:
