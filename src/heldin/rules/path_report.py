@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
@@ -11,13 +11,12 @@ from heldin.pages import Section, Table, csv_link
 from heldin.pages.charts import Series, chart
 from heldin.pages.predictions import Predictions, prediction_sections
 
-if TYPE_CHECKING:
-    from heldin.rules.path import PathStopping
-
 __all__ = ["conclusions", "headline", "method", "sections"]
 
+Run = Any  # a `PathStopping`, whose methods these functions are
 
-def headline(rule: PathStopping) -> tuple[str, str]:
+
+def headline(rule: Run) -> tuple[str, str]:
     """Return the title, and the decision in words."""
     title, best = f"Test loss {rule.intervals()['loss']}", rule.run.place(rule.best_step)
     if rule.finish:
@@ -29,7 +28,7 @@ def headline(rule: PathStopping) -> tuple[str, str]:
     return title, f"The weights are those of {best}; {stop}."
 
 
-def conclusions(rule: PathStopping) -> list[str]:
+def conclusions(rule: Run) -> list[str]:
     """Return why the run ended, what was chosen and the temperature, in words."""
     reason = rule.reason.partition(": ")[2].partition("; stops by")[0]
     if rule.stopped_step is None:
@@ -50,7 +49,7 @@ def conclusions(rule: PathStopping) -> list[str]:
     return words
 
 
-def method(rule: PathStopping) -> str:
+def method(rule: Run) -> str:
     """Return how the estimates came about, as Markdown."""
     return (
         f"The numbers with 95 % intervals are estimates for new rows by [heldin]({docs('')}): "
@@ -59,7 +58,7 @@ def method(rule: PathStopping) -> str:
     )
 
 
-def sections(rule: PathStopping) -> list[Section]:
+def sections(rule: Run) -> list[Section]:
     """Return the estimates, the losses along the run, and out-of-fold predictions."""
     estimates = [
         (name, f"{interval.value:.4g}", _ends(str(interval)))
@@ -104,7 +103,7 @@ def _ends(interval: str) -> str:
     return interval.partition(" ")[2].strip("[]").replace(", ", " to ") or "none"
 
 
-def _predictions(rule: PathStopping) -> Predictions:
+def _predictions(rule: Run) -> Predictions:
     """Return the out-of-fold outputs as probabilities of classes, or as numbers."""
     held, losses = rule.outcome.out_of_fold(rule.best_number), rule.row_losses()
     rows, outputs, targets = held.rows.tolist(), held.outputs.cpu(), held.targets.cpu()
