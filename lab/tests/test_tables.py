@@ -13,7 +13,7 @@ pytest.importorskip("sklearn")
 
 import numpy as np
 
-from heldin import early_stopping
+from heldin.rules import inputs
 from heldin_lab import tables as lab
 from heldin_lab.cli.main import main
 from heldin_lab.study.data import tables
@@ -179,17 +179,17 @@ def test_a_setting_beside_the_default() -> None:
 
 
 def test_constants_are_others_in_a_fit_and_the_same_after_it() -> None:
-    before, seen = early_stopping.PATIENCE, []
+    before, seen = inputs.PATIENCE, []
 
     def make(classes: bool, seed: int) -> Any:
-        seen.append(early_stopping.PATIENCE)
+        seen.append(inputs.PATIENCE)
         raise RuntimeError("no")
 
     problem = SmallProblem.cut(tables(None)[0], 30, 0)
-    method = Method(make, "network", constants={"heldin.early_stopping.PATIENCE": 7})
+    method = Method(make, "network", constants={"heldin.rules.inputs.PATIENCE": 7})
     with pytest.raises(RuntimeError, match="no"):
         fitted(method, problem)
-    assert (seen, early_stopping.PATIENCE) == ([7], before)
+    assert (seen, inputs.PATIENCE) == ([7], before)
     for setting in SETTINGS.values():  # constants that are gone would not be noticed
         for name in setting.constants:
             where, _, what = name.rpartition(".")

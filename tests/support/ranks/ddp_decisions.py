@@ -136,20 +136,20 @@ def ddp_refuses_strangers(rank: int, world: int) -> None:
         loss(model(x), y).backward()
         with refused("rank 1 and rank 0 differ in coordinates: 41 and 40"):
             stopping.step()
-    different: dict[str, list[Any]] = {
-        "patience": [1, 2],
-        "warmup": [0, 3],
-        "arming": [None, 0.5],
-        "every": [2, 3],
-        "window": [2, 3],
-        "parameter_groups": ["tensor", "all"],
-        "smoothing": [0.5, 0.9],
+    different: dict[str, tuple[str, list[Any]]] = {  # and the option of rules.Evidence
+        "patience": ("checks", [1, 2]),
+        "warmup": ("warmup", [0, 3]),
+        "arming": ("arm_threshold", [None, 0.5]),
+        "every": ("check_every", [2, 3]),
+        "window": ("window", [2, 3]),
+        "parameter_groups": ("parameter_groups", ["tensor", "all"]),
+        "smoothing": ("smoothing", [0.5, 0.9]),
     }
-    for name, values in different.items():  # before anything could hang
-        options: dict[str, Any] = {name: values[min(rank, 1)]}
-        with runs.EvidenceStopping(model, **options) as stopping:
+    for name, (option, values) in different.items():  # before anything could hang
+        arguments: dict[str, Any] = {name: values[min(rank, 1)]}
+        with runs.EvidenceStopping(model, **arguments) as stopping:
             loss(model(x), y).backward()
-            with refused(f"rank 1 and rank 0 differ in {name}"):
+            with refused(f"rank 1 and rank 0 differ in {option}"):
                 stopping.step()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     around = heldin.ElementwiseStopping(optimizer, model, every=2 + min(rank, 1))

@@ -50,7 +50,7 @@ _CHOICES: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "no clip": ({}, {"heldin.sklearn.base.CLIP": None}),
     "longer patience": (
         {},
-        {"heldin.early_stopping.PATIENCE": Patience(factor=3.0, slack=400, checks=3, errors=2.0)},
+        {"heldin.rules.inputs.PATIENCE": Patience(factor=3.0, slack=400, checks=3, errors=2.0)},
     ),
     "best check": ({}, {"heldin.rules.path.bootstrap_shares": _best_check}),
 }
