@@ -323,7 +323,7 @@ def table(results: dict[str, Any]) -> str:
         "",
         f"By `heldin-lab bench shadows`, torch {torch.__version__}, {platform.machine()}, one "
         "thread, processor time; medians over seeds. Time and test loss are ratios to the split "
-        "with a patience of five epochs, on the same rows. The machine was not idle.",
+        "with a patience of five epochs, on the same rows.",
         "",
         "| | way | runs | time | test loss | lower in | steps | memory, MB |",
         "|---|---|---|---|---|---|---|---|",
