@@ -109,6 +109,14 @@ def test_decompositions() -> None:
     assert torch.ops.aten.addcmul.default in private.decompositions()
 
 
+def test_tree_map() -> None:
+    tree = {"a": [torch.ones(2), 3], "b": (torch.zeros(1),)}
+    doubled = private.tree_map(lambda t: 2 * t, tree)
+    assert doubled["a"][0].tolist() == [2.0, 2.0]
+    assert doubled["a"][1] == 3
+    assert doubled["b"][0].tolist() == [0.0]
+
+
 def test_any_autocast() -> None:
     assert not private.any_autocast()
     with torch.autocast("cpu"):

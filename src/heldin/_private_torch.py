@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils._python_dispatch import _get_current_dispatch_mode as current_mode
 from torch.utils._python_dispatch import _pop_mode as pop_mode
 from torch.utils._python_dispatch import _push_mode as push_mode
+from torch.utils._pytree import tree_map_only
 from torch.utils.data._utils.pin_memory import pin_memory as pin_memory
 
 __all__ = [
@@ -41,7 +42,7 @@ __all__ = [
     "is_joining", "is_wrapped_by_transform", "norms", "outputs_of", "overload_of", "own_buffers",
     "own_parameters", "pin_memory", "pop_mode", "push_mode", "raw_saved", "saved", "saved_names",
     "schema_of", "sequence_number", "set_compiled_whole", "storage_number", "tracing_state",
-    "transform_stack", "version_of", "versions_of", "viewed_by", "without_modes",
+    "transform_stack", "tree_map", "version_of", "versions_of", "viewed_by", "without_modes",
 ]  # fmt: skip
 
 # Whether autocast is on for any kind of device.
@@ -197,3 +198,8 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
     from torch._decomp import decomposition_table  # slow to import
 
     return decomposition_table
+
+
+def tree_map(function: Callable[[Tensor], Any], tree: Any) -> Any:
+    """Return a tree of lists, tuples, dictionaries and outputs of models with other tensors."""
+    return tree_map_only(Tensor, function, tree)

@@ -472,6 +472,7 @@ def _slots(optimizer: Any) -> list[Any]:
 
 def _fixed_schedule(optimizer: Any) -> str | None:
     """Return the schedule of an optimiser that has a fixed end, in words."""
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)  # of one that scales the loss
     rate, kinds = optimizer._learning_rate, keras.optimizers.schedules
     ends = isinstance(rate, (kinds.CosineDecay, kinds.PolynomialDecay))
     if not ends or getattr(rate, "cycle", False):

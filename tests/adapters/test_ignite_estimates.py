@@ -175,3 +175,53 @@ def test_errors_and_interrupts_leave_no_trace(error: type[BaseException]) -> Non
         trainer.run(batches, max_epochs=40)
     assert trainer.state.iteration > 3
     estimated.expect_no_trace(model, batches)
+
+
+class Rows(torch.utils.data.Dataset[Any]):
+    def __init__(self, count: int, shift: float) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.x = torch.randn(count, 5, generator=generator) + shift
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, row: int) -> Any:
+        return self.x[row], self.x[row, :1]
+
+
+def test_a_run_reads_no_rows_of_one_that_failed() -> None:
+    estimates = []
+    for fails in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(5, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        rule, groups = (
+            heldin.rules.Folds(shadows=2, engine="replay"),
+            [row // 2 for row in range(80)],
+        )
+        stopping = EarlyStopping(model, optimizer, F.mse_loss, rule=rule, groups=groups)
+        trainer = create_supervised_trainer(model, optimizer, F.mse_loss)
+        stopping.attach(trainer)
+        if fails:
+            with pytest.raises(heldin.HeldinError, match="60 rows"):
+                trainer.run(DataLoader(Rows(60, 5.0), 10), max_epochs=1)
+            trainer = create_supervised_trainer(model, optimizer, F.mse_loss)
+            stopping.attach(trainer)
+        trainer.run(DataLoader(Rows(80, 0.0), 10), max_epochs=1)
+        estimates.append([record.estimate for record in stopping.stopping.history])
+    assert estimates[0] == estimates[1]
+
+
+def test_on_check_of_a_copy_has_the_copy() -> None:
+    calls: list[Any] = []
+    model = nn.Linear(5, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    rule = heldin.rules.Folds(shadows=2, engine="replay")
+    first = EarlyStopping(model, optimizer, F.mse_loss, rule=rule, on_check=calls.append)
+    copied: Any = copy.deepcopy(first)
+    del first
+    trainer = create_supervised_trainer(copied._model, copied._optimizer, F.mse_loss)
+    copied.attach(trainer)
+    trainer.run(DataLoader(Rows(40, 0.0), 10), max_epochs=2)
+    assert calls
+    assert all(each is copied for each in calls)

@@ -18,7 +18,6 @@ from heldin.loop.batches import (
     fingerprint,
     is_sliceable,
     layout_of_tensors,
-    map_tensors,
     rows_in,
     select,
     strided,
@@ -104,11 +103,3 @@ def test_structure_and_values_are_compared() -> None:
     assert equal([other], [other], objects=True)
     parts = strided(torch.tensor([0.0, 2.0]).to_sparse())
     assert [part.tolist() for part in parts] == [[[1]], [2.0]]
-
-
-def test_tensors_are_mapped() -> None:
-    tree = {"a": [torch.ones(2), 3], "b": (torch.zeros(1),)}
-    doubled = map_tensors(lambda t: 2 * t, tree)
-    assert doubled["a"][0].tolist() == [2.0, 2.0]
-    assert doubled["a"][1] == 3
-    assert doubled["b"][0].tolist() == [0.0]

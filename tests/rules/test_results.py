@@ -350,3 +350,61 @@ def test_there_is_no_plan_before_a_stop() -> None:
     with pytest.raises(heldin.HeldinError, match="no best step yet"):
         stopping.plan()
     stopping.close()
+
+
+@pytest.mark.parametrize(
+    "rule", [heldin.rules.Folds(shadows=1), heldin.rules.LeaveOneOut(probes=8)]
+)
+def test_a_state_of_other_held_out_rows_is_refused(rule: Any) -> None:
+    """Outputs of its rows would be paired with the targets of others."""
+    x = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
+    rows = x, (x[:, 0] > 0).long()
+
+    def made(seed: int) -> heldin.EarlyStopping:
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return heldin.EarlyStopping(
+            model, optimizer, nn.CrossEntropyLoss(), rows, rule, seed=seed, metrics=["accuracy"]
+        )
+
+    one, other = made(0), made(1)
+    with pytest.raises(heldin.HeldinError, match="use the same seed"):
+        other.load_state_dict(one.state_dict())
+    made(0).load_state_dict(one.state_dict())
+
+
+def test_a_resumed_run_knows_that_its_loss_is_of_another_kind() -> None:
+    """At step 0 label smoothing cannot be told from the cross-entropy: all logits are zero."""
+    x = torch.randn(60, 4, generator=torch.Generator().manual_seed(3))
+    rows, loss_fn = (x, (x[:, 0] > 0).long()), nn.CrossEntropyLoss(label_smoothing=0.1)
+
+    def made() -> tuple[nn.Module, Any, heldin.EarlyStopping]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        for parameter in model[2].parameters():
+            nn.init.zeros_(parameter)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+        return model, optimizer, heldin.EarlyStopping(model, optimizer, loss_fn, rows, "folds")
+
+    def train(model: nn.Module, optimizer: Any, first: int, last: int) -> None:
+        for step in range(first, last):
+            chosen = torch.randperm(60, generator=torch.Generator().manual_seed(step))[:15]
+            optimizer.zero_grad()
+            loss_fn(model(rows[0][chosen]), rows[1][chosen]).backward()
+            optimizer.step()
+
+    whole, half, resumed = made(), made(), made()
+    train(*whole[:2], 0, 60)
+    train(*half[:2], 0, 30)
+    for new, old in zip(resumed, half, strict=True):
+        new.load_state_dict(old.state_dict())
+    train(*resumed[:2], 30, 60)
+    assert whole[2].following.uncalibrated
+    assert resumed[2].temperature == whole[2].temperature == 1
+    assert resumed[2].estimates == whole[2].estimates
+
+
+def test_an_empty_list_of_state_says_nothing() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    heldin.EarlyStopping(model, optimizer, rule="evidence", state=[]).close()

@@ -252,7 +252,7 @@ def test_a_shadow_without_samples_takes_no_step() -> None:
     start, make = Pooled().double(), MAKERS["adamw"]
     loader = DataLoader(Sentences(), batch_size=1, shuffle=True, collate_fn=pad)
     stopping, _, steps = train(start, make, loader, 1, folds=2)
-    counts = [int(next(iter(s.optimizer.values()))["step"]) for s in stopping.backend.shadows]
+    counts = [int(s.optimizer[0]["step"]) for s in stopping.backend.shadows]
     assert sum(counts) == N < 2 * len(steps)
     check(stopping, start, make, steps)
 
@@ -517,3 +517,45 @@ def test_lbfgs() -> None:
         own.step(closure(twin, own, stopping.fold_of_row != 0))
     found = stopping.backend.weights_of(0)["weight"]
     torch.testing.assert_close(found.detach(), twin.weight.detach())
+
+
+class CountsInGroups(torch.optim.Optimizer):
+    """Its first step makes a setting of the group, which later steps read."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.02})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            for p in group["params"]:
+                p.sub_(group["lr"] / group["count"] * p.grad)
+
+
+def test_shadows_make_their_own_settings_of_groups() -> None:
+    x = torch.randn(30, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def made() -> tuple[nn.Module, CountsInGroups]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1).double()
+        return model, CountsInGroups(model.parameters())
+
+    def step(model: nn.Module, optimizer: CountsInGroups, rows: Tensor) -> None:
+        optimizer.zero_grad()
+        F.mse_loss(model(rows), rows[:, :1]).backward()
+        optimizer.step()
+
+    model, optimizer = made()
+    rule = heldin.rules.Folds(engine="replay")
+    stopping: Any = heldin.EarlyStopping(model, optimizer, F.mse_loss, (x, x[:, :1]), rule)
+    for _ in range(5):
+        step(model, optimizer, x)
+    for number in range(5):
+        twin = made()
+        for _ in range(5):
+            step(*twin, x[stopping.following.fold_of_row != number])
+        weights = stopping.following.backend.weights_of(number)
+        for name, p in twin[0].named_parameters():
+            assert torch.allclose(weights[name], p, rtol=1e-12)
+    stopping.close()

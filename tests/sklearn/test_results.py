@@ -173,3 +173,13 @@ def test_callbacks_of_scikit_learn(rule: str) -> None:
     model.fit(*cancer())
     assert (callback.epochs, callback.ended, model.n_iter_) == (5, 1, 5)
     assert model.predict(cancer()[0]).shape == (90,)
+
+
+def test_folds_of_rows_have_the_numbers_of_the_rows_given() -> None:
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(60, 3))
+    y = X[:, 0] + rng.normal(size=60)
+    X[50:], y[50:] = X[:10], y[:10]
+    run = MLPRegressor((4,), max_iter=3, random_state=0).fit(X, y).run_
+    record = run.record()
+    assert run.following.fold_of_row[record.rows].tolist() == record.folds.tolist()

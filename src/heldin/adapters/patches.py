@@ -97,7 +97,10 @@ class Patches(ExitStack):
 
 @contextmanager
 def replaced(places: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Replace attributes, each given as object, name and value, inside the context."""
+    """Replace attributes, each given as object, name and value, inside the context.
+
+    They are set past properties and `__setattr__`.
+    """
     new = list(places)
     old = [(owner, name, name in vars(owner), vars(owner).get(name)) for owner, name, _ in new]
     try:

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from heldin.errors import FrameworkName, HeldinError, HeldinWarning, more
 from heldin.loop.events import LoaderBatch
 from heldin.loop.hooks import call_at_steps
+from heldin.loop.items import ItemStore
 from heldin.loop.loaders import LoaderRecorder, inner_loader
 from heldin.loop.randomness import RandomState
 from heldin.loop.rows import TrainingRows, has_same_rows
@@ -235,7 +236,8 @@ class Session:
             inputs["eval_data"] = TrainingRows(eval_rows, None, prepare)
         inputs |= {"model": model, "optimizer": optimizer, "data": data, "batch_loss": loss}
         resumes = bool(self.next_state) or self.warns_itself
-        return follow(replace(self.inputs, resumes=resumes, **inputs), self.rule)
+        inputs |= {"resumes": resumes, "store": ItemStore()}  # each run reads rows of its own
+        return follow(replace(self.inputs, **inputs), self.rule)
 
     def begin_batch(self) -> None:
         """Prepare for a batch, which is trained on next."""

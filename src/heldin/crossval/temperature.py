@@ -160,7 +160,7 @@ class Calibrator:
         self._folds = folds
 
     def __call__(self, logits: Tensor, start: float = 2.0, exact: bool = False) -> Calibrated:
-        """Return what `cross_fitted` returns, and more.
+        """Return temperatures of all rows and without each fold, with the losses of rows at them.
 
         Args:
             logits: see `fit_temperature`.

@@ -133,9 +133,9 @@ class ShadowProcessGroup:
         grads = [torch.zeros_like(w) if w.grad is None else w.grad for w in weights]
         flat = torch.cat([t.detach().reshape(-1).to(dtype) for t in (loss, has, *grads)])
         dist.all_reduce(flat, group=self._group)
-        total, counts, *grads = flat.split([1, len(weights), *(w.numel() for w in weights)])
-        for weight, count, part in zip(weights, torch.real(counts).tolist(), grads, strict=True):
-            weight.grad = part.view_as(weight).to(weight.dtype) if count else None
+        total, some, *found = flat.split([1, len(weights), *(w.numel() for w in weights)])
+        for weight, known, part in zip(weights, torch.real(some).tolist(), found, strict=True):
+            weight.grad = part.view_as(weight).to(weight.dtype) if known else None
         return torch.real(total).reshape(()).to(loss.dtype)
 
     def largest(self, number: float, device: torch.device) -> float:

@@ -34,7 +34,6 @@ __all__ = [
     "fingerprint",
     "is_sliceable",
     "layout_of_tensors",
-    "map_tensors",
     "parts_of",
     "repack",
     "rows_in",
@@ -46,8 +45,6 @@ __all__ = [
 
 Collate = Callable[[list[Any]], Any]
 
-PLAIN = (bool, int, float, complex, str, bytes, type(None))
-FIXED = (*PLAIN, Tensor)  # parts of a batch that are not copied
 FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, partial)  # graphs can be called, too
 DEPTH = 5  # nested objects that are searched for tensors
 PROBES = 16  # values of a tensor in its fingerprint
@@ -97,11 +94,7 @@ def _compare(two: Any, three: Any) -> Layout:
     if type(two) is not type(three):
         raise _Unclear
     if _is_array(two):
-        sizes = list(zip(two.shape, three.shape, strict=True))  # a ValueError if one has more
-        growing = [dim for dim, (before, after) in enumerate(sizes) if before != after]
-        if growing and [sizes[dim] for dim in growing] != [(2, 3)]:
-            raise _Unclear
-        return Along(growing[0]) if growing else Shared()
+        return _growing_dimension(tuple(two.shape), tuple(three.shape))
     parts = parts_of(two)
     if parts is None:
         if _is_plain(two) and two == three:
@@ -113,6 +106,17 @@ def _compare(two: Any, three: Any) -> Layout:
     if parts.keys() != others.keys():
         raise _Unclear
     return {key: _compare(part, others[key]) for key, part in parts.items()}
+
+
+def _growing_dimension(two: tuple[int, ...], three: tuple[int, ...]) -> Layout:
+    if two == three:
+        return Shared()
+    changed = [d for d, (a, b) in enumerate(zip(two, three, strict=False)) if a != b]
+    if len(two) == len(three) and len(changed) == 1:
+        (dim,) = changed
+        if (two[dim], three[dim]) == (2, 3):
+            return Along(dim)
+    raise _Unclear
 
 
 def layout_of_tensors(data: Any, rows: int) -> Layout:
@@ -288,35 +292,28 @@ def addresses(tensor: Tensor) -> set[int]:
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """Return the batch with all its tensors on a device; itself if they are there already."""
-
-    def moved(leaf: Any) -> Any:
-        is_there = all(tensor.device == device for tensor in tensors_in(leaf))
-        return leaf if is_there or not callable(getattr(leaf, "to", None)) else leaf.to(device)
-
-    return _mapped(moved, batch)
+    if isinstance(batch, Tensor):
+        return batch.to(device)
+    parts = parts_of(batch)
+    if parts is None:
+        if not _is_plain(batch) and callable(getattr(batch, "to", None)):
+            if any(tensor.device != device for tensor in tensors_in(batch)):
+                return batch.to(device)
+        return batch
+    moved = {key: to_device(part, device) for key, part in parts.items()}
+    if all(moved[key] is part for key, part in parts.items()):
+        return batch
+    return _rebuild(batch, moved)
 
 
 def repack(batch: Any) -> Any:
     """Return the same tensors in new containers, from which a loss may take parts out."""
-    return _mapped(
-        lambda leaf: leaf if isinstance(leaf, FIXED) else _shallow_copy(leaf), batch, True
-    )
-
-
-def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
-    """Return a batch with other tensors."""
-    return _mapped(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, batch)
-
-
-def _mapped(function: Callable[[Any], Any], batch: Any, anew: bool = False) -> Any:
-    """Return a batch with other leaves; itself, unless it is made anew, if they are the same."""
+    if isinstance(batch, Tensor):
+        return batch
     parts = parts_of(batch)
     if parts is None:
-        return function(batch)
-    mapped = {key: _mapped(function, part, anew) for key, part in parts.items()}
-    if not anew and all(mapped[key] is part for key, part in parts.items()):
-        return batch
-    return _rebuild(batch, mapped)
+        return batch if _is_plain(batch) else _shallow_copy(batch)
+    return _rebuild(batch, {key: repack(part) for key, part in parts.items()})
 
 
 def _shallow_copy(value: Any) -> Any:
@@ -379,4 +376,4 @@ def _is_array(value: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    return isinstance(value, PLAIN)
+    return value is None or isinstance(value, (bool, int, float, complex, str, bytes))

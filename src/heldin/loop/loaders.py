@@ -220,8 +220,8 @@ class LoaderRecorder:
         self.has_new_size = len(rows) not in self._sizes and len(self._sizes) < SIZES
         self._sizes.add(len(rows))
         state = RandomState.current(torch_only=not self._records_random_state())
-        copied_batch = repack(batch)  # the loop may take parts out of its own
-        record = LoaderBatch(torch.tensor(rows, dtype=torch.long), copied_batch, items, state)
+        kept = repack(batch)  # the loop may take parts out of its batch
+        record = LoaderBatch(torch.tensor(rows, dtype=torch.long), kept, items, state)
         self._delivered.append(_Delivery(record, batch))
         self.drawn.update(rows)
         held = 0

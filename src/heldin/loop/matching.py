@@ -160,13 +160,13 @@ def rows_with_copies(rows: Rows) -> int:
 
     hashes = [_hashes(words(slice(i, i + LOOKED_AT)))[0] for i in range(0, n, LOOKED_AT)]
     _, member, counts = torch.cat(hashes).unique(return_inverse=True, return_counts=True)
-    copies = int((counts[member] > 1).sum())
-    if not copies:
+    found = int((counts[member] > 1).sum())
+    if not found:
         return 0
     some = words(slice(0, n, -(-n // LOOKED_AT)))
     columns = some[:, :: max(1, some.shape[1] // COLUMNS)].T
     different = max(len(column.unique()) for column in columns)
-    return copies if different >= max(20, len(some) / 5) else 0
+    return found if different >= max(20, len(some) / 5) else 0
 
 
 def warn_of_copies(owner: str, data: Any) -> None:
@@ -180,10 +180,10 @@ def warn_of_copies(owner: str, data: Any) -> None:
     if not are_columns(tensors):
         return
     rows = Rows(tuple(tensors[:-1]), tensors[-1])
-    copies = rows_with_copies(rows)
-    if copies > MANY_COPIES * len(rows):
+    found = rows_with_copies(rows)
+    if found > MANY_COPIES * len(rows):
         warnings.warn(
-            f"{owner}: {copies} of the {len(rows)} rows of data have an exact copy{IF_COPIES}",
+            f"{owner}: {found} of the {len(rows)} rows of data have an exact copy{IF_COPIES}",
             HeldinWarning,
             stacklevel=4,
         )
@@ -244,9 +244,9 @@ class _Table:
         if words.shape == self.words.shape and torch.equal(words, self.words):
             return torch.arange(len(words), device=words.device)
         place = torch.searchsorted(self.sorted, (words * self.form).sum(1))
-        rows = self.order[place.clamp(max=len(self.order) - 1)]
-        if not torch.equal(self.words[rows], words):
-            missing = (self.words[rows] != words).any(1).nonzero().flatten()
+        found = self.order[place.clamp(max=len(self.order) - 1)]
+        if not torch.equal(self.words[found], words):
+            missing = (self.words[found] != words).any(1).nonzero().flatten()
             raise HeldinError(
                 f"{len(missing)} of the {len(words)} rows that the model was called with are not "
                 f"rows of data (row {int(missing[0])} of the minibatch is the first). Were they "
@@ -254,16 +254,16 @@ class _Table:
                 "to evaluate other rows? Then do that under torch.no_grad()"
             )
         if not self.any_copies:
-            return rows
-        if bool(self.ambiguous[rows].any()):
-            row = int(rows[self.ambiguous[rows]][0])
+            return found
+        if bool(self.ambiguous[found].any()):
+            row = int(found[self.ambiguous[found]][0])
             raise HeldinError(
                 f"row {row} of data has copies with the same inputs and other targets, so the "
                 f"inputs do not tell which of them a minibatch holds: {WAY_OUT}"
             )
-        result = rows.clone()
-        for position in (self.copies[rows] > 1).nonzero().flatten().tolist():
-            group = int(rows[position])
+        result = found.clone()
+        for position in (self.copies[found] > 1).nonzero().flatten().tolist():
+            group = int(found[position])
             turn = turns.get(group, 0)
             turns[group] = turn + 1
             shift = turn % int(self.copies[group])

@@ -138,9 +138,7 @@ def refuse_other_order(owner: str, source: RowSource, view: RowSource) -> None:
     in another order if they are found at other rows.
     """
     numbers = list(_spread(source.count, COMPARED))
-    mine, theirs = (
-        [_last(_read(each, [i], stream=1)[0]) for i in numbers] for each in (source, view)
-    )
+    mine, theirs = ([_last(_item(each, i)) for i in numbers] for each in (source, view))
     other = [
         place
         for place, (one, two) in enumerate(zip(mine, theirs, strict=True))
@@ -164,6 +162,10 @@ def refuse_other_order(owner: str, source: RowSource, view: RowSource) -> None:
 def _is_measured(target: Any) -> bool:
     """Return whether a target is no class and no text."""
     return isinstance(target, float) or (isinstance(target, Tensor) and target.is_floating_point())
+
+
+def _item(source: RowSource, row: int) -> Any:
+    return _read(source, [row], stream=1)[0]
 
 
 def _read(source: RowSource, rows: list[int], stream: int, fresh: bool = False) -> list[Any]:

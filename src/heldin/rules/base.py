@@ -31,7 +31,7 @@ def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @contextmanager
 def evaluation(model: nn.Module) -> Iterator[None]:
-    """Call a model in evaluation mode, without gradients; its modes are put back."""
+    """Put a model into evaluation mode, without gradients; its modes are put back."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

@@ -263,6 +263,13 @@ class FoldStopping(PathStopping):
         self._folds = int(labels.max()) + 1
         return keep_first_folds(labels, self._checked_shadows())
 
+    def renumber(self, numbers: Tensor) -> None:
+        """Give row i the number `numbers[i]` in all results of a finished run."""
+        super().renumber(numbers)
+        folds = self.fold_of_row.new_full((int(numbers.max()) + 1,), -1)
+        folds[numbers] = self.fold_of_row
+        self.fold_of_row = folds
+
     def _sees_rows(self, labels: Tensor, shadow: int) -> Tensor:
         """Return which rows a shadow may see, as booleans."""
         if self._sees is not None:
@@ -326,7 +333,7 @@ class FoldStopping(PathStopping):
         assert isinstance(self._backend, ReplayedShadows)
         self._same.check()
         self._store.close()
-        result, rows = self._backend.train_on(batch, self._numbers(indices))
+        result, rows = self._backend.train_on(batch, self._numbers(indices), self._step)
         self._seen += rows
         self._step += len(self.observer.take())
         self.observer.forget()

@@ -25,7 +25,7 @@ __all__ = ["RunInputs"]
 class RunInputs:
     """The model, its optimiser, the loss, the rows, and what the loop does with them, checked.
 
-    The fields are arguments of `heldin.EarlyStopping`, which documents them.
+    Fields without a comment are arguments of `heldin.EarlyStopping`, which documents them.
     """
 
     model: Any

@@ -385,7 +385,8 @@ class Displacements:
         check_schema(state, {**kinds, "groups": [[float]], "batch": float}, "['rule']")
         if [len(group) for group in state["groups"]] != [3] * len(self._groups):
             raise ValueError(f"{len(state['groups'])} parameter groups, not {len(self._groups)}")
-        self._probes = state["probes"].to(self._probes.device)
+        if not torch.equal(state["probes"].cpu(), self._probes.cpu()):
+            raise ValueError("other rows carry a displacement; use the same seed and probes")
         self._displacements = state["moved"].to(self._displacements)
         self._basis = state["basis"].to(self._basis)
         self._groups = [UnitGradientPath(*values) for values in state["groups"]]

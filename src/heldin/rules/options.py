@@ -66,6 +66,7 @@ class Rule(NamedArguments):
         takes = NOT_ALWAYS_USED if self.takes is None else self.takes
         for name in NOT_ALWAYS_USED:
             value, default = arguments.get(name), defaults.get(name)
+            value = tuple(value) if isinstance(value, list) else value  # state=[] says nothing
             plain = isinstance(value, (str, int, tuple)) and value == default
             if name not in takes and value is not default and not plain:
                 instead = self.instead.get(name, "leave it out, or use rule='folds'")

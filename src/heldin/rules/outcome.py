@@ -124,6 +124,10 @@ class Outcome(Saved):
         "_temperatures": [float],
         "monitored": [float],
         "members": [{str: Tensor}],
+        "binary": (bool, None),
+        "calibrates": bool,
+        "uncalibrated": str,
+        "_probabilities": bool,
     }
 
     def __init__(self, options: OutputOptions, memory: int) -> None:

@@ -68,7 +68,7 @@ class PathStopping(StoppingRule):
     that were not trained on.
     """
 
-    _state_version = 2
+    _state_version = 3
     _state_schema = STATE_SCHEMA
     _saved: ClassVar[dict[str, Any]] = {
         "history": HISTORY,
@@ -606,12 +606,11 @@ class PathStopping(StoppingRule):
     def _state(self) -> dict[str, Tensor]:
         """Return what is kept at a check and restored: trained weights, and buffers."""
         assert self._model is not None
-        tensors = trained_tensors(self._model)
-        if self._average is not None:
-            averages = dict(self._average.named_parameters())
-            tensors = {name: averages[name] for name in tensors if name in averages}
-            tensors |= dict(self._average.named_buffers())
-        return tensors
+        if self._average is None:
+            return trained_tensors(self._model)
+        averages = dict(self._average.named_parameters())
+        trained = [name for name, p in self._model.named_parameters() if p.requires_grad]
+        return {name: averages[name] for name in trained} | dict(self._average.named_buffers())
 
     def _snapshot(self) -> dict[str, Tensor]:
         snapshot = copied(self._state())

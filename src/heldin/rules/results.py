@@ -62,6 +62,22 @@ class Check(NamedTuple):
     larger_is_better: bool
 
 
+class _OnCheck:
+    """A call of a user's function with the results of a run, as long as these are there."""
+
+    def __init__(self, results: RunResults, function: Callable[[Any], Any]) -> None:
+        self._results, self._function = weakref.ref(results), function
+
+    def __call__(self) -> None:
+        results = self._results()
+        if results is not None:
+            self._function(results)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _OnCheck:
+        results = self._results()
+        return self if results is None else _OnCheck(copy.deepcopy(results, memo), self._function)
+
+
 class RunResults:
     """Results of a run, for `heldin.EarlyStopping` and for those of the frameworks."""
 
@@ -75,8 +91,8 @@ class RunResults:
     @property
     def best_epoch(self) -> int | None:
         """The epoch, from 0 on, in which the best step lies; None if epochs are not known."""
-        step = self.best_step
-        epoch = None if step is None else self._followed().run.epoch(step)
+        step, run = self.best_step, getattr(self._followed(), "run", None)
+        epoch = None if step is None or run is None else run.epoch(step)
         return None if epoch is None else max(0, epoch - 1)
 
     @property
@@ -165,14 +181,7 @@ class RunResults:
             raise HeldinError(
                 f"{self._owner}: on_check must be a function of this object, got {on_check!r}"
             )
-        alive = weakref.ref(self)
-
-        def tell() -> None:
-            results = alive()
-            if results is not None:
-                on_check(results)
-
-        return tell
+        return _OnCheck(self, on_check)
 
     def plan(self) -> Plan:
         """Return the length and the temperature of this run, to repeat it without heldin.

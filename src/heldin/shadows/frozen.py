@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from heldin._private_torch import BatchNorm, Dropout
-from heldin.loop.batches import bytes_in, equal, map_tensors, tensors_in
+from heldin._private_torch import BatchNorm, Dropout, tree_map
+from heldin.loop.batches import bytes_in, equal, tensors_in
 from heldin.loop.hooks import record_calls, replaced_forwards
 
 __all__ = ["FrozenOutputs", "frozen_modules"]
@@ -106,11 +106,11 @@ class FrozenOutputs:
             key, is_first = (module, number), module not in seen
             if is_first and key in self._held and _is_same((args, kwargs), self._held[key][0]):
                 self.reused += 1
-                return map_tensors(Tensor.clone, self._held[key][1])
+                return tree_map(Tensor.clone, self._held[key][1])
             output = original(*args, **kwargs)
             if is_first and _is_deterministic(module):
                 self._memory += bytes_in(self._held.pop(key, None))
-                call = map_tensors(Tensor.detach, ((args, dict(kwargs)), output))
+                call = tree_map(Tensor.detach, ((args, dict(kwargs)), output))
                 if bytes_in(call) <= self._memory:
                     self._memory -= bytes_in(call)
                     self._held[key] = call
@@ -141,7 +141,7 @@ def _selected(tree: Any, index: Tensor, size: int) -> Any:
     """Return the rows of an output; None if a tensor has no row for each sample."""
     if any(t.dim() == 0 or len(t) != size for t in tensors_in(tree)):
         return None
-    return map_tensors(lambda t: t.index_select(0, index.to(t.device)), tree)
+    return tree_map(lambda t: t.index_select(0, index.to(t.device)), tree)
 
 
 def _is_selection(tree: Any, whole: Any, index: Tensor, size: int) -> bool:
@@ -151,7 +151,7 @@ def _is_selection(tree: Any, whole: Any, index: Tensor, size: int) -> bool:
         has_rows = tensor.dim() > 0 and len(tensor) == size
         return tensor.index_select(0, index.to(tensor.device)) if has_rows else tensor
 
-    return _is_same(tree, map_tensors(rows_of, whole))
+    return _is_same(tree, tree_map(rows_of, whole))
 
 
 def _is_same(one: Any, other: Any) -> bool:

@@ -30,7 +30,7 @@ EXAMPLE = 8  # rows of a batch on which the last layer of a model is examined
 TRIED = (16, 12, 8)  # rows of the batches on which the kind of a loss is decided
 AGREEMENT = {torch.float64: 1e-9, torch.float32: 2e-5}  # relative, of the losses of two batches
 COARSE = 1e-2  # for losses of lower precision
-CALLS = 8  # evaluations of a batch, if its loss draws random numbers
+REPEATS = 8  # evaluations of a batch, if its loss draws random numbers
 ERRORS = 5.0  # standard errors within which means of such losses agree
 
 
@@ -131,10 +131,10 @@ class HeldOut:
         elif not self._has_row_losses:
             self._size = max(1, sum(map(len, rows)) // BLOCKS)
         self._make_blocks(rows)
-        # batches that are kept, by the random stream and the rows, and bytes left for others
-        self._batches: dict[tuple[int, ...], Any] = {}
-        self._room, self._looks = memory, 0
-        self._leave_bad_rows_out(rows)
+        self._room = 0  # bytes that are left of the memory
+        self._training_batches: dict[tuple[int, ...], list[tuple[Any, int]]] = {}
+        self._cached, self._looks = self._read_within(memory), 0
+        self._leave_bad_rows_out(rows, memory)
         self.rows = torch.cat([block for _, block in self._blocks]).cpu()
         self.rows, self._order = self.rows.sort()  # numbers of the rows, in order
         self.held = len(self.rows)
@@ -194,7 +194,7 @@ class HeldOut:
                 self._compare_losses(batch, whole, size)
             self._has_row_losses = whole.dim() > 0 and whole.numel() == size and size > 1
             if not self._has_row_losses and size > 1:
-                votes.add(self._vote([batch, *parts], cut, size))
+                votes.add(self._vote(batch, parts, cut, size, float(whole)))
             if start == 0 and not self._has_row_losses:
                 first = (recorder.of(size), float(whole))
         votes.discard(None)
@@ -221,36 +221,45 @@ class HeldOut:
                 abs(mean - value) <= 1e-3 * abs(value) for value in (trained, trained / rows)
             )
 
-    def _vote(self, batches: list[Any], cut: int, rows: int, calls: int = 1) -> str | None:
+    def _vote(self, batch: Any, parts: list[Any], cut: int, rows: int, both: float) -> str | None:
         """Return whether the loss of a batch is the mean or the sum of the losses of two parts.
 
-        batches: one of `rows` rows, and its two parts, the first with `cut` rows; calls: number of
-        evaluations of each, several for a loss that draws random numbers (a VAE). None: the batch
-        does not show it (all losses are zero or nan).
+        None: the batch does not show it (all losses are zero or nan).
         """
         try:
-            each = [
-                [float(self._evaluate(b, self._eval_loss)) for _ in range(calls)] for b in batches
-            ]
+            one, other = (float(self._evaluate(part, self._eval_loss)) for part in parts)
         except (RuntimeError, ValueError):  # a loss that needs more rows
             return "neither"
-        values, share = torch.tensor(each, dtype=torch.float64), cut / rows
-        size = float(values.mean(1).abs().sum())
+        size = abs(both) + abs(one) + abs(other)
         if not 0 < size < float("inf"):
             return None
-        kinds = []
-        for kind, weights in (("mean", (1, -share, share - 1)), ("sum", (1, -1, -1))):
-            factors = torch.tensor(weights, dtype=torch.float64)
-            room = self._close * size
-            if calls > 1:
-                room = ERRORS * float((values.var(1) * factors.square()).sum() / calls) ** 0.5
-            if abs(float(values.mean(1) @ factors)) <= room:
-                kinds.append(kind)
-        if len(kinds) == 1:
-            return kinds[0]
-        if calls == 1 and float(self._evaluate(batches[1], self._eval_loss)) != each[1][0]:
-            return self._vote(batches, cut, rows, CALLS)
-        return "neither"
+        if abs(both - (cut * one + (rows - cut) * other) / rows) <= self._close * size:
+            return "mean"
+        if abs(both - one - other) <= self._close * size:
+            return "sum"
+        if float(self._evaluate(parts[0], self._eval_loss)) == one:
+            return "neither"
+        return self._vote_on_means([batch, *parts], cut, rows)
+
+    def _vote_on_means(self, batches: list[Any], cut: int, rows: int) -> str:
+        """Decide on means over several evaluations, for a loss that draws random numbers (a VAE).
+
+        batches: one of `rows` rows, and its two parts, the first with `cut` rows.
+        """
+        each = [
+            [float(self._evaluate(b, self._eval_loss)) for _ in range(REPEATS)] for b in batches
+        ]
+        values = torch.tensor(each, dtype=torch.float64)
+        both, one, other = values.mean(1).tolist()
+        both_var, one_var, other_var = (values.var(1) / REPEATS).tolist()
+        share = cut / rows
+        mean_off = abs(both - share * one - (1 - share) * other)
+        mean_var = both_var + share**2 * one_var + (1 - share) ** 2 * other_var
+        is_mean = mean_off <= ERRORS * mean_var**0.5
+        is_sum = abs(both - one - other) <= ERRORS * (both_var + one_var + other_var) ** 0.5
+        if is_mean == is_sum:
+            return "neither"
+        return "mean" if is_mean else "sum"
 
     def _refuse_changes(self, batch: Any) -> None:
         """Refuse a loss that changes the values of a batch in place when it is called again.
@@ -273,18 +282,18 @@ class HeldOut:
     def _read(self, rows: Tensor, stream: int = 0) -> Any:
         return to_device(self._view.read(rows, stream), self._device)
 
-    def _batch(self, rows: Tensor, stream: int = 0) -> Any:
-        """Return a batch of rows; keep it if there is room."""
-        key = (stream, *rows.tolist())
-        if key not in self._batches:
-            batch = self._read(rows, stream)
-            if bytes_in(batch) > self._room:
-                return batch
-            self._room -= bytes_in(batch)
-            self._batches[key] = batch
-        return self._batches[key]
+    def _read_within(self, memory: int) -> list[Any] | None:
+        """Return the batches of this process, if there is room for all of them."""
+        batches = []
+        for number, (_, block) in enumerate(self._own_blocks()):
+            batches.append(self._read(block, number))
+            memory -= bytes_in(batches[-1])
+            if memory < 0:
+                return None
+        self._room = memory
+        return batches
 
-    def _leave_bad_rows_out(self, rows: list[Tensor]) -> None:
+    def _leave_bad_rows_out(self, rows: list[Tensor], memory: int) -> None:
         """Leave rows out of the estimate whose loss is not a number before training begins."""
         if self._ranks is not None:
             return  # all ranks must have the same blocks
@@ -308,8 +317,7 @@ class HeldOut:
         for number, each in enumerate(rows):
             rows[number] = each[~torch.isin(each.cpu(), out).to(each.device)]
         self._make_blocks(rows)
-        self._room += sum(map(bytes_in, self._batches.values()))
-        self._batches = {}
+        self._cached, self._looks = self._read_within(memory), 0
         left = sum(len(block) for _, block in self._blocks)
         shown = ", ".join(map(str, self.bad_rows[:5])) + (" ..." if len(bad) > 5 else "")
         warnings.warn(
@@ -348,19 +356,22 @@ class HeldOut:
         for number, group in groupby(enumerate(self._own_blocks()), key=lambda each: each[1][0]):
             yield (
                 number,
-                ((block, self._batch(block, i)) for i, (_, block) in group),
+                (
+                    (block, self._read(block, i) if self._cached is None else self._cached[i])
+                    for i, (_, block) in group
+                ),
             )
 
     def _drop_stale_cache(self) -> None:
         """Read rows at every check if some have changed; each check looks at another block."""
         self._view.refresh()
-        if self._batches:
-            key = list(self._batches)[self._looks % len(self._batches)]
+        if self._cached:
+            number = self._looks % len(self._cached)
             self._looks += 1
-            stream, *rows = key
-            again = self._read(torch.tensor(rows), stream)
-            if not equal(list(tensors_in(self._batches[key])), list(tensors_in(again))):
-                self._batches, self._room = {}, 0
+            again = self._read(self._own_blocks()[number][1], number)
+            pairs = zip(tensors_in(self._cached[number]), tensors_in(again), strict=True)
+            if not all(equal(before, now) for before, now in pairs):
+                self._cached, self._training_batches = None, {}
 
     # -- losses
 
@@ -443,9 +454,17 @@ class HeldOut:
         return collector.outputs(torch.arange(rows))
 
     def batches_of(self, rows: Tensor) -> list[tuple[Any, int]]:
-        """Return batches of rows, with their sizes."""
+        """Return batches of rows, with their sizes; kept if the held-out rows are."""
+        numbers = tuple(rows.tolist())
+        if numbers in self._training_batches:
+            return self._training_batches[numbers]
         blocks = _split(rows, self._size, self.kind == "neither")
-        return [(self._batch(block), len(block)) for block in blocks]
+        batches = [(self._read(block), len(block)) for block in blocks]
+        size = sum(bytes_in(batch) for batch, _ in batches)
+        if self._cached is not None and size <= self._room:
+            self._room -= size
+            self._training_batches[numbers] = batches
+        return batches
 
     def mean_loss(self, batches: list[tuple[Any, int]]) -> float:
         """Return the mean loss of batches on whatever is in the model."""

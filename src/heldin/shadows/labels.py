@@ -100,13 +100,13 @@ def visible(labels: Tensor, shadow: int | Tensor, in_time: bool) -> Tensor:
 
 def given_folds(owner: str, folds: Tensor | Sequence[int], n: int) -> Tensor:
     """Fold numbers 0, 1, ... from whatever numbers the user has given."""
-    numbers = torch.as_tensor(folds)
-    if numbers.shape != (n,) or numbers.is_floating_point():
+    given = torch.as_tensor(folds)
+    if given.shape != (n,) or given.is_floating_point():
         raise HeldinError(
             f"{owner}: folds must be a number or one whole number for each of the {n} rows"
         )
-    names, labels = numbers.unique(return_inverse=True)
-    if len(names) < 2:
+    known, labels = given.unique(return_inverse=True)
+    if len(known) < 2:
         raise HeldinError(f"{owner}: folds must name at least two folds")
     return torch.as_tensor(labels)
 
@@ -156,13 +156,13 @@ def numbered(
     """(n,) whole numbers in place of values of whatever kind; in_order: in that of the values."""
     if values is None:
         return None
-    entries = values.tolist() if hasattr(values, "tolist") else values
-    if not isinstance(entries, Iterable) or len(entries := [*entries]) != n:
+    given = values.tolist() if hasattr(values, "tolist") else values
+    if not isinstance(given, Iterable) or len(given := [*given]) != n:
         raise HeldinError(
             f"{name}: {argument} must be a list or tensor that names one for each of the {n} rows, "
             f"got {type(values).__name__}"
         )
-    for row, value in enumerate(entries):
+    for row, value in enumerate(given):
         if value is None or value != value or not isinstance(value, Hashable):
             raise HeldinError(
                 f"{name}: {argument} must be one name or number for each row; row {row} has "
@@ -170,10 +170,10 @@ def numbered(
             )
     numbers: dict[Any, int] = {}
     if in_order:
-        if any(isinstance(value, str) for value in entries):
+        if any(isinstance(value, str) for value in given):
             raise HeldinError(
                 f"{name}: {argument} must be numbers or dates, not text, whose order may be "
                 "another; convert it, with pandas.to_datetime for instance"
             )
-        numbers = {value: number for number, value in enumerate(sorted(set(entries)))}
-    return torch.tensor([numbers.setdefault(value, len(numbers)) for value in entries])
+        numbers = {value: number for number, value in enumerate(sorted(set(given)))}
+    return torch.tensor([numbers.setdefault(value, len(numbers)) for value in given])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -78,16 +77,16 @@ class PerRowLoss:
                 f"{type(total).__name__ if not isinstance(total, Tensor) else tuple(total.shape)}"
             )
         separate = _separate(loss_fn, outputs, targets)
-        by_row = separate or _one_by_one(loss_fn, outputs, targets)
-        row_losses = by_row(outputs, targets)
+        found = separate or _one_by_one(loss_fn, outputs, targets)
+        raw = found(outputs, targets)
         kind: Literal["mean", "sum", "other"] = "other"
-        if torch.allclose(total, row_losses.mean(), rtol=1e-4, atol=1e-7):
+        if torch.allclose(total, raw.mean(), rtol=1e-4, atol=1e-7):
             kind = "mean"
-        elif torch.allclose(total, row_losses.sum(), rtol=1e-4, atol=1e-7):
+        elif torch.allclose(total, raw.sum(), rtol=1e-4, atol=1e-7):
             kind = "sum"
 
         def per_row(o: Tensor, t: Tensor) -> Tensor:
-            rows = by_row(o, t)
+            rows = found(o, t)
             if rows.dim() == 1:
                 return rows
             return rows.flatten(1).sum(1) if kind == "sum" else rows.flatten(1).mean(1)
@@ -145,7 +144,7 @@ class PerRowLoss:
             free = outputs.detach().requires_grad_()
             targets = targets if own_rows else targets.expand(len(free), *targets.shape)
             models = zip(free, targets, keep, strict=True)
-            losses = [self.loss_fn(o[rows], t[rows]) for o, t, rows in models if bool(rows.any())]
+            losses = [self.loss_fn(o[kept], t[kept]) for o, t, kept in models if bool(kept.any())]
             total = sum(losses, free.new_zeros(()))
             if not total.requires_grad:
                 return torch.zeros_like(outputs)
@@ -165,19 +164,23 @@ def criterion_state(loss_fn: LossFunction) -> tuple[Any, ...]:
 
 def _separate(loss_fn: LossFunction, outputs: Tensor, targets: Tensor) -> LossFunction | None:
     """Return the function with reduction="none", if that gives one loss per row."""
-    by_row: LossFunction
+    found: LossFunction
     if isinstance(loss_fn, nn.Module) and hasattr(loss_fn, "reduction"):
-        by_row = copy.copy(loss_fn)
-        vars(by_row)["reduction"] = "none"
+        loose = copy.copy(loss_fn)
+        vars(loose)["reduction"] = "none"
+        found = loose
     else:
         try:
             if "reduction" not in inspect.signature(loss_fn).parameters:
                 return None
         except (TypeError, ValueError):
             return None
-        by_row = functools.partial(loss_fn, reduction="none")  # type: ignore[call-arg]
-    row_losses = by_row(outputs, targets)
-    return by_row if row_losses.dim() >= 1 and len(row_losses) == len(outputs) else None
+
+        def found(o: Tensor, t: Tensor) -> Tensor:
+            return loss_fn(o, t, reduction="none")  # type: ignore[call-arg]
+
+    raw = found(outputs, targets)
+    return found if raw.dim() >= 1 and len(raw) == len(outputs) else None
 
 
 def _one_by_one(loss_fn: LossFunction, outputs: Tensor, targets: Tensor) -> LossFunction:
@@ -230,7 +233,7 @@ class RowLossRecorder(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._losses: list[tuple[Tensor, str]] = []  # of rows, and the reduction of the loss
+        self._found: list[tuple[Tensor, str]] = []
 
     def __torch_function__(
         self,
@@ -241,18 +244,18 @@ class RowLossRecorder(TorchFunctionMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if func in LOSSES and isinstance(result, Tensor) and result.dim() == 0:
-            call = LOSSES[func].bind(*args, **(kwargs or {}))
-            reduction = call.arguments.get("reduction", "mean")
-            call.arguments["reduction"] = "none"
-            self._losses.append((func(*call.args, **call.kwargs).detach(), reduction))
+            given = LOSSES[func].bind(*args, **(kwargs or {}))
+            how = given.arguments.get("reduction", "mean")
+            given.arguments["reduction"] = "none"
+            self._found.append((func(*given.args, **given.kwargs).detach(), how))
         return result
 
     def of(self, rows: int) -> Tensor | None:
         """(rows,) if exactly one loss was taken, over this number of rows; else None."""
-        if len(self._losses) != 1:
+        if len(self._found) != 1:
             return None
-        losses, reduction = self._losses[0]
+        losses, how = self._found[0]
         if losses.dim() == 0 or len(losses) != rows:
             return None
         each = losses.reshape(rows, -1)
-        return each.sum(1) if reduction == "sum" else each.mean(1)
+        return each.sum(1) if how == "sum" else each.mean(1)

@@ -11,17 +11,9 @@ from torch.optim import Optimizer
 from heldin._private_torch import version_of
 from heldin.errors import HeldinError
 
-__all__ = ["ParameterGuard", "parameters_in"]
+__all__ = ["ParameterGuard"]
 
 ANEW = "make a new stopping object when the parameters change"
-
-
-def parameters_in(objects: Sequence[Any]) -> list[Tensor]:
-    """Return the parameters of modules and of optimisers; those of other objects are unknown."""
-    groups = [each.parameters() for each in objects if isinstance(each, nn.Module)]
-    optimizers = [each for each in objects if isinstance(each, Optimizer)]
-    groups += [group["params"] for each in optimizers for group in each.param_groups]
-    return [p for group in groups for p in group]
 
 
 class ParameterGuard:
@@ -35,7 +27,12 @@ class ParameterGuard:
         self._optimizer = optimizer
         self._names = {id(p): name for name, p in model.named_parameters()}
         self._trained = _trained(optimizer)
-        mine = {id(p) for group in (*self._trained, parameters_in(state)) for p in group}
+        mine = {id(p) for group in self._trained for p in group}
+        for each in state:  # exchanged as a whole
+            if isinstance(each, nn.Module):
+                mine |= {id(p) for p in each.parameters()}
+            elif isinstance(each, Optimizer):
+                mine |= {id(p) for group in each.param_groups for p in group["params"]}
         self._shared = [(n, p) for n, p in model.named_parameters() if id(p) not in mine]
         self._versions: list[int] | None = None
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from heldin._private_torch import BatchNorm
+from heldin._private_torch import BatchNorm, version_of
 from heldin.capture.sharding import fully_sharded
 from heldin.crossval import OutOfFold
 from heldin.errors import HeldinError, refusal, way_out
@@ -27,21 +27,15 @@ from heldin.loop.randomness import (
 from heldin.loop.rows import RowSource
 from heldin.state.schema import check_schema
 
-from .exchange import (
-    Exchange,
-    Session,
-    ShadowState,
-    group_settings,
-    has_evaluation_mode,
-    places_of,
-)
+from .exchange import Exchange, Session, ShadowState, group_settings, has_evaluation_mode
 from .frozen import FrozenOutputs
 from .held_out import BatchLoss, FrameworkLoss, HeldOut, as_number
 from .labels import visible
 from .light import RowDraw, level_rows
 from .outputs import OutputRecipe
 from .plain_step import restored_at_calls
-from .step_check import StepCheck, StepRecord, scaled, summed
+from .step_check import StepCheck, StepRecord, scaled
+from .variables import Variables
 
 __all__ = [
     "CHANGED",
@@ -76,6 +70,10 @@ RESULTS = {
 }  # fmt: skip
 REPEATS = 6  # calls of the user's function that are compared with its first one
 EVALUATION = -3  # number of the random stream of evaluations
+
+
+class _SingleRow(Exception):
+    """Raised where a batch normalisation cannot be trained on a single row."""
 
 
 class ReplayedShadows:
@@ -117,12 +115,15 @@ class ReplayedShadows:
         self.recorder = source.recorder  # of the loop's loader, if data is one
         self._clip, self._seed, self._ranks = clip, seed, ranks
         self._train_step = train_step
+        self._values_after: dict[str, Any] | None = None  # of the user's variables
         self._teachers: dict[str, tuple[nn.Module, list[tuple[int, int]]]] | None = None
         self.draw, self._in_time = RowDraw(rows, seed), in_time
         self.label, self.copies = labels.cpu(), int(labels.max()) + 1
-        self._exchange = Exchange(model, optimizer, state, owner, True, train_step)
+        self._exchange = Exchange(model, optimizer, state, owner, has_shadows=True)
         self._trained = list(self._exchange.trained.values())
         self._device = self._trained[0].device
+        # around the user's function
+        self._variables = None if train_step is None else self._exchange.surroundings(train_step)
         self.shadows = [self._exchange.new_state() for _ in range(self.copies)]
         self._relaxed = isinstance(loss, FrameworkLoss) or ranks is not None
         self.check = StepCheck(
@@ -210,7 +211,7 @@ class ReplayedShadows:
             if record is not None:
                 self._verify(step, record, session, batches)
             for number, shadow in enumerate(self.shadows):
-                with self._random_stream(self._steps, number):
+                with self._random_stream(self._steps, number), suppress(_SingleRow):
                     self._replay(session, shadow, number, step, batches)
         self._exchange.keep_own(self.shadows, certain=False)
         self.frozen.forget()
@@ -218,40 +219,56 @@ class ReplayedShadows:
         rows = sum(len(batch.rows) for batch in batches)
         return rows if self._ranks is None else int(self._ranks.add([rows], self._device)[0])
 
-    def train_on(self, batch: Any, index: Tensor | None) -> tuple[Any, int]:
+    def train_on(self, batch: Any, index: Tensor | None, number: int) -> tuple[Any, int]:
         """Call the user's function for the model and for every shadow.
 
-        index: numbers of the rows, if they are given. Returns what the function returned for the
-        model, and the number of rows.
+        index: numbers of the rows, if they are given; number: of steps so far. Returns what the
+        function returned for the model, and the number of rows.
         """
-        exchange, variables = self._exchange, self._exchange.variables
+        exchange, variables = self._exchange, self._variables
         assert self._train_step is not None
+        assert variables is not None
         self.check.check_weights()
         self.check.check_optimizer()
         (record,) = self._source.micro_batches([(batch, index)], ())
-        exchange.note_start()
+        exchange.note_attributes()
         settings = group_settings(exchange.optimizer)
         modes = [module.training for module in exchange.modules]
-        self._refuse_iterators()
+        before = variables.read()
+        self._refuse_iterators(variables)
+        for shadow in self.shadows:
+            variables.take_over(shadow.variables, self._values_after, before)
         looks = self.check.due
         start = self._start_of_call() if looks else None
-        copied = repack(batch) if looks else None  # the function may take parts out of its batch
+        kept = repack(batch) if looks else None  # the function may take parts out of its batch
         result = self._train_step(batch)
+        variables.note_changes()
+        after = variables.read()
+        self._refuse_iterators(variables)
+        self._refuse_kept_rows(before, after, len(record.rows))
         exchange.note_group_state(settings, group_settings(exchange.optimizer))
         exchange.note_step()
-        self._refuse_iterators()
-        self._refuse_kept_rows(len(record.rows))
         exchange.follow_the_loop(self.shadows)
+        for name, kept_value in variables.own_values(before, after).items():
+            for shadow in self.shadows:
+                shadow.variables.setdefault(name, kept_value)
         self._steps += 1
         self._settings = settings
         fingerprints = variables.fingerprints() if looks else {}
         with torch.inference_mode(False), exchange.session() as session, exchange.modes(modes):
-            if start is not None:
-                self._check_repeats(session, start, settings, copied, fingerprints)
-            for number, shadow in enumerate(self.shadows):
-                with self._random_stream(self._steps, number):
-                    self._replay_function(session, shadow, number, record, settings)
+            try:
+                if start is not None:
+                    self._check_repeats(session, start, settings, before, kept, fingerprints)
+                for shadow_number, shadow in enumerate(self.shadows):
+                    inserted = before | shadow.variables
+                    variables.write(inserted)
+                    with self._random_stream(self._steps, shadow_number), suppress(_SingleRow):
+                        self._replay_function(session, shadow, shadow_number, record, settings)
+                    shadow.variables |= variables.changes(inserted, variables.read())
+            finally:
+                variables.write(after)
         exchange.keep_own(self.shadows, certain=True)
+        self._values_after = after
         variables.refuse_changed(fingerprints)
         self.frozen.forget()
         self.check.count_step()
@@ -259,17 +276,16 @@ class ReplayedShadows:
 
     def _start_of_call(self) -> tuple[ShadowState, RandomState]:
         """Return what a call of the user's function starts from."""
-        state = self._exchange.new_state(self._exchange.read_variables())
+        state = self._exchange.new_state(with_attributes=True)
         grads = [p.grad for p in self._exchange.tensors]
         state.grads = [None if g is None else g.detach().clone() for g in grads]
         return state, RandomState.current(self._device)
 
-    def _refuse_iterators(self) -> None:
+    def _refuse_iterators(self, variables: Variables) -> None:
         """Refuse a function that can draw from an iterator: a call cannot be taken back."""
-        iterators = self._exchange.variables.iterators
-        if iterators:
+        if variables.iterators:
             raise HeldinError(
-                f"train_step: it can draw from {iterators[0]!r}, an iterator, and what a "
+                f"train_step: it can draw from {variables.iterators[0]!r}, an iterator, and what a "
                 "shadow draws cannot be put back, so that the model would miss it. Draw before the "
                 "call, into a variable that the function reads: extra = next(iterator); "
                 "stopping.train(batch)"
@@ -280,6 +296,7 @@ class ReplayedShadows:
         session: Session,
         start: tuple[ShadowState, RandomState],
         settings: Sequence[Mapping[str, Any]],
+        before: Mapping[str, Any],
         batch: Any,
         fingerprints: Mapping[str, Any],
     ) -> None:
@@ -288,15 +305,17 @@ class ReplayedShadows:
         It is called before any shadow, several times at first: a counter may count to five.
         """
         assert self._train_step is not None
+        assert self._variables is not None
         error, calls = 0.0, REPEATS if self._steps == 1 else 1
         for _ in range(calls):
+            Variables.write(before)
             session.insert(start[0].copy(), settings, with_gradients=True)
             with self._random_stream(-1, 0), torch.enable_grad():
                 start[1].restore()
                 self._train_step(repack(batch))
             error = max(error, session.difference(start[0]))
         error = self.check.largest(error)
-        self._exchange.variables.refuse_changed(fingerprints)
+        self._variables.refuse_changed(fingerprints)
         if error > self.check.tolerance(self._trained):
             raise HeldinError(
                 f"train_step: called a second time from the same state, at call {self._steps}, it "
@@ -308,14 +327,16 @@ class ReplayedShadows:
                 "calls for this check have changed it"
             )
 
-    def _refuse_kept_rows(self, rows: int) -> None:
+    def _refuse_kept_rows(
+        self, before: Mapping[str, Any], after: Mapping[str, Any], rows: int
+    ) -> None:
         """Refuse light shadows if the user's function keeps something of every row of a batch.
 
         Light shadows draw other rows at every step, and would go on from what belongs to others.
         """
         if self.draw.share == 1.0 or rows < 2:
             return
-        for name, value in self._exchange.new_values():
+        for name, value in Variables.new_values(before, after):
             if any(rows in tensor.shape for tensor in tensors_in(value)):
                 raise HeldinError(
                     f"{self._owner}: train_step keeps a tensor with {rows} entries, one for each "
@@ -337,11 +358,9 @@ class ReplayedShadows:
                 if isinstance(value, nn.Module)
                 and not any(id(p) in trained for p in value.parameters())
             }
-            self._teachers = {
-                name: (module, places_of(module.parameters())) for name, module in modules.items()
-            }
-        for name, (module, places) in self._teachers.items():
-            if places_of(module.parameters()) != places:
+            self._teachers = {n: (m, _versions_of(m)) for n, m in modules.items()}
+        for name, (module, versions) in self._teachers.items():
+            if _versions_of(module) != versions:
                 raise HeldinError(
                     f"batch_loss: the weights of {name!r} (a {type(module).__name__}), which it "
                     "calls, have changed since the first step. Shadows share them with the model, "
@@ -376,48 +395,39 @@ class ReplayedShadows:
         if not parts:
             return
         ((part, rows),) = parts
+        before = [] if rows else [buffer.clone() for buffer in shadow.buffers]
         with (
-            self._turn(session, shadow, parts, settings, with_gradients=True),
+            self._refusing_single_rows(shadow, parts),
             torch.enable_grad(),
             scaled_gradients(self._trained, weight),
             self.frozen.for_part(0),
         ):
+            session.insert(shadow, settings, with_gradients=True)
             loss = self._train_step(part)
-            if rows and isinstance(loss, (Tensor, float)) and torch.as_tensor(loss).numel() == 1:
-                self._total += torch.as_tensor(loss).detach().double().to(self._device) * rows
-                self._rows += rows
+        session.collect(shadow, with_gradients=True)
+        if not rows:
+            shadow.buffers = before
+        if self._ranks is not None:
+            shadow.grads = [None if g is None else g.clone() for g in shadow.grads]
+            self._ranks.copy_first(shadow.buffers)
+        if rows and isinstance(loss, (Tensor, float)) and torch.as_tensor(loss).numel() == 1:
+            self._total += torch.as_tensor(loss).detach().double().to(self._device) * rows
+            self._rows += rows
 
     @contextmanager
-    def _turn(
-        self,
-        session: Session,
-        shadow: ShadowState,
-        parts: Sequence[tuple[Any, int]],
-        settings: Sequence[Mapping[str, Any]],
-        with_gradients: bool = False,
+    def _refusing_single_rows(
+        self, shadow: ShadowState, parts: Sequence[tuple[Any, int]]
     ) -> Iterator[None]:
-        """Have a shadow's state in the user's objects during its step on some batches.
-
-        The shadow stays as it was if a batch normalisation refuses to train on one row. Batches
-        without rows, in which it takes part with other ranks, leave its buffers alone.
-        """
+        """Leave a shadow as it was if a batch normalisation refuses to train on one row."""
         alone = self._normalises and any(count == 1 for _, count in parts)
-        idle = not any(count for _, count in parts)
-        before = [buffer.clone() for buffer in shadow.buffers] if alone or idle else []
+        before = [buffer.clone() for buffer in shadow.buffers] if alone else []
         try:
-            session.insert(shadow, settings, with_gradients)
             yield
         except ValueError as error:
             if not alone or "more than 1 value per channel" not in str(error):
                 raise
             shadow.buffers = before
-            return
-        session.collect(shadow, with_gradients)
-        if idle:
-            shadow.buffers = before
-        if self._ranks is not None and not self._sharded:
-            shadow.grads = [None if g is None else g.clone() for g in shadow.grads]
-            self._ranks.copy_first(shadow.buffers)
+            raise _SingleRow from error
 
     def _replay(
         self,
@@ -432,15 +442,23 @@ class ReplayedShadows:
         weights, rows, factor = self._weights(parts, [len(batch.rows) for batch in batches])
         if not rows:
             return
-        if self._sharded and not parts:  # all ranks take part in every pass
+        idle = self._sharded and not parts  # all ranks take part in every pass
+        if idle:
             whole = [self._source.whole(batch) for batch in batches]
             parts = [(to_device(batch, self._device), 0) for batch in whole]
             weights = [0.0 for _ in parts]
-        with self._turn(session, shadow, parts, step.settings):
+            own_buffers = [buffer.clone() for buffer in shadow.buffers]
+        with self._refusing_single_rows(shadow, parts):
+            session.insert(shadow, step.settings)
             total = self._take_step(shadow, step, parts, weights)
-            processes = 1 if self._ranks is None else self._ranks.size
-            self._total += total / factor * (processes if self._held_out.kind == "sum" else rows)
-            self._rows += rows
+        session.collect(shadow)
+        if idle:
+            shadow.buffers = own_buffers
+        if self._ranks is not None and not self._sharded:
+            self._ranks.copy_first(shadow.buffers)
+        processes = 1 if self._ranks is None else self._ranks.size
+        self._total += total / factor * (processes if self._held_out.kind == "sum" else rows)
+        self._rows += rows
 
     def _parts(self, batches: Sequence[LoaderBatch], number: int) -> list[tuple[Any, int]]:
         """Return the batches that a shadow may see, with their numbers of rows.
@@ -557,18 +575,17 @@ class ReplayedShadows:
             self._clip_gradients()
         return total
 
-    def _clip_gradients(self) -> list[Tensor | None]:
-        """Clip the gradients as the loop does, and return them."""
+    def _clip_gradients(self) -> None:
+        """Clip the gradients as the loop does."""
         if isinstance(self._clip, (int, float)):
             nn.utils.clip_grad_norm_(self._trained, float(self._clip))
         elif self._clip is not None:
             self._clip(list(self._trained))
-        return [p.grad for p in self._trained]
 
     def restart(self) -> None:
         """Let all shadows start again, on all rows that they may see."""
         assert self._start is not None
-        self.shadows = [self._start.copy() for _ in range(self.copies)]
+        self.shadows = [copy.deepcopy(self._start) for _ in range(self.copies)]
         self.draw, self._start = RowDraw(1.0, self._seed), None
 
     # -- the check of the loop's step
@@ -599,16 +616,18 @@ class ReplayedShadows:
                 self._compute_gradients(parts, weights, before_part, clips=False)
                 grads[1.0] = [p.grad for p in self._trained]
             else:
-                each = []
+                plain: list[Tensor | None] = [None] * len(self._trained)
+                by_rows: list[Tensor | None] = [None] * len(self._trained)
                 for number, part in enumerate(parts):
                     before_part(number)
                     self._compute_gradients([part], [1.0], clips=False)
-                    each.append([p.grad for p in self._trained])
-                grads[1.0] = plain = summed(each)
+                    for i, p in enumerate(self._trained):
+                        plain[i] = _sum(plain[i], p.grad, 1.0)
+                        by_rows[i] = _sum(by_rows[i], p.grad, part[1] / sum(sizes))
+                grads[1.0] = plain
                 if len(parts) > 1:
                     grads[1.0 / len(parts)] = scaled(plain, 1.0 / len(parts))
-                    by_rows = zip(each, (size / sum(sizes) for size in sizes), strict=True)
-                    grads[None] = summed([scaled(part, share) for part, share in by_rows])
+                    grads[None] = by_rows
                 if known is not None and known != 1.0:
                     grads[known] = scaled(plain, known)
             return {key: self._clipped(values) for key, values in grads.items()}
@@ -626,9 +645,12 @@ class ReplayedShadows:
 
     def _clipped(self, grads: list[Tensor | None]) -> list[Tensor | None]:
         """Return gradients as the loop would clip them."""
-        for p, grad in zip(self._trained, scaled(grads, 1.0), strict=True):
-            p.grad = grad
-        return self._clip_gradients()
+        if self._clip is None:
+            return grads
+        for p, grad in zip(self._trained, grads, strict=True):
+            p.grad = None if grad is None else grad.clone()
+        self._clip_gradients()
+        return [p.grad for p in self._trained]
 
     # -- contexts
 
@@ -814,8 +836,34 @@ class ReplayedShadows:
                 for number, factor in self.check.factors.items()
             },
             "group_state_keys": sorted(self._exchange.group_state_keys),
-            "shadows": [self._exchange.saved(shadow) for shadow in self.shadows],
-            "start": [] if self._start is None else [self._exchange.saved(self._start)],
+            "shadows": [self._saved(shadow) for shadow in self.shadows],
+            "start": [] if self._start is None else [self._saved(self._start)],
+        }
+
+    def _saved(self, shadow: ShadowState) -> dict[str, Any]:
+        plain = (bool, int, float, str, Tensor, type(None))
+        return {
+            "weights": {
+                name: weight.detach().clone()
+                for name, weight in zip(self._exchange.names, shadow.weights, strict=True)
+            },
+            "buffers": {str(i): buffer.clone() for i, buffer in enumerate(shadow.buffers)},
+            "optimizer": {
+                "state": {i: copy.deepcopy(each) for i, each in enumerate(shadow.optimizer) if each}
+            },
+            "group_state": copy.deepcopy(shadow.group_state),
+            "attributes": {
+                number: copy.deepcopy(value)
+                for number, value in shadow.attributes.items()
+                if isinstance(value, plain)
+            },
+            "objects": copy.deepcopy(shadow.objects),
+            "variables": (
+                self._variables.saved(shadow.variables)
+                if self._variables and shadow.variables
+                else {}
+            ),
+            "nested": self._exchange.nested.saved(shadow.nested) if shadow.nested else {},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -834,20 +882,60 @@ class ReplayedShadows:
         )
         if len(state["shadows"]) != self.copies or len(state["losses"]) != 2:
             raise ValueError(f"{len(state['shadows'])} shadows, not {self.copies}")
-        pairs = zip(state["shadows"], self.shadows, strict=True)
-        load = self._exchange.loaded
-        shadows = [load(*each, f"['shadows'][{i}]") for i, each in enumerate(pairs)]
-        start = [load(saved, self.shadows[0], "['start']") for saved in state["start"]]
+        for number, saved in enumerate(state["shadows"]):
+            self._check_saved(saved, f"['shadows'][{number}]")
+        for saved in state["start"]:
+            self._check_saved(saved, "['start']")
         if not torch.equal(state["label"], self.label):
             raise ValueError("the rows were divided in another way; use the same seed and groups")
-        self.shadows = shadows
-        self._start = start[0] if start and self._start is not None else None
+        variables = [
+            self._variables.loaded(saved["variables"])
+            if self._variables and saved["variables"]
+            else {}
+            for saved in state["shadows"]
+        ]
+        nested = [
+            self._exchange.nested.loaded(saved["nested"], partly=True) if saved["nested"] else {}
+            for saved in state["shadows"]
+        ]
+        for shadow, *own in zip(self.shadows, state["shadows"], variables, nested, strict=True):
+            saved, shadow.variables, shadow.nested = own
+            _load_saved(shadow, saved)
+        if not state["start"]:
+            self._start = None
+        elif self._start is not None:
+            _load_saved(self._start, state["start"][0])
         self._exchange.group_state_keys = set(state["group_state_keys"])
         self.check.factors = {n: None if f != f else f for n, f in state["factors"].items()}
         self.check.resume()
         self.draw = RowDraw(state["row_share"], self._seed)
         self._steps, self._rows = state["steps"], int(state["losses"][1])
         self._total.fill_(state["losses"][0])
+
+    def _check_saved(self, saved: Any, place: str) -> None:
+        """Refuse, before anything is changed, a state of other shadows."""
+        shadow = self.shadows[0]
+        form = {
+            "weights": dict(zip(self._exchange.names, shadow.weights, strict=True)),
+            "buffers": {str(i): buffer for i, buffer in enumerate(shadow.buffers)},
+            "optimizer": {"state": {int: {str: (Tensor, float, int, bool, list, None)}}},
+            "group_state": [dict],
+            "attributes": {int: (bool, int, float, str, Tensor, None)},
+            "objects": list,
+            "variables": dict,
+            "nested": dict,
+        }
+        check_schema(saved, form, place)
+        total = sum(weight.numel() for weight in shadow.weights)
+        for number, entries in saved["optimizer"]["state"].items():
+            if not 0 <= number < len(shadow.weights):
+                raise ValueError(f"{place}: the optimiser has no parameter {number}")
+            weight = shadow.weights[number]
+            for name, value in entries.items():
+                if not isinstance(value, Tensor) or value.numel() == total:  # all in one vector
+                    continue
+                if value.dim() > weight.dim() or value.numel() > max(1, weight.numel()):
+                    raise ValueError(f"{name!r} of an optimiser is {tuple(value.shape)}")
 
     def close(self) -> None:
         """Leave the loaders as they were, and release the model and its shadows."""
@@ -861,6 +949,10 @@ def release(closed: object) -> None:
     """Drop all attributes of closed shadows but those that results are computed from."""
     for name in vars(closed).keys() - RESULTS:
         del vars(closed)[name]
+
+
+def _versions_of(module: nn.Module) -> list[tuple[int, int]]:
+    return [(p.data_ptr(), version_of(p)) for p in module.parameters()]
 
 
 def _add_gradients(loss: Tensor, trained: Sequence[nn.Parameter]) -> None:
@@ -883,3 +975,28 @@ def _add_gradients(loss: Tensor, trained: Sequence[nn.Parameter]) -> None:
     for p, gradient in zip(trained, grads, strict=True):
         if gradient is not None:
             p.grad = gradient if p.grad is None else p.grad + gradient
+
+
+def _sum(total: Tensor | None, grad: Tensor | None, weight: float) -> Tensor | None:
+    if grad is None:
+        return total
+    return grad * weight if total is None else total + grad * weight
+
+
+def _load_saved(shadow: ShadowState, saved: Mapping[str, Any]) -> None:
+    """Set a shadow to a state that was saved."""
+    for weight, value in zip(shadow.weights, saved["weights"].values(), strict=True):
+        weight.copy_(value)
+    for buffer, value in zip(shadow.buffers, saved["buffers"].values(), strict=True):
+        buffer.copy_(value)
+    entries = copy.deepcopy(saved["optimizer"]["state"])
+    shadow.optimizer = [
+        {
+            key: value.to(weight.device) if isinstance(value, Tensor) and value.dim() else value
+            for key, value in entries.get(number, {}).items()
+        }
+        for number, weight in enumerate(shadow.weights)
+    ]
+    shadow.group_state = copy.deepcopy(saved["group_state"])
+    shadow.attributes = copy.deepcopy(saved["attributes"])
+    shadow.objects = copy.deepcopy(saved["objects"])

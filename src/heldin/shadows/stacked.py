@@ -444,10 +444,11 @@ class StackedShadows:
         else:
             form["start"] = {"weights": self._start["weights"], "optimizer": {int: dict}}
         check_schema(state, {"label": self.label.cpu(), **form})
+        if not torch.equal(state["label"].cpu(), self.label.cpu()):
+            raise ValueError("the rows were divided in another way; use the same seed and groups")
         if self.inside and not state["inside"]:
             raise ValueError("the run that was saved did not go through train(), this one does")
         self.stack.check_state(state["stack"], self.copies + int(state["inside"]))
-        self.label = state["label"].to(self.label.device)
         if state["inside"] and not self.inside:
             self.take_in()
         self._place()

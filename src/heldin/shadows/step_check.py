@@ -10,7 +10,6 @@ hides the scale of a gradient.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +27,7 @@ from heldin.loop.randomness import mixed_seed
 
 from .exchange import Exchange, Session, ShadowState, group_settings, has_evaluation_mode, local
 
-__all__ = ["StepCheck", "StepRecord", "scaled", "summed"]
+__all__ = ["StepCheck", "StepRecord", "scaled"]
 
 WAY_OUT = (
     "pass the loop's own step, heldin.EarlyStopping(..., train_step=function), and call "
@@ -122,14 +121,14 @@ class StepCheck:
                 self.check_weights()
             self._called = True
             self._new_kind = self._recorder is not None and self._recorder.take_new_size()
-            exchange.note_start()
+            exchange.note_attributes()
             if self._looks_back and not self.due:
                 buffers = (table[name] for table, name in exchange.buffer_places)
                 self._buffers = [buffer.detach().clone() for buffer in buffers]
         if not self.due:
             return exchange.random_state(self._device, True) if self._looks_back else None
         if self._state is None:
-            self._state = exchange.new_state(exchange.read_variables())
+            self._state = self._exchange.new_state(with_attributes=True)
         return self._exchange.random_state(self._device)
 
     def on_step(
@@ -166,11 +165,10 @@ class StepCheck:
         if not self.due and not (is_new and self._buffers is not None):
             return
         self._kinds.add(kind)
-        exchange, state = self._exchange, self._state
-        if state is None and self._buffers is not None:  # the forward passes are over
-            state = exchange.new_state(exchange.before)
-            state.buffers = self._buffers
-        state = state or exchange.new_state(exchange.read_variables())
+        state = self._state
+        if state is None and self._buffers is not None:
+            state = self._exchange.state_before(self._buffers)
+        state = state or self._exchange.new_state(with_attributes=True)
         grads = [] if with_closure else self._gradients()
         self._pending = StepRecord(state, grads, with_closure)
 
@@ -231,11 +229,15 @@ class StepCheck:
         values = [v for v in self._values_of_state() if isinstance(v, Tensor)]
         return checksums([local(v).detach() for v in values if v.is_floating_point()])
 
-    def resume(self) -> None:
-        """Accept whatever the next step finds: an earlier part of the run has left it."""
-        self._resumed = True
+    def forget(self) -> None:
+        """Accept whatever the next step finds: weights or a state were put in on purpose."""
         self._versions = self._sums = self._marks = None
-        self._exchange.resume()
+        self._exchange.forget_buffers()
+
+    def resume(self) -> None:
+        """Accept a state that an earlier part of the run has left."""
+        self._resumed = True
+        self.forget()
 
     def count_step(self) -> None:
         """Count a step that the user's function took, and accept what it left."""
@@ -428,12 +430,6 @@ def _square(tensor: Tensor | None) -> float:
 def scaled(tensors: Sequence[Tensor | None], factor: float) -> list[Tensor | None]:
     """Return gradients times a factor."""
     return [None if t is None else t * factor for t in tensors]
-
-
-def summed(each: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
-    """Return the sum of several gradients; None where none of them has one."""
-    columns = ([t for t in column if t is not None] for column in zip(*each, strict=True))
-    return [functools.reduce(torch.add, column) if column else None for column in columns]
 
 
 def _difference(actual: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> float:

@@ -1,9 +1,9 @@
-"""Exchange what a training step changes beside weights: counters, lists, averages, generators.
+"""Exchange the variables around a user's function: counters, lists, averages, generators.
 
-A model may count its calls in an attribute. A function that takes a training step may do so in a
-variable of the function around it, in a global one or in an attribute of an object, append to lists
-and draw from its own random generator. Called for shadows, too, they would count them in, and train
-otherwise from then on. So each shadow has its own values of whatever its steps change.
+A function that takes a training step may count its calls in a variable of the function around it,
+in a global one or in an attribute of an object, append to lists and draw from its own random
+generator. Called for shadows, too, it would count them in, and train otherwise from then on. So
+each shadow has its own values of whatever its calls change.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import copy
 import functools
 import io
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -36,10 +36,10 @@ from heldin.loop.generators import (
     set_generator,
 )
 
-__all__ = ["MODULE_FIELDS", "Values", "Variables", "is_constant"]
+__all__ = ["MODULE_FIELDS", "PLAIN", "Variables", "is_equal", "refill"]
 
 DEPTH = 12  # nested containers, objects and functions
-MOST = 20_000  # values that are read from the roots, and from each attribute
+MOST = 20_000  # values that are read
 LONG = 4096  # entries of a list that is restored by its length only; longer mappings are left alone
 SHORT = 64  # entries of a container that are read even if it grows
 SMALL = 4096  # elements of tensors that are always copied
@@ -50,26 +50,11 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None))
 FIXED = (Optimizer, DataLoader, Dataset)
 MODULE_FIELDS = {*vars(nn.Module())} | {"training"}
 
-ATTRIBUTE = "attribute "  # begins the names of attributes of modules and optimisers
-VARIABLE = "variable "  # begins the names of what is assigned, in contrast to its contents
-
 _MISSING = object()
 
 
 class _Entries(dict[Any, Any]):
     """Some variables of an owner: a cell (named ""), globals, a class, an object with slots."""
-
-
-class _Attribute(_Entries):
-    """An attribute of a module or an optimiser.
-
-    A tensor with a graph is computed in every forward pass (by weight normalisation), so that
-    shadows need none of their own.
-    """
-
-    @property
-    def is_computed(self) -> bool:
-        return any(isinstance(v, Tensor) and v.grad_fn is not None for v in self.values())
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,8 +64,8 @@ class _State:
     value: Any
 
 
-@dataclass(eq=False, slots=True)
-class _Snapshot:
+@dataclass(frozen=True, eq=False)
+class _Kept:
     """An object that can be changed, and a copy of its contents: the length of a long list."""
 
     owner: Any
@@ -98,17 +83,12 @@ class _Snapshot:
             while len(owner) > contents:
                 owner.pop()
         else:
-            _refill(owner, contents)
+            refill(owner, contents)
 
-    def is_same(self, other: _Snapshot | None) -> bool:
-        """Return whether nothing has changed since there was `other`."""
-        if self is other:
-            return True
-        if other is None or self.owner is not other.owner:
+    def is_same(self, other: Any) -> bool:
+        if not isinstance(other, _Kept) or self.owner is not other.owner:
             return False
         one, two = self.contents, other.contents
-        if isinstance(one, _Attribute) and one.is_computed:
-            return True
         if type(one) is not type(two):
             return False
         if isinstance(one, _State):
@@ -116,47 +96,29 @@ class _Snapshot:
         return one == two if isinstance(one, int) else _same_contents(one, two)
 
 
-Values = dict[str, _Snapshot]
-
-
-class _Place:
-    """Where an attribute is, and what was there at the latest reading.
-
-    name: of its contents; table: the attributes of the module or optimiser; key: its name there.
-    """
-
-    def __init__(self, name: str, table: dict[str, Any], key: str) -> None:
-        self.name, self.table, self.key = name, table, key
-        self.assign(_MISSING)
-
-    def assign(self, value: Any) -> None:
-        """Take notice of another value."""
-        self.value, self.snapshot = value, _Snapshot(self.table, _Attribute({self.key: value}))
-        parts = value if type(value) is tuple else (value,)
-        # whether nothing in it can change in place
-        self.is_flat = value is _MISSING or all(type(part) in PLAIN for part in parts)
+Values = dict[str, _Kept]
 
 
 class Variables:
-    """Variables that a training step can reach, by name: from functions, and from attributes.
+    """The variables that functions and objects can reach, by name.
 
-    roots: names and values where to begin; exchanged: numbers (`id`) of objects that are exchanged
-    in another way; largest: number of elements of a tensor that is copied.
+    roots: returns names and values where to begin; exchanged: numbers (`id`) of objects that are
+    exchanged in another way; largest: number of elements of a tensor that is copied.
     """
 
-    def __init__(self, roots: Sequence[tuple[str, Any]], exchanged: set[int], largest: int) -> None:
+    def __init__(
+        self, roots: Callable[[], Iterable[tuple[str, Any]]], exchanged: set[int], largest: int
+    ) -> None:
         self._roots, self._largest = roots, largest
         self._exchanged = exchanged | {id(torch.default_generator)}
-        self._attributes: dict[str, _Place] = {}  # by the names of the variables
-        # as of the latest `read`, beginning at the roots: names of iterators, which cannot be put
-        # back; modules, large arrays and objects with `state_dict`, which are not exchanged
+        # as of the latest `read`: names of iterators, which cannot be put back; modules, large
+        # arrays and objects with `state_dict`, which are not exchanged; and tensors
         self.iterators: list[str] = []
         self.watched: dict[str, Any] = {}
-        self._tensors: dict[str, Tensor] = {}  # as of the latest `read`
+        self._tensors: dict[str, Tensor] = {}
         self._versions: dict[str, int] = {}
         self._values: Values = {}  # while they are read
-        self._seen: set[int] = set()  # numbers (`id`) of what was read, or is exchanged
-        self._most = 0  # of these
+        self._seen: set[int] = set()
         self._changing: set[str] | None = None  # names of large tensors that a step changes
         self._names: set[str] = set()  # in the functions that were read
         self._lengths: dict[str, int] = {}  # of containers when they were read first
@@ -166,52 +128,19 @@ class Variables:
     def read(self) -> Values:
         """Return copies of all values."""
         self._values, self._seen = {}, set(self._exchanged)
-        self._most = len(self._seen) + MOST - 1
         self._tensors, self.iterators, self.watched = {}, [], {}
-        for name, value in self._roots:
+        for name, value in self._roots():
             self._read(name, value, DEPTH)
-        iterators, watched = [*self.iterators], {**self.watched}
-        for variable, place in self._attributes.items():
-            value = place.table.get(place.key, _MISSING)
-            if value is not place.value:
-                place.assign(value)
-            self._values[variable] = place.snapshot
-            if not place.is_flat:
-                self._most = len(self._seen) + MOST
-                self._read(place.name, value, DEPTH)
-        self.iterators, self.watched = iterators, watched
         self._versions = {name: version_of(t) for name, t in self._tensors.items()}
         values, self._values, self._seen = self._values, {}, set()
         return values
 
-    def add_attribute(self, path: str, table: dict[str, Any], key: str) -> Values:
-        """Read an attribute from now on; return how it was read before it was there, if it is new.
-
-        path: of the object; table: its attributes; key: the name of the attribute.
-        """
-        name = f"{ATTRIBUTE}{path}.{key}"
-        variable = VARIABLE + name
-        if variable in self._attributes:
-            return {}
-        place = self._attributes[variable] = _Place(name, table, key)
-        return {variable: place.snapshot}
-
-    def has_attribute(self, path: str, key: str) -> bool:
-        return f"{VARIABLE}{ATTRIBUTE}{path}.{key}" in self._attributes
-
-    def generators(self) -> list[Any]:
-        """Return the random generators among the attributes."""
-        values = [p.table.get(p.key) for p in self._attributes.values() if not p.is_flat]
-        return [value for value in values if is_generator(value)]
-
     def _keep(self, name: str, owner: Any, contents: Any) -> None:
-        self._values[name] = _Snapshot(owner, contents)
+        self._values[name] = _Kept(owner, contents)
 
     def _read(self, name: str, value: Any, depth: int) -> None:
         """Add what can be changed in place."""
-        if type(value) in PLAIN or id(value) in self._seen:
-            return
-        if not depth or len(self._seen) > self._most:
+        if type(value) in PLAIN or id(value) in self._seen or not depth or len(self._seen) > MOST:
             return
         if type(value).__module__.split(".")[0] == "heldin":
             return  # the stopping object itself
@@ -219,23 +148,19 @@ class Variables:
         if isinstance(value, Tensor):
             if isinstance(value, nn.Parameter) or value.grad_fn is not None:
                 return
-            if value.layout != torch.strided or value.is_nested:
-                return
-            if depth < DEPTH:
-                self._tensors[name] = value
-            if depth == DEPTH or self._is_copied(name, value):
+            self._tensors[name] = value
+            if self._is_copied(name, value):
                 self._keep(name, value, value.detach().clone())
         elif isinstance(value, CONTAINERS):
-            if len(value) <= LONG or depth == DEPTH:
+            if len(value) <= LONG:
                 self._keep(name, value, value.copy())
-                for key, part in self._parts(name, value):
+                for key, part in self.parts(name, value):
                     self._read(f"{name}[{key!r}]", part, depth - 1)
             elif isinstance(value, list):
                 self._keep(name, value, len(value))
         elif isinstance(value, tuple):
             for key, part in enumerate(value):
-                if type(part) not in PLAIN:
-                    self._read(f"{name}[{key}]", part, depth - 1)
+                self._read(f"{name}[{key}]", part, depth - 1)
         elif isinstance(value, FunctionType):
             if depth == DEPTH or is_of_user(value.__module__):
                 self._read_function(name, value, depth - 1)
@@ -270,7 +195,7 @@ class Variables:
         elif not isinstance(value, (*FIXED, ModuleType)) and is_object_of_user(value):
             self._read_object(name, value, set(), depth - 1)
 
-    def _parts(self, name: str, value: Any) -> list[tuple[Any, Any]]:
+    def parts(self, name: str, value: Any) -> list[tuple[Any, Any]]:
         """Return what is in a container and may change in place; nothing if it is a growing log."""
         if len(value) > SHORT and self._lengths.setdefault(name, len(value)) != len(value):
             return []
@@ -327,7 +252,7 @@ class Variables:
         for name, owner, key in places:
             value = _get(owner, key)
             if not isinstance(value, (type, ModuleType, FunctionType)):
-                self._keep(VARIABLE + name, owner, _Entries({key: value}))
+                self._keep(f"variable {name}", owner, _Entries({key: value}))
             nested.append((name, value))
         if vars(function):
             nested.append((f"{prefix}{function.__name__}.__dict__", vars(function)))
@@ -337,6 +262,8 @@ class Variables:
             self._read(f"{name}: " if isinstance(value, FunctionType) else name, value, depth)
 
     def _is_copied(self, name: str, tensor: Tensor) -> bool:
+        if tensor.layout != torch.strided:
+            return False
         if self._changing is not None and tensor.numel() > SMALL:
             return name in self._changing
         return tensor.numel() <= max(self._largest, LARGE)
@@ -356,11 +283,6 @@ class Variables:
                 "state_dict and load_state_dict, and pass that: state=[...]"
             )
 
-    def renew_versions(self) -> None:
-        """Accept that values were exchanged, and put back as they were."""
-        if self._tensors:
-            self.read()
-
     def fingerprints(self) -> dict[str, Any]:
         """Return summaries of what is watched."""
         return {name: _fingerprint(value) for name, value in self.watched.items()}
@@ -379,74 +301,65 @@ class Variables:
     # -- writing
 
     @staticmethod
-    def write(values: Mapping[str, _Snapshot]) -> None:
+    def write(values: Mapping[str, _Kept]) -> None:
         """Set variables to values that `read` returned."""
         for value in values.values():
             value.restore()
 
     @staticmethod
-    def changes(before: Mapping[str, _Snapshot], after: Mapping[str, _Snapshot]) -> Values:
+    def changes(before: Mapping[str, _Kept], after: Mapping[str, _Kept]) -> Values:
         """Return the values that are not the same as before."""
         return {name: v for name, v in after.items() if not v.is_same(before.get(name))}
 
     @staticmethod
     def take_over(
-        values: Values, before: Mapping[str, _Snapshot], after: Mapping[str, _Snapshot]
+        values: Values, before: Mapping[str, _Kept] | None, after: Mapping[str, _Kept]
     ) -> None:
-        """Put what the loop changed between two steps (a hidden state that it reset) into values.
+        """Put what the loop changed between two calls (a hidden state that it reset) into values.
 
-        A shadow keeps its own tensor if the new one has several values: they may depend on rows.
-        values: of a shadow; before: of the user after the former step; after: of the user now.
+        values: of a shadow; before: of the user after the former call, if there was one; after: of
+        the user now.
         """
+        if before is None:
+            return
         for name, value in Variables.changes(before, after).items():
-            mine, former = values.get(name), before.get(name)
-            if mine is None or not is_constant(value.contents):
+            mine, former = values.pop(name, None), before.get(name)
+            if mine is None or former is None:
                 continue
-            del values[name]
-            if former is None:
-                continue
-            in_place = former.owner is value.owner  # else the loop has assigned another object
-            owner = mine.owner if in_place else value.owner
             own, old, new = mine.contents, former.contents, value.contents
             if isinstance(own, dict) and isinstance(old, dict) and isinstance(new, dict):
-                values[name] = _Snapshot(owner, _merged(own, old, new))
-            elif owner is not value.owner:
-                values[name] = _Snapshot(owner, new)
+                own = type(own)(own)
+                for key in {*old, *new}:
+                    if not is_equal(new.get(key, _MISSING), old.get(key, _MISSING)):
+                        own.pop(key, None)
+                        own |= {key: new[key]} if key in new else {}
+                values[name] = _Kept(value.owner, own)
 
     @staticmethod
-    def former_values(before: Mapping[str, _Snapshot], after: Mapping[str, _Snapshot]) -> Values:
-        """Return values before a step of the user that changed them: shadows keep these."""
-        names = [name for name in Variables.changes(before, after) if name in before]
-        values = {name: before[name] for name in names}
-        return {
-            name: value
-            for name, value in values.items()
-            if not (isinstance(value.contents, _Attribute) and value.contents.is_computed)
-        }
+    def own_values(before: Mapping[str, _Kept], after: Mapping[str, _Kept]) -> Values:
+        """Return values before a call of the user that changed them: shadows keep these."""
+        return {n: before[n] for n in Variables.changes(before, after) if n in before}
 
     @staticmethod
     def new_values(
-        before: Mapping[str, _Snapshot], after: Mapping[str, _Snapshot]
+        before: Mapping[str, _Kept], after: Mapping[str, _Kept]
     ) -> Iterator[tuple[str, Any]]:
-        """Yield values that were assigned, to variables and inside of dictionaries and objects.
-
-        But not those that the attributes of modules lead to.
-        """
+        """Yield values that were assigned, to variables and inside of dictionaries and objects."""
         for name, value in Variables.changes(before, after).items():
-            if isinstance(value.contents, dict) and not _is_attribute(name):
+            if isinstance(value.contents, dict):
                 old = before.get(name)
                 former = old.contents if old is not None else {}
                 for key, part in value.contents.items():
                     if part is not former.get(key, _MISSING):
                         owner = name.removesuffix(".__dict__").removesuffix(".__slots__")
                         if isinstance(value.contents, _Entries) and owner == name:
-                            yield name.removeprefix(VARIABLE), part
+                            yield name.removeprefix("variable "), part
                         else:
                             yield f"{name}[{key!r}]" if owner == name else f"{owner}.{key}", part
 
     # -- saving
 
-    def saved(self, values: Mapping[str, _Snapshot]) -> dict[str, dict[str, Any]]:
+    def saved(self, values: Mapping[str, _Kept]) -> dict[str, dict[str, Any]]:
         """Return those of a shadow's values that are numbers, texts, lists of them, or tensors."""
         now = self.read()
         assigned: dict[str, Any] = {}
@@ -468,39 +381,29 @@ class Variables:
                 assigned[name] = copy.deepcopy(contents)
         return {"assigned": assigned, "in_place": in_place}
 
-    def loaded(self, state: Mapping[str, Mapping[str, Any]]) -> Values:
-        """Return values as `read` does, from what was saved; attributes may not be there yet."""
+    def loaded(self, state: Mapping[str, Mapping[str, Any]], partly: bool = False) -> Values:
+        """Return values as `read` does, from what was saved.
+
+        partly: leave out what is not there any more.
+        """
         now = self.read()
         state = {**state["assigned"], **state["in_place"]}
-        unknown = [name for name in state.keys() - now.keys() if not _is_attribute(name)]
-        if unknown:
+        unknown = state.keys() - now.keys()
+        if unknown and not partly:
             raise ValueError(f"train_step has no variable {min(unknown)!r}")
         values: Values = {}
-        for name, here in ((name, now[name]) for name in state if name in now):
+        for name in (name for name in state if name not in unknown):
+            here = now[name]
             value: Any = copy.deepcopy(state[name])
             if isinstance(here.contents, dict):
                 value = type(here.contents)({**here.contents, **value})
             elif isinstance(here.contents, _State):
                 value = _State(value)
-            values[name] = _Snapshot(here.owner, value)
+            values[name] = _Kept(here.owner, value)
         return values
 
 
-def _merged(own: dict[Any, Any], old: dict[Any, Any], new: dict[Any, Any]) -> dict[Any, Any]:
-    """Return entries of a shadow with what the loop has changed in those of the user."""
-    merged = type(own)(own)
-    for key in {*old, *new}:
-        now, was = new.get(key, _MISSING), old.get(key, _MISSING)
-        is_own = own.get(key, _MISSING) is not was
-        if _is_equal(now, was) or (is_own and not is_constant(now)):
-            continue
-        merged.pop(key, None)
-        if key in new:
-            merged[key] = now
-    return merged
-
-
-def _refill(owner: Any, contents: Any) -> None:
+def refill(owner: Any, contents: Any) -> None:
     """Give a container, a tensor or an array the contents of another one."""
     if _same_contents(owner, contents):
         return
@@ -571,21 +474,7 @@ def _set(table: Any, key: Any, value: Any) -> None:
         table[key] = value
 
 
-def _is_attribute(name: str) -> bool:
-    """Return whether a name is that of an attribute, or of something in its contents."""
-    return name.removeprefix(VARIABLE).startswith(ATTRIBUTE)
-
-
-def is_constant(value: Any) -> bool:
-    """Return whether a tensor has one value, as one that the loop has reset; true for others."""
-    if not isinstance(value, Tensor) or not value.numel():
-        return True
-    if value.layout != torch.strided or value.is_nested:
-        return False
-    return bool((value == value.flatten()[0]).all())
-
-
-def _is_equal(one: Any, other: Any) -> bool:
+def is_equal(one: Any, other: Any) -> bool:
     """Return whether two values are one, or equal numbers or texts."""
     return one is other or (type(one) in PLAIN and type(one) is type(other) and one == other)
 
@@ -598,7 +487,7 @@ def _same_contents(one: Any, other: Any) -> bool:
     if len(one) != len(other):
         return False
     if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_is_equal(one[key], other[key]) for key in one)
+        return one.keys() == other.keys() and all(is_equal(one[key], other[key]) for key in one)
     if isinstance(one, set):
         return bool(one == other)
-    return all(map(_is_equal, one, other))
+    return all(map(is_equal, one, other))
