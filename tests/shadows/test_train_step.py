@@ -369,3 +369,84 @@ def test_light_shadows_are_refused_a_hidden_state() -> None:
     stopping.note_batch(part, torch.arange(20))
     with pytest.raises(heldin.HeldinError, match=r"20 entries.*'self.hidden'.*rule='folds'"):
         stopping.train(part)
+
+
+def test_a_long_log_keeps_the_losses_of_the_model() -> None:
+    """Of a list with thousands of entries only the end is exchanged."""
+    x, y = table()
+    model = nn.Linear(x.shape[1], 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    log = [0.0] * 5000
+
+    def step(batch: Any) -> float:
+        optimizer.zero_grad()
+        value = F.mse_loss(model(batch[0].float()), batch[1].float().reshape(-1, 1))
+        value.backward()
+        optimizer.step()
+        log.append(value.item())
+        return value.item()
+
+    stopping = heldin.EarlyStopping(
+        model,
+        optimizer,
+        data=(x, y),
+        batch_loss=lambda model, batch: F.mse_loss(
+            model(batch[0].float()), batch[1].float().reshape(-1, 1)
+        ),
+        rule=rules.Folds(folds=FOLDS),
+        train_step=step,
+    )
+    returned = []
+    for index in _order(0):
+        stopping.note_batch((x[index], y[index]), index)
+        returned.append(stopping.train((x[index], y[index])))
+    assert log[5000:] == returned
+    stopping.close()
+
+
+def test_a_resumed_run_has_the_numpy_generators_of_its_shadows() -> None:
+    numpy = pytest.importorskip("numpy")
+    x, y = table()
+
+    def made() -> tuple[Any, Any, heldin.EarlyStopping, Any]:
+        torch.manual_seed(0)
+        model = nn.Linear(x.shape[1], 1).to(x)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        generator = numpy.random.default_rng(0)
+
+        def step(batch: Any) -> None:
+            optimizer.zero_grad()
+            noise = float(generator.normal())
+            ((1 + 0.1 * noise) * loss(model, batch)).backward()
+            optimizer.step()
+            with torch.no_grad():
+                model.bias.add_(0.01 * noise)
+
+        stopping = heldin.EarlyStopping(
+            model,
+            optimizer,
+            data=(x, y),
+            batch_loss=loss,
+            rule=rules.Folds(folds=FOLDS),
+            train_step=step,
+        )
+        return model, optimizer, stopping, generator
+
+    def train(stopping: heldin.EarlyStopping, epoch: int) -> None:
+        for index in _order(epoch):
+            stopping.note_batch((x[index], y[index]), index)
+            stopping.train((x[index], y[index]))
+
+    whole = made()
+    train(whole[2], 0)
+    saved = whole[2].state_dict()
+    resumed = made()
+    for new, old in zip(resumed[:2], whole[:2], strict=True):
+        new.load_state_dict(old.state_dict())
+    resumed[3].bit_generator.state = whole[3].bit_generator.state
+    resumed[2].load_state_dict(saved)
+    train(whole[2], 1)
+    train(resumed[2], 1)
+    for number in range(FOLDS):
+        one, other = (each[2].following.backend.weights_of(number) for each in (whole, resumed))
+        assert all(torch.equal(one[name], other[name]) for name in one)

@@ -40,8 +40,8 @@ __all__ = ["MODULE_FIELDS", "PLAIN", "Variables", "is_equal", "refill"]
 
 DEPTH = 12  # nested containers, objects and functions
 MOST = 20_000  # values that are read
-LONG = 4096  # entries of a list that is restored by its length only; longer mappings are left alone
-SHORT = 64  # entries of a container that are read even if it grows
+LONG = 4096  # entries of a list of which only the end is restored; longer mappings are left alone
+SHORT = 64  # entries of a container that are read even if it grows; last ones of a long list
 SMALL = 4096  # elements of tensors that are always copied
 LARGE = 2**22  # elements of those that are copied before the first step, to see if they change
 CONTAINERS = (list, dict, set, deque)
@@ -65,8 +65,20 @@ class _State:
 
 
 @dataclass(frozen=True, eq=False)
+class _Tail:
+    """The length of a long list, and its last entries."""
+
+    length: int
+    entries: list[Any]
+
+    @classmethod
+    def of(cls, values: list[Any]) -> _Tail:
+        return cls(len(values), values[-SHORT:])
+
+
+@dataclass(frozen=True, eq=False)
 class _Kept:
-    """An object that can be changed, and a copy of its contents: the length of a long list."""
+    """An object that can be changed, and a copy of its contents: the end of a long list."""
 
     owner: Any
     contents: Any
@@ -79,9 +91,8 @@ class _Kept:
         elif isinstance(contents, _State):
             if not equal(generator_state(owner), contents.value):
                 set_generator(owner, contents.value)
-        elif isinstance(contents, int):
-            while len(owner) > contents:
-                owner.pop()
+        elif isinstance(contents, _Tail):
+            owner[contents.length - len(contents.entries) :] = contents.entries
         else:
             refill(owner, contents)
 
@@ -93,7 +104,9 @@ class _Kept:
             return False
         if isinstance(one, _State):
             return equal(one.value, two.value)
-        return one == two if isinstance(one, int) else _same_contents(one, two)
+        if isinstance(one, _Tail):
+            return one.length == two.length and _same_contents(one.entries, two.entries)
+        return _same_contents(one, two)
 
 
 Values = dict[str, _Kept]
@@ -157,7 +170,7 @@ class Variables:
                 for key, part in self.parts(name, value):
                     self._read(f"{name}[{key!r}]", part, depth - 1)
             elif isinstance(value, list):
-                self._keep(name, value, len(value))
+                self._keep(name, value, _Tail.of(value))
         elif isinstance(value, tuple):
             for key, part in enumerate(value):
                 self._read(f"{name}[{key}]", part, depth - 1)
@@ -367,8 +380,9 @@ class Variables:
         for name, value in values.items():
             here, contents = now.get(name), value.contents
             if isinstance(contents, _State):
-                contents = contents.value
-            if isinstance(contents, Tensor):
+                if isinstance(contents.value, Tensor) or _is_plain_tree(contents.value):
+                    in_place[name] = copy.deepcopy(contents.value)
+            elif isinstance(contents, Tensor):
                 in_place[name] = contents.clone()
             elif isinstance(contents, dict):
                 others = here.contents if here is not None and type(here.contents) is dict else {}
@@ -477,6 +491,13 @@ def _set(table: Any, key: Any, value: Any) -> None:
 def is_equal(one: Any, other: Any) -> bool:
     """Return whether two values are one, or equal numbers or texts."""
     return one is other or (type(one) in PLAIN and type(one) is type(other) and one == other)
+
+
+def _is_plain_tree(value: Any) -> bool:
+    """Return whether a value is a number or a text, or consists of dictionaries of them."""
+    if isinstance(value, dict):
+        return all(map(_is_plain_tree, value.values()))
+    return isinstance(value, (bool, int, float, str))
 
 
 def _same_contents(one: Any, other: Any) -> bool:
