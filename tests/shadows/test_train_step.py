@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -371,28 +372,42 @@ def test_light_shadows_are_refused_a_hidden_state() -> None:
         stopping.train(part)
 
 
-def test_a_long_log_keeps_the_losses_of_the_model() -> None:
-    """Of a list with thousands of entries only the end is exchanged."""
+LONG_LOGS: dict[str, Any] = {
+    "list": lambda: [0.0] * 5000,
+    "dict": lambda: dict.fromkeys(range(-5000, 0), 0.0),
+    "OrderedDict": lambda: OrderedDict.fromkeys(range(-5000, 0), 0.0),
+    "deque": lambda: deque([0.0] * 5000),
+    "full deque": lambda: deque([0.0] * 5000, maxlen=5000),
+    "set": lambda: set(range(-5000, 0)),
+}
+
+
+@pytest.mark.parametrize("kind", LONG_LOGS)
+def test_long_logs_keep_the_losses_of_the_model(kind: str) -> None:
+    """Of lists and mappings with thousands of entries only the end is exchanged."""
     x, y = table()
-    model = nn.Linear(x.shape[1], 1)
+    model = nn.Linear(x.shape[1], 1).to(x)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    log = [0.0] * 5000
+    log, taken = LONG_LOGS[kind](), 0
 
     def step(batch: Any) -> float:
+        nonlocal taken
         optimizer.zero_grad()
-        value = F.mse_loss(model(batch[0].float()), batch[1].float().reshape(-1, 1))
+        value = loss(model, batch)
         value.backward()
         optimizer.step()
-        log.append(value.item())
+        if isinstance(log, dict):
+            log[taken] = value.item()
+        else:
+            (log.add if isinstance(log, set) else log.append)(value.item())
+        taken += 1
         return value.item()
 
     stopping = heldin.EarlyStopping(
         model,
         optimizer,
         data=(x, y),
-        batch_loss=lambda model, batch: F.mse_loss(
-            model(batch[0].float()), batch[1].float().reshape(-1, 1)
-        ),
+        batch_loss=loss,
         rule=rules.Folds(folds=FOLDS),
         train_step=step,
     )
@@ -400,7 +415,36 @@ def test_a_long_log_keeps_the_losses_of_the_model() -> None:
     for index in _order(0):
         stopping.note_batch((x[index], y[index]), index)
         returned.append(stopping.train((x[index], y[index])))
-    assert log[5000:] == returned
+    losses = list(log.values() if isinstance(log, dict) else log)
+    if isinstance(log, set):
+        assert {each for each in losses if each >= 0} == set(returned)
+    else:
+        assert losses[-len(returned) :] == returned
+    assert len(log) == 5000 + len(returned) * (kind != "full deque")
+    stopping.close()
+
+
+@pytest.mark.parametrize("kind", ["list", "dict"])
+def test_writes_into_the_middle_of_a_long_container_are_refused(kind: str) -> None:
+    x, y = table()
+    model = nn.Linear(x.shape[1], 1).to(x)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    bank: Any = [0.0] * 5000 if kind == "list" else dict.fromkeys(range(5000), 0.0)
+
+    def step(batch: Any) -> None:
+        optimizer.zero_grad()
+        value = loss(model, batch)
+        (value * (1 + bank[7])).backward()
+        optimizer.step()
+        bank[7] = value.item()
+
+    stopping = heldin.EarlyStopping(
+        model, optimizer, data=(x, y), batch_loss=loss, rule="shadow", train_step=step
+    )
+    (index, *_) = _order(0)
+    stopping.note_batch((x[index], y[index]), index)
+    with pytest.raises(heldin.HeldinError, match="changes 'bank'"):
+        stopping.train((x[index], y[index]))
     stopping.close()
 
 

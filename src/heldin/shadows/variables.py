@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import io
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -40,8 +41,8 @@ __all__ = ["MODULE_FIELDS", "PLAIN", "Variables", "is_equal", "refill"]
 
 DEPTH = 12  # nested containers, objects and functions
 MOST = 20_000  # values that are read
-LONG = 4096  # entries of a list of which only the end is restored; longer mappings are left alone
-SHORT = 64  # entries of a container that are read even if it grows; last ones of a long list
+LONG = 4096  # entries of a list or a mapping of which only the end is restored
+SHORT = 64  # entries of a container that are read even if it grows; last ones of a long one
 SMALL = 4096  # elements of tensors that are always copied
 LARGE = 2**22  # elements of those that are copied before the first step, to see if they change
 CONTAINERS = (list, dict, set, deque)
@@ -66,19 +67,30 @@ class _State:
 
 @dataclass(frozen=True, eq=False)
 class _Tail:
-    """The length of a long list, and its last entries."""
+    """The length of a long list or mapping, and its last entries."""
 
     length: int
-    entries: list[Any]
+    entries: Any
 
     @classmethod
-    def of(cls, values: list[Any]) -> _Tail:
-        return cls(len(values), values[-SHORT:])
+    def of(cls, owner: list[Any] | dict[Any, Any]) -> _Tail:
+        if isinstance(owner, list):
+            return cls(len(owner), owner[-SHORT:])
+        keys = [*itertools.islice(reversed(owner), SHORT)]
+        return cls(len(owner), {key: owner[key] for key in reversed(keys)})
+
+    def restore(self, owner: list[Any] | dict[Any, Any]) -> None:
+        if isinstance(owner, list):
+            owner[self.length - len(self.entries) :] = self.entries
+            return
+        while len(owner) > self.length:
+            owner.popitem()
+        owner.update(self.entries)
 
 
 @dataclass(frozen=True, eq=False)
 class _Kept:
-    """An object that can be changed, and a copy of its contents: the end of a long list."""
+    """An object that can be changed, and a copy of its contents, or of the end of a long one."""
 
     owner: Any
     contents: Any
@@ -92,7 +104,7 @@ class _Kept:
             if not equal(generator_state(owner), contents.value):
                 set_generator(owner, contents.value)
         elif isinstance(contents, _Tail):
-            owner[contents.length - len(contents.entries) :] = contents.entries
+            contents.restore(owner)
         else:
             refill(owner, contents)
 
@@ -169,8 +181,11 @@ class Variables:
                 self._keep(name, value, value.copy())
                 for key, part in self.parts(name, value):
                     self._read(f"{name}[{key!r}]", part, depth - 1)
-            elif isinstance(value, list):
+            elif isinstance(value, (list, dict)):
                 self._keep(name, value, _Tail.of(value))
+                self.watched[name] = value
+            else:
+                self._keep(name, value, value.copy())
         elif isinstance(value, tuple):
             for key, part in enumerate(value):
                 self._read(f"{name}[{key}]", part, depth - 1)
@@ -441,6 +456,9 @@ def _fingerprint(value: Any) -> Any:
         return [float(t.detach().double().abs().sum()) for t in tensors if not t.is_complex()]
     if _is_array(value):
         return crc32(value.tobytes())
+    if isinstance(value, (list, dict)):  # a long one, whose last entries are exchanged
+        entries = value if isinstance(value, list) else [*value.values()]
+        return [*map(id, entries[:-SHORT])]
     try:
         return repr(value.state_dict())
     except Exception:  # an object that has no state at this moment
