@@ -212,6 +212,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "stratify has no effect",
     ),
     "no data": ({"data": None}, "data is missing"),
+    "a class as loss": ({"loss_fn": nn.MSELoss}, r"loss_fn=MSELoss\(\)"),
     "patience": ({"patience": 0}, "number of epochs"),
     "several optimisers": ({"optimizer": []}, "optimisers were given"),
     "seed with validation": ({"rule": rules.Validation(data=rows()), "seed": 1}, "seed has no eff"),

@@ -57,6 +57,13 @@ class RunInputs:
     def __post_init__(self) -> None:
         check_int(self.owner, "seed", self.seed, 0)
         self._check_patience()
+        for name in ("loss_fn", "batch_loss", "eval_loss"):
+            function = getattr(self, name)
+            if isinstance(function, type):
+                raise HeldinError(
+                    f"{self.owner}: {name} must be a function, got the class {function.__name__}; "
+                    f"make an object of it: {name}={function.__name__}()"
+                )
         for name in ("batch_loss", "eval_loss"):
             function = getattr(self, name)
             if function is not None and not callable(function):
