@@ -194,7 +194,7 @@ class EarlyStopping(NamedArguments, RunResults, PlainLoopOnly):
         if averaged_model is not None and train_step is None:
             raise HeldinError(
                 f"{NAME}: averaged_model needs train_step, a function of a batch that takes the "
-                "step and updates the average, so that each shadow has an average of its own"
+                "step and updates the average, so that each shadow updates an average, too"
             )
         self._train_step, self._training = train_step, False
         self._progress: RunProgress | None = None

@@ -236,7 +236,7 @@ class Session:
             inputs["eval_data"] = TrainingRows(eval_rows, None, prepare)
         inputs |= {"model": model, "optimizer": optimizer, "data": data, "batch_loss": loss}
         resumes = bool(self.next_state) or self.warns_itself
-        inputs |= {"resumes": resumes, "store": ItemStore()}  # each run reads rows of its own
+        inputs |= {"resumes": resumes, "store": ItemStore()}  # a store for each run
         return follow(replace(self.inputs, **inputs), self.rule)
 
     def begin_batch(self) -> None:

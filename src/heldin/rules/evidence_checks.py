@@ -22,7 +22,7 @@ __all__ = [
 ]  # fmt: skip
 
 INSTEAD = "use rule='auto', which estimates the test loss, in its place"
-MANY_EPOCHS = 100  # without a stop; in our study few runs were stopped after so many
+MANY_EPOCHS = 100  # epochs without a stop; few runs of our study stopped later
 FIRST = 64  # number of checks at the first test; the number doubles for each later test
 VANISHED = 1e-6  # share of the initial mean squared per-sample gradient
 

@@ -100,8 +100,7 @@ class FoldStopping(PathStopping):
         self._seen_at_start = 0  # of the shadows
         self._same = ParameterGuard(model, optimizer, state)
         self._replays_function = inputs.train_step is not None
-        self._must_stack = must_stack
-        self._backend: ShadowBackend = self._make_backend(inputs, model, replays)
+        self._backend: ShadowBackend = self._make_backend(inputs, model, replays, must_stack)
         self._same_loss = self._backend.same_loss
         self.step_check = None if self._replays_function else self._backend.check
         self._start()
@@ -129,14 +128,16 @@ class FoldStopping(PathStopping):
 
     # -- the shadows
 
-    def _make_backend(self, inputs: RunInputs, model: nn.Module, replays: bool) -> ShadowBackend:
+    def _make_backend(
+        self, inputs: RunInputs, model: nn.Module, replays: bool, must_stack: bool
+    ) -> ShadowBackend:
         """Return the shadows: in one stack where that can be right, else by replaying the step."""
         if not replays:
             stacked = self._stack(inputs, model)
             if stacked is not None:
                 inputs.store.close()
                 return stacked
-            if self._must_stack:
+            if must_stack:
                 raise CannotStack
             if isinstance(inputs.data, Rows):
                 rows = inputs.data

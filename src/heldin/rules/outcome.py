@@ -107,7 +107,7 @@ class OutputOptions:
         return bool(self.resolved) or functions or self.temperature is True
 
     def recipe(self, memory: int) -> OutputRecipe:
-        """Return how outputs and targets of a batch are made, for so many bytes."""
+        """Return how outputs and targets of a batch are made; memory: bytes that they may take."""
         return OutputRecipe(memory, self.predict, self.targets, self.fallback)
 
 
@@ -350,7 +350,7 @@ class Outcome(Saved):
     # -- saving
 
     def take(self, state: Mapping[str, Any], checks: int) -> None:
-        """Restore a state from `state_dict` of so many checks."""
+        """Restore a state from `state_dict`; checks: number of checks of its run."""
         check_schema(state, self.saved_schema(), "['outcome']")
         monitored = checks if self.by_metric else 0
         if len(state["temperatures"]) != checks or len(state["monitored"]) != monitored:
