@@ -372,6 +372,24 @@ def test_light_shadows_are_refused_a_hidden_state() -> None:
         stopping.train(part)
 
 
+def following(model: nn.Module, optimizer: Any, step: Any) -> heldin.EarlyStopping:
+    """Return folds of the table that replay a function."""
+    rule = rules.Folds(folds=FOLDS)
+    return heldin.EarlyStopping(
+        model, optimizer, data=table(), batch_loss=loss, rule=rule, train_step=step
+    )
+
+
+def results_of_epoch(stopping: heldin.EarlyStopping, epoch: int) -> list[Any]:
+    """Train on an epoch of the table; return what the function returned."""
+    x, y = table()
+    results = []
+    for index in _order(epoch):
+        stopping.note_batch((x[index], y[index]), index)
+        results.append(stopping.train((x[index], y[index])))
+    return results
+
+
 LONG_LOGS: dict[str, Any] = {
     "list": lambda: [0.0] * 5000,
     "dict": lambda: dict.fromkeys(range(-5000, 0), 0.0),
@@ -385,7 +403,7 @@ LONG_LOGS: dict[str, Any] = {
 @pytest.mark.parametrize("kind", LONG_LOGS)
 def test_long_logs_keep_the_losses_of_the_model(kind: str) -> None:
     """Of lists and mappings with thousands of entries only the end is exchanged."""
-    x, y = table()
+    x = table()[0]
     model = nn.Linear(x.shape[1], 1).to(x)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     log, taken = LONG_LOGS[kind](), 0
@@ -403,18 +421,8 @@ def test_long_logs_keep_the_losses_of_the_model(kind: str) -> None:
         taken += 1
         return value.item()
 
-    stopping = heldin.EarlyStopping(
-        model,
-        optimizer,
-        data=(x, y),
-        batch_loss=loss,
-        rule=rules.Folds(folds=FOLDS),
-        train_step=step,
-    )
-    returned = []
-    for index in _order(0):
-        stopping.note_batch((x[index], y[index]), index)
-        returned.append(stopping.train((x[index], y[index])))
+    stopping = following(model, optimizer, step)
+    returned = results_of_epoch(stopping, 0)
     losses = list(log.values() if isinstance(log, dict) else log)
     if isinstance(log, set):
         assert {each for each in losses if each >= 0} == set(returned)
@@ -426,7 +434,7 @@ def test_long_logs_keep_the_losses_of_the_model(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["list", "dict"])
 def test_writes_into_the_middle_of_a_long_container_are_refused(kind: str) -> None:
-    x, y = table()
+    x = table()[0]
     model = nn.Linear(x.shape[1], 1).to(x)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     bank: Any = [0.0] * 5000 if kind == "list" else dict.fromkeys(range(5000), 0.0)
@@ -438,19 +446,15 @@ def test_writes_into_the_middle_of_a_long_container_are_refused(kind: str) -> No
         optimizer.step()
         bank[7] = value.item()
 
-    stopping = heldin.EarlyStopping(
-        model, optimizer, data=(x, y), batch_loss=loss, rule="shadow", train_step=step
-    )
-    (index, *_) = _order(0)
-    stopping.note_batch((x[index], y[index]), index)
+    stopping = following(model, optimizer, step)
     with pytest.raises(heldin.HeldinError, match="changes 'bank'"):
-        stopping.train((x[index], y[index]))
+        results_of_epoch(stopping, 0)
     stopping.close()
 
 
 def test_a_resumed_run_has_the_numpy_generators_of_its_shadows() -> None:
     numpy = pytest.importorskip("numpy")
-    x, y = table()
+    x = table()[0]
 
     def made() -> tuple[Any, Any, heldin.EarlyStopping, Any]:
         torch.manual_seed(0)
@@ -466,31 +470,18 @@ def test_a_resumed_run_has_the_numpy_generators_of_its_shadows() -> None:
             with torch.no_grad():
                 model.bias.add_(0.01 * noise)
 
-        stopping = heldin.EarlyStopping(
-            model,
-            optimizer,
-            data=(x, y),
-            batch_loss=loss,
-            rule=rules.Folds(folds=FOLDS),
-            train_step=step,
-        )
-        return model, optimizer, stopping, generator
-
-    def train(stopping: heldin.EarlyStopping, epoch: int) -> None:
-        for index in _order(epoch):
-            stopping.note_batch((x[index], y[index]), index)
-            stopping.train((x[index], y[index]))
+        return model, optimizer, following(model, optimizer, step), generator
 
     whole = made()
-    train(whole[2], 0)
+    results_of_epoch(whole[2], 0)
     saved = whole[2].state_dict()
     resumed = made()
     for new, old in zip(resumed[:2], whole[:2], strict=True):
         new.load_state_dict(old.state_dict())
     resumed[3].bit_generator.state = whole[3].bit_generator.state
     resumed[2].load_state_dict(saved)
-    train(whole[2], 1)
-    train(resumed[2], 1)
+    results_of_epoch(whole[2], 1)
+    results_of_epoch(resumed[2], 1)
     for number in range(FOLDS):
         one, other = (each[2].following.backend.weights_of(number) for each in (whole, resumed))
         assert all(torch.equal(one[name], other[name]) for name in one)
