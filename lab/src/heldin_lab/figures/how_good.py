@@ -788,8 +788,8 @@ def size_words() -> str:
         ends = [f"{n:,}" if n else "none" for n in clear.values()]
         parts.append(f"{kind} {' and '.join(ends)} ({most:,} tried)")
     return (
-        "Up to so many rows heldin is clearly ahead of the split, by log loss and by accuracy: "
-        f"{'; '.join(parts)}."
+        "heldin is clearly ahead of the split up to these numbers of rows, by log loss and by "
+        f"accuracy: {'; '.join(parts)}."
     )
 
 
