@@ -77,7 +77,8 @@ def test_making_a_callback_draws_no_random_number(name: str) -> None:
 
 
 def test_a_class_derived_by_a_user_follows_either_rule() -> None:
-    skorch = pytest.importorskip("heldin.skorch")
+    pytest.importorskip("skorch")
+    from heldin import skorch
 
     class Mine(skorch.EarlyStopping):
         def on_epoch_begin(self, net: Any, **datasets: Any) -> None:
